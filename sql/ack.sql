@@ -1,0 +1,52 @@
+-- A message leaves: its work is done.
+
+create or replace function pgqueue.ack(queue_name text, id bigint, claim_token uuid)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+begin
+    delete from pgqueue.messages m
+    where m.queue_name = ack.queue_name and m.id = ack.id
+        and m.claim_token = ack.claim_token and m.claimed_attempt = m.attempt_count;
+    if found then
+        return true;
+    end if;
+    perform pgqueue._check_claim(id, claim_token);
+    perform pgqueue._find_queue(queue_name);
+    return false;
+end;
+$$;
+comment on function pgqueue.ack(text, bigint, uuid) is
+'Removes a message whose work is done, and returns true; false if the claim was lost: it ran out and somebody else has claimed, buried or removed the message. Raises 22023, PQ001.';
+
+create or replace function pgqueue.ack_batch(queue_name text, ids bigint[], claim_token uuid)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    acked int;
+begin
+    delete from pgqueue.messages m
+    where m.queue_name = ack_batch.queue_name and m.id = any (ids)
+        and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
+    get diagnostics acked = row_count;
+    if acked = 0 then
+        if ids is null then
+            perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
+        end if;
+        perform pgqueue._check_claim(0, claim_token);
+        perform pgqueue._find_queue(queue_name);
+    end if;
+    return acked;
+end;
+$$;
+comment on function pgqueue.ack_batch(text, bigint[], uuid) is
+'Removes the messages of one claim whose work is done, and returns how many were still the caller''s. Raises 22023, PQ001.';

@@ -1,0 +1,95 @@
+-- Looking at messages without touching them.
+
+create or replace function pgqueue.browse(
+    queue_name text, state text default 'ready', max_messages int default 100, after_id bigint default 0
+)
+returns setof pgqueue.message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+begin
+    if state is null or state not in ('ready', 'inflight', 'scheduled') then
+        perform pgqueue._raise_invalid('state', state,
+            'ready, inflight or scheduled; dead letters are shown by pgqueue.browse_dead_messages');
+    end if;
+    perform pgqueue._check_page(max_messages, after_id);
+    return query
+    select *
+    from (
+        (
+            select
+                m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
+                m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
+            from pgqueue.messages m
+            where m.queue_name = q.name and m.id > after_id
+                and case browse.state
+                    when 'ready' then m.visible_at <= at
+                    when 'inflight' then m.visible_at > at and m.attempt_count > 0
+                    else m.visible_at > at and m.attempt_count = 0
+                end
+            order by m.id limit browse.max_messages
+        )
+        union all
+        (
+            select
+                s.id, s.queue_name, s.payload, s.body, s.headers, s.message_id, s.attempt_count, s.max_attempts,
+                s.enqueued_at, s.due_at, s.expires_at, s.claimed_by, null::uuid, s.last_error
+            from pgqueue.scheduled_messages s
+            where s.queue_name = q.name and s.id > after_id
+                and case browse.state
+                    when 'ready' then s.due_at <= at
+                    when 'inflight' then false
+                    else s.due_at > at
+                end
+            order by s.id limit browse.max_messages
+        )
+    ) as found
+    order by 1
+    limit browse.max_messages;
+end;
+$$;
+comment on function pgqueue.browse(text, text, int, bigint) is
+'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, from behind after_id on; for the next page give the last id. Claims nothing, locks nothing. Raises 22023, PQ001.';
+
+create or replace function pgqueue.browse_dead_messages(
+    queue_name text, max_messages int default 100, after_id bigint default 0
+)
+returns setof pgqueue.dead_message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+begin
+    perform pgqueue._check_page(max_messages, after_id);
+    return query
+    select
+        d.id, d.queue_name, d.payload, d.body, d.headers, d.message_id, d.attempt_count, d.max_attempts,
+        d.enqueued_at, d.expires_at, d.claimed_by, d.last_error, d.reason, d.died_at
+    from pgqueue.dead_messages d
+    where d.queue_name = q.name and d.id > after_id
+    order by d.id limit browse_dead_messages.max_messages;
+end;
+$$;
+comment on function pgqueue.browse_dead_messages(text, int, bigint) is
+'Shows up to max_messages (1 to 10000) dead letters by id, from behind after_id on, with reason, last error and moment. Raises 22023, PQ001.';
+
+create or replace function pgqueue._check_page(max_messages int, after_id bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if max_messages is null or max_messages not between 1 and 10000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
+    end if;
+    if after_id is null then
+        perform pgqueue._raise_invalid('after_id', null, 'the last id of the page before, or 0');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_page(int, bigint) is
+'Raises 22023 for a page that cannot be shown.';

@@ -1,0 +1,107 @@
+-- A message is lent: hidden for a while, its attempt counted, its claim fenced by a token.
+-- A claim starts where the never-claimed messages begin; what lies below is the sweep's.
+
+create or replace function pgqueue._pick(q pgqueue.queues, at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    now_micros constant bigint := pgqueue._micros(at);
+    fresh bigint := pg_sequence_last_value(q.fresh_register);
+    due bigint;
+    picks bigint[] := '{}';
+    found_ids bigint[];
+    last_id bigint;
+    swept boolean := false;
+begin
+    if q.paused_at is not null then
+        return picks;
+    end if;
+
+    due := pg_sequence_last_value(q.due_register);
+    if due <= now_micros then
+        picks := pgqueue._promote(q, at, wanted, pgqueue._moment(due - 1));
+    end if;
+    if cardinality(picks) < wanted and pg_sequence_last_value(q.sweep_register) <= now_micros then
+        swept := true;
+        picks := picks || pgqueue._sweep(q, at, wanted - cardinality(picks), fresh);
+    end if;
+
+    if cardinality(picks) < wanted then
+        found_ids := array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= fresh and m.visible_at <= at
+                and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+            order by m.id limit wanted - cardinality(picks) for update skip locked
+        );
+        last_id := found_ids[cardinality(found_ids)];
+        if last_id >= fresh then
+            fresh := setval(q.fresh_register, last_id + 1);
+        end if;
+        picks := picks || found_ids;
+    end if;
+
+    -- Who comes up short sweeps at once, unless the last sweep was a costly one: so a quiet queue is exact.
+    if cardinality(picks) < wanted and not swept
+        and pg_sequence_last_value(q.sweep_register) <= now_micros + 50000
+    then
+        -- What lies above fresh was not to be had, now it is the sweep's.
+        select m.id + 1 into last_id from pgqueue.messages m
+        where m.queue_name = q.name and m.id >= fresh
+        order by m.id desc limit 1;
+        if found then
+            fresh := setval(q.fresh_register, last_id);
+        end if;
+        picks := picks || pgqueue._sweep(q, at, wanted - cardinality(picks), fresh);
+    end if;
+    return picks;
+end;
+$$;
+comment on function pgqueue._pick(pgqueue.queues, timestamptz, int) is
+'The ids of up to wanted messages that are ready, locked for the caller to claim or take.';
+
+create or replace function pgqueue.claim(
+    queue_name text,
+    max_messages int default 1,
+    visibility_timeout interval default null,
+    claimed_by text default null
+)
+returns setof pgqueue.message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    token constant uuid := gen_random_uuid();
+    picks bigint[];
+begin
+    if max_messages is null or max_messages not between 1 and 10000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
+    end if;
+    if visibility_timeout is not null then
+        perform pgqueue._check_visibility_timeout(visibility_timeout);
+    end if;
+    picks := pgqueue._pick(q, at, max_messages);
+    if picks = '{}' then
+        return;
+    end if;
+    return query
+    update pgqueue.messages m
+    set visible_at = at + coalesce(claim.visibility_timeout, q.visibility_timeout),
+        attempt_count = m.attempt_count + 1,
+        claimed_attempt = m.attempt_count + 1,
+        claim_token = token,
+        claimed_by = claim.claimed_by
+    where m.queue_name = q.name and m.id = any (picks)
+    returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
+        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+end;
+$$;
+comment on function pgqueue.claim(text, int, interval, text) is
+'Lends up to max_messages (1 to 10000) messages to the caller, by id: each is hidden until visibility_timeout (1 s to 43200 s, by default the queue''s) has passed, its attempt is counted, and its claim_token is what ack, nack and extend ask for. claimed_by is a name for humans. Buries on its way what has spent its attempts. Never waits; returns no row where none is ready or the queue is paused. Claim in autocommit: a rollback takes the claim back. Raises 22023, PQ001.';

@@ -1,0 +1,207 @@
+-- What hurts, and the statement that repairs it.
+
+create or replace function pgqueue.version()
+returns text
+language sql immutable parallel safe security definer
+set search_path = pg_catalog, pg_temp
+as $$ select '0.1.0'::text $$;
+comment on function pgqueue.version() is
+'The version of these functions.';
+
+create or replace function pgqueue._horizon_holders()
+returns table (pinned_for interval, holder text, repair text)
+language sql stable
+as $$
+    select
+        pg_catalog.clock_timestamp() - a.xact_start,
+        pg_catalog.format('process %s (%s, %s), transaction open, state: %s', a.pid,
+            coalesce(a.usename, 'no user'), coalesce(nullif(a.application_name, ''), a.backend_type), a.state),
+        pg_catalog.format('select pg_terminate_backend(%s);', a.pid)
+    from pg_catalog.pg_stat_activity a
+    where a.xact_start is not null and a.backend_type <> 'autovacuum worker'
+        and (a.backend_xmin is not null or a.backend_xid is not null)
+        and a.pid <> pg_catalog.pg_backend_pid()
+    union all
+    select
+        pg_catalog.clock_timestamp() - p.prepared,
+        pg_catalog.format('prepared transaction %L of %s in database %s', p.gid, p.owner, p.database),
+        pg_catalog.format('rollback prepared %L;', p.gid)
+    from pg_catalog.pg_prepared_xacts p
+    union all
+    select
+        null,
+        pg_catalog.format('replication slot %s, which nobody reads, holds transaction %s', s.slot_name, coalesce(s.xmin, s.catalog_xmin)),
+        pg_catalog.format('select pg_drop_replication_slot(%L);', s.slot_name)
+    from pg_catalog.pg_replication_slots s
+    where s.xmin is not null and not s.active
+$$;
+comment on function pgqueue._horizon_holders() is
+'Who keeps vacuum from removing dead rows: open transactions, prepared ones, abandoned replication slots.';
+
+create or replace function pgqueue._orphans()
+returns table (table_name text, queue_name text)
+language sql stable
+as $$
+    -- One index probe per queue name, however many messages there are.
+    with recursive names as (
+        (select 'messages' as table_name, (select min(m.queue_name) from pgqueue.messages m) as queue_name)
+        union all
+        select n.table_name, (select min(m.queue_name) from pgqueue.messages m where m.queue_name > n.queue_name)
+        from names n where n.queue_name is not null
+    ),
+    scheduled as (
+        (select 'scheduled_messages' as table_name, (select min(s.queue_name) from pgqueue.scheduled_messages s) as queue_name)
+        union all
+        select n.table_name, (select min(s.queue_name) from pgqueue.scheduled_messages s where s.queue_name > n.queue_name)
+        from scheduled n where n.queue_name is not null
+    )
+    select a.table_name, a.queue_name
+    from (select * from names union all select * from scheduled) a
+    where a.queue_name is not null
+        and not exists (select from pgqueue.queues q where q.name = a.queue_name)
+$$;
+comment on function pgqueue._orphans() is
+'Names under which messages were inserted by plain SQL though no such queue exists.';
+
+create or replace function pgqueue._missing_indexes()
+returns table (table_name text, repair text)
+language sql stable
+as $$
+    select c.oid::regclass::text,
+        pg_catalog.format('create index concurrently on %s (queue_name, expires_at) where expires_at is not null;', c.oid::regclass)
+    from pg_catalog.pg_class c
+    where (
+            c.oid = 'pgqueue.scheduled_messages'::regclass
+            or c.oid in (select i.inhrelid from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass)
+        )
+        and not exists (
+            select from pg_catalog.pg_index x
+            join pg_catalog.pg_attribute a1 on a1.attrelid = c.oid and a1.attnum = x.indkey[0] and a1.attname = 'queue_name'
+            join pg_catalog.pg_attribute a2 on a2.attrelid = c.oid and a2.attnum = x.indkey[1] and a2.attname = 'expires_at'
+            where x.indrelid = c.oid and x.indisvalid
+        )
+$$;
+comment on function pgqueue._missing_indexes() is
+'Tables without the index that purge_expired goes by, and the statement that makes it.';
+
+create or replace function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
+returns setof pgqueue.finding
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    lapsed bigint;
+    oldest_at timestamptz;
+    shortest interval;
+    pending text[];
+    since timestamptz;
+    s pgqueue.queue_stats := pgqueue._stats(q, at);
+begin
+    if q.paused_at is not null then
+        return next row('info', q.name, 'paused_queue',
+            format('paused since %s, %s messages ready', q.paused_at, s.ready_messages),
+            format('select pgqueue.resume_queue(%L);', q.name))::pgqueue.finding;
+    end if;
+    if s.dead_messages > 0 then
+        return next row('info', q.name, 'dead_messages',
+            format('%s dead letters', s.dead_messages),
+            format('select * from pgqueue.browse_dead_messages(%L);', q.name))::pgqueue.finding;
+    end if;
+
+    select count(*), min(w.visible_at), min(w.expires_at - w.enqueued_at) into lapsed, oldest_at, shortest
+    from (
+        select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at from pgqueue.messages m
+        where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
+        order by m.id limit 1000
+    ) w
+    where w.visible_at <= at - interval '1 min' and w.attempt_count > 0;
+    if lapsed > 0 and q.paused_at is null then
+        return next row('warning', q.name, 'stuck_claims',
+            format('%s claims ran out, the first %s ago, and no consumer has come by since', lapsed, at - oldest_at),
+            'Start a consumer: any claim takes them over or buries them.')::pgqueue.finding;
+    end if;
+
+    select min(w.expires_at - w.enqueued_at) into shortest
+    from (
+        select m.expires_at, m.enqueued_at from pgqueue.messages m
+        where m.queue_name = q.name and m.expires_at is not null
+        order by m.expires_at limit 1000
+    ) w;
+    if shortest < peek_delay then
+        return next row('warning', q.name, 'peek_delay_above_time_to_live',
+            format('messages live for as little as %s, but consumers look every %s', shortest, peek_delay),
+            format('Let consumers look more often than every %s.', shortest))::pgqueue.finding;
+    end if;
+
+    select w.noted_at, w.writers into since, pending from pgqueue.sweeps w where w.queue_name = q.name;
+    if at - since > interval '1 min' and pending && pgqueue._writers() then
+        return next row('warning', q.name, 'long_writer',
+            format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps walk over all that was consumed since', at - since),
+            'select pid, virtualtransaction from pg_locks where relation = ''pgqueue.messages''::regclass;')::pgqueue.finding;
+    end if;
+end;
+$$;
+comment on function pgqueue._queue_findings(pgqueue.queues, timestamptz, interval) is
+'What doctor finds on one queue.';
+
+create or replace function pgqueue.doctor(peek_delay interval default '1 s')
+returns setof pgqueue.finding
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q pgqueue.queues;
+begin
+    return query
+    select
+        'warning', null::text, 'pinned_horizon',
+        format('%s, for %s: vacuum removes nothing that died since', h.holder, coalesce(h.pinned_for::text, 'an unknown time')),
+        h.repair
+    from pgqueue._horizon_holders() h
+    where h.pinned_for > interval '1 min' or h.pinned_for is null;
+
+    return query
+    select
+        'warning', null::text, 'missing_index',
+        format('%s has no index on (queue_name, expires_at): purge_expired reads all of it', i.table_name),
+        i.repair
+    from pgqueue._missing_indexes() i;
+
+    return query
+    select
+        'error', o.queue_name, 'orphaned_messages',
+        format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, o.queue_name),
+        format('select pgqueue.create_queue(%L);', o.queue_name)
+    from pgqueue._orphans() o;
+
+    return query
+    select
+        'error', null::text, 'sequence_cache',
+        'the sequence pgqueue.message_id hands out ids in advance: messages that commit late may be left behind',
+        'alter sequence pgqueue.message_id cache 1;'
+    from pg_sequence s
+    where s.seqrelid = 'pgqueue.message_id'::regclass and s.seqcache <> 1;
+
+    return query
+    select
+        'error', null::text, 'autovacuum_off',
+        format('autovacuum is off for %s: what was consumed is never removed', c.table_name),
+        c.repair
+    from (
+        select 'the server' as table_name, 'alter system set autovacuum = on; select pg_reload_conf();' as repair
+        where not current_setting('autovacuum')::boolean
+        union all
+        select c.oid::regclass::text, format('alter table %s reset (autovacuum_enabled);', c.oid::regclass)
+        from pg_class c
+        where c.relnamespace = 'pgqueue'::regnamespace
+            and c.reloptions && array['autovacuum_enabled=false', 'autovacuum_enabled=off']
+    ) c;
+
+    for q in select queues.* from pgqueue.queues order by queues.name loop
+        return query select f.* from pgqueue._queue_findings(q, at, peek_delay) f;
+    end loop;
+end;
+$$;
+comment on function pgqueue.doctor(interval) is
+'Says what hurts and what repairs it, one finding a row: pinned_horizon, missing_index, orphaned_messages, sequence_cache, autovacuum_off, paused_queue, dead_messages, stuck_claims, peek_delay_above_time_to_live (for consumers that look every peek_delay), long_writer. Severities are error, warning and info; no row means all is well.';

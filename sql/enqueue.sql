@@ -1,0 +1,231 @@
+-- A message enters: at once into messages, with a delay into scheduled_messages, always in the
+-- caller's transaction.
+
+create or replace function pgqueue._check_content(
+    q pgqueue.queues, payload jsonb, body bytea, headers jsonb
+)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    bytes bigint;
+begin
+    if payload is not null and body is not null then
+        perform pgqueue._raise_invalid('payload', left(payload::text, 50), 'null where body is given: a message has exactly one of the two');
+    end if;
+    if payload is null and body is null then
+        perform pgqueue._raise_invalid('payload', null, 'given, or body in its place');
+    end if;
+    if headers is not null then
+        if jsonb_typeof(headers) <> 'object' then
+            perform pgqueue._raise_invalid('headers', headers::text, 'a JSON object');
+        end if;
+        bytes := pgqueue._bytes(headers);
+        if bytes > 65536 then
+            perform pgqueue._raise_payload_too_large(q.name, 'headers', bytes, 65536);
+        end if;
+    end if;
+    bytes := coalesce(octet_length(body), pgqueue._bytes(payload));
+    if bytes > q.max_payload_bytes then
+        perform pgqueue._raise_payload_too_large(
+            q.name, case when body is null then 'payload' else 'body' end, bytes, q.max_payload_bytes);
+    end if;
+end;
+$$;
+comment on function pgqueue._check_content(pgqueue.queues, jsonb, bytea, jsonb) is
+'Raises 22023 or PQ003 unless there is exactly one of payload and body, within the limits, and headers are an object of at most 64 KB.';
+
+create or replace function pgqueue._bytes(document jsonb)
+returns bigint
+language sql immutable parallel safe
+as $$
+    -- What a table hands over may be compressed; what counts is the document, so it is spelled out then.
+    select case
+        when pg_column_compression(document) is null then pg_column_size(document)
+        else octet_length(document::text)
+    end
+$$;
+comment on function pgqueue._bytes(jsonb) is
+'The size of a document in bytes, before compression.';
+
+create or replace function pgqueue._check_enqueue(delay interval, expires_in interval)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if delay is null or delay not between interval '0' and interval '10 years' then
+        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years');
+    end if;
+    if expires_in not between interval '0' and interval '10 years' then
+        perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years, or null for never');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_enqueue(interval, interval) is
+'Raises 22023 for a delay or an expires_in that is out of bounds.';
+
+create or replace function pgqueue._schedule_by(q pgqueue.queues, due_at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if pgqueue._micros(due_at) < pg_sequence_last_value(q.due_register) then
+        perform setval(q.due_register, pgqueue._micros(due_at));
+    end if;
+    if pg_sequence_last_value(q.waiting_register) > 1 then
+        -- Somebody waits and may sleep past this moment.
+        perform pgqueue._wake(q);
+    end if;
+end;
+$$;
+comment on function pgqueue._schedule_by(pgqueue.queues, timestamptz) is
+'Lets claims look for scheduled messages from this moment on, and consumers that wait reckon with it.';
+
+create or replace function pgqueue.enqueue(
+    queue_name text,
+    payload jsonb default null,
+    delay interval default '0',
+    headers jsonb default null,
+    expires_in interval default null,
+    message_id uuid default null,
+    body bytea default null
+)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    new_id bigint;
+begin
+    if delay is distinct from interval '0' or expires_in is not null then
+        perform pgqueue._check_enqueue(delay, expires_in);
+    end if;
+    if payload is null or body is not null or headers is not null
+        or pg_column_size(payload) > q.max_payload_bytes or pg_column_compression(payload) is not null
+    then
+        perform pgqueue._check_content(q, payload, body, headers);
+    end if;
+
+    if delay > interval '0' then
+        insert into pgqueue.scheduled_messages (
+            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        values (
+            q.name, at + delay, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
+        )
+        returning scheduled_messages.id into new_id;
+        perform pgqueue._schedule_by(q, at + delay);
+        return new_id;
+    end if;
+
+    insert into pgqueue.messages (
+        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+    )
+    values (
+        q.name, at, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
+    )
+    returning messages.id into new_id;
+    if pg_sequence_last_value(q.waiting_register) > 1 then
+        perform pgqueue._wake(q);
+    end if;
+    return new_id;
+end;
+$$;
+comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
+'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body (raw bytes) is given, of at most the queue''s max_payload_bytes; headers is a JSON object of at most 64 KB. delay (0 to 10 years) postpones the first delivery; expires_in (0 to 10 years) is when the message loses its worth and is dropped; both count from now, not from the start of the transaction. message_id is the sender''s own name for the message and is not checked for uniqueness. Raises 22023, PQ001, PQ003.';
+
+create or replace function pgqueue._check_length(argument text, given int, expected int)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if given <> expected then
+        perform pgqueue._raise_invalid(argument, format('%s elements', given),
+            format('null or as long as the messages are many: %s elements', expected));
+    end if;
+end;
+$$;
+comment on function pgqueue._check_length(text, int, int) is
+'Raises 22023 for an array that is given and has another length than expected.';
+
+create or replace function pgqueue.enqueue_batch(
+    queue_name text,
+    payloads jsonb[] default null,
+    delay interval default '0',
+    headers jsonb[] default null,
+    expires_in interval default null,
+    message_ids uuid[] default null,
+    bodies bytea[] default null,
+    delays interval[] default null
+)
+returns setof bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    n constant int := coalesce(cardinality(payloads), cardinality(bodies), 0);
+    ids bigint[];
+    due_at timestamptz;
+begin
+    if payloads is null and bodies is null then
+        perform pgqueue._raise_invalid('payloads', null, 'an array, or bodies in its place');
+    end if;
+    perform pgqueue._check_length('bodies', cardinality(bodies), n);
+    perform pgqueue._check_length('headers', cardinality(headers), n);
+    perform pgqueue._check_length('message_ids', cardinality(message_ids), n);
+    perform pgqueue._check_length('delays', cardinality(delays), n);
+    perform pgqueue._check_enqueue(delay, expires_in);
+    perform pgqueue._check_enqueue(d, null) from unnest(delays) as d
+    where d not between interval '0' and interval '10 years';
+    perform pgqueue._check_content(q, c.payload, c.body, c.headers)
+    from unnest(payloads, bodies, headers) as c (payload, body, headers)
+    where c.payload is null or c.body is not null or c.headers is not null
+        or pg_column_size(c.payload) > q.max_payload_bytes or pg_column_compression(c.payload) is not null;
+
+    -- The lock that inserting takes anyway, before the ids are taken: the sweep relies on that order.
+    lock table only pgqueue.messages in row exclusive mode;
+    ids := array(select nextval('pgqueue.message_id') from generate_series(1, n));
+
+    insert into pgqueue.messages (
+        id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+    )
+    select u.id, q.name, at, at, q.max_attempts, at + expires_in, u.message_id, u.payload, u.body, u.headers
+    from unnest(ids, payloads, bodies, headers, message_ids, delays) as u (id, payload, body, headers, message_id, delay)
+    where coalesce(u.delay, enqueue_batch.delay) = interval '0';
+    if found and pg_sequence_last_value(q.waiting_register) > 1 then
+        perform pgqueue._wake(q);
+    end if;
+
+    if delay > interval '0' or delays is not null then
+        with delayed as (
+            insert into pgqueue.scheduled_messages (
+                id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+            )
+            select
+                u.id, q.name, at + coalesce(u.delay, enqueue_batch.delay), at, q.max_attempts, at + expires_in,
+                u.message_id, u.payload, u.body, u.headers
+            from unnest(ids, payloads, bodies, headers, message_ids, delays)
+                as u (id, payload, body, headers, message_id, delay)
+            where coalesce(u.delay, enqueue_batch.delay) > interval '0'
+            returning scheduled_messages.due_at
+        )
+        select min(d.due_at) into due_at from delayed d;
+        if due_at is not null then
+            perform pgqueue._schedule_by(q, due_at);
+        end if;
+    end if;
+    return query select i from unnest(ids) as i;
+end;
+$$;
+comment on function pgqueue.enqueue_batch(text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[]) is
+'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. Arrays that are given have the same length; each message has exactly one of payload and body; delays, where not null, overrides delay for that message. Otherwise as enqueue. Raises 22023, PQ001, PQ003.';

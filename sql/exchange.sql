@@ -1,0 +1,48 @@
+-- A consumer's whole step in one call and one commit: what is done leaves, what is next comes.
+
+create or replace function pgqueue.exchange(
+    queue_name text,
+    ids bigint[],
+    claim_token uuid,
+    max_messages int default 1,
+    visibility_timeout interval default null,
+    claimed_by text default null
+)
+returns setof pgqueue.exchanged
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+as $$
+declare
+    given constant int := coalesce(cardinality(ids), 0);
+    acked bigint[];
+begin
+    if given > 0 then
+        if claim_token is null then
+            perform pgqueue._check_claim(0, claim_token);
+        end if;
+        with gone as (
+            delete from pgqueue.messages m
+            where m.queue_name = exchange.queue_name and m.id = any (ids)
+                and m.claim_token = exchange.claim_token and m.claimed_attempt = m.attempt_count
+            returning m.id
+        )
+        select array_agg(g.id) into acked from gone g;
+        if cardinality(acked) is distinct from given then
+            return query
+            select
+                i, exchange.queue_name, null::jsonb, null::bytea, null::jsonb, null::uuid, null::int, null::int,
+                null::timestamptz, null::timestamptz, null::timestamptz, null::text, null::uuid, null::text, true
+            from unnest(ids) as i
+            where i <> all (coalesce(acked, '{}'));
+        end if;
+    end if;
+    return query
+    select c.*, false from pgqueue.claim(queue_name, max_messages, visibility_timeout, claimed_by) c;
+end;
+$$;
+comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) is
+'Acknowledges ids, all claimed with claim_token, and claims up to max_messages as claim does, in one call. Returns first a row with lost = true, id and queue_name for every id whose claim was lost, then the claimed messages by id with lost = false. ids may be empty or null, claim_token then too. Raises 22023, PQ001.';

@@ -1,0 +1,60 @@
+-- What lost its worth is removed ahead of the claim that would pass over it.
+
+create or replace function pgqueue.purge_expired(queue_name text, batch_size int default 10000)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    purged int;
+begin
+    if batch_size is null or batch_size not between 1 and 1000000 then
+        perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
+    end if;
+    -- A message in flight is left to its consumer, who may still be about to acknowledge it.
+    with gone as (
+        delete from pgqueue.messages m
+        where m.queue_name = q.name and m.id = any (array(
+            select c.id from pgqueue.messages c
+            where c.queue_name = q.name and c.expires_at <= at and c.visible_at <= at
+            order by c.expires_at limit purge_expired.batch_size for update skip locked))
+        returning
+            m.id, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+            m.payload, m.body, m.headers, m.claimed_by, m.last_error
+    ),
+    gone_scheduled as (
+        delete from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.id = any (array(
+            select c.id from pgqueue.scheduled_messages c
+            where c.queue_name = q.name and c.expires_at <= at
+            order by c.expires_at
+            limit purge_expired.batch_size - (select count(*) from gone)
+            for update skip locked))
+        returning
+            s.id, s.enqueued_at, s.attempt_count, s.max_attempts, s.expires_at, s.message_id,
+            s.payload, s.body, s.headers, s.claimed_by, s.last_error
+    ),
+    all_gone as (
+        select * from gone
+        union all
+        select * from gone_scheduled
+    ),
+    buried as (
+        insert into pgqueue.dead_messages (
+            id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
+            payload, body, headers, claimed_by, last_error, reason
+        )
+        select
+            g.id, q.name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
+            g.payload, g.body, g.headers, g.claimed_by, g.last_error, 'expired'
+        from all_gone g
+        where q.dead_letter_expired
+    )
+    select count(*) into purged from all_gone;
+    return purged;
+end;
+$$;
+comment on function pgqueue.purge_expired(text, int) is
+'Removes up to batch_size (1 to 1000000) messages that have expired and are not in flight, to the dead letters where the queue has dead_letter_expired, and returns how many: call it until it returns less than batch_size. Claims pass over expired messages in any case. Raises 22023, PQ001.';

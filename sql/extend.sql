@@ -1,0 +1,43 @@
+-- A message is kept: its claim gets a new end.
+
+create or replace function pgqueue._check_claim(id bigint, claim_token uuid)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if id is null then
+        perform pgqueue._raise_invalid('id', null, 'the id of a claimed message');
+    end if;
+    if claim_token is null then
+        perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that claim returned');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_claim(bigint, uuid) is
+'Raises 22023 where id or claim_token is null.';
+
+create or replace function pgqueue.extend(
+    queue_name text, id bigint, claim_token uuid, visibility_timeout interval default null
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+begin
+    perform pgqueue._check_claim(id, claim_token);
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    update pgqueue.messages m
+    set visible_at = pgqueue._now() + coalesce(extend.visibility_timeout, q.visibility_timeout)
+    where m.queue_name = q.name and m.id = extend.id
+        and m.claim_token = extend.claim_token and m.claimed_attempt = m.attempt_count;
+    return found;
+end;
+$$;
+comment on function pgqueue.extend(text, bigint, uuid, interval) is
+'Ends the claim of a message visibility_timeout (1 s to 43200 s, by default the queue''s) from now, and returns true; false if the claim was lost. Raises 22023, PQ001.';

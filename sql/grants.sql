@@ -1,0 +1,175 @@
+-- Who may do what, on one page: the verbs that a role may call are its privileges.
+
+create or replace function pgqueue._access()
+returns table (verb text, producer boolean, consumer boolean, admin boolean)
+language sql immutable
+as $$
+    values
+    --                      producer consumer admin
+    ('enqueue',              true,    false,   false),
+    ('enqueue_batch',        true,    false,   false),
+    ('claim',                false,   true,    false),
+    ('ack',                  false,   true,    false),
+    ('ack_batch',            false,   true,    false),
+    ('exchange',             false,   true,    false),
+    ('nack',                 false,   true,    false),
+    ('reject',               false,   true,    false),
+    ('extend',               false,   true,    false),
+    ('receive',              false,   true,    false),
+    ('prepare_wait',         false,   true,    false),
+    ('browse',               false,   true,    true),
+    ('browse_dead_messages', false,   false,   true),
+    ('create_queue',         false,   false,   true),
+    ('alter_queue',          false,   false,   true),
+    ('drop_queue',           false,   false,   true),
+    ('pause_queue',          false,   false,   true),
+    ('resume_queue',         false,   false,   true),
+    ('purge_queue',          false,   false,   true),
+    ('redrive',              false,   false,   true),
+    ('purge_dead_messages',  false,   false,   true),
+    ('purge_expired',        false,   false,   true),
+    ('doctor',               false,   false,   true),
+    ('wake',                 true,    false,   true),
+    ('get_queue',            true,    true,    true),
+    ('list_queues',          true,    true,    true),
+    ('peek',                 true,    true,    true),
+    ('stats',                true,    true,    true),
+    ('next_due_at',          true,    true,    true),
+    ('channel',              true,    true,    true),
+    ('version',              true,    true,    true)
+$$;
+comment on function pgqueue._access() is
+'Which verbs each kind of access may call. grant_access and revoke_access stay with the owner.';
+
+create or replace function pgqueue._verbs(access text)
+returns setof regprocedure
+language sql stable
+as $$
+    select p.oid::regprocedure
+    from pgqueue._access() a
+    join pg_catalog.pg_proc p on p.proname = a.verb and p.pronamespace = 'pgqueue'::regnamespace
+    where case access
+        when 'producer' then a.producer
+        when 'consumer' then a.consumer
+        when 'admin' then a.admin
+    end
+$$;
+comment on function pgqueue._verbs(text) is
+'The functions that a kind of access may call.';
+
+create or replace function pgqueue._has_access(role_name name, access text)
+returns boolean
+language sql stable
+as $$
+    select case access
+        when 'raw' then exists (
+            select from pg_catalog.pg_class c cross join lateral aclexplode(c.relacl) as g
+            where c.oid = 'pgqueue.messages'::regclass and g.privilege_type = 'INSERT'
+                and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
+        )
+        else not exists (
+            select from pgqueue._verbs(access) as v
+            where not exists (
+                select from pg_catalog.pg_proc p cross join lateral aclexplode(p.proacl) as g
+                where p.oid = v and g.privilege_type = 'EXECUTE'
+                    and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
+            )
+        )
+    end
+$$;
+comment on function pgqueue._has_access(name, text) is
+'Whether a role itself was granted a kind of access.';
+
+create or replace function pgqueue._check_access(role_name name, access text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if access is null or access not in ('producer', 'consumer', 'admin', 'raw') then
+        perform pgqueue._raise_invalid('access', access, 'producer, consumer, admin or raw');
+    end if;
+    if role_name is null then
+        perform pgqueue._raise_invalid('role_name', null, 'the name of a role');
+    end if;
+    if not exists (select from pg_roles r where r.rolname = role_name) then
+        perform pgqueue._raise_role_not_found(role_name);
+    end if;
+end;
+$$;
+comment on function pgqueue._check_access(name, text) is
+'Raises 22023 for an unknown access and 42704 for an unknown role.';
+
+create or replace function pgqueue._apply_access(role_name name, access text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    verb regprocedure;
+begin
+    execute format('grant usage on schema pgqueue to %I', role_name);
+    if access = 'raw' then
+        execute format('grant select on pgqueue.queues to %I', role_name);
+        execute format(
+            'grant select, insert, update, delete on pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages to %I',
+            role_name);
+        execute format('grant usage on sequence pgqueue.message_id to %I', role_name);
+    end if;
+    for verb in select v from pgqueue._verbs(access) as v loop
+        execute format('grant execute on function %s to %I', verb, role_name);
+    end loop;
+end;
+$$;
+comment on function pgqueue._apply_access(name, text) is
+'Grants what a kind of access consists of.';
+
+create or replace function pgqueue.grant_access(role_name name, access text)
+returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._check_access(role_name, access);
+    perform pgqueue._apply_access(role_name, access);
+end;
+$$;
+comment on function pgqueue.grant_access(name, text) is
+'Lets a role use the queues: a producer sends and sees depth, but no payload; a consumer claims, settles, receives and browses; an admin creates, alters, pauses, drops, redrives, purges and browses dead letters; raw means select, insert, update and delete on the tables themselves, for those who want plain SQL. A role may have several. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+
+create or replace function pgqueue.revoke_access(role_name name, access text)
+returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    kept text[];
+    other text;
+    verb regprocedure;
+begin
+    perform pgqueue._check_access(role_name, access);
+    kept := array(
+        select k from unnest(array['producer', 'consumer', 'admin', 'raw']) as k
+        where k <> access and pgqueue._has_access(role_name, k));
+    for verb in select v from pgqueue._verbs(access) as v loop
+        execute format('revoke execute on function %s from %I', verb, role_name);
+    end loop;
+    if access = 'raw' then
+        execute format(
+            'revoke all on pgqueue.queues, pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages from %I',
+            role_name);
+        execute format('revoke all on sequence pgqueue.message_id from %I', role_name);
+    end if;
+    if kept = '{}' then
+        execute format('revoke usage on schema pgqueue from %I', role_name);
+    end if;
+    -- What another access shares with the revoked one stays.
+    foreach other in array kept loop
+        perform pgqueue._apply_access(role_name, other);
+    end loop;
+end;
+$$;
+comment on function pgqueue.revoke_access(name, text) is
+'Takes back what grant_access gave; what the role has by another access stays. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+
+revoke all on all functions in schema pgqueue from public;

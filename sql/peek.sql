@@ -1,0 +1,88 @@
+-- How many messages wait, without touching one.
+
+create or replace function pgqueue._held(xmax xid, snapshot pg_snapshot)
+returns boolean
+language sql stable parallel safe
+as $$
+    -- A transaction that began behind the snapshot, or one that the snapshot saw running. Ids of
+    -- transactions are compared as rows store them, in 32 bits.
+    select xmax::text <> '0' and (
+        ((xmax::text::bigint - pg_snapshot_xmax(snapshot)::text::bigint) & 4294967295) < 2147483648
+        or exists (
+            select from pg_snapshot_xip(snapshot) as x
+            where x::text::bigint & 4294967295 = xmax::text::bigint
+        )
+    )
+$$;
+comment on function pgqueue._held(xid, pg_snapshot) is
+'Whether another transaction holds a row, judged by the row''s xmax: reading takes no lock. Shared row locks and savepoints may be misjudged.';
+
+create or replace function pgqueue.peek(queue_name text, max_records int default 100)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
+    examined int;
+    ready int;
+    total int;
+begin
+    if max_records is null or max_records not between 1 and 10000 then
+        perform pgqueue._raise_invalid('max_records', max_records::text, 'an integer from 1 to 10000');
+    end if;
+    if q.paused_at is not null then
+        return 0;
+    end if;
+
+    select count(*) into total
+    from (
+        select from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.due_at <= at and (s.expires_at is null or s.expires_at > at)
+            and not pgqueue._held(s.xmax, pg_current_snapshot())
+        order by s.due_at limit max_records
+    ) r;
+    if total < max_records then
+        select count(*) into ready
+        from (
+            select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
+            from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= fresh
+            order by m.id limit max_records + 400
+        ) w
+        where w.visible_at <= at and w.attempt_count < w.max_attempts
+            and (w.expires_at is null or w.expires_at > at)
+            and not pgqueue._held(w.held_by, pg_current_snapshot());
+        total := total + ready;
+    end if;
+    if total < max_records then
+        select
+            count(*),
+            count(*) filter (
+                where w.visible_at <= at and w.attempt_count < w.max_attempts
+                    and (w.expires_at is null or w.expires_at > at)
+                    and not pgqueue._held(w.held_by, pg_current_snapshot())
+            )
+        into examined, ready
+        from (
+            select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
+            from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name) and m.id < fresh
+            order by m.id limit 400
+        ) w;
+        total := total + ready;
+        if total = 0 and examined = 400 then
+            return 1;
+        end if;
+    end if;
+    return least(total, max_records);
+end;
+$$;
+comment on function pgqueue.peek(text, int) is
+'How many messages could be claimed or received now, counted up to max_records (1 to 10000) over rows that no other transaction holds. Takes no lock, writes nothing, reads a bounded number of rows: where more than 400 messages in flight hide whether any is ready, it returns 1. 0 while the queue is paused. Raises 22023, PQ001.';

@@ -1,0 +1,438 @@
+-- Queues: made, changed, looked up, paused, emptied and dropped. Every verb learns its queue from
+-- _find_queue, so that whatever must hold for a queue has one place to be checked.
+
+create or replace function pgqueue._lock_key(queue_name text)
+returns bigint
+language sql immutable strict parallel safe
+as $$ select hashtextextended('pgqueue:' || queue_name, 0) $$;
+comment on function pgqueue._lock_key(text) is
+'The advisory lock that users of a queue share and that create_queue and drop_queue take alone.';
+
+create or replace function pgqueue._find_queue(queue_name text)
+returns pgqueue.queues
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues;
+    locked text;
+begin
+    -- The lock first, the row second, each on its own snapshot: who waited for a drop_queue sees
+    -- that the queue is gone, and nobody writes into a queue while it is being dropped.
+    -- Assigned, not performed: an assignment runs no query.
+    locked := pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name));
+    select * into q from pgqueue.queues where queues.name = queue_name;
+    if not found then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
+    return q;
+end;
+$$;
+comment on function pgqueue._find_queue(text) is
+'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001.';
+
+create or replace function pgqueue._public(q pgqueue.queues)
+returns pgqueue.queue
+language sql stable
+as $$
+    select row(
+        q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
+        q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
+        q.dedicated, q.paused_at, q.created_at, q.updated_at
+    )::pgqueue.queue
+$$;
+comment on function pgqueue._public(pgqueue.queues) is
+'A queue''s row without what is internal.';
+
+create or replace function pgqueue._check_visibility_timeout(visibility_timeout interval)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if visibility_timeout not between interval '1 s' and interval '43200 s' then
+        perform pgqueue._raise_invalid(
+            'visibility_timeout', visibility_timeout::text, 'an interval from 1 second to 12 hours (43200 s)');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_visibility_timeout(interval) is
+'Raises 22023 unless null or from 1 s to 43200 s.';
+
+create or replace function pgqueue._check_settings(q pgqueue.queues)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.visibility_timeout is null then
+        perform pgqueue._raise_invalid('visibility_timeout', null, 'an interval from 1 second to 12 hours (43200 s)');
+    end if;
+    perform pgqueue._check_visibility_timeout(q.visibility_timeout);
+    if q.max_attempts is null or q.max_attempts not between 1 and 100 then
+        perform pgqueue._raise_invalid('max_attempts', q.max_attempts::text, 'an integer from 1 to 100');
+    end if;
+    if q.max_payload_bytes is null or q.max_payload_bytes not between 1 and 104857600 then
+        perform pgqueue._raise_invalid('max_payload_bytes', q.max_payload_bytes::text, 'an integer from 1 to 104857600 (100 MB)');
+    end if;
+    if q.backoff_base is null or q.backoff_base not between interval '0 s' and interval '30 days' then
+        perform pgqueue._raise_invalid('backoff_base', q.backoff_base::text, 'an interval from 0 to 30 days');
+    end if;
+    if q.backoff_max is null or q.backoff_max not between interval '0 s' and interval '30 days' then
+        perform pgqueue._raise_invalid('backoff_max', q.backoff_max::text, 'an interval from 0 to 30 days');
+    end if;
+    if q.backoff_factor is null or q.backoff_factor not between 1 and 100 then
+        perform pgqueue._raise_invalid('backoff_factor', q.backoff_factor::text, 'a number from 1 to 100');
+    end if;
+    if q.backoff_jitter is null or q.backoff_jitter not between 0 and 1 then
+        perform pgqueue._raise_invalid('backoff_jitter', q.backoff_jitter::text, 'a number from 0 to 1');
+    end if;
+    if q.dlq_enabled is null then
+        perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
+    end if;
+    if q.dead_letter_expired is null then
+        perform pgqueue._raise_invalid('dead_letter_expired', null, 'true or false');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_settings(pgqueue.queues) is
+'Raises 22023 for the first setting of a queue that is out of bounds.';
+
+create or replace function pgqueue.create_queue(
+    queue_name text,
+    visibility_timeout interval default '30 s',
+    max_attempts int default 5,
+    dlq_enabled boolean default true,
+    dedicated boolean default false,
+    dead_letter_expired boolean default false,
+    max_payload_bytes int default 262144,
+    backoff_base interval default '1 s',
+    backoff_factor double precision default 2,
+    backoff_max interval default '10 min',
+    backoff_jitter double precision default 0.2,
+    if_not_exists boolean default false
+)
+returns pgqueue.queue
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '2 s'
+as $$
+declare
+    q pgqueue.queues;
+begin
+    if queue_name is null or queue_name !~ '^[a-z0-9_-]{1,128}$' then
+        perform pgqueue._raise_invalid('queue_name', queue_name,
+            '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
+    end if;
+    if dedicated is null then
+        perform pgqueue._raise_invalid('dedicated', null, 'true or false');
+    end if;
+    q.name := queue_name;
+    q.visibility_timeout := visibility_timeout;
+    q.max_attempts := max_attempts;
+    q.dlq_enabled := dlq_enabled;
+    q.dead_letter_expired := dead_letter_expired;
+    q.max_payload_bytes := max_payload_bytes;
+    q.backoff_base := backoff_base;
+    q.backoff_factor := backoff_factor;
+    q.backoff_max := backoff_max;
+    q.backoff_jitter := backoff_jitter;
+    perform pgqueue._check_settings(q);
+
+    -- Looked up before the lock, which would wait for those who use an existing queue, and again
+    -- behind it: one creator at a time, and none beside a drop.
+    select queues.* into q from pgqueue.queues where queues.name = queue_name;
+    if not found then
+        begin
+            perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
+            select queues.* into q from pgqueue.queues where queues.name = queue_name;
+            if not found then
+                q.queue_id := nextval('pgqueue.queue_id');
+                if dedicated then
+                    perform pgqueue._create_partition(queue_name, q.queue_id);
+                end if;
+            end if;
+        exception when lock_not_available then
+            perform pgqueue._raise_queue_busy(queue_name, 'create_queue');
+        end;
+    end if;
+    if q.name is not null then
+        if not if_not_exists then
+            perform pgqueue._raise_queue_exists(queue_name);
+        end if;
+        return pgqueue._public(q);
+    end if;
+
+    insert into pgqueue.queues (
+        name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes,
+        backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
+        fresh_register, swept_register, sweep_register, due_register, waiting_register
+    )
+    values (
+        create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
+        create_queue.dlq_enabled, create_queue.dead_letter_expired, create_queue.max_payload_bytes,
+        create_queue.backoff_base, create_queue.backoff_factor, create_queue.backoff_max, create_queue.backoff_jitter,
+        create_queue.dedicated, pgqueue._now(), pgqueue._now(), q.queue_id,
+        pgqueue._create_register(q.queue_id, 'fresh'),
+        pgqueue._create_register(q.queue_id, 'swept'),
+        pgqueue._create_register(q.queue_id, 'sweep'),
+        pgqueue._create_register(q.queue_id, 'due'),
+        pgqueue._create_register(q.queue_id, 'waiting')
+    )
+    returning * into q;
+    perform setval(r, 1) from unnest(array[
+        q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
+    ]) as r;
+    insert into pgqueue.sweeps (queue_name) values (create_queue.queue_name);
+    return pgqueue._public(q);
+end;
+$$;
+comment on function pgqueue.create_queue(
+    text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision, boolean
+) is
+'Creates a queue and returns it. queue_name is 1 to 128 of a-z, 0-9, hyphen and underscore. visibility_timeout (1 s to 43200 s) is how long a claimed message stays hidden; after max_attempts (1 to 100) a message goes to the dead letters if dlq_enabled, else it is deleted; dead_letter_expired sends expired messages there too. dedicated gives the queue a table of its own, for the heavy few. max_payload_bytes (up to 100 MB) bounds payload or body. The wait after a failed attempt is backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter (0 to 1). With if_not_exists an existing queue is returned as it is. Raises 22023, PQ002 where the queue exists, PQ004 where a longer transaction keeps a dedicated table from being attached.';
+
+create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    partition constant text := format('messages_%s', queue_id);
+    options text;
+begin
+    if exists (select from pgqueue.messages_shared m where m.queue_name = _create_partition.queue_name) then
+        perform pgqueue._raise_invalid('dedicated', 'true',
+            format('false while pgqueue.messages_shared holds messages of queue %L', queue_name));
+    end if;
+    select string_agg(o, ', ') into options
+    from pg_class c, unnest(c.reloptions) as o
+    where c.oid = 'pgqueue.messages_shared'::regclass;
+    execute format('create table pgqueue.%I partition of pgqueue.messages (primary key (queue_name, id)) for values in (%L) with (%s)',
+        partition, queue_name, options);
+    execute format('create index on pgqueue.%I (queue_name, expires_at) where expires_at is not null', partition);
+    execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', queue_name));
+end;
+$$;
+comment on function pgqueue._create_partition(text, bigint) is
+'Gives a queue a partition of its own, with the settings of messages_shared. Named by number: the name may be longer than an identifier.';
+
+create or replace function pgqueue._partition(q pgqueue.queues)
+returns regclass
+language sql stable
+as $$
+    select case
+        when q.dedicated then format('pgqueue.%I', format('messages_%s', q.queue_id))::regclass
+        else 'pgqueue.messages_shared'::regclass
+    end
+$$;
+comment on function pgqueue._partition(pgqueue.queues) is
+'The partition that holds a queue''s messages.';
+
+create or replace function pgqueue.alter_queue(
+    queue_name text,
+    visibility_timeout interval default null,
+    max_attempts int default null,
+    dlq_enabled boolean default null,
+    dead_letter_expired boolean default null,
+    max_payload_bytes int default null,
+    backoff_base interval default null,
+    backoff_factor double precision default null,
+    backoff_max interval default null,
+    backoff_jitter double precision default null
+)
+returns pgqueue.queue
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues := pgqueue._find_queue(queue_name);
+begin
+    select queues.* into q from pgqueue.queues where queues.name = queue_name for no key update;
+    q.visibility_timeout := coalesce(alter_queue.visibility_timeout, q.visibility_timeout);
+    q.max_attempts := coalesce(alter_queue.max_attempts, q.max_attempts);
+    q.dlq_enabled := coalesce(alter_queue.dlq_enabled, q.dlq_enabled);
+    q.dead_letter_expired := coalesce(alter_queue.dead_letter_expired, q.dead_letter_expired);
+    q.max_payload_bytes := coalesce(alter_queue.max_payload_bytes, q.max_payload_bytes);
+    q.backoff_base := coalesce(alter_queue.backoff_base, q.backoff_base);
+    q.backoff_factor := coalesce(alter_queue.backoff_factor, q.backoff_factor);
+    q.backoff_max := coalesce(alter_queue.backoff_max, q.backoff_max);
+    q.backoff_jitter := coalesce(alter_queue.backoff_jitter, q.backoff_jitter);
+    perform pgqueue._check_settings(q);
+    update pgqueue.queues
+    set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
+        dead_letter_expired = q.dead_letter_expired, max_payload_bytes = q.max_payload_bytes,
+        backoff_base = q.backoff_base, backoff_factor = q.backoff_factor, backoff_max = q.backoff_max,
+        backoff_jitter = q.backoff_jitter, updated_at = pgqueue._now()
+    where queues.name = queue_name
+    returning * into q;
+    return pgqueue._public(q);
+end;
+$$;
+comment on function pgqueue.alter_queue(
+    text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision
+) is
+'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. Raises 22023, PQ001.';
+
+create or replace function pgqueue.drop_queue(queue_name text)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues;
+    removed bigint;
+    register regclass;
+begin
+    -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone.
+    perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
+    delete from pgqueue.queues where queues.name = queue_name returning * into q;
+    if not found then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
+    removed := pgqueue._empty(q, true);
+    delete from pgqueue.sweeps where sweeps.queue_name = q.name;
+    foreach register in array array[
+        q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
+    ] loop
+        execute format('drop sequence %s', register);
+    end loop;
+    return removed;
+end;
+$$;
+comment on function pgqueue.drop_queue(text) is
+'Drops a queue with all its messages, the dead ones too, and returns how many those were. Waits for transactions that use the queue; raises PQ001, and PQ004 where a longer transaction keeps a dedicated table from being dropped.';
+
+create or replace function pgqueue._empty(q pgqueue.queues, dropping boolean)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    n bigint;
+    removed bigint := 0;
+begin
+    if q.dedicated then
+        removed := pgqueue._empty_partition(q, dropping);
+    else
+        -- Locked by id, as everywhere: an unordered delete could deadlock with ack_batch.
+        delete from pgqueue.messages_shared m
+        where m.queue_name = q.name and m.id = any (array(
+            select c.id from pgqueue.messages_shared c where c.queue_name = q.name order by c.id for update));
+        get diagnostics removed = row_count;
+    end if;
+    delete from pgqueue.scheduled_messages s
+    where s.queue_name = q.name and s.id = any (array(
+        select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
+    get diagnostics n = row_count;
+    removed := removed + n;
+    if dropping then
+        delete from pgqueue.returns r where r.queue_name = q.name;
+        delete from pgqueue.dead_messages d where d.queue_name = q.name;
+        get diagnostics n = row_count;
+        removed := removed + n;
+    end if;
+    return removed;
+end;
+$$;
+comment on function pgqueue._empty(pgqueue.queues, boolean) is
+'Removes the messages of a queue, with dropping also the dead ones and a dedicated table, and returns how many.';
+
+create or replace function pgqueue._empty_partition(q pgqueue.queues, dropping boolean)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '2 s'
+as $$
+declare
+    partition constant regclass := pgqueue._partition(q);
+    removed bigint;
+begin
+    -- The parent first, as every statement on messages does.
+    if dropping then
+        lock table only pgqueue.messages in access exclusive mode;
+    end if;
+    execute format('lock table only %s in access exclusive mode', partition);
+    execute format('select count(*) from %s', partition) into removed;
+    execute format(case when dropping then 'drop table %s' else 'truncate only %s' end, partition);
+    return removed;
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(q.name, case when dropping then 'drop_queue' else 'purge_queue' end);
+    return null;
+end;
+$$;
+comment on function pgqueue._empty_partition(pgqueue.queues, boolean) is
+'Truncates or drops a dedicated table and returns how many messages it held. Raises PQ004 rather than hold up others while it waits.';
+
+create or replace function pgqueue.purge_queue(queue_name text)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pgqueue._empty(pgqueue._find_queue(queue_name), false);
+end;
+$$;
+comment on function pgqueue.purge_queue(text) is
+'Removes the messages of a queue that are ready, in flight or scheduled, and returns how many; dead letters stay. Raises PQ001, and PQ004 where a longer transaction keeps a dedicated table from being truncated.';
+
+create or replace function pgqueue.get_queue(queue_name text)
+returns pgqueue.queue
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pgqueue._public(pgqueue._find_queue(queue_name));
+end;
+$$;
+comment on function pgqueue.get_queue(text) is
+'Returns a queue and its settings. Raises PQ001.';
+
+create or replace function pgqueue.list_queues()
+returns setof pgqueue.queue
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    select l.* from pgqueue.queues q cross join lateral pgqueue._public(q) l order by q.name;
+end;
+$$;
+comment on function pgqueue.list_queues() is
+'Returns all queues and their settings, by name.';
+
+create or replace function pgqueue.pause_queue(queue_name text)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._find_queue(queue_name);
+    update pgqueue.queues
+    set paused_at = pgqueue._now(), updated_at = pgqueue._now()
+    where queues.name = queue_name and queues.paused_at is null;
+    return found;
+end;
+$$;
+comment on function pgqueue.pause_queue(text) is
+'Stops the handing out of messages: claim, exchange and receive return none until resume_queue. Sending and settling go on. Returns false if the queue was paused already. Raises PQ001.';
+
+create or replace function pgqueue.resume_queue(queue_name text)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues := pgqueue._find_queue(queue_name);
+    resumed boolean;
+begin
+    update pgqueue.queues
+    set paused_at = null, updated_at = pgqueue._now()
+    where queues.name = queue_name and queues.paused_at is not null;
+    resumed := found;
+    perform pgqueue._wake(q);
+    return resumed;
+end;
+$$;
+comment on function pgqueue.resume_queue(text) is
+'Ends a pause and wakes waiting consumers. Returns false if the queue was not paused. Raises PQ001.';

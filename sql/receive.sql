@@ -1,0 +1,32 @@
+-- A message is taken inside the taker's transaction: a commit removes it, a rollback puts it back.
+
+create or replace function pgqueue.receive(queue_name text, max_messages int default 1)
+returns setof pgqueue.message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    picks bigint[];
+begin
+    if max_messages is null or max_messages not between 1 and 10000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
+    end if;
+    picks := pgqueue._pick(q, at, max_messages);
+    if picks = '{}' then
+        return;
+    end if;
+    return query
+    delete from pgqueue.messages m
+    where m.queue_name = q.name and m.id = any (picks)
+    returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
+        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+end;
+$$;
+comment on function pgqueue.receive(text, int) is
+'Deletes up to max_messages (1 to 10000) messages in the caller''s transaction and returns them, by id. A rollback returns each to its place, with its attempts as they were; until the end of the transaction nobody else is given it. Drops what expired. Never waits; returns no row where none is ready or the queue is paused. Raises 22023, PQ001.';

@@ -1,0 +1,30 @@
+-- Registers: sequences used as words of shared memory that survive a crash. A sequence is updated in
+-- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs
+-- time, never a message.
+
+create or replace function pgqueue._micros(moment timestamptz)
+returns bigint
+language sql immutable strict parallel safe
+as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
+comment on function pgqueue._micros(timestamptz) is
+'A moment as a register holds it: microseconds since 1970, exact until the year 2255.';
+
+create or replace function pgqueue._moment(micros bigint)
+returns timestamptz
+language sql immutable strict parallel safe
+as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
+comment on function pgqueue._moment(bigint) is
+'What a register holds, as a moment.';
+
+create or replace function pgqueue._create_register(queue_id bigint, role text)
+returns regclass
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    execute format('create sequence pgqueue.%I', format('queue_%s_%s', queue_id, role));
+    return format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass;
+end;
+$$;
+comment on function pgqueue._create_register(bigint, text) is
+'Creates a register. It is named by number: a queue''s name may be longer than an identifier.';

@@ -1,0 +1,232 @@
+-- The depth of a queue, at a cost that does not grow with it: up to 1,000 messages are counted, more
+-- are estimated from samples at even distances, and the answer says so.
+
+create or replace function pgqueue._strata(ids int8multirange)
+returns table (from_id bigint, below_id bigint)
+language sql immutable
+as $$
+    with stretches as (
+        select lower(r) as from_id, upper(r) as below_id,
+            ceil(16.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())::int as parts
+        from unnest(ids) as r
+    )
+    select
+        s.from_id + (s.below_id - s.from_id) * (n - 1) / s.parts,
+        s.from_id + (s.below_id - s.from_id) * n / s.parts
+    from stretches s cross join lateral generate_series(1, s.parts) as n
+$$;
+comment on function pgqueue._strata(int8multirange) is
+'About 16 stretches of equal width that together make up ids.';
+
+create or replace function pgqueue._message_stats(
+    q pgqueue.queues, at timestamptz,
+    out ready bigint, out inflight bigint, out scheduled bigint, out oldest_at timestamptz, out estimated boolean
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    head constant bigint := pgqueue._head_of(q.name);
+    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
+    counted bigint;
+    last_id bigint;
+    stretches int8multirange;
+begin
+    select
+        count(*),
+        count(*) filter (where w.visible_at <= at),
+        count(*) filter (where w.visible_at > at and w.attempt_count > 0),
+        count(*) filter (where w.visible_at > at and w.attempt_count = 0),
+        min(w.enqueued_at) filter (where w.visible_at <= at)
+    into counted, ready, inflight, scheduled, oldest_at
+    from (
+        select m.visible_at, m.attempt_count, m.enqueued_at from pgqueue.messages m
+        where m.queue_name = q.name and m.id >= head
+        order by m.id limit 1001
+    ) w;
+    estimated := counted > 1000;
+    if not estimated then
+        return;
+    end if;
+
+    select m.id into last_id from pgqueue.messages m
+    where m.queue_name = q.name and m.id >= head
+    order by m.id desc limit 1;
+    select int8multirange(int8range(head, last_id, '[]')) - s.dead_ids into stretches
+    from pgqueue.sweeps s where s.queue_name = q.name;
+    -- Split at fresh: what is in flight lies below, what is ready mostly above.
+    select sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled), min(p.oldest_at)
+    into ready, inflight, scheduled, oldest_at
+    from (
+        select * from pgqueue._strata(stretches * int8multirange(int8range(null, fresh)))
+        union all
+        select * from pgqueue._strata(stretches * int8multirange(int8range(fresh, null)))
+    ) t
+    cross join lateral (
+        select
+            case when count(*) < 20 then 1.0 else (t.below_id - t.from_id)::numeric / (max(w.id) - t.from_id + 1) end as weight,
+            count(*) filter (where w.visible_at <= at) as ready,
+            count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
+            count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
+            min(w.enqueued_at) filter (where w.visible_at <= at) as oldest_at
+        from (
+            select m.id, m.visible_at, m.attempt_count, m.enqueued_at from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
+            order by m.id limit 20
+        ) w
+    ) p;
+end;
+$$;
+comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
+'What lies in messages: counted up to 1,000, else estimated.';
+
+create or replace function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    first_id bigint;
+    last_id bigint;
+begin
+    select count(*) into messages
+    from (
+        select from pgqueue.scheduled_messages s
+        where s.queue_name = _scheduled_count.queue_name order by s.id limit 1001
+    ) w;
+    estimated := messages > 1000;
+    if not estimated then
+        return;
+    end if;
+    select min(s.id), max(s.id) into first_id, last_id
+    from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name;
+    select sum(p.n) into messages
+    from pgqueue._strata(int8multirange(int8range(first_id, last_id, '[]'))) t
+    cross join lateral (
+        select
+            case
+                when count(*) < 20 then count(*)
+                else count(*) * (t.below_id - t.from_id)::numeric / (max(w.id) - t.from_id + 1)
+            end as n
+        from (
+            select s.id from pgqueue.scheduled_messages s
+            where s.queue_name = _scheduled_count.queue_name and s.id >= t.from_id and s.id < t.below_id
+            order by s.id limit 20
+        ) w
+    ) p;
+end;
+$$;
+comment on function pgqueue._scheduled_count(text) is
+'How many messages lie in scheduled_messages: counted up to 1,000, else estimated.';
+
+create or replace function pgqueue._dead_count(queue_name text, out messages bigint, out estimated boolean)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    first_id bigint;
+    last_id bigint;
+begin
+    select count(*) into messages
+    from (
+        select from pgqueue.dead_messages d
+        where d.queue_name = _dead_count.queue_name order by d.id limit 1001
+    ) w;
+    estimated := messages > 1000;
+    if not estimated then
+        return;
+    end if;
+    select min(d.id), max(d.id) into first_id, last_id
+    from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name;
+    select sum(p.n) into messages
+    from pgqueue._strata(int8multirange(int8range(first_id, last_id, '[]'))) t
+    cross join lateral (
+        select
+            case
+                when count(*) < 20 then count(*)
+                else count(*) * (t.below_id - t.from_id)::numeric / (max(w.id) - t.from_id + 1)
+            end as n
+        from (
+            select d.id from pgqueue.dead_messages d
+            where d.queue_name = _dead_count.queue_name and d.id >= t.from_id and d.id < t.below_id
+            order by d.id limit 20
+        ) w
+    ) p;
+end;
+$$;
+comment on function pgqueue._dead_count(text) is
+'How many dead letters there are: counted up to 1,000, else estimated.';
+
+create or replace function pgqueue._stats(q pgqueue.queues, at timestamptz)
+returns pgqueue.queue_stats
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    m record;
+    s record;
+    d record;
+    due bigint;
+    due_oldest_at timestamptz;
+    r pgqueue.queue_stats;
+begin
+    select * into m from pgqueue._message_stats(q, at);
+    select * into s from pgqueue._scheduled_count(q.name);
+    select * into d from pgqueue._dead_count(q.name);
+    -- Due already, and moved to messages by the claim that takes it.
+    select count(*), min(w.enqueued_at) into due, due_oldest_at
+    from (
+        select c.enqueued_at from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.due_at <= at
+        order by c.due_at limit 1000
+    ) w;
+    if due = 1000 and s.estimated then
+        -- Counted no further: most of what is scheduled is taken to be due.
+        due := greatest(due, s.messages);
+    end if;
+    r.queue_name := q.name;
+    r.ready_messages := m.ready + due;
+    r.inflight_messages := m.inflight;
+    r.scheduled_messages := m.scheduled + greatest(s.messages - due, 0);
+    r.dead_messages := d.messages;
+    r.oldest_age_seconds := date_part('epoch', at - least(m.oldest_at, due_oldest_at));
+    r.paused := q.paused_at is not null;
+    r.estimates := array(
+        select e.figure
+        from (
+            values
+            ('ready_messages', m.estimated or due > 1000),
+            ('inflight_messages', m.estimated),
+            ('scheduled_messages', m.estimated or s.estimated),
+            ('dead_messages', d.estimated),
+            ('oldest_age_seconds', m.estimated)
+        ) as e (figure, estimated)
+        where e.estimated
+    );
+    return r;
+end;
+$$;
+comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
+'The statistics of one queue.';
+
+create or replace function pgqueue.stats(queue_name text default null)
+returns setof pgqueue.queue_stats
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q pgqueue.queues;
+begin
+    if queue_name is not null then
+        return next pgqueue._stats(pgqueue._find_queue(queue_name), at);
+        return;
+    end if;
+    for q in select queues.* from pgqueue.queues order by queues.name loop
+        return next pgqueue._stats(q, at);
+    end loop;
+end;
+$$;
+comment on function pgqueue.stats(text) is
+'The depth of one queue, or of every queue, by name, where queue_name is null: messages that are ready, in flight, scheduled and dead, the age of the oldest ready one in seconds since it was sent (null if none is), and whether the queue is paused. Up to 1,000 messages are counted, deeper figures estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';

@@ -1,0 +1,352 @@
+-- What a claim meets when it starts at the head: claims that ran out, claims rolled back, messages that
+-- committed late, what came due, what spent its attempts, what expired. The walk goes on where the last
+-- one stopped and stays within a budget, so that a pile of dead rows slows nobody down.
+
+create or replace function pgqueue._writers()
+returns text[]
+language sql volatile
+as $$
+    select array(
+        select distinct l.virtualtransaction
+        from pg_catalog.pg_locks l
+        where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.granted
+            and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+            and (
+                l.relation = 'pgqueue.messages'::regclass
+                or l.relation in (
+                    select i.inhrelid from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
+                )
+            )
+    )
+$$;
+comment on function pgqueue._writers() is
+'The transactions that have written to messages and run: prepared ones too, through the parent or straight into a partition.';
+
+create or replace function pgqueue._promote(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    picks bigint[];
+    next_due_at timestamptz;
+begin
+    with due as (
+        delete from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.id = any (array(
+            select c.id from pgqueue.scheduled_messages c
+            where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
+            order by c.due_at, c.id limit wanted for update skip locked))
+        returning s.*
+    ),
+    noted as (
+        insert into pgqueue.returns (queue_name, check_at, id)
+        select q.name, at + q.visibility_timeout, d.id from due d
+    ),
+    moved as (
+        insert into pgqueue.messages (
+            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
+            payload, body, headers, claimed_by, last_error
+        )
+        select
+            d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
+            d.payload, d.body, d.headers, d.claimed_by, d.last_error
+        from due d
+        returning messages.id, messages.expires_at
+    )
+    -- What expired meanwhile is moved, for the sweep to bury, but not handed out.
+    select array_agg(m.id) filter (where coalesce(m.expires_at > at, true)) into picks from moved m;
+
+    select min(s.due_at) into next_due_at
+    from pgqueue.scheduled_messages s
+    where s.queue_name = q.name and s.due_at >= since;
+    perform setval(q.due_register, coalesce(pgqueue._micros(next_due_at), 9223372036854775807));
+    return coalesce(picks, '{}');
+end;
+$$;
+comment on function pgqueue._promote(pgqueue.queues, timestamptz, int, timestamptz) is
+'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Every one is noted in returns: its id may lie where no walk comes by any more.';
+
+create or replace function pgqueue._bury(q pgqueue.queues, ids bigint[], at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    with gone as (
+        delete from pgqueue.messages m
+        where m.queue_name = q.name and m.id = any (array(
+            select c.id from pgqueue.messages c
+            where c.queue_name = q.name and c.id = any (ids) and c.visible_at <= at
+                and (c.attempt_count >= c.max_attempts or c.expires_at <= at)
+            order by c.id for update skip locked))
+        returning m.*
+    )
+    insert into pgqueue.dead_messages (
+        id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
+        payload, body, headers, claimed_by, last_error, reason
+    )
+    select
+        g.id, g.queue_name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
+        g.payload, g.body, g.headers, g.claimed_by, g.last_error,
+        case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end
+    from gone g
+    where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end;
+end;
+$$;
+comment on function pgqueue._bury(pgqueue.queues, bigint[], timestamptz) is
+'Removes those of the messages that are not claimed and have spent their attempts or expired, to the dead letters where the queue wants that.';
+
+create or replace function pgqueue._take(q pgqueue.queues, ids bigint[], at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return array(
+        select m.id from pgqueue.messages m
+        where m.queue_name = q.name and m.id = any (ids) and m.visible_at <= at
+            and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+        order by m.id limit wanted for update skip locked
+    );
+end;
+$$;
+comment on function pgqueue._take(pgqueue.queues, bigint[], timestamptz, int) is
+'Locks up to wanted of the messages that are ready and not held by another, and returns their ids.';
+
+create or replace function pgqueue._revisit(q pgqueue.queues, at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    watched bigint[];
+    ready bigint[];
+begin
+    watched := array(
+        select r.id from pgqueue.returns r where r.queue_name = q.name order by r.check_at limit 1000);
+    if watched = '{}' then
+        return '{}';
+    end if;
+    -- A row here was written together with its message. If this one snapshot shows the row but not
+    -- the message, the message has left for good, or come back again with a row of its own.
+    delete from pgqueue.returns r
+    where r.ctid = any (array(
+        select c.ctid from pgqueue.returns c
+        where c.queue_name = q.name and c.id = any (watched)
+            and not exists (
+                select from pgqueue.messages m where m.queue_name = c.queue_name and m.id = c.id
+            )
+        order by c.check_at limit 1000 for update skip locked));
+    -- Claims that were extended make room for those that end sooner.
+    update pgqueue.returns r
+    set check_at = m.visible_at
+    from pgqueue.messages m
+    where r.ctid = any (array(
+            select c.ctid from pgqueue.returns c
+            where c.queue_name = q.name and c.check_at <= at
+            order by c.check_at limit 1000 for update skip locked))
+        and m.queue_name = r.queue_name and m.id = r.id and m.visible_at > at;
+    ready := array(
+        select distinct m.id from pgqueue.messages m
+        where m.queue_name = q.name and m.id = any (watched) and m.visible_at <= at);
+    if ready = '{}' then
+        return '{}';
+    end if;
+    perform pgqueue._bury(q, ready, at);
+    return pgqueue._take(q, ready, at, wanted);
+end;
+$$;
+comment on function pgqueue._revisit(pgqueue.queues, timestamptz, int) is
+'Looks at the messages that came back from scheduled_messages: buries what is spent, forgets what has left, returns up to wanted ids that are ready again, locked.';
+
+create or replace function pgqueue._head(s pgqueue.sweeps)
+returns bigint
+language sql immutable parallel safe
+as $$ select upper(d) from unnest(s.dead_ids) as d limit 1 $$;
+comment on function pgqueue._head(pgqueue.sweeps) is
+'The lowest id at which a message may live, those in returns aside.';
+
+create or replace function pgqueue._head_of(queue_name text)
+returns bigint
+language sql stable
+as $$ select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = _head_of.queue_name $$;
+comment on function pgqueue._head_of(text) is
+'The lowest id at which a message of the queue may live, those in returns aside.';
+
+create or replace function pgqueue._widest(ids int8multirange)
+returns int8multirange
+language sql immutable parallel safe
+as $$
+    -- Enough to skip what is worth skipping, few enough to be read by every sweep.
+    select range_agg(w.r)
+    from (
+        select r from unnest(ids) as r
+        order by lower_inf(r) desc, upper(r) - lower(r) desc
+        limit 64
+    ) w
+$$;
+comment on function pgqueue._widest(int8multirange) is
+'The first and the 63 widest of the ranges.';
+
+create or replace function pgqueue._learn(q pgqueue.queues, at timestamptz, fresh bigint)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.sweeps;
+    bound bigint;
+    writers text[];
+    waited boolean := false;
+    stretch int8range;
+    from_id bigint;
+    below_id bigint;
+    span bigint := 4096;
+    live bigint[];
+begin
+    -- A snapshot that is older than the look at the writers proves nothing.
+    if current_setting('transaction_isolation') <> 'read committed' then
+        return false;
+    end if;
+    select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name for update skip locked;
+    if not found then
+        return false;
+    end if;
+
+    -- What a snapshot shows as empty stays empty only below an id that no running transaction may have
+    -- taken: ids are taken before they are committed. So the sequence is read first, then who is writing;
+    -- once all of those have ended, every id up to that reading is decided, and what was decided to be a
+    -- message is visible to the statements below.
+    bound := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
+    writers := pgqueue._writers();
+    if not s.writers && writers then
+        waited := at - s.noted_at > interval '2 s';
+        s.settled_id := s.bound_id;
+        s.bound_id := bound;
+        s.writers := writers;
+        s.noted_at := at;
+    end if;
+
+    <<walk>>
+    for stretch in
+        select r
+        from unnest(
+            int8multirange(int8range(pgqueue._head(s), greatest(pgqueue._head(s), least(s.settled_id + 1, fresh)))) - s.dead_ids
+        ) as r
+    loop
+        from_id := lower(stretch);
+        while from_id < upper(stretch) loop
+            exit walk when pgqueue._now() > at + interval '40 ms';
+            below_id := least(from_id + span, upper(stretch));
+            live := array(
+                select m.id from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+                order by m.id limit 1000);
+            -- Nothing to be learnt where messages lie close.
+            exit walk when cardinality(live) = 1000;
+            s.dead_ids := s.dead_ids + (
+                int8multirange(int8range(from_id, below_id))
+                - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
+            );
+            from_id := below_id;
+            span := span * 2;
+        end loop;
+    end loop;
+
+    update pgqueue.sweeps
+    set dead_ids = pgqueue._widest(s.dead_ids), settled_id = s.settled_id, bound_id = s.bound_id,
+        writers = s.writers, noted_at = s.noted_at, learnt_at = at
+    where sweeps.queue_name = q.name;
+    return waited;
+end;
+$$;
+comment on function pgqueue._learn(pgqueue.queues, timestamptz, bigint) is
+'Learns at which ids below fresh no message can appear any more, for sweeps to skip. True if that had to wait for a transaction that wrote for long.';
+
+create or replace function pgqueue._sweep(q pgqueue.queues, at timestamptz, wanted int, fresh bigint)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.sweeps;
+    head bigint;
+    pos bigint := pg_sequence_last_value(q.swept_register);
+    started_at timestamptz;
+    picks bigint[] := '{}';
+    stretch int8range;
+    span bigint := 1024;
+    below_id bigint;
+    live bigint[];
+    ready bigint[];
+begin
+    -- Who comes by while this sweep is at it leaves it alone.
+    perform setval(q.sweep_register, pgqueue._micros(at + interval '50 ms'));
+
+    select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name;
+    if (s.settled_id < fresh - 1 or pgqueue._head(s) < least(s.settled_id + 1, fresh))
+        and (
+            at - s.learnt_at not between interval '0' and interval '1 s'
+            -- Somebody writes for long: the end is noticed at once.
+            or s.writers <> '{}' and at - s.noted_at > interval '2 s' and not s.writers && pgqueue._writers()
+        )
+    then
+        if pgqueue._learn(q, at, fresh) then
+            -- One that wrote for long may have left messages anywhere above the head: start over there.
+            pos := 0;
+        end if;
+        select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name;
+    end if;
+
+    head := pgqueue._head(s);
+    if pos <= head or pos >= fresh then
+        pos := head;
+        picks := pgqueue._revisit(q, at, wanted);
+        if cardinality(picks) < wanted then
+            picks := picks || pgqueue._promote(q, at, wanted - cardinality(picks), '-infinity');
+        end if;
+    end if;
+
+    started_at := pgqueue._now();
+    <<walk>>
+    for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, fresh))) - s.dead_ids) as r loop
+        pos := lower(stretch);
+        while pos < upper(stretch) loop
+            exit walk when cardinality(picks) >= wanted or pgqueue._now() > started_at + interval '10 ms';
+            below_id := least(pos + span, upper(stretch));
+            select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into live, ready
+            from (
+                select m.id, m.visible_at from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= pos and m.id < below_id
+                order by m.id limit 1000
+            ) w;
+            if cardinality(live) = 1000 then
+                below_id := live[1000] + 1;
+            else
+                span := span * 2;
+            end if;
+            pos := below_id;
+            if ready is not null then
+                perform pgqueue._bury(q, ready, at);
+                picks := picks || pgqueue._take(q, ready, at, wanted - cardinality(picks));
+                if cardinality(picks) >= wanted then
+                    pos := picks[cardinality(picks)] + 1;
+                end if;
+            end if;
+        end loop;
+    end loop;
+
+    perform setval(q.swept_register, greatest(pos, 1));
+    if cardinality(picks) >= wanted then
+        -- There may be more: the next claim goes on from here.
+        perform setval(q.sweep_register, 1);
+    else
+        perform setval(q.sweep_register, pgqueue._micros(
+            pgqueue._now() + greatest(interval '50 ms', 20 * (pgqueue._now() - at))));
+    end if;
+    return picks;
+end;
+$$;
+comment on function pgqueue._sweep(pgqueue.queues, timestamptz, int, bigint) is
+'One sweep below fresh: returns up to wanted ids of messages that are ready, locked, and says when the next sweep is due: 20 times what this one cost, at least 50 ms later.';

@@ -1,0 +1,183 @@
+-- Where messages live. The column names are a public contract: raw SQL on these tables is a
+-- supported way to send, claim and settle. New columns go last.
+
+create sequence pgqueue.queue_id;
+comment on sequence pgqueue.queue_id is 'Numbers queues, to name the registers and partitions of each.';
+
+create table pgqueue.queues (
+    name text collate "C" not null,
+    visibility_timeout interval not null default '30 s',
+    max_attempts int not null default 5,
+    dlq_enabled boolean not null default true,
+    dead_letter_expired boolean not null default false,
+    max_payload_bytes int not null default 262144,
+    backoff_base interval not null default '1 s',
+    backoff_factor double precision not null default 2,
+    backoff_max interval not null default '10 min',
+    backoff_jitter double precision not null default 0.2,
+    dedicated boolean not null default false,
+    paused_at timestamptz,
+    created_at timestamptz not null default clock_timestamp(),
+    updated_at timestamptz not null default clock_timestamp(),
+    queue_id bigint not null default nextval('pgqueue.queue_id'),
+    fresh_register regclass not null,
+    swept_register regclass not null,
+    sweep_register regclass not null,
+    due_register regclass not null,
+    waiting_register regclass not null,
+    constraint queues_pkey primary key (name),
+    constraint queues_queue_id_is_unique unique (queue_id),
+    constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
+    constraint queues_visibility_timeout_is_bounded
+    check (visibility_timeout between '1 s' and '43200 s'),
+    constraint queues_max_attempts_is_bounded check (max_attempts between 1 and 100),
+    constraint queues_max_payload_bytes_is_bounded
+    check (max_payload_bytes between 1 and 104857600),
+    constraint queues_backoff_is_bounded check (
+        backoff_base between '0 s' and '30 days'
+        and backoff_max between '0 s' and '30 days'
+        and backoff_factor between 1 and 100
+        and backoff_jitter between 0 and 1
+    )
+);
+comment on table pgqueue.queues is
+'One row a queue. Rarely written, so that claims read one clean row; what changes with every claim is kept in registers.';
+comment on column pgqueue.queues.fresh_register is
+'Register: no message below this id was never claimed, but for late commits. A hint.';
+comment on column pgqueue.queues.swept_register is
+'Register: the id from which the next sweep goes on. A hint.';
+comment on column pgqueue.queues.sweep_register is
+'Register: when the next sweep is due, in microseconds since 1970. A hint.';
+comment on column pgqueue.queues.due_register is
+'Register: when the first scheduled message is due, in microseconds since 1970. A hint.';
+comment on column pgqueue.queues.waiting_register is
+'Register: until when a consumer waits for a notification, in microseconds since 1970. A hint.';
+
+create sequence pgqueue.message_id;
+comment on sequence pgqueue.message_id is
+'The ids of all messages of all queues. Its cache must stay 1: the sweep relies on ids being taken inside the inserting statement.';
+
+create table pgqueue.messages (
+    id bigint not null default nextval('pgqueue.message_id'),
+    queue_name text collate "C" not null,
+    enqueued_at timestamptz not null default clock_timestamp(),
+    visible_at timestamptz not null default clock_timestamp(),
+    attempt_count int not null default 0,
+    max_attempts int not null default 5,
+    claimed_attempt int,
+    claim_token uuid,
+    expires_at timestamptz,
+    message_id uuid,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    claimed_by text,
+    last_error text,
+    constraint messages_has_one_content check ((payload is null) <> (body is null)),
+    constraint messages_claim_is_whole check ((claim_token is null) = (claimed_attempt is null))
+) partition by list (queue_name);
+comment on table pgqueue.messages is
+'Messages that are ready (visible_at has come) or in flight (claimed, visible_at is the end of the claim).';
+comment on column pgqueue.messages.claimed_attempt is
+'The attempt_count that claim_token was given for: a later claim by plain SQL, which sets no token, thereby ends the token''s power.';
+
+-- The only index a claim meets is the primary key, and nothing that a claim writes is in an index:
+-- claims are HOT updates. The key is declared on each partition, not on the parent: pg_dump could
+-- not restore a dedicated partition whose parent comes from the extension with a key.
+-- fillfactor 50 leaves room for the claimed version even while no dead version can be pruned.
+-- Vacuum starts by count, as the size of a queue says nothing about its churn, and never truncates,
+-- as that ends with an exclusive lock.
+create table pgqueue.messages_shared partition of pgqueue.messages (
+    constraint messages_shared_pkey primary key (queue_name, id)
+) default with (
+    fillfactor = 50,
+    autovacuum_vacuum_threshold = 10000,
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_insert_threshold = 1000000,
+    autovacuum_vacuum_insert_scale_factor = 0,
+    autovacuum_analyze_threshold = 100000,
+    vacuum_truncate = false
+);
+comment on table pgqueue.messages_shared is
+'The messages of all queues that have no partition of their own.';
+create index messages_shared_expires_at on pgqueue.messages_shared (queue_name, expires_at)
+where expires_at is not null;
+
+create table pgqueue.scheduled_messages (
+    id bigint not null default nextval('pgqueue.message_id'),
+    queue_name text collate "C" not null,
+    due_at timestamptz not null,
+    enqueued_at timestamptz not null default clock_timestamp(),
+    attempt_count int not null default 0,
+    max_attempts int not null default 5,
+    expires_at timestamptz,
+    message_id uuid,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    claimed_by text,
+    last_error text,
+    constraint scheduled_messages_pkey primary key (queue_name, id),
+    constraint scheduled_messages_has_one_content check ((payload is null) <> (body is null)),
+    constraint scheduled_messages_due_at_fits_a_register
+    check (due_at between '1970-01-01 00:00+00' and '9999-12-31 00:00+00')
+) with (
+    autovacuum_vacuum_threshold = 10000,
+    autovacuum_vacuum_scale_factor = 0,
+    vacuum_truncate = false
+);
+comment on table pgqueue.scheduled_messages is
+'Messages that wait for a moment: delayed when sent, sent back with a delay, or redriven (due at once).';
+create index scheduled_messages_due_at on pgqueue.scheduled_messages (queue_name, due_at, id);
+create index scheduled_messages_expires_at on pgqueue.scheduled_messages (queue_name, expires_at)
+where expires_at is not null;
+
+create table pgqueue.dead_messages (
+    id bigint not null,
+    queue_name text collate "C" not null,
+    enqueued_at timestamptz not null,
+    died_at timestamptz not null default clock_timestamp(),
+    attempt_count int not null,
+    max_attempts int not null,
+    expires_at timestamptz,
+    message_id uuid,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    claimed_by text,
+    last_error text,
+    reason text not null,
+    constraint dead_messages_pkey primary key (queue_name, id),
+    constraint dead_messages_reason_is_known
+    check (reason in ('attempts_exhausted', 'expired', 'rejected'))
+);
+comment on table pgqueue.dead_messages is
+'Messages that were given up, with the reason, the last error and the moment.';
+
+create table pgqueue.returns (
+    queue_name text collate "C" not null,
+    check_at timestamptz not null,
+    id bigint not null
+);
+create index returns_check_at on pgqueue.returns (queue_name, check_at);
+comment on table pgqueue.returns is
+'Scheduled messages that came due went back to messages under their old id, which the sweep may have left behind for good: where it looks beside its walk.';
+
+create table pgqueue.sweeps (
+    queue_name text collate "C" not null,
+    dead_ids int8multirange not null default '{(,1)}',
+    settled_id bigint not null default 0,
+    bound_id bigint not null default 0,
+    writers text[] not null default '{}',
+    noted_at timestamptz not null default '1970-01-01 00:00+00',
+    learnt_at timestamptz not null default '1970-01-01 00:00+00',
+    constraint sweeps_pkey primary key (queue_name)
+) with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
+comment on table pgqueue.sweeps is
+'What sweeps have learnt about each queue; written at most once a second. A row, not a register: it must be dumped with the messages it speaks of.';
+comment on column pgqueue.sweeps.dead_ids is
+'Ids at which no message lives and none will appear but by way of returns: a sweep skips them.';
+comment on column pgqueue.sweeps.settled_id is
+'No transaction that took an id up to this one is running any more.';
+comment on column pgqueue.sweeps.bound_id is
+'Becomes settled_id once none of writers runs any more: the highest id taken before they were listed.';

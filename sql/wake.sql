@@ -1,0 +1,84 @@
+-- Waiting without polling: a consumer listens on channel, says so by prepare_wait, looks once more,
+-- and sleeps. The next enqueue then notifies; one that nobody waits for costs nothing.
+
+create or replace function pgqueue.channel(queue_name text)
+returns text
+language sql immutable strict parallel safe
+as $$ select 'pgqueue_' || case when octet_length(queue_name) <= 54 then queue_name else md5(queue_name) end $$;
+comment on function pgqueue.channel(text) is
+'The channel to listen on: pgqueue_ and the queue''s name, or its MD5 where that exceeds an identifier. Notifications carry no payload.';
+
+create or replace function pgqueue._wake(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Only a transaction that is about to commit may clear the register. One that goes on, or
+    -- rolls back, would leave the consumer asleep over what others commit in the meantime.
+    if now() = statement_timestamp() then
+        perform setval(q.waiting_register, 1);
+    end if;
+    perform pg_notify(pgqueue.channel(q.name), '');
+end;
+$$;
+comment on function pgqueue._wake(pgqueue.queues) is
+'Notifies the consumers that wait, when the transaction commits.';
+
+create or replace function pgqueue.wake(queue_name text)
+returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._wake(pgqueue._find_queue(queue_name));
+end;
+$$;
+comment on function pgqueue.wake(text) is
+'Notifies waiting consumers when the transaction commits: for those who insert into pgqueue.messages themselves. Raises PQ001.';
+
+create or replace function pgqueue.next_due_at(queue_name text)
+returns timestamptz
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    due_at timestamptz;
+begin
+    select least(
+        (select min(s.due_at) from pgqueue.scheduled_messages s where s.queue_name = q.name),
+        (select min(r.check_at) from pgqueue.returns r where r.queue_name = q.name),
+        (
+            select min(m.visible_at)
+            from (
+                select c.visible_at from pgqueue.messages c
+                where c.queue_name = q.name and c.id >= pgqueue._head_of(q.name)
+                order by c.id limit 1000
+            ) m
+        )
+    ) into due_at;
+    return due_at;
+end;
+$$;
+comment on function pgqueue.next_due_at(text) is
+'When the next message comes due: a delay that ends, a backoff, or a claim that runs out; in the past if some are ready, null if nothing is pending. Claims are looked at among the first 1,000 messages by id. Raises PQ001.';
+
+create or replace function pgqueue.prepare_wait(queue_name text, timeout interval default '60 s')
+returns timestamptz
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    until constant timestamptz := pgqueue._now() + timeout;
+begin
+    if timeout is null or timeout not between interval '0 s' and interval '1 day' then
+        perform pgqueue._raise_invalid('timeout', timeout::text, 'an interval from 0 to 1 day');
+    end if;
+    perform setval(q.waiting_register, greatest(pgqueue._micros(until), pg_sequence_last_value(q.waiting_register)));
+    return least(until, pgqueue.next_due_at(queue_name));
+end;
+$$;
+comment on function pgqueue.prepare_wait(text, interval) is
+'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day): the next enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. Raises 22023, PQ001.';
