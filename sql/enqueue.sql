@@ -75,10 +75,8 @@ begin
     if pgqueue._micros(due_at) < pg_sequence_last_value(q.due_register) then
         perform setval(q.due_register, pgqueue._micros(due_at));
     end if;
-    if pg_sequence_last_value(q.waiting_register) > 1 then
-        -- Somebody waits and may sleep past this moment.
-        perform pgqueue._wake(q);
-    end if;
+    -- Who waits may sleep past this moment.
+    perform pgqueue._wake_waiting(q, pgqueue._now());
 end;
 $$;
 comment on function pgqueue._schedule_by(pgqueue.queues, timestamptz) is
@@ -131,8 +129,9 @@ begin
         q.name, at, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
     )
     returning messages.id into new_id;
+    -- Looked at here first: in this place a call would cost more than the look.
     if pg_sequence_last_value(q.waiting_register) > 1 then
-        perform pgqueue._wake(q);
+        perform pgqueue._wake_waiting(q, at);
     end if;
     return new_id;
 end;
@@ -202,8 +201,8 @@ begin
     select u.id, q.name, at, at, q.max_attempts, at + expires_in, u.message_id, u.payload, u.body, u.headers
     from unnest(ids, payloads, bodies, headers, message_ids, delays) as u (id, payload, body, headers, message_id, delay)
     where coalesce(u.delay, enqueue_batch.delay) = interval '0';
-    if found and pg_sequence_last_value(q.waiting_register) > 1 then
-        perform pgqueue._wake(q);
+    if found then
+        perform pgqueue._wake_waiting(q, at);
     end if;
 
     if delay > interval '0' or delays is not null then

@@ -1,42 +1,41 @@
 -- Who may do what, on one page: the verbs that a role may call are its privileges.
 
 create or replace function pgqueue._access()
-returns table (verb text, producer boolean, consumer boolean, admin boolean)
+returns table (verb text, allowed_to text[])
 language sql immutable
 as $$
     values
-    --                      producer consumer admin
-    ('enqueue',              true,    false,   false),
-    ('enqueue_batch',        true,    false,   false),
-    ('claim',                false,   true,    false),
-    ('ack',                  false,   true,    false),
-    ('ack_batch',            false,   true,    false),
-    ('exchange',             false,   true,    false),
-    ('nack',                 false,   true,    false),
-    ('reject',               false,   true,    false),
-    ('extend',               false,   true,    false),
-    ('receive',              false,   true,    false),
-    ('prepare_wait',         false,   true,    false),
-    ('browse',               false,   true,    true),
-    ('browse_dead_messages', false,   false,   true),
-    ('create_queue',         false,   false,   true),
-    ('alter_queue',          false,   false,   true),
-    ('drop_queue',           false,   false,   true),
-    ('pause_queue',          false,   false,   true),
-    ('resume_queue',         false,   false,   true),
-    ('purge_queue',          false,   false,   true),
-    ('redrive',              false,   false,   true),
-    ('purge_dead_messages',  false,   false,   true),
-    ('purge_expired',        false,   false,   true),
-    ('doctor',               false,   false,   true),
-    ('wake',                 true,    false,   true),
-    ('get_queue',            true,    true,    true),
-    ('list_queues',          true,    true,    true),
-    ('peek',                 true,    true,    true),
-    ('stats',                true,    true,    true),
-    ('next_due_at',          true,    true,    true),
-    ('channel',              true,    true,    true),
-    ('version',              true,    true,    true)
+    ('enqueue', '{producer}'::text[]),
+    ('enqueue_batch', '{producer}'::text[]),
+    ('claim', '{consumer}'::text[]),
+    ('ack', '{consumer}'::text[]),
+    ('ack_batch', '{consumer}'::text[]),
+    ('exchange', '{consumer}'::text[]),
+    ('nack', '{consumer}'::text[]),
+    ('reject', '{consumer}'::text[]),
+    ('extend', '{consumer}'::text[]),
+    ('receive', '{consumer}'::text[]),
+    ('prepare_wait', '{consumer}'::text[]),
+    ('browse', '{consumer,admin}'::text[]),
+    ('browse_dead_messages', '{admin}'::text[]),
+    ('create_queue', '{admin}'::text[]),
+    ('alter_queue', '{admin}'::text[]),
+    ('drop_queue', '{admin}'::text[]),
+    ('pause_queue', '{admin}'::text[]),
+    ('resume_queue', '{admin}'::text[]),
+    ('purge_queue', '{admin}'::text[]),
+    ('redrive', '{admin}'::text[]),
+    ('purge_dead_messages', '{admin}'::text[]),
+    ('purge_expired', '{admin}'::text[]),
+    ('doctor', '{admin}'::text[]),
+    ('wake', '{producer,admin,raw}'::text[]),
+    ('get_queue', '{producer,consumer,admin,raw}'::text[]),
+    ('list_queues', '{producer,consumer,admin,raw}'::text[]),
+    ('peek', '{producer,consumer,admin,raw}'::text[]),
+    ('stats', '{producer,consumer,admin,raw}'::text[]),
+    ('next_due_at', '{producer,consumer,admin,raw}'::text[]),
+    ('channel', '{producer,consumer,admin,raw}'::text[]),
+    ('version', '{producer,consumer,admin,raw}'::text[])
 $$;
 comment on function pgqueue._access() is
 'Which verbs each kind of access may call. grant_access and revoke_access stay with the owner.';
@@ -48,11 +47,7 @@ as $$
     select p.oid::regprocedure
     from pgqueue._access() a
     join pg_catalog.pg_proc p on p.proname = a.verb and p.pronamespace = 'pgqueue'::regnamespace
-    where case access
-        when 'producer' then a.producer
-        when 'consumer' then a.consumer
-        when 'admin' then a.admin
-    end
+    where access = any (a.allowed_to)
 $$;
 comment on function pgqueue._verbs(text) is
 'The functions that a kind of access may call.';
@@ -61,21 +56,22 @@ create or replace function pgqueue._has_access(role_name name, access text)
 returns boolean
 language sql stable
 as $$
-    select case access
-        when 'raw' then exists (
-            select from pg_catalog.pg_class c cross join lateral aclexplode(c.relacl) as g
-            where c.oid = 'pgqueue.messages'::regclass and g.privilege_type = 'INSERT'
-                and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
-        )
-        else not exists (
+    -- Raw access is known by its tables: what it shares of the verbs, the others have too.
+    select not exists (
             select from pgqueue._verbs(access) as v
             where not exists (
                 select from pg_catalog.pg_proc p cross join lateral aclexplode(p.proacl) as g
-                where p.oid = v and g.privilege_type = 'EXECUTE'
+                where p.oid = v and g.privilege_type = 'EXECUTE' and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
+            )
+        )
+        and (
+            access <> 'raw'
+            or exists (
+                select from pg_catalog.pg_class c cross join lateral aclexplode(c.relacl) as g
+                where c.oid = 'pgqueue.messages'::regclass and g.privilege_type = 'INSERT'
                     and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
             )
         )
-    end
 $$;
 comment on function pgqueue._has_access(name, text) is
 'Whether a role itself was granted a kind of access.';

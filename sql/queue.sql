@@ -15,12 +15,13 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     q pgqueue.queues;
-    locked text;
 begin
     -- The lock first, the row second, each on its own snapshot: who waited for a drop_queue sees
     -- that the queue is gone, and nobody writes into a queue while it is being dropped.
-    -- Assigned, not performed: an assignment runs no query.
-    locked := pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name));
+    -- A condition, as a perform would run a query; the lock is null for a null name alone.
+    if pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is null then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
     select * into q from pgqueue.queues where queues.name = queue_name;
     if not found then
         perform pgqueue._raise_queue_not_found(queue_name);
@@ -199,17 +200,22 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     partition constant text := format('messages_%s', queue_id);
-    options text;
+    option text;
 begin
     if exists (select from pgqueue.messages_shared m where m.queue_name = _create_partition.queue_name) then
         perform pgqueue._raise_invalid('dedicated', 'true',
             format('false while pgqueue.messages_shared holds messages of queue %L', queue_name));
     end if;
-    select string_agg(o, ', ') into options
-    from pg_class c, unnest(c.reloptions) as o
-    where c.oid = 'pgqueue.messages_shared'::regclass;
-    execute format('create table pgqueue.%I partition of pgqueue.messages (primary key (queue_name, id)) for values in (%L) with (%s)',
-        partition, queue_name, options);
+    execute format(
+        'create table pgqueue.%I partition of pgqueue.messages (primary key (queue_name, id)) for values in (%L)',
+        partition, queue_name);
+    for option in
+        select o from pg_class c cross join lateral unnest(c.reloptions) as o
+        where c.oid = 'pgqueue.messages_shared'::regclass
+    loop
+        execute format('alter table pgqueue.%I set (%I = %L)',
+            partition, split_part(option, '=', 1), split_part(option, '=', 2));
+    end loop;
     execute format('create index on pgqueue.%I (queue_name, expires_at) where expires_at is not null', partition);
     execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', queue_name));
 end;

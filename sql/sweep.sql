@@ -126,7 +126,7 @@ begin
     watched := array(
         select r.id from pgqueue.returns r where r.queue_name = q.name order by r.check_at limit 1000);
     if watched = '{}' then
-        return '{}';
+        return '{}'::bigint[];
     end if;
     -- A row here was written together with its message. If this one snapshot shows the row but not
     -- the message, the message has left for good, or come back again with a row of its own.
@@ -151,7 +151,7 @@ begin
         select distinct m.id from pgqueue.messages m
         where m.queue_name = q.name and m.id = any (watched) and m.visible_at <= at);
     if ready = '{}' then
-        return '{}';
+        return '{}'::bigint[];
     end if;
     perform pgqueue._bury(q, ready, at);
     return pgqueue._take(q, ready, at, wanted);
@@ -274,7 +274,7 @@ declare
     head bigint;
     pos bigint := pg_sequence_last_value(q.swept_register);
     started_at timestamptz;
-    picks bigint[] := '{}';
+    picks bigint[] := '{}'::bigint[];
     stretch int8range;
     span bigint := 1024;
     below_id bigint;

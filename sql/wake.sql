@@ -25,6 +25,20 @@ $$;
 comment on function pgqueue._wake(pgqueue.queues) is
 'Notifies the consumers that wait, when the transaction commits.';
 
+create or replace function pgqueue._wake_waiting(q pgqueue.queues, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if pg_sequence_last_value(q.waiting_register) > pgqueue._micros(at) then
+        perform pgqueue._wake(q);
+    end if;
+end;
+$$;
+comment on function pgqueue._wake_waiting(pgqueue.queues, timestamptz) is
+'Notifies the consumers, if any wait.';
+
 create or replace function pgqueue.wake(queue_name text)
 returns void
 language plpgsql volatile security definer

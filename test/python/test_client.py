@@ -1,0 +1,457 @@
+"""Every verb through both clients: arguments arrive, results come back as what they are, nothing is committed."""
+
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import psycopg
+import pytest
+from conftest import Client
+from psycopg import sql
+from psycopg.types.json import Json, Jsonb
+
+import pgqueue
+from pgqueue import _calls
+from pgqueue.__main__ import main
+
+SECOND = timedelta(seconds=1)
+NOWHERE = UUID(int=0)
+
+
+def received(queue: Any) -> list[Any]:
+    """The payload of the next message, which may take a moment to be found again after a rollback."""
+    deadline = time.monotonic() + 5
+    while not (messages := queue.receive()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [message.payload for message in messages]
+
+
+def soon(moment: datetime | None, after: timedelta) -> bool:
+    """Whether a moment lies so long after now, give or take a few seconds."""
+    assert moment is not None
+    assert moment.tzinfo is not None
+    return abs(moment - datetime.now(UTC) - after) < 10 * SECOND
+
+
+# Queues.
+
+
+def test_a_new_queue_has_the_defaults_of_the_database(client: Client, name: str) -> None:
+    created = client.queue(name).create_queue()
+    assert isinstance(created, pgqueue.QueueInfo)
+    assert created.name == name
+    assert (created.visibility_timeout, created.max_attempts, created.max_payload_bytes) == (
+        30 * SECOND,
+        5,
+        262144,
+    )
+    assert (created.dlq_enabled, created.dead_letter_expired, created.dedicated) == (True, False, False)
+    assert (created.backoff_base, created.backoff_factor, created.backoff_jitter) == (SECOND, 2.0, 0.2)
+    assert created.backoff_max == timedelta(minutes=10)
+    assert created.paused_at is None
+    assert soon(created.created_at, 0 * SECOND)
+    assert client.queue(name).get_queue() == created
+
+
+def test_every_setting_arrives(client: Client, name: str) -> None:
+    settings: dict[str, Any] = {
+        "visibility_timeout": 2 * SECOND,
+        "max_attempts": 3,
+        "dlq_enabled": False,
+        "dead_letter_expired": True,
+        "max_payload_bytes": 1234,
+        "backoff_base": 3 * SECOND,
+        "backoff_factor": 1.5,
+        "backoff_max": 4 * SECOND,
+        "backoff_jitter": 0.5,
+    }
+    queue = client.queue(name)
+    created = queue.create_queue(**settings, dedicated=True, if_not_exists=True)
+    assert created.dedicated
+    assert {setting: getattr(created, setting) for setting in settings} == settings
+    changed = settings | {"max_attempts": 4, "dlq_enabled": True, "backoff_jitter": 0.0}
+    altered = queue.alter_queue(**changed)
+    assert {setting: getattr(altered, setting) for setting in changed} == changed
+    assert queue.alter_queue() == queue.get_queue()
+
+
+def test_queues_are_listed_by_name(client: Client, queue: Any) -> None:
+    client.queue(f"{queue.name}-2").create_queue()
+    names = [found.name for found in client.queues.list_queues()]
+    assert names == sorted(names)
+    assert {queue.name, f"{queue.name}-2"} <= set(names)
+
+
+def test_pause_and_resume(queue: Any) -> None:
+    assert (queue.pause_queue(), queue.pause_queue()) == (True, False)
+    queue.enqueue(1)
+    assert queue.claim() == []
+    assert soon(queue.get_queue().paused_at, 0 * SECOND)
+    assert queue.stats().paused
+    assert (queue.resume_queue(), queue.resume_queue()) == (True, False)
+    assert len(queue.claim()) == 1
+
+
+def test_purge_and_drop_count(queue: Any) -> None:
+    queue.enqueue_batch([1, 2, 3])
+    assert queue.purge_queue() == 3
+    queue.enqueue_batch([1, 2])
+    assert queue.drop_queue() == 2
+    with pytest.raises(pgqueue.QueueNotFound):
+        queue.get_queue()
+    queue.create_queue()
+
+
+def test_a_queue_says_what_it_is(queue: Any, client: Client) -> None:
+    kind = "AsyncQueue" if client.is_async else "Queue"
+    assert repr(getattr(queue, "_target", queue)) == f"{kind}('{queue.name}')"
+
+
+# Messages.
+
+
+@pytest.mark.parametrize(
+    "payload", [{"a": [1, 2.5, None]}, [], {}, "", "text", 0, -1.5, False, True, "😀\\\"'\t\n", 2**70, "%s %(x)s"]
+)
+def test_payloads_come_back(queue: Any, payload: Any) -> None:
+    queue.enqueue(payload)
+    queue.enqueue_batch([payload])
+    messages = queue.claim(2)
+    assert [(message.payload, message.body) for message in messages] == [(payload, None)] * 2
+
+
+def test_json_null_and_json_text(queue: Any) -> None:
+    queue.enqueue(Jsonb(None))
+    queue.enqueue_batch([Json(None), Jsonb('{"a": 1}', dumps=str)])
+    assert [message.payload for message in queue.claim(3)] == [None, None, {"a": 1}]
+
+
+@pytest.mark.parametrize("body", [b"", b"\0\xff\\x", bytes(range(256)) * 1000])
+def test_bodies_come_back(queue: Any, body: bytes) -> None:
+    queue.enqueue(body=body)
+    queue.enqueue_batch(bodies=[body])
+    assert [(message.payload, message.body) for message in queue.claim(2)] == [(None, body)] * 2
+
+
+def test_every_field_of_a_message(queue: Any) -> None:
+    message_id = uuid4()
+    sent = queue.enqueue({"a": 1}, headers={"b": 2}, expires_in=timedelta(hours=1), message_id=message_id)
+    (message,) = queue.claim(visibility_timeout=timedelta(minutes=5), claimed_by="somebody")
+    assert isinstance(message, pgqueue.Message)
+    assert (message.id, message.queue_name, message.payload, message.headers) == (
+        sent,
+        queue.name,
+        {"a": 1},
+        {"b": 2},
+    )
+    assert (message.message_id, message.attempt_count, message.max_attempts) == (message_id, 1, 5)
+    assert soon(message.enqueued_at, 0 * SECOND)
+    assert soon(message.visible_at, timedelta(minutes=5))
+    assert soon(message.expires_at, timedelta(hours=1))
+    assert (message.claimed_by, message.last_error) == ("somebody", None)
+    assert isinstance(message.claim_token, UUID)
+
+
+def test_a_batch_keeps_its_order_and_its_parts(queue: Any) -> None:
+    ids = queue.enqueue_batch(
+        (number for number in range(3)),
+        headers=[{"n": 0}, None, {"n": 2}],
+        message_ids=(uuid4(), None, None),
+        delays=[None, timedelta(hours=1), None],
+        expires_in=timedelta(hours=2),
+    )
+    assert ids == sorted(ids)
+    messages = queue.claim(10)
+    assert [(message.id, message.payload, message.headers) for message in messages] == [
+        (ids[0], 0, {"n": 0}),
+        (ids[2], 2, {"n": 2}),
+    ]
+    (delayed,) = queue.browse("scheduled")
+    assert delayed.id == ids[1]
+    assert soon(delayed.visible_at, timedelta(hours=1))
+    assert queue.enqueue_batch([]) == []
+
+
+def test_a_delay_arrives(queue: Any) -> None:
+    queue.enqueue(1, timedelta(hours=1))
+    queue.enqueue_batch([1], timedelta(hours=1))
+    assert queue.claim() == []
+    assert soon(queue.next_due_at(), timedelta(hours=1))
+
+
+def test_ack(queue: Any) -> None:
+    ids = queue.enqueue_batch([1, 2, 3, 4])
+    messages = queue.claim(4)
+    token = messages[0].claim_token
+    assert queue.ack(ids[0], NOWHERE) is False
+    assert (queue.ack(ids[0], token), queue.ack(ids[0], token)) == (True, False)
+    assert queue.ack_batch(iter(ids), token) == 3
+    assert queue.ack_batch([], token) == 0
+
+
+def test_exchange(queue: Any) -> None:
+    ids = queue.enqueue_batch([1, 2, 3])
+    first, second = queue.exchange(None, None, 2, timedelta(minutes=5), "somebody")
+    assert isinstance(first, pgqueue.Exchanged)
+    assert [(one.id, one.lost, one.claimed_by) for one in (first, second)] == [
+        (ids[0], False, "somebody"),
+        (ids[1], False, "somebody"),
+    ]
+    assert soon(first.visible_at, timedelta(minutes=5))
+    queue.ack(first.id, first.claim_token)
+    lost, third = queue.exchange([first.id, second.id], first.claim_token)
+    assert (lost.id, lost.lost, lost.queue_name, lost.payload) == (first.id, True, queue.name, None)
+    assert (third.id, third.lost, third.payload) == (ids[2], False, 3)
+    assert queue.exchange((), None) == []
+
+
+def test_nack_and_reject(queue: Any) -> None:
+    ids = queue.enqueue_batch([1, 2])
+    first, second = queue.claim(2)
+    assert queue.nack(first.id, NOWHERE) is False
+    assert queue.nack(first.id, first.claim_token, timedelta(0), "no luck") is True
+    (again,) = queue.claim()
+    assert (again.id, again.attempt_count, again.last_error) == (ids[0], 2, "no luck")
+    assert queue.reject(second.id, second.claim_token, error="no use") is True
+    (dead,) = queue.browse_dead_messages()
+    assert isinstance(dead, pgqueue.DeadMessage)
+    assert (dead.id, dead.payload, dead.reason, dead.last_error) == (ids[1], 2, "rejected", "no use")
+    assert soon(dead.died_at, 0 * SECOND)
+
+
+def test_extend(queue: Any) -> None:
+    queue.enqueue(1)
+    (message,) = queue.claim(visibility_timeout=5 * SECOND)
+    assert queue.extend(message.id, message.claim_token, timedelta(hours=1)) is True
+    assert soon(queue.browse("inflight")[0].visible_at, timedelta(hours=1))
+    assert queue.extend(message.id, message.claim_token) is True
+    assert soon(queue.browse("inflight")[0].visible_at, timedelta(seconds=30))
+    assert queue.extend(message.id, NOWHERE) is False
+
+
+def test_receive_takes_for_good(queue: Any) -> None:
+    queue.enqueue_batch([1, 2, 3])
+    assert [message.payload for message in queue.receive(2)] == [1, 2]
+    (message,) = queue.receive()
+    assert (message.payload, message.claim_token) == (3, None)
+    assert queue.receive() == []
+
+
+def test_peek_and_browse(queue: Any) -> None:
+    ids = queue.enqueue_batch([1, 2, 3])
+    assert (queue.peek(), queue.peek(2), queue.peek(max_records=1)) == (3, 2, 1)
+    assert [message.id for message in queue.browse()] == ids
+    assert [message.id for message in queue.browse("ready", 1, ids[0])] == [ids[1]]
+    assert queue.browse(state="inflight") == []
+    with pytest.raises(pgqueue.InvalidArgument, match="state"):
+        queue.browse("elsewhere")
+
+
+def test_the_dead_come_back_or_go(queue: Any) -> None:
+    ids = queue.enqueue_batch([1, 2, 3, 4])
+    for message in queue.claim(4):
+        queue.reject(message.id, message.claim_token)
+    assert [dead.id for dead in queue.browse_dead_messages(2, ids[0])] == ids[1:3]
+    assert queue.redrive(ids=[ids[3]]) == 1
+    assert queue.redrive(1) == 1
+    assert {message.id for message in queue.claim(10)} == {ids[0], ids[3]}
+    assert queue.purge_dead_messages([ids[1]]) == 1
+    assert queue.purge_dead_messages() == 1
+
+
+def test_expired_messages_go(queue: Any) -> None:
+    queue.enqueue_batch([1, 2], expires_in=timedelta(0))
+    assert queue.purge_expired(1) == 1
+    assert queue.purge_expired() == 1
+
+
+def test_stats(client: Client, queue: Any) -> None:
+    queue.enqueue_batch([1, 2, 3])
+    queue.enqueue(4, timedelta(hours=1))
+    first, second = queue.claim(2)
+    queue.reject(second.id, second.claim_token)
+    found = queue.stats()
+    assert isinstance(found, pgqueue.QueueStats)
+    assert (found.ready_messages, found.inflight_messages, found.scheduled_messages, found.dead_messages) == (
+        1,
+        1,
+        1,
+        1,
+    )
+    assert isinstance(found.oldest_age_seconds, float)
+    assert (found.paused, found.estimates) == (False, [])
+    (same,) = client.queues.stats(queue.name)
+    assert same.queue_name == queue.name
+    assert queue.name in {found.queue_name for found in client.queues.stats()}
+    assert queue.ack(first.id, first.claim_token)
+
+
+# Waiting.
+
+
+def test_a_waiting_consumer_is_notified(queue: Any, connection: psycopg.Connection[Any]) -> None:
+    connection.execute(sql.SQL("listen {}").format(sql.Identifier(queue.channel())))
+    assert soon(queue.prepare_wait(timedelta(seconds=20)), timedelta(seconds=20))
+    queue.enqueue(1)
+    assert [note.channel for note in connection.notifies(timeout=10, stop_after=1)] == [queue.channel()]
+    assert queue.wake() is None
+    assert len(list(connection.notifies(timeout=10, stop_after=1))) == 1
+
+
+def test_nothing_is_due_in_an_empty_queue(queue: Any) -> None:
+    assert queue.next_due_at() is None
+    assert soon(queue.prepare_wait(), timedelta(seconds=60))
+
+
+# The database.
+
+
+def test_version_and_doctor(client: Client, queue: Any) -> None:
+    assert client.queues.version().count(".") == 2
+    for found in client.queues.doctor(peek_delay=SECOND):
+        assert isinstance(found, pgqueue.Finding)
+        assert found.severity in {"error", "warning", "info"}
+    queue.pause_queue()
+    paused = [found for found in client.queues.doctor() if found.queue_name == queue.name]
+    assert [found.finding for found in paused] == ["paused_queue"]
+
+
+def test_access_is_granted_and_revoked(client: Client, queue: Any, connection: psycopg.Connection[Any]) -> None:
+    role = f"{queue.name} \"role'"
+    connection.execute(sql.SQL("create role {}").format(sql.Identifier(role)))
+    try:
+        client.queues.grant_access(role, "producer")
+        client.connection.execute(sql.SQL("set role {}").format(sql.Identifier(role)))
+        queue.enqueue(1)
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            queue.claim()
+        client.connection.execute("reset role")
+        client.queues.revoke_access(role, "producer")
+        client.connection.execute(sql.SQL("set role {}").format(sql.Identifier(role)))
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            queue.enqueue(1)
+        client.connection.execute("reset role")
+        with pytest.raises(pgqueue.InvalidArgument):
+            client.queues.grant_access(role, "emperor")
+    finally:
+        connection.execute(sql.SQL("drop owned by {}").format(sql.Identifier(role)))
+        connection.execute(sql.SQL("drop role {}").format(sql.Identifier(role)))
+
+
+def test_raw_access_is_enough_for_copy(client: Client, queue: Any, connection: psycopg.Connection[Any]) -> None:
+    role = sql.Identifier(f"{queue.name}-raw")
+    connection.execute(sql.SQL("create role {}").format(role))
+    try:
+        for access in ("producer", "raw"):
+            client.queues.grant_access(f"{queue.name}-raw", access)
+        client.connection.execute(sql.SQL("set role {}").format(role))
+        assert queue.enqueue_copy([1, 2]) == 2
+        client.connection.execute("reset role")
+    finally:
+        connection.execute(sql.SQL("drop owned by {}").format(role))
+        connection.execute(sql.SQL("drop role {}").format(role))
+
+
+# The caller's connection.
+
+
+def test_nothing_is_committed(queue: Any, client: Client, connection: psycopg.Connection[Any]) -> None:
+    other = pgqueue.Queue(connection, queue.name)
+    client.connection.set_autocommit(False)
+    queue.enqueue(1)
+    assert (queue.peek(), other.peek()) == (1, 0)
+    client.connection.rollback()
+    assert queue.peek() == 0
+    queue.enqueue(2)
+    client.connection.commit()
+    assert other.peek() == 1
+    assert received(queue) == [2]
+    client.connection.rollback()
+    assert received(queue) == [2]
+    client.connection.commit()
+    assert other.peek() == 0
+    assert not client.connection.closed
+
+
+def test_an_argument_that_is_none_is_not_sent() -> None:
+    call = _calls.claim("orders", None, SECOND, None)
+    assert call.text.endswith(b" from pgqueue.claim(queue_name => %s::text, visibility_timeout => %s::interval)")
+    assert call.values == ["orders", SECOND]
+    required = _calls.ack("orders", 1, None)
+    assert required.text == (b"select pgqueue.ack(queue_name => %s::text, id => %s::bigint, claim_token => %s::uuid)")
+    assert required.values == ["orders", 1, None]
+
+
+def test_the_text_of_a_call_is_the_same_object_every_time() -> None:
+    assert _calls.claim("orders", 1, None, None).text is _calls.claim("others", 9, None, None).text
+
+
+def test_repeated_calls_are_prepared(queue: Any, client: Client) -> None:
+    for number in range(10):
+        queue.enqueue(number)
+    cursor = client.connection.execute("select count(*) from pg_prepared_statements where statement ~ 'enqueue'")
+    rows = client._plain(cursor).fetchall()
+    assert rows == [(1,)]
+
+
+def test_any_cursor_factory_and_row_factory_will_do(database: str, name: str) -> None:
+    with psycopg.connect(
+        database, autocommit=True, row_factory=psycopg.rows.dict_row, cursor_factory=psycopg.RawCursor
+    ) as connection:
+        queue = pgqueue.Queue(connection, name)
+        queue.create_queue()
+        queue.enqueue("100 %")
+        assert queue.claim()[0].payload == "100 %"
+
+
+def test_numbers_out_of_range_are_refused(queue: Any) -> None:
+    with pytest.raises(psycopg.errors.NumericValueOutOfRange):
+        queue.claim(2**40)
+
+
+# Installation as plain SQL.
+
+
+def test_install_is_part_of_the_callers_transaction(empty_database: Any) -> None:
+    with psycopg.connect(empty_database()) as connection:
+        path = connection.execute("show search_path").fetchone()
+        pgqueue.install(connection)
+        assert connection.execute("show search_path").fetchone() == path
+        pgqueue.Queue(connection, "orders").create_queue()
+        connection.rollback()
+        assert connection.execute("select to_regnamespace('pgqueue')").fetchone() == (None,)
+
+
+def test_install_in_autocommit_mode_is_all_or_nothing(empty_database: Any) -> None:
+    with psycopg.connect(empty_database(), autocommit=True) as connection:
+        pgqueue.install(connection)
+        with pytest.raises(psycopg.errors.DuplicateSchema):
+            pgqueue.install(connection)
+        assert pgqueue.Queues(connection).list_queues() == []
+
+
+def test_the_command_installs_once(empty_database: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    dsn = empty_database()
+    assert main(["install", dsn]) == 0
+    assert "is now installed" in capsys.readouterr().out
+    assert main(["install", dsn]) == 0
+    assert "is already installed" in capsys.readouterr().out
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        queue = pgqueue.Queue(connection, "orders")
+        queue.create_queue()
+        assert queue.enqueue({"a": 1}) == queue.claim()[0].id
+
+
+def test_the_command_adopts_no_foreign_schema(empty_database: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    dsn = empty_database()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("create schema pgqueue")
+    assert main(["install", dsn]) == 1
+    assert "not ours" in capsys.readouterr().err
+
+
+def test_the_command_says_why_it_cannot_connect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["install", f"host={tmp_path} dbname=nowhere"]) == 1
+    assert capsys.readouterr().err.startswith("pgqueue: ")

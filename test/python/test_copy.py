@@ -1,0 +1,236 @@
+"""enqueue_copy: what goes in by COPY comes out as it went in, or nothing goes in."""
+
+import asyncio
+import json
+import math
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+from conftest import Client
+from hypothesis import given
+from hypothesis import strategies as st
+from psycopg.types.json import Json, Jsonb, set_json_dumps
+
+import pgqueue
+from pgqueue import NewMessage
+
+# Any text that PostgreSQL can store: no NUL, no lone surrogates; with a taste for what COPY escapes.
+texts = st.text(
+    st.one_of(
+        st.sampled_from("\\\"'\t\n\r\b\f\v\x01\x1f\x7f\u2028{}[],:.;$%N😀é"),
+        st.characters(exclude_characters="\0", exclude_categories=["Cs"]),
+    )
+)
+numbers = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
+documents = st.recursive(
+    st.one_of(st.none(), st.booleans(), numbers, texts),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(texts, inner, max_size=4)),
+    max_leaves=10,
+)
+headers = st.none() | st.dictionaries(texts, documents, max_size=3)
+
+
+def as_stored(document: Any) -> Any:
+    """A float as PostgreSQL writes it may come back as an int, or in other digits of the same value."""
+    if isinstance(document, float):
+        return pytest.approx(document, rel=1e-15)
+    if isinstance(document, list):
+        return [as_stored(inner) for inner in document]
+    if isinstance(document, dict):
+        return {key: as_stored(inner) for key, inner in document.items()}
+    return document
+
+
+def test_many_rows_in_order(queue: Any) -> None:
+    assert queue.enqueue_copy({"number": number, "filling": "x" * 90} for number in range(5000)) == 5000
+    messages = queue.claim(5000)
+    assert [message.payload["number"] for message in messages] == list(range(5000))
+    assert {message.max_attempts for message in messages} == {5}
+    assert all(message.headers is None and message.body is None for message in messages)
+
+
+def test_no_rows(queue: Any) -> None:
+    assert queue.enqueue_copy([]) == 0
+    assert queue.peek() == 0
+
+
+def test_messages_take_the_attempts_of_their_queue(queue: Any) -> None:
+    queue.alter_queue(max_attempts=7)
+    queue.enqueue_copy([1])
+    assert queue.claim()[0].max_attempts == 7
+
+
+@given(batch=st.lists(documents.filter(lambda document: document is not None), min_size=1, max_size=5))
+def test_hostile_payloads(queue: Any, batch: list[Any]) -> None:
+    assert queue.enqueue_copy(batch) == len(batch)
+    assert [message.payload for message in queue.receive(100)] == as_stored(batch)
+
+
+@given(batch=st.lists(documents.filter(lambda document: document is not None), min_size=1, max_size=5))
+def test_hostile_payloads_by_enqueue_batch(queue: Any, batch: list[Any]) -> None:
+    assert len(queue.enqueue_batch(batch)) == len(batch)
+    assert [message.payload for message in queue.receive(100)] == as_stored(batch)
+
+
+@given(bodies=st.lists(st.binary(), min_size=1, max_size=5), header=headers)
+def test_hostile_bodies(queue: Any, bodies: list[bytes], header: Any) -> None:
+    queue.enqueue_copy([*bodies, *(NewMessage(body=body, headers=header) for body in bodies)])
+    messages = queue.receive(100)
+    assert [message.body for message in messages] == bodies * 2
+    assert all(message.payload is None for message in messages)
+    assert messages[-1].headers == as_stored(header)
+
+
+def test_every_column_of_a_new_message(queue: Any) -> None:
+    message_id = uuid4()
+    expires_at = datetime.now(UTC) + timedelta(days=1)
+    queue.enqueue_copy(
+        [
+            NewMessage({"a": 1}, headers={"kind": "\t\\N"}, expires_at=expires_at, message_id=message_id),
+            NewMessage(0),
+        ]
+    )
+    first, second = queue.claim(10)
+    assert (first.payload, first.headers) == ({"a": 1}, {"kind": "\t\\N"})
+    assert (first.expires_at, first.message_id) == (expires_at, message_id)
+    assert (second.payload, second.headers, second.expires_at, second.message_id) == (0, None, None, None)
+
+
+def test_json_that_is_text_already(queue: Any) -> None:
+    pretty = json.dumps({"a": ["\\", "\n", {"b": None}]}, indent="\t")
+    queue.enqueue_copy([Jsonb(pretty, dumps=str), Json(pretty.replace("\n", "\r\n"), dumps=str), Jsonb(None)])
+    assert [message.payload for message in queue.claim(3)] == [json.loads(pretty)] * 2 + [None]
+
+
+def test_the_connection_says_how_json_is_written(queue: Any, client: Client) -> None:
+    set_json_dumps(lambda value: json.dumps(value, default=str), client.connection)
+    moment = datetime(2030, 1, 2, tzinfo=UTC)
+    queue.enqueue_copy([{"at": moment}])
+    queue.enqueue({"at": moment})
+    assert [message.payload for message in queue.claim(2)] == [{"at": str(moment)}] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "message"),
+    [
+        ("x" * 2000, pgqueue.PayloadTooLarge, "row 3: payload of 2002 bytes is over the limit of 1000 bytes"),
+        (bytes(1001), pgqueue.PayloadTooLarge, "row 3: body of 1001 bytes is over the limit of 1000 bytes"),
+        (
+            NewMessage(1, headers={"a": "x" * 70000}),
+            pgqueue.PayloadTooLarge,
+            "row 3: headers of 70009 bytes is over the limit of 65536",
+        ),
+        (None, pgqueue.InvalidArgument, "row 3: invalid payload: None"),
+        (NewMessage(), pgqueue.InvalidArgument, "row 3: invalid payload and body: neither"),
+        (NewMessage(1, body=b"1"), pgqueue.InvalidArgument, "row 3: invalid payload and body: both"),
+        (NewMessage(1, headers=Jsonb([1])), pgqueue.InvalidArgument, "row 3: invalid headers"),
+        (NewMessage(1, expires_at=datetime(2030, 1, 1)), pgqueue.InvalidArgument, "row 3: invalid expires_at"),
+        ({"a": "nul \0"}, psycopg.errors.UntranslatableCharacter, "u0000"),
+        ("\ud800", psycopg.DataError, "surrogate"),
+        (math.nan, psycopg.DataError, "NaN"),
+        ({1, 2}, TypeError, "set"),
+    ],
+)
+def test_one_bad_row_and_nothing_is_sent(queue: Any, row: Any, error: type[Exception], message: str) -> None:
+    queue.alter_queue(max_payload_bytes=1000)
+    with pytest.raises(error) as caught:
+        queue.enqueue_copy(["good", "good", row, "good"])
+    assert message in str(caught.value)
+    assert "row 3" in " ".join(getattr(caught.value, "__notes__", [])) or "line 3" in str(caught.value)
+    assert queue.peek() == 0
+    assert queue.enqueue_copy(["good"]) == 1
+
+
+def test_escapes_count_as_what_they_stand_for(queue: Any) -> None:
+    queue.alter_queue(max_payload_bytes=1000)
+    assert queue.enqueue_copy(["é" * 499]) == 1
+    with pytest.raises(pgqueue.PayloadTooLarge, match="1002 bytes"):
+        queue.enqueue_copy(["é" * 500])
+
+
+def test_a_payload_of_a_full_megabyte(queue: Any) -> None:
+    queue.alter_queue(max_payload_bytes=2_000_000)
+    assert queue.enqueue_copy(["\\" * 500_000, b"\0" * 1_000_000]) == 2
+    payload, body = queue.claim(2)
+    assert payload.payload == "\\" * 500_000
+    assert body.body == b"\0" * 1_000_000
+
+
+def test_in_a_transaction_it_commits_nothing(queue: Any, client: Client, connection: psycopg.Connection[Any]) -> None:
+    client.connection.set_autocommit(False)
+    other = pgqueue.Queue(connection, queue.name)
+    assert queue.enqueue_copy([1, 2]) == 2
+    assert (queue.peek(), other.peek()) == (2, 0)
+    client.connection.rollback()
+    assert queue.peek() == 0
+    queue.enqueue_copy([3])
+    client.connection.commit()
+    assert other.peek() == 1
+
+
+def test_in_a_transaction_a_bad_row_leaves_what_came_before(queue: Any, client: Client) -> None:
+    client.connection.set_autocommit(False)
+    queue.enqueue("before")
+    with pytest.raises(psycopg.errors.UntranslatableCharacter):
+        queue.enqueue_copy([1, "\0"])
+    client.connection.commit()
+    assert [message.payload for message in queue.claim(10)] == ["before"]
+
+
+def test_rows_that_raise(queue: Any) -> None:
+    def rows() -> Iterator[int]:
+        yield 1
+        raise LookupError("the source ran dry")
+
+    with pytest.raises(LookupError, match="ran dry"):
+        queue.enqueue_copy(rows())
+    assert queue.peek() == 0
+
+
+def test_an_unknown_queue_takes_no_row(client: Client) -> None:
+    rows = iter([1, 2])
+    with pytest.raises(pgqueue.QueueNotFound):
+        client.queue("nowhere").enqueue_copy(rows)
+    assert list(rows) == [1, 2]
+
+
+def test_it_wakes_who_waits(queue: Any, connection: psycopg.Connection[Any]) -> None:
+    connection.execute(f'listen "{queue.channel()}"')
+    queue.enqueue_copy([])
+    assert list(connection.notifies(timeout=0)) == []
+    queue.enqueue_copy([1, 2, 3])
+    assert len(list(connection.notifies(timeout=10, stop_after=1))) == 1
+
+
+def test_the_async_client_takes_async_rows(database: str, runner: asyncio.Runner, name: str) -> None:
+    async def rows() -> AsyncIterator[dict[str, int]]:
+        for number in range(10):
+            await asyncio.sleep(0)
+            yield {"number": number}
+
+    async def main() -> list[pgqueue.Message]:
+        async with await psycopg.AsyncConnection.connect(database, autocommit=True) as connection:
+            queue = pgqueue.AsyncQueue(connection, name)
+            await queue.create_queue()
+            assert await queue.enqueue_copy(rows()) == 10
+            return await queue.claim(10)
+
+    assert [message.payload["number"] for message in runner.run(main())] == list(range(10))
+
+
+def test_memory_stays_constant(database: str, name: str) -> None:
+    with psycopg.connect(database, autocommit=True) as connection:
+        queue = pgqueue.Queue(connection, name)
+        queue.create_queue()
+        tracemalloc.start()
+        try:
+            assert queue.enqueue_copy("x" * 1000 for _ in range(20_000)) == 20_000
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < 3_000_000

@@ -1,0 +1,107 @@
+"""psycopg itself raises our classes for our codes, whoever runs the statement."""
+
+import pickle
+from typing import Any
+
+import psycopg
+import pytest
+from conftest import Client
+
+import pgqueue
+
+CODES = {
+    "PQ001": pgqueue.QueueNotFound,
+    "PQ002": pgqueue.QueueExists,
+    "PQ003": pgqueue.PayloadTooLarge,
+    "PQ004": pgqueue.QueueBusy,
+    "22023": pgqueue.InvalidArgument,
+}
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_psycopg_raises_our_class_for_our_code(client: Client, code: str) -> None:
+    with pytest.raises(CODES[code], match="what happened") as caught:
+        client.connection.execute(
+            f"do $$ begin raise exception 'what happened' using errcode = '{code}', hint = 'what to do'; end $$"
+        )
+    assert type(caught.value) is CODES[code]
+    assert caught.value.sqlstate == code
+    assert caught.value.diag.message_hint == "what to do"
+
+
+def test_every_code_of_the_database_has_its_class(connection: psycopg.Connection[Any]) -> None:
+    sources = connection.execute(
+        "select string_agg(prosrc, '') from pg_proc where pronamespace = 'pgqueue'::regnamespace"
+        " and proname like '\\_raise\\_%'"
+    ).fetchone()
+    assert sources
+    raised = {word for word in sources[0].split("'") if len(word) == 5 and word.startswith("PQ")}
+    assert raised == {code for code in CODES if code.startswith("PQ")}
+    assert all(psycopg.errors.lookup(code) is CODES[code] for code in CODES)
+
+
+def test_our_codes_share_a_base_that_is_a_database_error() -> None:
+    ours = [error for code, error in CODES.items() if code.startswith("PQ")]
+    assert all(issubclass(error, pgqueue.Error) for error in ours)
+    assert issubclass(pgqueue.Error, psycopg.DatabaseError)
+    assert not issubclass(pgqueue.InvalidArgument, pgqueue.Error)
+    assert pgqueue.InvalidArgument is psycopg.errors.InvalidParameterValue
+
+
+def test_an_unknown_queue(client: Client) -> None:
+    with pytest.raises(pgqueue.QueueNotFound, match="nowhere") as caught:
+        client.queue("nowhere").enqueue({"a": 1})
+    assert caught.value.diag.message_hint
+
+
+def test_errors_travel_between_processes(client: Client) -> None:
+    with pytest.raises(pgqueue.QueueNotFound) as caught:
+        client.queue("nowhere").claim()
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert type(copy) is pgqueue.QueueNotFound
+    assert copy.sqlstate == "PQ001"
+
+
+def test_an_existing_queue(queue: Any) -> None:
+    with pytest.raises(pgqueue.QueueExists, match=queue.name):
+        queue.create_queue()
+    assert queue.create_queue(if_not_exists=True).name == queue.name
+
+
+def test_an_oversized_payload(queue: Any) -> None:
+    queue.alter_queue(max_payload_bytes=1000)
+    with pytest.raises(pgqueue.PayloadTooLarge, match="1000"):
+        queue.enqueue("x" * 2000)
+    with pytest.raises(pgqueue.PayloadTooLarge, match="1001"):
+        queue.enqueue(body=bytes(1001))
+    assert queue.peek() == 0
+
+
+def test_a_busy_queue(queue: Any, connection: psycopg.Connection[Any], client: Client) -> None:
+    dedicated = client.queue(f"{queue.name}-dedicated")
+    with connection.transaction():
+        connection.execute("lock table pgqueue.messages in row exclusive mode")
+        with pytest.raises(pgqueue.QueueBusy):
+            dedicated.create_queue(dedicated=True)
+    with pytest.raises(pgqueue.QueueNotFound):
+        dedicated.get_queue()
+
+
+@pytest.mark.parametrize(
+    "name", ["", "Upper", "a b", "x" * 129, "quote'", 'double"', "semi;colon", "naïve", "line\n", "%s", "😀"]
+)
+def test_bad_names(client: Client, name: str) -> None:
+    with pytest.raises(pgqueue.InvalidArgument, match="queue_name"):
+        client.queue(name).create_queue()
+    with pytest.raises(pgqueue.QueueNotFound):
+        client.queue(name).get_queue()
+
+
+@pytest.mark.parametrize("name", ["a", "-", "_", "0", "x" * 63, "x" * 64, "x" * 128])
+def test_names_at_the_edge(client: Client, name: str) -> None:
+    queue = client.queue(name)
+    queue.create_queue()
+    try:
+        assert queue.enqueue(1) == queue.claim()[0].id
+    finally:
+        assert queue.drop_queue() == 1

