@@ -68,6 +68,10 @@ verify:  ## is extension/ what sql/ generates, and the version the same everywhe
 	    diff -u extension/$${file##*/} $$file || { echo 'extension/ is not what sql/ generates: run "make build"'; exit 1; }; \
 	done
 	@$(PYTHON) test/versions.py
+	@$(PYTHON) test/reference.py --check $(behaviour)
+
+reference:  ## write the README's reference from the comments in sql/
+	@$(PYTHON) test/reference.py $(behaviour)
 
 # Installing it into a PostgreSQL of the system: plain copies, without PGXS and its -dev package.
 

@@ -453,6 +453,13 @@ as $$ select hashtextextended('pgqueue:' || queue_name, 0) $$;
 comment on function pgqueue._lock_key(text) is
 'The advisory lock that users of a queue share and that create_queue and drop_queue take alone.';
 
+create function pgqueue._hold_queue(queue_name text)
+returns boolean
+language sql volatile
+as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
+comment on function pgqueue._hold_queue(text) is
+'Keeps the queue from being dropped until the transaction ends; false for a null name. Locks in this order everywhere: this one, then message rows by id.';
+
 create function pgqueue._find_queue(queue_name text)
 returns pgqueue.queues
 language plpgsql volatile
@@ -463,8 +470,7 @@ declare
 begin
     -- The lock first, the row second, each on its own snapshot: who waited for a drop_queue sees
     -- that the queue is gone, and nobody writes into a queue while it is being dropped.
-    -- A condition, as a perform would run a query; the lock is null for a null name alone.
-    if pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is null then
+    if not pgqueue._hold_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     select * into q from pgqueue.queues where queues.name = queue_name;
@@ -1339,6 +1345,10 @@ begin
     -- message is visible to the statements below.
     bound := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
     writers := pgqueue._writers();
+    -- A prepared transaction gets another name when the server restarts: one of that kind which was not
+    -- noted may be any of those that were.
+    s.writers := s.writers || array(
+        select w from unnest(writers) as w where w like '-1/%' and w <> all (s.writers));
     if not s.writers && writers then
         waited := at - s.noted_at > interval '2 s';
         s.settled_id := s.bound_id;
@@ -1392,6 +1402,8 @@ declare
     s pgqueue.sweeps;
     head bigint;
     pos bigint := pg_sequence_last_value(q.swept_register);
+    start bigint;
+    goal bigint;
     started_at timestamptz;
     picks bigint[] := '{}'::bigint[];
     stretch int8range;
@@ -1418,42 +1430,52 @@ begin
         select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name;
     end if;
 
-    head := pgqueue._head(s);
-    if pos <= head or pos >= fresh then
-        pos := head;
-        picks := pgqueue._revisit(q, at, wanted);
-        if cardinality(picks) < wanted then
-            picks := picks || pgqueue._promote(q, at, wanted - cardinality(picks), '-infinity');
-        end if;
-    end if;
-
     started_at := pgqueue._now();
-    <<walk>>
-    for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, fresh))) - s.dead_ids) as r loop
-        pos := lower(stretch);
-        while pos < upper(stretch) loop
-            exit walk when cardinality(picks) >= wanted or pgqueue._now() > started_at + interval '10 ms';
-            below_id := least(pos + span, upper(stretch));
-            select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into live, ready
-            from (
-                select m.id, m.visible_at from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= pos and m.id < below_id
-                order by m.id limit 1000
-            ) w;
-            if cardinality(live) = 1000 then
-                below_id := live[1000] + 1;
-            else
-                span := span * 2;
+    -- A full round from where the last sweep stopped, unless the messages suffice or the time runs out first.
+    head := pgqueue._head(s);
+    if pos < head or pos >= fresh then
+        pos := head;
+    end if;
+    start := pos;
+    goal := fresh;
+    <<round>>
+    loop
+        if pos = head then
+            picks := picks || pgqueue._revisit(q, at, wanted - cardinality(picks));
+            if cardinality(picks) < wanted then
+                picks := picks || pgqueue._promote(q, at, wanted - cardinality(picks), '-infinity');
             end if;
-            pos := below_id;
-            if ready is not null then
-                perform pgqueue._bury(q, ready, at);
-                picks := picks || pgqueue._take(q, ready, at, wanted - cardinality(picks));
-                if cardinality(picks) >= wanted then
-                    pos := picks[cardinality(picks)] + 1;
+        end if;
+        for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.dead_ids) as r loop
+            pos := lower(stretch);
+            while pos < upper(stretch) loop
+                exit round when cardinality(picks) >= wanted;
+                below_id := least(pos + span, upper(stretch));
+                select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into live, ready
+                from (
+                    select m.id, m.visible_at from pgqueue.messages m
+                    where m.queue_name = q.name and m.id >= pos and m.id < below_id
+                    order by m.id limit 1000
+                ) w;
+                if cardinality(live) = 1000 then
+                    below_id := live[1000] + 1;
+                else
+                    span := span * 2;
                 end if;
-            end if;
+                pos := below_id;
+                if ready is not null then
+                    perform pgqueue._bury(q, ready, at);
+                    picks := picks || pgqueue._take(q, ready, at, wanted - cardinality(picks));
+                    if cardinality(picks) >= wanted then
+                        pos := picks[cardinality(picks)] + 1;
+                    end if;
+                end if;
+                exit round when pgqueue._now() > started_at + interval '10 ms';
+            end loop;
         end loop;
+        exit round when goal < fresh or start = head or cardinality(picks) >= wanted;
+        pos := head;
+        goal := start;
     end loop;
 
     perform setval(q.swept_register, greatest(pos, 1));
@@ -1663,6 +1685,9 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
+    if not pgqueue._hold_queue(queue_name) then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
     delete from pgqueue.messages m
     where m.queue_name = ack.queue_name and m.id = ack.id
         and m.claim_token = ack.claim_token and m.claimed_attempt = m.attempt_count;
@@ -1688,6 +1713,9 @@ as $$
 declare
     acked int;
 begin
+    if not pgqueue._hold_queue(queue_name) then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
     delete from pgqueue.messages m
     where m.queue_name = ack_batch.queue_name and m.id = any (ids)
         and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
@@ -1819,6 +1847,9 @@ declare
     given constant int := coalesce(cardinality(ids), 0);
     acked bigint[];
 begin
+    if not pgqueue._hold_queue(queue_name) then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
     if given > 0 then
         if claim_token is null then
             perform pgqueue._check_claim(0, claim_token);

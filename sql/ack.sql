@@ -9,6 +9,9 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
+    if not pgqueue._hold_queue(queue_name) then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
     delete from pgqueue.messages m
     where m.queue_name = ack.queue_name and m.id = ack.id
         and m.claim_token = ack.claim_token and m.claimed_attempt = m.attempt_count;
@@ -34,6 +37,9 @@ as $$
 declare
     acked int;
 begin
+    if not pgqueue._hold_queue(queue_name) then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
     delete from pgqueue.messages m
     where m.queue_name = ack_batch.queue_name and m.id = any (ids)
         and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;

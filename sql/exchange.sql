@@ -20,6 +20,9 @@ declare
     given constant int := coalesce(cardinality(ids), 0);
     acked bigint[];
 begin
+    if not pgqueue._hold_queue(queue_name) then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
     if given > 0 then
         if claim_token is null then
             perform pgqueue._check_claim(0, claim_token);

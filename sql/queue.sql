@@ -8,6 +8,13 @@ as $$ select hashtextextended('pgqueue:' || queue_name, 0) $$;
 comment on function pgqueue._lock_key(text) is
 'The advisory lock that users of a queue share and that create_queue and drop_queue take alone.';
 
+create or replace function pgqueue._hold_queue(queue_name text)
+returns boolean
+language sql volatile
+as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
+comment on function pgqueue._hold_queue(text) is
+'Keeps the queue from being dropped until the transaction ends; false for a null name. Locks in this order everywhere: this one, then message rows by id.';
+
 create or replace function pgqueue._find_queue(queue_name text)
 returns pgqueue.queues
 language plpgsql volatile
@@ -18,8 +25,7 @@ declare
 begin
     -- The lock first, the row second, each on its own snapshot: who waited for a drop_queue sees
     -- that the queue is gone, and nobody writes into a queue while it is being dropped.
-    -- A condition, as a perform would run a query; the lock is null for a null name alone.
-    if pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is null then
+    if not pgqueue._hold_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     select * into q from pgqueue.queues where queues.name = queue_name;

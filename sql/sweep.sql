@@ -220,6 +220,10 @@ begin
     -- message is visible to the statements below.
     bound := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
     writers := pgqueue._writers();
+    -- A prepared transaction gets another name when the server restarts: one of that kind which was not
+    -- noted may be any of those that were.
+    s.writers := s.writers || array(
+        select w from unnest(writers) as w where w like '-1/%' and w <> all (s.writers));
     if not s.writers && writers then
         waited := at - s.noted_at > interval '2 s';
         s.settled_id := s.bound_id;
@@ -273,6 +277,8 @@ declare
     s pgqueue.sweeps;
     head bigint;
     pos bigint := pg_sequence_last_value(q.swept_register);
+    start bigint;
+    goal bigint;
     started_at timestamptz;
     picks bigint[] := '{}'::bigint[];
     stretch int8range;
@@ -299,42 +305,52 @@ begin
         select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name;
     end if;
 
-    head := pgqueue._head(s);
-    if pos <= head or pos >= fresh then
-        pos := head;
-        picks := pgqueue._revisit(q, at, wanted);
-        if cardinality(picks) < wanted then
-            picks := picks || pgqueue._promote(q, at, wanted - cardinality(picks), '-infinity');
-        end if;
-    end if;
-
     started_at := pgqueue._now();
-    <<walk>>
-    for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, fresh))) - s.dead_ids) as r loop
-        pos := lower(stretch);
-        while pos < upper(stretch) loop
-            exit walk when cardinality(picks) >= wanted or pgqueue._now() > started_at + interval '10 ms';
-            below_id := least(pos + span, upper(stretch));
-            select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into live, ready
-            from (
-                select m.id, m.visible_at from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= pos and m.id < below_id
-                order by m.id limit 1000
-            ) w;
-            if cardinality(live) = 1000 then
-                below_id := live[1000] + 1;
-            else
-                span := span * 2;
+    -- A full round from where the last sweep stopped, unless the messages suffice or the time runs out first.
+    head := pgqueue._head(s);
+    if pos < head or pos >= fresh then
+        pos := head;
+    end if;
+    start := pos;
+    goal := fresh;
+    <<round>>
+    loop
+        if pos = head then
+            picks := picks || pgqueue._revisit(q, at, wanted - cardinality(picks));
+            if cardinality(picks) < wanted then
+                picks := picks || pgqueue._promote(q, at, wanted - cardinality(picks), '-infinity');
             end if;
-            pos := below_id;
-            if ready is not null then
-                perform pgqueue._bury(q, ready, at);
-                picks := picks || pgqueue._take(q, ready, at, wanted - cardinality(picks));
-                if cardinality(picks) >= wanted then
-                    pos := picks[cardinality(picks)] + 1;
+        end if;
+        for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.dead_ids) as r loop
+            pos := lower(stretch);
+            while pos < upper(stretch) loop
+                exit round when cardinality(picks) >= wanted;
+                below_id := least(pos + span, upper(stretch));
+                select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into live, ready
+                from (
+                    select m.id, m.visible_at from pgqueue.messages m
+                    where m.queue_name = q.name and m.id >= pos and m.id < below_id
+                    order by m.id limit 1000
+                ) w;
+                if cardinality(live) = 1000 then
+                    below_id := live[1000] + 1;
+                else
+                    span := span * 2;
                 end if;
-            end if;
+                pos := below_id;
+                if ready is not null then
+                    perform pgqueue._bury(q, ready, at);
+                    picks := picks || pgqueue._take(q, ready, at, wanted - cardinality(picks));
+                    if cardinality(picks) >= wanted then
+                        pos := picks[cardinality(picks)] + 1;
+                    end if;
+                end if;
+                exit round when pgqueue._now() > started_at + interval '10 ms';
+            end loop;
         end loop;
+        exit round when goal < fresh or start = head or cardinality(picks) >= wanted;
+        pos := head;
+        goal := start;
     end loop;
 
     perform setval(q.swept_register, greatest(pos, 1));

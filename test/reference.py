@@ -1,0 +1,50 @@
+"""Writes the reference in the README from the comments of the public functions.
+
+Usage: reference.py SQL_FILE... reads the modules in the order given and replaces what stands between the two
+reference marks; with --check it changes nothing and fails where the README is not current.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- reference: begin -->", "<!-- reference: end -->"
+FUNCTION = re.compile(
+    r"^create or replace function pgqueue\.(?P<name>[a-z]\w*)\((?P<arguments>.*?)\)\nreturns (?P<returns>[^\n]+)",
+    re.MULTILINE | re.DOTALL,
+)
+COMMENT = re.compile(
+    r"^comment on function pgqueue\.(?P<name>[a-z]\w*)\([^;]*?\) is\n'(?P<text>(?:[^']|'')*)';", re.MULTILINE
+)
+
+
+def reference(files: list[Path]) -> str:
+    entries = []
+    for file in files:
+        sql = file.read_text(encoding="utf-8")
+        comments = {m["name"]: m["text"].replace("''", "'") for m in COMMENT.finditer(sql)}
+        for function in FUNCTION.finditer(sql):
+            name = function["name"]
+            arguments = re.sub(r"\s+", " ", function["arguments"]).strip().replace(" default ", " = ")
+            returns = function["returns"].replace("pgqueue.", "")
+            entries.append(f"**`{name}({arguments})`** → `{returns}`<br>\n{comments[name]}\n")
+    return "\n".join(entries)
+
+
+def main(arguments: list[str]) -> int:
+    check = "--check" in arguments
+    text = README.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    new = f"{before}{BEGIN}\n\n{reference([Path(a) for a in arguments if a != '--check'])}\n{END}{after}"
+    if check and new != text:
+        print('README.md: the reference is not what sql/ says: run "make reference"')
+        return 1
+    if new != text:
+        README.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
