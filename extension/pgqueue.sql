@@ -369,7 +369,7 @@ as $$
 begin
     raise exception using
         errcode = 'PQ004',
-        message = format('queue %L is busy: %s waited 2 seconds for a lock on its table', queue_name, verb),
+        message = format('queue %L is busy: %s waited in vain for a lock on its table', queue_name, verb),
         hint = 'A longer transaction uses pgqueue.messages; pg_blocking_pids() names it. Nothing was changed: try again.';
 end;
 $$;
@@ -567,7 +567,7 @@ create function pgqueue.create_queue(
 returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '2 s'
+set lock_timeout = '800 ms'
 as $$
 declare
     q pgqueue.queues;
@@ -767,21 +767,21 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     n bigint;
-    removed bigint := 0;
+    removed bigint;
 begin
-    if q.dedicated then
-        removed := pgqueue._empty_partition(q, dropping);
-    else
-        -- Locked by id, as everywhere: an unordered delete could deadlock with ack_batch.
-        delete from pgqueue.messages_shared m
-        where m.queue_name = q.name and m.id = any (array(
-            select c.id from pgqueue.messages_shared c where c.queue_name = q.name order by c.id for update));
-        get diagnostics removed = row_count;
-    end if;
+    -- In the order in which a claim takes them: what is scheduled, then messages, by id.
     delete from pgqueue.scheduled_messages s
     where s.queue_name = q.name and s.id = any (array(
         select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
-    get diagnostics n = row_count;
+    get diagnostics removed = row_count;
+    if q.dedicated then
+        n := pgqueue._empty_partition(q, dropping);
+    else
+        delete from pgqueue.messages_shared m
+        where m.queue_name = q.name and m.id = any (array(
+            select c.id from pgqueue.messages_shared c where c.queue_name = q.name order by c.id for update));
+        get diagnostics n = row_count;
+    end if;
     removed := removed + n;
     if dropping then
         delete from pgqueue.returns r where r.queue_name = q.name;
@@ -799,13 +799,14 @@ create function pgqueue._empty_partition(q pgqueue.queues, dropping boolean)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '2 s'
+set lock_timeout = '800 ms'
 as $$
 declare
     partition constant regclass := pgqueue._partition(q);
     removed bigint;
 begin
-    -- The parent first, as every statement on messages does.
+    -- The parent first, as every statement on messages does. lock_timeout is shorter than deadlock_timeout,
+    -- so that it is this statement that gives way, not a client's.
     if dropping then
         lock table only pgqueue.messages in access exclusive mode;
     end if;
@@ -1484,7 +1485,7 @@ begin
         perform setval(q.sweep_register, 1);
     else
         perform setval(q.sweep_register, pgqueue._micros(
-            pgqueue._now() + greatest(interval '50 ms', 20 * (pgqueue._now() - at))));
+            pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '5 min')));
     end if;
     return picks;
 end;
@@ -1503,6 +1504,7 @@ declare
     now_micros constant bigint := pgqueue._micros(at);
     fresh bigint := pg_sequence_last_value(q.fresh_register);
     due bigint;
+    next_sweep bigint;
     picks bigint[] := '{}'::bigint[];
     found_ids bigint[];
     last_id bigint;
@@ -1516,7 +1518,12 @@ begin
     if due <= now_micros then
         picks := pgqueue._promote(q, at, wanted, pgqueue._moment(due - 1));
     end if;
-    if cardinality(picks) < wanted and pg_sequence_last_value(q.sweep_register) <= now_micros then
+    -- A turn that is further off than any sweep may take was set by a clock that was wrong.
+    next_sweep := pg_sequence_last_value(q.sweep_register);
+    if next_sweep > now_micros + 600000000 then
+        next_sweep := 0;
+    end if;
+    if cardinality(picks) < wanted and next_sweep <= now_micros then
         swept := true;
         picks := picks || pgqueue._sweep(q, at, wanted - cardinality(picks), fresh);
     end if;
@@ -1537,9 +1544,7 @@ begin
 
     -- Who comes up short sweeps at once, so that a quiet queue is exact, unless the last sweep was a costly
     -- one: 150 ms from its turn it took less than 7.5 ms.
-    if cardinality(picks) < wanted and not swept
-        and pg_sequence_last_value(q.sweep_register) <= now_micros + 150000
-    then
+    if cardinality(picks) < wanted and not swept and next_sweep <= now_micros + 150000 then
         -- What lies above fresh was not to be had, now it is the sweep's.
         select m.id + 1 into last_id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= fresh
@@ -2599,6 +2604,24 @@ $$;
 comment on function pgqueue._missing_indexes() is
 'Tables without the index that purge_expired goes by, and the statement that makes it.';
 
+create function pgqueue._misplaced()
+returns table (queue_name text, id bigint)
+language sql stable
+as $$
+    -- The first one of every stretch. A message that just came back is noted in returns by the same transaction.
+    select s.queue_name, m.id
+    from pgqueue.sweeps s
+    cross join lateral unnest(s.dead_ids) as d
+    cross join lateral (
+        select c.id from pgqueue.messages c
+        where c.queue_name = s.queue_name and c.id >= coalesce(lower(d), 0) and c.id < upper(d)
+            and not exists (select from pgqueue.returns r where r.queue_name = c.queue_name and r.id = c.id)
+        order by c.id limit 1
+    ) m
+$$;
+comment on function pgqueue._misplaced() is
+'Messages at ids that sweeps skip and that are not noted in returns either.';
+
 create function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding
 language plpgsql volatile
@@ -2713,13 +2736,22 @@ begin
             and c.reloptions && array['autovacuum_enabled=false', 'autovacuum_enabled=off']
     ) c;
 
+    return query
+    select
+        'error', m.queue_name, 'misplaced_messages',
+        format('message %s lies where no sweep looks: its id or queue_name was set by hand', m.id),
+        format(
+            'insert into pgqueue.returns (queue_name, check_at, id) select queue_name, now(), id from pgqueue.messages where queue_name = %L and id = %s;',
+            m.queue_name, m.id)
+    from pgqueue._misplaced() m;
+
     for q in select queues.* from pgqueue.queues order by queues.name loop
         return query select f.* from pgqueue._queue_findings(q, at, peek_delay) f;
     end loop;
 end;
 $$;
 comment on function pgqueue.doctor(interval) is
-'Says what hurts and what repairs it, one finding a row: pinned_horizon, missing_index, orphaned_messages, sequence_cache, autovacuum_off, paused_queue, dead_messages, stuck_claims, peek_delay_above_time_to_live (for consumers that look every peek_delay), long_writer. Severities are error, warning and info; no row means all is well.';
+'Says what hurts and what repairs it, one finding a row: pinned_horizon, missing_index, orphaned_messages, misplaced_messages, sequence_cache, autovacuum_off, paused_queue, dead_messages, stuck_claims, peek_delay_above_time_to_live (for consumers that look every peek_delay), long_writer. Severities are error, warning and info; no row means all is well.';
 -- Who may do what, on one page: the verbs that a role may call are its privileges.
 
 create function pgqueue._access()

@@ -10,6 +10,7 @@ declare
     now_micros constant bigint := pgqueue._micros(at);
     fresh bigint := pg_sequence_last_value(q.fresh_register);
     due bigint;
+    next_sweep bigint;
     picks bigint[] := '{}'::bigint[];
     found_ids bigint[];
     last_id bigint;
@@ -23,7 +24,12 @@ begin
     if due <= now_micros then
         picks := pgqueue._promote(q, at, wanted, pgqueue._moment(due - 1));
     end if;
-    if cardinality(picks) < wanted and pg_sequence_last_value(q.sweep_register) <= now_micros then
+    -- A turn that is further off than any sweep may take was set by a clock that was wrong.
+    next_sweep := pg_sequence_last_value(q.sweep_register);
+    if next_sweep > now_micros + 600000000 then
+        next_sweep := 0;
+    end if;
+    if cardinality(picks) < wanted and next_sweep <= now_micros then
         swept := true;
         picks := picks || pgqueue._sweep(q, at, wanted - cardinality(picks), fresh);
     end if;
@@ -44,9 +50,7 @@ begin
 
     -- Who comes up short sweeps at once, so that a quiet queue is exact, unless the last sweep was a costly
     -- one: 150 ms from its turn it took less than 7.5 ms.
-    if cardinality(picks) < wanted and not swept
-        and pg_sequence_last_value(q.sweep_register) <= now_micros + 150000
-    then
+    if cardinality(picks) < wanted and not swept and next_sweep <= now_micros + 150000 then
         -- What lies above fresh was not to be had, now it is the sweep's.
         select m.id + 1 into last_id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= fresh

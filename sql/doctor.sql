@@ -84,6 +84,24 @@ $$;
 comment on function pgqueue._missing_indexes() is
 'Tables without the index that purge_expired goes by, and the statement that makes it.';
 
+create or replace function pgqueue._misplaced()
+returns table (queue_name text, id bigint)
+language sql stable
+as $$
+    -- The first one of every stretch. A message that just came back is noted in returns by the same transaction.
+    select s.queue_name, m.id
+    from pgqueue.sweeps s
+    cross join lateral unnest(s.dead_ids) as d
+    cross join lateral (
+        select c.id from pgqueue.messages c
+        where c.queue_name = s.queue_name and c.id >= coalesce(lower(d), 0) and c.id < upper(d)
+            and not exists (select from pgqueue.returns r where r.queue_name = c.queue_name and r.id = c.id)
+        order by c.id limit 1
+    ) m
+$$;
+comment on function pgqueue._misplaced() is
+'Messages at ids that sweeps skip and that are not noted in returns either.';
+
 create or replace function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding
 language plpgsql volatile
@@ -198,10 +216,19 @@ begin
             and c.reloptions && array['autovacuum_enabled=false', 'autovacuum_enabled=off']
     ) c;
 
+    return query
+    select
+        'error', m.queue_name, 'misplaced_messages',
+        format('message %s lies where no sweep looks: its id or queue_name was set by hand', m.id),
+        format(
+            'insert into pgqueue.returns (queue_name, check_at, id) select queue_name, now(), id from pgqueue.messages where queue_name = %L and id = %s;',
+            m.queue_name, m.id)
+    from pgqueue._misplaced() m;
+
     for q in select queues.* from pgqueue.queues order by queues.name loop
         return query select f.* from pgqueue._queue_findings(q, at, peek_delay) f;
     end loop;
 end;
 $$;
 comment on function pgqueue.doctor(interval) is
-'Says what hurts and what repairs it, one finding a row: pinned_horizon, missing_index, orphaned_messages, sequence_cache, autovacuum_off, paused_queue, dead_messages, stuck_claims, peek_delay_above_time_to_live (for consumers that look every peek_delay), long_writer. Severities are error, warning and info; no row means all is well.';
+'Says what hurts and what repairs it, one finding a row: pinned_horizon, missing_index, orphaned_messages, misplaced_messages, sequence_cache, autovacuum_off, paused_queue, dead_messages, stuck_claims, peek_delay_above_time_to_live (for consumers that look every peek_delay), long_writer. Severities are error, warning and info; no row means all is well.';

@@ -75,7 +75,7 @@ as $$
 begin
     raise exception using
         errcode = 'PQ004',
-        message = format('queue %L is busy: %s waited 2 seconds for a lock on its table', queue_name, verb),
+        message = format('queue %L is busy: %s waited in vain for a lock on its table', queue_name, verb),
         hint = 'A longer transaction uses pgqueue.messages; pg_blocking_pids() names it. Nothing was changed: try again.';
 end;
 $$;

@@ -122,7 +122,7 @@ create or replace function pgqueue.create_queue(
 returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '2 s'
+set lock_timeout = '800 ms'
 as $$
 declare
     q pgqueue.queues;
@@ -322,21 +322,21 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     n bigint;
-    removed bigint := 0;
+    removed bigint;
 begin
-    if q.dedicated then
-        removed := pgqueue._empty_partition(q, dropping);
-    else
-        -- Locked by id, as everywhere: an unordered delete could deadlock with ack_batch.
-        delete from pgqueue.messages_shared m
-        where m.queue_name = q.name and m.id = any (array(
-            select c.id from pgqueue.messages_shared c where c.queue_name = q.name order by c.id for update));
-        get diagnostics removed = row_count;
-    end if;
+    -- In the order in which a claim takes them: what is scheduled, then messages, by id.
     delete from pgqueue.scheduled_messages s
     where s.queue_name = q.name and s.id = any (array(
         select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
-    get diagnostics n = row_count;
+    get diagnostics removed = row_count;
+    if q.dedicated then
+        n := pgqueue._empty_partition(q, dropping);
+    else
+        delete from pgqueue.messages_shared m
+        where m.queue_name = q.name and m.id = any (array(
+            select c.id from pgqueue.messages_shared c where c.queue_name = q.name order by c.id for update));
+        get diagnostics n = row_count;
+    end if;
     removed := removed + n;
     if dropping then
         delete from pgqueue.returns r where r.queue_name = q.name;
@@ -354,13 +354,14 @@ create or replace function pgqueue._empty_partition(q pgqueue.queues, dropping b
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '2 s'
+set lock_timeout = '800 ms'
 as $$
 declare
     partition constant regclass := pgqueue._partition(q);
     removed bigint;
 begin
-    -- The parent first, as every statement on messages does.
+    -- The parent first, as every statement on messages does. lock_timeout is shorter than deadlock_timeout,
+    -- so that it is this statement that gives way, not a client's.
     if dropping then
         lock table only pgqueue.messages in access exclusive mode;
     end if;

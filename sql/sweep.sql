@@ -359,7 +359,7 @@ begin
         perform setval(q.sweep_register, 1);
     else
         perform setval(q.sweep_register, pgqueue._micros(
-            pgqueue._now() + greatest(interval '50 ms', 20 * (pgqueue._now() - at))));
+            pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '5 min')));
     end if;
     return picks;
 end;

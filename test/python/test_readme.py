@@ -1,0 +1,64 @@
+"""What the README shows is run as it stands there."""
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from pgqueue.embedded import EmbeddedServer
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def psql(dsn: str, script: str) -> str:
+    done = subprocess.run(
+        [str(EmbeddedServer().bindir / "psql"), "-XqAt", "-v", "ON_ERROR_STOP=1", dsn],
+        input=script,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def pasted(empty_database: Callable[[], str]) -> tuple[str, str]:
+    """A database into which the first block was pasted, and what psql answered."""
+    dsn = empty_database()
+    return dsn, psql(dsn, blocks("sql")[0])
+
+
+def test_the_first_block_has_twelve_lines_that_work(pasted: tuple[str, str]) -> None:
+    assert len(blocks("sql")[0].splitlines()) == 12
+    answers = pasted[1].splitlines()
+    assert answers[1:5] == ["1", "2", "t", "t"]  # two ids, extend, nack
+    assert answers[5] == "t"  # ack
+    assert answers[6].split("|")[:5] == ["orders", "0", "0", "1", "0"]  # what is left is scheduled
+
+
+def test_plain_sql_claims_what_it_inserted(pasted: tuple[str, str]) -> None:
+    dsn, _ = pasted
+    answers = psql(dsn, blocks("sql")[1]).splitlines()
+    assert answers[0] == "3"
+    assert answers[1].startswith('3|{"order_id": 1003}|1|')
+
+
+def test_the_python_example_ships_and_acknowledges(
+    pasted: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dsn, _ = pasted
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("create table shipped (order_id int)")
+        connect = psycopg.connect
+        monkeypatch.setattr(psycopg, "connect", lambda **settings: connect(dsn, **settings))
+        exec(blocks("python")[0], {})
+        assert connection.execute("select order_id from shipped").fetchall() == [(1001,)]
+        assert connection.execute("select ready_messages, inflight_messages from pgqueue.stats()").fetchone() == (0, 0)
