@@ -57,4 +57,4 @@ begin
 end;
 $$;
 comment on function pgqueue.purge_expired(text, int) is
-'Removes up to batch_size (1 to 1000000) messages that have expired and are not in flight, to the dead letters where the queue has dead_letter_expired, and returns how many: call it until it returns less than batch_size. Claims pass over expired messages in any case. Raises 22023, PQ001.';
+'Removes up to batch_size (1 to 1000000) messages that have expired and are not in flight, to the dead letters where the queue has dead_letter_expired, and returns how many: call it until it returns less than batch_size. Reads the queue unless pgqueue.messages has an index on expires_at: doctor prints the statement. Claims pass over expired messages in any case. Raises 22023, PQ001.';

@@ -222,7 +222,6 @@ begin
         execute format('alter table pgqueue.%I set (%I = %L)',
             partition, split_part(option, '=', 1), split_part(option, '=', 2));
     end loop;
-    execute format('create index on pgqueue.%I (queue_name, expires_at) where expires_at is not null', partition);
     execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', queue_name));
 end;
 $$;
