@@ -976,6 +976,51 @@ $$;
 comment on function pgqueue._schedule_by(pgqueue.queues, timestamptz) is
 'Lets claims look for scheduled messages from this moment on, and consumers that wait reckon with it.';
 
+create function pgqueue._enqueue(
+    queue_name text,
+    payload jsonb,
+    delay interval,
+    headers jsonb,
+    expires_in interval,
+    message_id uuid,
+    body bytea
+)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    new_id bigint;
+begin
+    perform pgqueue._check_enqueue(delay, expires_in);
+    perform pgqueue._check_content(q, payload, body, headers);
+    if delay > interval '0' then
+        insert into pgqueue.scheduled_messages (
+            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        values (
+            q.name, at + delay, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
+        )
+        returning scheduled_messages.id into new_id;
+        perform pgqueue._schedule_by(q, at + delay);
+    else
+        insert into pgqueue.messages (
+            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        values (
+            q.name, at, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
+        )
+        returning messages.id into new_id;
+        perform pgqueue._wake_waiting(q, at);
+    end if;
+    return new_id;
+end;
+$$;
+comment on function pgqueue._enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
+'Sends any message, or says what is wrong with it; the short way that enqueue tries first takes only the common ones.';
+
 create function pgqueue.enqueue(
     queue_name text,
     payload jsonb default null,
@@ -992,42 +1037,39 @@ set plan_cache_mode = force_generic_plan
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
     new_id bigint;
 begin
-    if delay is distinct from interval '0' or expires_in is not null then
-        perform pgqueue._check_enqueue(delay, expires_in);
+    if not pgqueue._hold_queue(queue_name) then
+        perform pgqueue._raise_queue_not_found(queue_name);
     end if;
-    if payload is null or body is not null or headers is not null
-        or pg_column_size(payload) > q.max_payload_bytes or pg_column_compression(payload) is not null
-    then
-        perform pgqueue._check_content(q, payload, body, headers);
-    end if;
-
-    if delay > interval '0' then
-        insert into pgqueue.scheduled_messages (
-            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
-        )
-        values (
-            q.name, at + delay, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
-        )
-        returning scheduled_messages.id into new_id;
-        perform pgqueue._schedule_by(q, at + delay);
-        return new_id;
-    end if;
-
+    -- The common message in one statement, as every further one, and every expression, costs a transaction
+    -- its preparation: due at once, within all limits, and nobody waits to be woken.
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
     )
-    values (
-        q.name, at, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
-    )
+    select
+        q.name, at, at, q.max_attempts, at + enqueue.expires_in, enqueue.message_id, enqueue.payload, enqueue.body,
+        enqueue.headers
+    from pgqueue.queues q
+    where q.name = enqueue.queue_name and pg_sequence_last_value(q.waiting_register) <= pgqueue._micros(at)
+        and enqueue.delay = interval '0'
+        and (enqueue.expires_in is null or enqueue.expires_in between interval '0' and interval '10 years')
+        and case
+            when enqueue.body is null
+                then pg_column_size(enqueue.payload) <= q.max_payload_bytes
+                and pg_column_compression(enqueue.payload) is null
+            else enqueue.payload is null and octet_length(enqueue.body) <= q.max_payload_bytes
+        end
+        and (
+            enqueue.headers is null
+            or pg_column_size(enqueue.headers) <= 65536 and pg_column_compression(enqueue.headers) is null
+            and jsonb_typeof(enqueue.headers) = 'object'
+        )
     returning messages.id into new_id;
-    -- Looked at here first: in this place a call would cost more than the look.
-    if pg_sequence_last_value(q.waiting_register) > 1 then
-        perform pgqueue._wake_waiting(q, at);
+    if found then
+        return new_id;
     end if;
-    return new_id;
+    return pgqueue._enqueue(queue_name, payload, delay, headers, expires_in, message_id, body);
 end;
 $$;
 comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
@@ -1574,28 +1616,63 @@ set enable_sort = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    token constant uuid := gen_random_uuid();
+    fresh_register regclass;
+    fresh bigint;
+    plain boolean;
+    hidden_for interval;
     picks bigint[];
+    q pgqueue.queues;
 begin
-    if max_messages is null or max_messages not between 1 and 10000 then
-        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
+    if not pgqueue._hold_queue(queue_name) then
+        perform pgqueue._raise_queue_not_found(queue_name);
     end if;
-    if visibility_timeout is not null then
+
+    -- The common case in few steps, as every expression costs a transaction its preparation: the arguments are
+    -- good, nothing is paused, due or to be swept, and enough is ready above fresh. All else is done below.
+    select
+        w.fresh_register, pg_sequence_last_value(w.fresh_register),
+        coalesce(claim.visibility_timeout, w.visibility_timeout),
+        max_messages between 1 and 10000 and w.paused_at is null
+            and (
+                claim.visibility_timeout is null
+                or claim.visibility_timeout between interval '1 s' and interval '43200 s'
+            )
+            and pg_sequence_last_value(w.due_register) > pgqueue._micros(at)
+            and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 600000000
+    into fresh_register, fresh, hidden_for, plain
+    from pgqueue.queues w
+    where w.name = queue_name;
+    if plain then
+        picks := array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = claim.queue_name and m.id >= fresh and m.visible_at <= at
+                and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+            order by m.id limit max_messages for update skip locked
+        );
+        fresh := setval(fresh_register, picks[max_messages] + 1);
+    end if;
+
+    -- Nothing was taken to the register where fewer were found.
+    if plain is not true or fresh is null then
+        q := pgqueue._find_queue(queue_name);
+        if max_messages is null or max_messages not between 1 and 10000 then
+            perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
+        end if;
         perform pgqueue._check_visibility_timeout(visibility_timeout);
+        picks := pgqueue._pick(q, at, max_messages);
+        if picks = '{}' then
+            return;
+        end if;
     end if;
-    picks := pgqueue._pick(q, at, max_messages);
-    if picks = '{}' then
-        return;
-    end if;
+
     return query
     update pgqueue.messages m
-    set visible_at = at + coalesce(claim.visibility_timeout, q.visibility_timeout),
+    set visible_at = at + hidden_for,
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
-        claim_token = token,
+        claim_token = (select gen_random_uuid()),
         claimed_by = claim.claimed_by
-    where m.queue_name = q.name and m.id = any (picks)
+    where m.queue_name = claim.queue_name and m.id = any (picks)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;

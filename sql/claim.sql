@@ -82,28 +82,63 @@ set enable_sort = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    token constant uuid := gen_random_uuid();
+    fresh_register regclass;
+    fresh bigint;
+    plain boolean;
+    hidden_for interval;
     picks bigint[];
+    q pgqueue.queues;
 begin
-    if max_messages is null or max_messages not between 1 and 10000 then
-        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
+    if not pgqueue._hold_queue(queue_name) then
+        perform pgqueue._raise_queue_not_found(queue_name);
     end if;
-    if visibility_timeout is not null then
+
+    -- The common case in few steps, as every expression costs a transaction its preparation: the arguments are
+    -- good, nothing is paused, due or to be swept, and enough is ready above fresh. All else is done below.
+    select
+        w.fresh_register, pg_sequence_last_value(w.fresh_register),
+        coalesce(claim.visibility_timeout, w.visibility_timeout),
+        max_messages between 1 and 10000 and w.paused_at is null
+            and (
+                claim.visibility_timeout is null
+                or claim.visibility_timeout between interval '1 s' and interval '43200 s'
+            )
+            and pg_sequence_last_value(w.due_register) > pgqueue._micros(at)
+            and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 600000000
+    into fresh_register, fresh, hidden_for, plain
+    from pgqueue.queues w
+    where w.name = queue_name;
+    if plain then
+        picks := array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = claim.queue_name and m.id >= fresh and m.visible_at <= at
+                and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+            order by m.id limit max_messages for update skip locked
+        );
+        fresh := setval(fresh_register, picks[max_messages] + 1);
+    end if;
+
+    -- Nothing was taken to the register where fewer were found.
+    if plain is not true or fresh is null then
+        q := pgqueue._find_queue(queue_name);
+        if max_messages is null or max_messages not between 1 and 10000 then
+            perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
+        end if;
         perform pgqueue._check_visibility_timeout(visibility_timeout);
+        picks := pgqueue._pick(q, at, max_messages);
+        if picks = '{}' then
+            return;
+        end if;
     end if;
-    picks := pgqueue._pick(q, at, max_messages);
-    if picks = '{}' then
-        return;
-    end if;
+
     return query
     update pgqueue.messages m
-    set visible_at = at + coalesce(claim.visibility_timeout, q.visibility_timeout),
+    set visible_at = at + hidden_for,
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
-        claim_token = token,
+        claim_token = (select gen_random_uuid()),
         claimed_by = claim.claimed_by
-    where m.queue_name = q.name and m.id = any (picks)
+    where m.queue_name = claim.queue_name and m.id = any (picks)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;

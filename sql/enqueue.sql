@@ -82,6 +82,51 @@ $$;
 comment on function pgqueue._schedule_by(pgqueue.queues, timestamptz) is
 'Lets claims look for scheduled messages from this moment on, and consumers that wait reckon with it.';
 
+create or replace function pgqueue._enqueue(
+    queue_name text,
+    payload jsonb,
+    delay interval,
+    headers jsonb,
+    expires_in interval,
+    message_id uuid,
+    body bytea
+)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    new_id bigint;
+begin
+    perform pgqueue._check_enqueue(delay, expires_in);
+    perform pgqueue._check_content(q, payload, body, headers);
+    if delay > interval '0' then
+        insert into pgqueue.scheduled_messages (
+            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        values (
+            q.name, at + delay, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
+        )
+        returning scheduled_messages.id into new_id;
+        perform pgqueue._schedule_by(q, at + delay);
+    else
+        insert into pgqueue.messages (
+            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        values (
+            q.name, at, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
+        )
+        returning messages.id into new_id;
+        perform pgqueue._wake_waiting(q, at);
+    end if;
+    return new_id;
+end;
+$$;
+comment on function pgqueue._enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
+'Sends any message, or says what is wrong with it; the short way that enqueue tries first takes only the common ones.';
+
 create or replace function pgqueue.enqueue(
     queue_name text,
     payload jsonb default null,
@@ -98,42 +143,39 @@ set plan_cache_mode = force_generic_plan
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
     new_id bigint;
 begin
-    if delay is distinct from interval '0' or expires_in is not null then
-        perform pgqueue._check_enqueue(delay, expires_in);
+    if not pgqueue._hold_queue(queue_name) then
+        perform pgqueue._raise_queue_not_found(queue_name);
     end if;
-    if payload is null or body is not null or headers is not null
-        or pg_column_size(payload) > q.max_payload_bytes or pg_column_compression(payload) is not null
-    then
-        perform pgqueue._check_content(q, payload, body, headers);
-    end if;
-
-    if delay > interval '0' then
-        insert into pgqueue.scheduled_messages (
-            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
-        )
-        values (
-            q.name, at + delay, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
-        )
-        returning scheduled_messages.id into new_id;
-        perform pgqueue._schedule_by(q, at + delay);
-        return new_id;
-    end if;
-
+    -- The common message in one statement, as every further one, and every expression, costs a transaction
+    -- its preparation: due at once, within all limits, and nobody waits to be woken.
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
     )
-    values (
-        q.name, at, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
-    )
+    select
+        q.name, at, at, q.max_attempts, at + enqueue.expires_in, enqueue.message_id, enqueue.payload, enqueue.body,
+        enqueue.headers
+    from pgqueue.queues q
+    where q.name = enqueue.queue_name and pg_sequence_last_value(q.waiting_register) <= pgqueue._micros(at)
+        and enqueue.delay = interval '0'
+        and (enqueue.expires_in is null or enqueue.expires_in between interval '0' and interval '10 years')
+        and case
+            when enqueue.body is null
+                then pg_column_size(enqueue.payload) <= q.max_payload_bytes
+                and pg_column_compression(enqueue.payload) is null
+            else enqueue.payload is null and octet_length(enqueue.body) <= q.max_payload_bytes
+        end
+        and (
+            enqueue.headers is null
+            or pg_column_size(enqueue.headers) <= 65536 and pg_column_compression(enqueue.headers) is null
+            and jsonb_typeof(enqueue.headers) = 'object'
+        )
     returning messages.id into new_id;
-    -- Looked at here first: in this place a call would cost more than the look.
-    if pg_sequence_last_value(q.waiting_register) > 1 then
-        perform pgqueue._wake_waiting(q, at);
+    if found then
+        return new_id;
     end if;
-    return new_id;
+    return pgqueue._enqueue(queue_name, payload, delay, headers, expires_in, message_id, body);
 end;
 $$;
 comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
