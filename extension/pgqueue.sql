@@ -1043,27 +1043,16 @@ begin
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     -- The common message in one statement, as every further one, and every expression, costs a transaction
-    -- its preparation: due at once, within all limits, and nobody waits to be woken.
-    insert into pgqueue.messages (
-        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
-    )
-    select
-        q.name, at, at, q.max_attempts, at + enqueue.expires_in, enqueue.message_id, enqueue.payload, enqueue.body,
-        enqueue.headers
+    -- its preparation: a payload within the limit, due at once and for ever, and nobody waits to be woken.
+    insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers)
+    select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
     where q.name = enqueue.queue_name and pg_sequence_last_value(q.waiting_register) <= pgqueue._micros(at)
-        and enqueue.delay = interval '0'
-        and (enqueue.expires_in is null or enqueue.expires_in between interval '0' and interval '10 years')
-        and case
-            when enqueue.body is null
-                then pg_column_size(enqueue.payload) <= q.max_payload_bytes
-                and pg_column_compression(enqueue.payload) is null
-            else enqueue.payload is null and octet_length(enqueue.body) <= q.max_payload_bytes
-        end
+        and enqueue.body is null and enqueue.delay = interval '0' and enqueue.expires_in is null
+        and pg_column_size(enqueue.payload) <= q.max_payload_bytes and pg_column_compression(enqueue.payload) is null
         and (
             enqueue.headers is null
-            or pg_column_size(enqueue.headers) <= 65536 and pg_column_compression(enqueue.headers) is null
-            and jsonb_typeof(enqueue.headers) = 'object'
+            or jsonb_typeof(enqueue.headers) = 'object' and pg_column_size(enqueue.headers) <= 8192
         )
     returning messages.id into new_id;
     if found then
