@@ -413,7 +413,7 @@ returns bigint
 language sql immutable strict parallel safe
 as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
 comment on function pgqueue._micros(timestamptz) is
-'A moment as a register holds it: microseconds since 1970, exact until the year 2255.';
+'A moment as a register holds it: microseconds since 1970, exact until the year 2106, then to two microseconds.';
 
 create function pgqueue._moment(micros bigint)
 returns timestamptz
@@ -1108,8 +1108,9 @@ declare
     ids bigint[];
     due_at timestamptz;
 begin
-    if payloads is null and bodies is null then
-        perform pgqueue._raise_invalid('payloads', null, 'an array, or bodies in its place');
+    if n = 0 then
+        perform pgqueue._raise_invalid('payloads', payloads::text,
+            'an array of at least one message, or bodies in its place');
     end if;
     perform pgqueue._check_length('bodies', cardinality(bodies), n);
     perform pgqueue._check_length('headers', cardinality(headers), n);
@@ -1259,7 +1260,9 @@ $$;
 comment on function pgqueue._bury(pgqueue.queues, bigint[], timestamptz) is
 'Removes those of the messages that are not claimed and have spent their attempts or expired, to the dead letters where the queue wants that.';
 
-create function pgqueue._take(q pgqueue.queues, ids bigint[], at timestamptz, wanted int)
+create function pgqueue._take(
+    q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
+)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1267,16 +1270,16 @@ as $$
 begin
     return array(
         select m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (ids) and m.visible_at <= at
+        where m.queue_name = q.name and m.id = any (ids) and m.id <> all (taken) and m.visible_at <= at
             and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
         order by m.id limit wanted for update skip locked
     );
 end;
 $$;
-comment on function pgqueue._take(pgqueue.queues, bigint[], timestamptz, int) is
-'Locks up to wanted of the messages that are ready and not held by another, and returns their ids.';
+comment on function pgqueue._take(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
+'Locks up to wanted of the messages that are ready, not held by another and not taken already, and returns their ids.';
 
-create function pgqueue._revisit(q pgqueue.queues, at timestamptz, wanted int)
+create function pgqueue._revisit(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1292,23 +1295,23 @@ begin
     end if;
     -- A row here was written together with its message. If this one snapshot shows the row but not
     -- the message, the message has left for good, or come back again with a row of its own.
+    -- (An array rather than a join, which could be planned to read the whole queue.)
     delete from pgqueue.returns r
     where r.ctid = any (array(
         select c.ctid from pgqueue.returns c
         where c.queue_name = q.name and c.id = any (watched)
-            and not exists (
-                select from pgqueue.messages m where m.queue_name = c.queue_name and m.id = c.id
-            )
+            and c.id <> all (array(
+                select m.id from pgqueue.messages m where m.queue_name = q.name and m.id = any (watched)))
         order by c.check_at limit 1000 for update skip locked));
     -- Claims that were extended make room for those that end sooner.
     update pgqueue.returns r
-    set check_at = m.visible_at
-    from pgqueue.messages m
+    set check_at = (select m.visible_at from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id)
     where r.ctid = any (array(
-            select c.ctid from pgqueue.returns c
-            where c.queue_name = q.name and c.check_at <= at
-            order by c.check_at limit 1000 for update skip locked))
-        and m.queue_name = r.queue_name and m.id = r.id and m.visible_at > at;
+        select c.ctid from pgqueue.returns c
+        where c.queue_name = q.name and c.check_at <= at and c.id = any (array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id = any (watched) and m.visible_at > at))
+        order by c.check_at limit 1000 for update skip locked));
     ready := array(
         select distinct m.id from pgqueue.messages m
         where m.queue_name = q.name and m.id = any (watched) and m.visible_at <= at);
@@ -1316,10 +1319,10 @@ begin
         return '{}'::bigint[];
     end if;
     perform pgqueue._bury(q, ready, at);
-    return pgqueue._take(q, ready, at, wanted);
+    return pgqueue._take(q, ready, taken, at, wanted);
 end;
 $$;
-comment on function pgqueue._revisit(pgqueue.queues, timestamptz, int) is
+comment on function pgqueue._revisit(pgqueue.queues, bigint[], timestamptz, int) is
 'Looks at the messages that came back from scheduled_messages: buries what is spent, forgets what has left, returns up to wanted ids that are ready again, locked.';
 
 create function pgqueue._head(s pgqueue.sweeps)
@@ -1430,7 +1433,9 @@ $$;
 comment on function pgqueue._learn(pgqueue.queues, timestamptz, bigint) is
 'Learns at which ids below fresh no message can appear any more, for sweeps to skip. True if that had to wait for a transaction that wrote for long.';
 
-create function pgqueue._sweep(q pgqueue.queues, at timestamptz, wanted int, fresh bigint)
+create function pgqueue._sweep(
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
+)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1442,7 +1447,7 @@ declare
     start bigint;
     goal bigint;
     started_at timestamptz;
-    picks bigint[] := '{}'::bigint[];
+    picks bigint[] := taken;
     stretch int8range;
     span bigint := 1024;
     below_id bigint;
@@ -1478,7 +1483,7 @@ begin
     <<round>>
     loop
         if pos = head then
-            picks := picks || pgqueue._revisit(q, at, wanted - cardinality(picks));
+            picks := picks || pgqueue._revisit(q, picks, at, wanted - cardinality(picks));
             if cardinality(picks) < wanted then
                 picks := picks || pgqueue._promote(q, at, wanted - cardinality(picks), '-infinity');
             end if;
@@ -1502,8 +1507,9 @@ begin
                 pos := below_id;
                 if ready is not null then
                     perform pgqueue._bury(q, ready, at);
-                    picks := picks || pgqueue._take(q, ready, at, wanted - cardinality(picks));
+                    picks := picks || pgqueue._take(q, ready, picks, at, wanted - cardinality(picks));
                     if cardinality(picks) >= wanted then
+                        -- Where the next sweep goes on.
                         pos := picks[cardinality(picks)] + 1;
                     end if;
                 end if;
@@ -1521,13 +1527,13 @@ begin
         perform setval(q.sweep_register, 1);
     else
         perform setval(q.sweep_register, pgqueue._micros(
-            pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '5 min')));
+            pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '10 s')));
     end if;
     return picks;
 end;
 $$;
-comment on function pgqueue._sweep(pgqueue.queues, timestamptz, int, bigint) is
-'One sweep below fresh: returns up to wanted ids of messages that are ready, locked, and says when the next sweep is due: 20 times what this one cost, at least 50 ms later.';
+comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, bigint) is
+'One sweep below fresh: adds ids of messages that are ready, locked, to those taken, until they are wanted many, and says when the next sweep is due: 20 times what this one cost, at least 50 ms later.';
 -- A message is lent: hidden for a while, its attempt counted, its claim fenced by a token.
 -- A claim starts where the never-claimed messages begin; what lies below is the sweep's.
 
@@ -1556,18 +1562,18 @@ begin
     end if;
     -- A turn that is further off than any sweep may take was set by a clock that was wrong.
     next_sweep := pg_sequence_last_value(q.sweep_register);
-    if next_sweep > now_micros + 600000000 then
+    if next_sweep > now_micros + 15000000 then
         next_sweep := 0;
     end if;
     if cardinality(picks) < wanted and next_sweep <= now_micros then
         swept := true;
-        picks := picks || pgqueue._sweep(q, at, wanted - cardinality(picks), fresh);
+        picks := pgqueue._sweep(q, picks, at, wanted, fresh);
     end if;
 
     if cardinality(picks) < wanted then
         found_ids := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= fresh and m.visible_at <= at
+            where m.queue_name = q.name and m.id >= fresh and m.id <> all (picks) and m.visible_at <= at
                 and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
             order by m.id limit wanted - cardinality(picks) for update skip locked
         );
@@ -1580,15 +1586,18 @@ begin
 
     -- Who comes up short sweeps at once, so that a quiet queue is exact, unless the last sweep was a costly
     -- one: 150 ms from its turn it took less than 7.5 ms.
-    if cardinality(picks) < wanted and not swept and next_sweep <= now_micros + 150000 then
+    if cardinality(picks) < wanted and next_sweep <= now_micros + 150000 then
         -- What lies above fresh was not to be had, now it is the sweep's.
         select m.id + 1 into last_id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= fresh
         order by m.id desc limit 1;
         if found then
             fresh := setval(q.fresh_register, last_id);
+            swept := false;
         end if;
-        picks := picks || pgqueue._sweep(q, at, wanted - cardinality(picks), fresh);
+        if not swept then
+            picks := pgqueue._sweep(q, picks, at, wanted, fresh);
+        end if;
     end if;
     return picks;
 end;
@@ -1634,7 +1643,7 @@ begin
                 or claim.visibility_timeout between interval '1 s' and interval '43200 s'
             )
             and pg_sequence_last_value(w.due_register) > pgqueue._micros(at)
-            and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 600000000
+            and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 15000000
     into fresh_register, fresh, hidden_for, plain
     from pgqueue.queues w
     where w.name = queue_name;
@@ -2192,7 +2201,7 @@ begin
             from pgqueue.messages m
             where m.queue_name = q.name and m.id > after_id
                 and case browse.state
-                    when 'ready' then m.visible_at <= at
+                    when 'ready' then m.visible_at <= at and coalesce(m.expires_at > at, true)
                     when 'inflight' then m.visible_at > at and m.attempt_count > 0
                     else m.visible_at > at and m.attempt_count = 0
                 end
@@ -2206,7 +2215,7 @@ begin
             from pgqueue.scheduled_messages s
             where s.queue_name = q.name and s.id > after_id
                 and case browse.state
-                    when 'ready' then s.due_at <= at
+                    when 'ready' then s.due_at <= at and coalesce(s.expires_at > at, true)
                     when 'inflight' then false
                     else s.due_at > at
                 end
@@ -2259,7 +2268,7 @@ end;
 $$;
 comment on function pgqueue._check_page(int, bigint) is
 'Raises 22023 for a page that cannot be shown.';
--- The depth of a queue, at a cost that does not grow with it: up to 1,000 messages are counted, more
+-- The depth of a queue, at a cost that does not grow with it: up to 500 messages are counted, more
 -- are estimated from samples at even distances, and the answer says so.
 
 create function pgqueue._strata(ids int8multirange)
@@ -2279,6 +2288,15 @@ $$;
 comment on function pgqueue._strata(int8multirange) is
 'About 16 stretches of equal width that together make up ids.';
 
+create function pgqueue._extrapolated(n bigint, first_id bigint, last_id bigint, below_id bigint)
+returns numeric
+language sql immutable
+as $$
+    select case when n < 20 then n else n + (below_id - 1 - last_id) * (n - 1)::numeric / (last_id - first_id) end
+$$;
+comment on function pgqueue._extrapolated(bigint, bigint, bigint, bigint) is
+'How many messages a stretch holds that ends below below_id and starts with n sampled ones, from first_id to last_id: fewer than 20 are all there are, else the rest is taken to lie as close.';
+
 create function pgqueue._message_stats(
     q pgqueue.queues, at timestamptz,
     out ready bigint, out inflight bigint, out scheduled bigint, out oldest_at timestamptz, out estimated boolean
@@ -2295,17 +2313,20 @@ declare
 begin
     select
         count(*),
-        count(*) filter (where w.visible_at <= at),
+        count(*) filter (where w.is_ready),
         count(*) filter (where w.visible_at > at and w.attempt_count > 0),
         count(*) filter (where w.visible_at > at and w.attempt_count = 0),
-        min(w.enqueued_at) filter (where w.visible_at <= at)
+        min(w.enqueued_at) filter (where w.is_ready)
     into counted, ready, inflight, scheduled, oldest_at
     from (
-        select m.visible_at, m.attempt_count, m.enqueued_at from pgqueue.messages m
+        select
+            m.visible_at, m.attempt_count, m.enqueued_at,
+            m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
+        from pgqueue.messages m
         where m.queue_name = q.name and m.id >= head
-        order by m.id limit 1001
+        order by m.id limit 501
     ) w;
-    estimated := counted > 1000;
+    estimated := counted > 500;
     if not estimated then
         return;
     end if;
@@ -2325,13 +2346,16 @@ begin
     ) t
     cross join lateral (
         select
-            case when count(*) < 20 then 1.0 else (t.below_id - t.from_id)::numeric / (max(w.id) - t.from_id + 1) end as weight,
-            count(*) filter (where w.visible_at <= at) as ready,
+            pgqueue._extrapolated(count(*), min(w.id), max(w.id), t.below_id) / nullif(count(*), 0) as weight,
+            count(*) filter (where w.is_ready) as ready,
             count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
             count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
-            min(w.enqueued_at) filter (where w.visible_at <= at) as oldest_at
+            min(w.enqueued_at) filter (where w.is_ready) as oldest_at
         from (
-            select m.id, m.visible_at, m.attempt_count, m.enqueued_at from pgqueue.messages m
+            select
+                m.id, m.visible_at, m.attempt_count, m.enqueued_at,
+                m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
+            from pgqueue.messages m
             where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
             order by m.id limit 20
         ) w
@@ -2339,7 +2363,7 @@ begin
 end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
-'What lies in messages: counted up to 1,000, else estimated.';
+'What lies in messages: counted up to 500, else estimated.';
 
 create function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql volatile
@@ -2352,9 +2376,9 @@ begin
     select count(*) into messages
     from (
         select from pgqueue.scheduled_messages s
-        where s.queue_name = _scheduled_count.queue_name order by s.id limit 1001
+        where s.queue_name = _scheduled_count.queue_name order by s.id limit 501
     ) w;
-    estimated := messages > 1000;
+    estimated := messages > 500;
     if not estimated then
         return;
     end if;
@@ -2363,11 +2387,7 @@ begin
     select sum(p.n) into messages
     from pgqueue._strata(int8multirange(int8range(first_id, last_id, '[]'))) t
     cross join lateral (
-        select
-            case
-                when count(*) < 20 then count(*)
-                else count(*) * (t.below_id - t.from_id)::numeric / (max(w.id) - t.from_id + 1)
-            end as n
+        select pgqueue._extrapolated(count(*), min(w.id), max(w.id), t.below_id) as n
         from (
             select s.id from pgqueue.scheduled_messages s
             where s.queue_name = _scheduled_count.queue_name and s.id >= t.from_id and s.id < t.below_id
@@ -2377,7 +2397,7 @@ begin
 end;
 $$;
 comment on function pgqueue._scheduled_count(text) is
-'How many messages lie in scheduled_messages: counted up to 1,000, else estimated.';
+'How many messages lie in scheduled_messages: counted up to 500, else estimated.';
 
 create function pgqueue._dead_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql volatile
@@ -2390,9 +2410,9 @@ begin
     select count(*) into messages
     from (
         select from pgqueue.dead_messages d
-        where d.queue_name = _dead_count.queue_name order by d.id limit 1001
+        where d.queue_name = _dead_count.queue_name order by d.id limit 501
     ) w;
-    estimated := messages > 1000;
+    estimated := messages > 500;
     if not estimated then
         return;
     end if;
@@ -2401,11 +2421,7 @@ begin
     select sum(p.n) into messages
     from pgqueue._strata(int8multirange(int8range(first_id, last_id, '[]'))) t
     cross join lateral (
-        select
-            case
-                when count(*) < 20 then count(*)
-                else count(*) * (t.below_id - t.from_id)::numeric / (max(w.id) - t.from_id + 1)
-            end as n
+        select pgqueue._extrapolated(count(*), min(w.id), max(w.id), t.below_id) as n
         from (
             select d.id from pgqueue.dead_messages d
             where d.queue_name = _dead_count.queue_name and d.id >= t.from_id and d.id < t.below_id
@@ -2415,7 +2431,7 @@ begin
 end;
 $$;
 comment on function pgqueue._dead_count(text) is
-'How many dead letters there are: counted up to 1,000, else estimated.';
+'How many dead letters there are: counted up to 500, else estimated.';
 
 create function pgqueue._stats(q pgqueue.queues, at timestamptz)
 returns pgqueue.queue_stats
@@ -2437,10 +2453,10 @@ begin
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
         select c.enqueued_at from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.due_at <= at
-        order by c.due_at limit 1000
+        where c.queue_name = q.name and c.due_at <= at and coalesce(c.expires_at > at, true)
+        order by c.due_at limit 500
     ) w;
-    if due = 1000 and s.estimated then
+    if due = 500 and s.estimated then
         -- Counted no further: most of what is scheduled is taken to be due.
         due := greatest(due, s.messages);
     end if;
@@ -2455,7 +2471,7 @@ begin
         select e.figure
         from (
             values
-            ('ready_messages', m.estimated or due > 1000),
+            ('ready_messages', m.estimated or due > 500),
             ('inflight_messages', m.estimated),
             ('scheduled_messages', m.estimated or s.estimated),
             ('dead_messages', d.estimated),
@@ -2490,7 +2506,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stats(text) is
-'The depth of one queue, or of every queue, by name, where queue_name is null: messages that are ready, in flight, scheduled and dead, the age of the oldest ready one in seconds since it was sent (null if none is), and whether the queue is paused. Up to 1,000 messages are counted, deeper figures estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';
+'The depth of one queue, or of every queue, by name, where queue_name is null: messages that are ready, in flight, scheduled and dead, the age of the oldest ready one in seconds since it was sent (null if none is ready), and whether the queue is paused. Up to 500 messages are counted, deeper figures estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';
 -- Waiting without polling: a consumer listens on channel, says so by prepare_wait, looks once more,
 -- and sleeps. The next enqueue then notifies; one that nobody waits for costs nothing.
 
@@ -2555,7 +2571,13 @@ declare
 begin
     select least(
         (select min(s.due_at) from pgqueue.scheduled_messages s where s.queue_name = q.name),
-        (select min(r.check_at) from pgqueue.returns r where r.queue_name = q.name),
+        (
+            select min(m.visible_at)
+            from (
+                select r.id from pgqueue.returns r where r.queue_name = q.name order by r.check_at limit 1000
+            ) c
+            join pgqueue.messages m on m.queue_name = q.name and m.id = c.id
+        ),
         (
             select min(m.visible_at)
             from (
@@ -2604,7 +2626,7 @@ returns table (pinned_for interval, holder text, repair text)
 language sql stable
 as $$
     select
-        pg_catalog.clock_timestamp() - a.xact_start,
+        pgqueue._now() - a.xact_start,
         pg_catalog.format('process %s (%s, %s), transaction open, state: %s', a.pid,
             coalesce(a.usename, 'no user'), coalesce(nullif(a.application_name, ''), a.backend_type), a.state),
         pg_catalog.format('select pg_terminate_backend(%s);', a.pid)
@@ -2614,7 +2636,7 @@ as $$
         and a.pid <> pg_catalog.pg_backend_pid()
     union all
     select
-        pg_catalog.clock_timestamp() - p.prepared,
+        pgqueue._now() - p.prepared,
         pg_catalog.format('prepared transaction %L of %s in database %s', p.gid, p.owner, p.database),
         pg_catalog.format('rollback prepared %L;', p.gid)
     from pg_catalog.pg_prepared_xacts p
@@ -2803,7 +2825,7 @@ begin
         'error', m.queue_name, 'misplaced_messages',
         format('message %s lies where no sweep looks: its id or queue_name was set by hand', m.id),
         format(
-            'insert into pgqueue.returns (queue_name, check_at, id) select queue_name, now(), id from pgqueue.messages where queue_name = %L and id = %s;',
+            'insert into pgqueue.returns (queue_name, check_at, id) values (%L, ''-infinity'', %s);',
             m.queue_name, m.id)
     from pgqueue._misplaced() m;
 

@@ -26,7 +26,7 @@ begin
             from pgqueue.messages m
             where m.queue_name = q.name and m.id > after_id
                 and case browse.state
-                    when 'ready' then m.visible_at <= at
+                    when 'ready' then m.visible_at <= at and coalesce(m.expires_at > at, true)
                     when 'inflight' then m.visible_at > at and m.attempt_count > 0
                     else m.visible_at > at and m.attempt_count = 0
                 end
@@ -40,7 +40,7 @@ begin
             from pgqueue.scheduled_messages s
             where s.queue_name = q.name and s.id > after_id
                 and case browse.state
-                    when 'ready' then s.due_at <= at
+                    when 'ready' then s.due_at <= at and coalesce(s.expires_at > at, true)
                     when 'inflight' then false
                     else s.due_at > at
                 end

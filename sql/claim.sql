@@ -26,18 +26,18 @@ begin
     end if;
     -- A turn that is further off than any sweep may take was set by a clock that was wrong.
     next_sweep := pg_sequence_last_value(q.sweep_register);
-    if next_sweep > now_micros + 600000000 then
+    if next_sweep > now_micros + 15000000 then
         next_sweep := 0;
     end if;
     if cardinality(picks) < wanted and next_sweep <= now_micros then
         swept := true;
-        picks := picks || pgqueue._sweep(q, at, wanted - cardinality(picks), fresh);
+        picks := pgqueue._sweep(q, picks, at, wanted, fresh);
     end if;
 
     if cardinality(picks) < wanted then
         found_ids := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= fresh and m.visible_at <= at
+            where m.queue_name = q.name and m.id >= fresh and m.id <> all (picks) and m.visible_at <= at
                 and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
             order by m.id limit wanted - cardinality(picks) for update skip locked
         );
@@ -50,15 +50,18 @@ begin
 
     -- Who comes up short sweeps at once, so that a quiet queue is exact, unless the last sweep was a costly
     -- one: 150 ms from its turn it took less than 7.5 ms.
-    if cardinality(picks) < wanted and not swept and next_sweep <= now_micros + 150000 then
+    if cardinality(picks) < wanted and next_sweep <= now_micros + 150000 then
         -- What lies above fresh was not to be had, now it is the sweep's.
         select m.id + 1 into last_id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= fresh
         order by m.id desc limit 1;
         if found then
             fresh := setval(q.fresh_register, last_id);
+            swept := false;
         end if;
-        picks := picks || pgqueue._sweep(q, at, wanted - cardinality(picks), fresh);
+        if not swept then
+            picks := pgqueue._sweep(q, picks, at, wanted, fresh);
+        end if;
     end if;
     return picks;
 end;
@@ -104,7 +107,7 @@ begin
                 or claim.visibility_timeout between interval '1 s' and interval '43200 s'
             )
             and pg_sequence_last_value(w.due_register) > pgqueue._micros(at)
-            and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 600000000
+            and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 15000000
     into fresh_register, fresh, hidden_for, plain
     from pgqueue.queues w
     where w.name = queue_name;

@@ -13,7 +13,7 @@ returns table (pinned_for interval, holder text, repair text)
 language sql stable
 as $$
     select
-        pg_catalog.clock_timestamp() - a.xact_start,
+        pgqueue._now() - a.xact_start,
         pg_catalog.format('process %s (%s, %s), transaction open, state: %s', a.pid,
             coalesce(a.usename, 'no user'), coalesce(nullif(a.application_name, ''), a.backend_type), a.state),
         pg_catalog.format('select pg_terminate_backend(%s);', a.pid)
@@ -23,7 +23,7 @@ as $$
         and a.pid <> pg_catalog.pg_backend_pid()
     union all
     select
-        pg_catalog.clock_timestamp() - p.prepared,
+        pgqueue._now() - p.prepared,
         pg_catalog.format('prepared transaction %L of %s in database %s', p.gid, p.owner, p.database),
         pg_catalog.format('rollback prepared %L;', p.gid)
     from pg_catalog.pg_prepared_xacts p
@@ -212,7 +212,7 @@ begin
         'error', m.queue_name, 'misplaced_messages',
         format('message %s lies where no sweep looks: its id or queue_name was set by hand', m.id),
         format(
-            'insert into pgqueue.returns (queue_name, check_at, id) select queue_name, now(), id from pgqueue.messages where queue_name = %L and id = %s;',
+            'insert into pgqueue.returns (queue_name, check_at, id) values (%L, ''-infinity'', %s);',
             m.queue_name, m.id)
     from pgqueue._misplaced() m;
 

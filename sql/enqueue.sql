@@ -207,8 +207,9 @@ declare
     ids bigint[];
     due_at timestamptz;
 begin
-    if payloads is null and bodies is null then
-        perform pgqueue._raise_invalid('payloads', null, 'an array, or bodies in its place');
+    if n = 0 then
+        perform pgqueue._raise_invalid('payloads', payloads::text,
+            'an array of at least one message, or bodies in its place');
     end if;
     perform pgqueue._check_length('bodies', cardinality(bodies), n);
     perform pgqueue._check_length('headers', cardinality(headers), n);

@@ -7,7 +7,7 @@ returns bigint
 language sql immutable strict parallel safe
 as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
 comment on function pgqueue._micros(timestamptz) is
-'A moment as a register holds it: microseconds since 1970, exact until the year 2255.';
+'A moment as a register holds it: microseconds since 1970, exact until the year 2106, then to two microseconds.';
 
 create or replace function pgqueue._moment(micros bigint)
 returns timestamptz

@@ -1,4 +1,4 @@
--- The depth of a queue, at a cost that does not grow with it: up to 1,000 messages are counted, more
+-- The depth of a queue, at a cost that does not grow with it: up to 500 messages are counted, more
 -- are estimated from samples at even distances, and the answer says so.
 
 create or replace function pgqueue._strata(ids int8multirange)
@@ -18,6 +18,15 @@ $$;
 comment on function pgqueue._strata(int8multirange) is
 'About 16 stretches of equal width that together make up ids.';
 
+create or replace function pgqueue._extrapolated(n bigint, first_id bigint, last_id bigint, below_id bigint)
+returns numeric
+language sql immutable
+as $$
+    select case when n < 20 then n else n + (below_id - 1 - last_id) * (n - 1)::numeric / (last_id - first_id) end
+$$;
+comment on function pgqueue._extrapolated(bigint, bigint, bigint, bigint) is
+'How many messages a stretch holds that ends below below_id and starts with n sampled ones, from first_id to last_id: fewer than 20 are all there are, else the rest is taken to lie as close.';
+
 create or replace function pgqueue._message_stats(
     q pgqueue.queues, at timestamptz,
     out ready bigint, out inflight bigint, out scheduled bigint, out oldest_at timestamptz, out estimated boolean
@@ -34,17 +43,20 @@ declare
 begin
     select
         count(*),
-        count(*) filter (where w.visible_at <= at),
+        count(*) filter (where w.is_ready),
         count(*) filter (where w.visible_at > at and w.attempt_count > 0),
         count(*) filter (where w.visible_at > at and w.attempt_count = 0),
-        min(w.enqueued_at) filter (where w.visible_at <= at)
+        min(w.enqueued_at) filter (where w.is_ready)
     into counted, ready, inflight, scheduled, oldest_at
     from (
-        select m.visible_at, m.attempt_count, m.enqueued_at from pgqueue.messages m
+        select
+            m.visible_at, m.attempt_count, m.enqueued_at,
+            m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
+        from pgqueue.messages m
         where m.queue_name = q.name and m.id >= head
-        order by m.id limit 1001
+        order by m.id limit 501
     ) w;
-    estimated := counted > 1000;
+    estimated := counted > 500;
     if not estimated then
         return;
     end if;
@@ -64,13 +76,16 @@ begin
     ) t
     cross join lateral (
         select
-            case when count(*) < 20 then 1.0 else (t.below_id - t.from_id)::numeric / (max(w.id) - t.from_id + 1) end as weight,
-            count(*) filter (where w.visible_at <= at) as ready,
+            pgqueue._extrapolated(count(*), min(w.id), max(w.id), t.below_id) / nullif(count(*), 0) as weight,
+            count(*) filter (where w.is_ready) as ready,
             count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
             count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
-            min(w.enqueued_at) filter (where w.visible_at <= at) as oldest_at
+            min(w.enqueued_at) filter (where w.is_ready) as oldest_at
         from (
-            select m.id, m.visible_at, m.attempt_count, m.enqueued_at from pgqueue.messages m
+            select
+                m.id, m.visible_at, m.attempt_count, m.enqueued_at,
+                m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
+            from pgqueue.messages m
             where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
             order by m.id limit 20
         ) w
@@ -78,7 +93,7 @@ begin
 end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
-'What lies in messages: counted up to 1,000, else estimated.';
+'What lies in messages: counted up to 500, else estimated.';
 
 create or replace function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql volatile
@@ -91,9 +106,9 @@ begin
     select count(*) into messages
     from (
         select from pgqueue.scheduled_messages s
-        where s.queue_name = _scheduled_count.queue_name order by s.id limit 1001
+        where s.queue_name = _scheduled_count.queue_name order by s.id limit 501
     ) w;
-    estimated := messages > 1000;
+    estimated := messages > 500;
     if not estimated then
         return;
     end if;
@@ -102,11 +117,7 @@ begin
     select sum(p.n) into messages
     from pgqueue._strata(int8multirange(int8range(first_id, last_id, '[]'))) t
     cross join lateral (
-        select
-            case
-                when count(*) < 20 then count(*)
-                else count(*) * (t.below_id - t.from_id)::numeric / (max(w.id) - t.from_id + 1)
-            end as n
+        select pgqueue._extrapolated(count(*), min(w.id), max(w.id), t.below_id) as n
         from (
             select s.id from pgqueue.scheduled_messages s
             where s.queue_name = _scheduled_count.queue_name and s.id >= t.from_id and s.id < t.below_id
@@ -116,7 +127,7 @@ begin
 end;
 $$;
 comment on function pgqueue._scheduled_count(text) is
-'How many messages lie in scheduled_messages: counted up to 1,000, else estimated.';
+'How many messages lie in scheduled_messages: counted up to 500, else estimated.';
 
 create or replace function pgqueue._dead_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql volatile
@@ -129,9 +140,9 @@ begin
     select count(*) into messages
     from (
         select from pgqueue.dead_messages d
-        where d.queue_name = _dead_count.queue_name order by d.id limit 1001
+        where d.queue_name = _dead_count.queue_name order by d.id limit 501
     ) w;
-    estimated := messages > 1000;
+    estimated := messages > 500;
     if not estimated then
         return;
     end if;
@@ -140,11 +151,7 @@ begin
     select sum(p.n) into messages
     from pgqueue._strata(int8multirange(int8range(first_id, last_id, '[]'))) t
     cross join lateral (
-        select
-            case
-                when count(*) < 20 then count(*)
-                else count(*) * (t.below_id - t.from_id)::numeric / (max(w.id) - t.from_id + 1)
-            end as n
+        select pgqueue._extrapolated(count(*), min(w.id), max(w.id), t.below_id) as n
         from (
             select d.id from pgqueue.dead_messages d
             where d.queue_name = _dead_count.queue_name and d.id >= t.from_id and d.id < t.below_id
@@ -154,7 +161,7 @@ begin
 end;
 $$;
 comment on function pgqueue._dead_count(text) is
-'How many dead letters there are: counted up to 1,000, else estimated.';
+'How many dead letters there are: counted up to 500, else estimated.';
 
 create or replace function pgqueue._stats(q pgqueue.queues, at timestamptz)
 returns pgqueue.queue_stats
@@ -176,10 +183,10 @@ begin
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
         select c.enqueued_at from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.due_at <= at
-        order by c.due_at limit 1000
+        where c.queue_name = q.name and c.due_at <= at and coalesce(c.expires_at > at, true)
+        order by c.due_at limit 500
     ) w;
-    if due = 1000 and s.estimated then
+    if due = 500 and s.estimated then
         -- Counted no further: most of what is scheduled is taken to be due.
         due := greatest(due, s.messages);
     end if;
@@ -194,7 +201,7 @@ begin
         select e.figure
         from (
             values
-            ('ready_messages', m.estimated or due > 1000),
+            ('ready_messages', m.estimated or due > 500),
             ('inflight_messages', m.estimated),
             ('scheduled_messages', m.estimated or s.estimated),
             ('dead_messages', d.estimated),
@@ -229,4 +236,4 @@ begin
 end;
 $$;
 comment on function pgqueue.stats(text) is
-'The depth of one queue, or of every queue, by name, where queue_name is null: messages that are ready, in flight, scheduled and dead, the age of the oldest ready one in seconds since it was sent (null if none is), and whether the queue is paused. Up to 1,000 messages are counted, deeper figures estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';
+'The depth of one queue, or of every queue, by name, where queue_name is null: messages that are ready, in flight, scheduled and dead, the age of the oldest ready one in seconds since it was sent (null if none is ready), and whether the queue is paused. Up to 500 messages are counted, deeper figures estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';

@@ -97,7 +97,9 @@ $$;
 comment on function pgqueue._bury(pgqueue.queues, bigint[], timestamptz) is
 'Removes those of the messages that are not claimed and have spent their attempts or expired, to the dead letters where the queue wants that.';
 
-create or replace function pgqueue._take(q pgqueue.queues, ids bigint[], at timestamptz, wanted int)
+create or replace function pgqueue._take(
+    q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
+)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -105,16 +107,16 @@ as $$
 begin
     return array(
         select m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (ids) and m.visible_at <= at
+        where m.queue_name = q.name and m.id = any (ids) and m.id <> all (taken) and m.visible_at <= at
             and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
         order by m.id limit wanted for update skip locked
     );
 end;
 $$;
-comment on function pgqueue._take(pgqueue.queues, bigint[], timestamptz, int) is
-'Locks up to wanted of the messages that are ready and not held by another, and returns their ids.';
+comment on function pgqueue._take(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
+'Locks up to wanted of the messages that are ready, not held by another and not taken already, and returns their ids.';
 
-create or replace function pgqueue._revisit(q pgqueue.queues, at timestamptz, wanted int)
+create or replace function pgqueue._revisit(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -130,23 +132,23 @@ begin
     end if;
     -- A row here was written together with its message. If this one snapshot shows the row but not
     -- the message, the message has left for good, or come back again with a row of its own.
+    -- (An array rather than a join, which could be planned to read the whole queue.)
     delete from pgqueue.returns r
     where r.ctid = any (array(
         select c.ctid from pgqueue.returns c
         where c.queue_name = q.name and c.id = any (watched)
-            and not exists (
-                select from pgqueue.messages m where m.queue_name = c.queue_name and m.id = c.id
-            )
+            and c.id <> all (array(
+                select m.id from pgqueue.messages m where m.queue_name = q.name and m.id = any (watched)))
         order by c.check_at limit 1000 for update skip locked));
     -- Claims that were extended make room for those that end sooner.
     update pgqueue.returns r
-    set check_at = m.visible_at
-    from pgqueue.messages m
+    set check_at = (select m.visible_at from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id)
     where r.ctid = any (array(
-            select c.ctid from pgqueue.returns c
-            where c.queue_name = q.name and c.check_at <= at
-            order by c.check_at limit 1000 for update skip locked))
-        and m.queue_name = r.queue_name and m.id = r.id and m.visible_at > at;
+        select c.ctid from pgqueue.returns c
+        where c.queue_name = q.name and c.check_at <= at and c.id = any (array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id = any (watched) and m.visible_at > at))
+        order by c.check_at limit 1000 for update skip locked));
     ready := array(
         select distinct m.id from pgqueue.messages m
         where m.queue_name = q.name and m.id = any (watched) and m.visible_at <= at);
@@ -154,10 +156,10 @@ begin
         return '{}'::bigint[];
     end if;
     perform pgqueue._bury(q, ready, at);
-    return pgqueue._take(q, ready, at, wanted);
+    return pgqueue._take(q, ready, taken, at, wanted);
 end;
 $$;
-comment on function pgqueue._revisit(pgqueue.queues, timestamptz, int) is
+comment on function pgqueue._revisit(pgqueue.queues, bigint[], timestamptz, int) is
 'Looks at the messages that came back from scheduled_messages: buries what is spent, forgets what has left, returns up to wanted ids that are ready again, locked.';
 
 create or replace function pgqueue._head(s pgqueue.sweeps)
@@ -268,7 +270,9 @@ $$;
 comment on function pgqueue._learn(pgqueue.queues, timestamptz, bigint) is
 'Learns at which ids below fresh no message can appear any more, for sweeps to skip. True if that had to wait for a transaction that wrote for long.';
 
-create or replace function pgqueue._sweep(q pgqueue.queues, at timestamptz, wanted int, fresh bigint)
+create or replace function pgqueue._sweep(
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
+)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -280,7 +284,7 @@ declare
     start bigint;
     goal bigint;
     started_at timestamptz;
-    picks bigint[] := '{}'::bigint[];
+    picks bigint[] := taken;
     stretch int8range;
     span bigint := 1024;
     below_id bigint;
@@ -316,7 +320,7 @@ begin
     <<round>>
     loop
         if pos = head then
-            picks := picks || pgqueue._revisit(q, at, wanted - cardinality(picks));
+            picks := picks || pgqueue._revisit(q, picks, at, wanted - cardinality(picks));
             if cardinality(picks) < wanted then
                 picks := picks || pgqueue._promote(q, at, wanted - cardinality(picks), '-infinity');
             end if;
@@ -340,8 +344,9 @@ begin
                 pos := below_id;
                 if ready is not null then
                     perform pgqueue._bury(q, ready, at);
-                    picks := picks || pgqueue._take(q, ready, at, wanted - cardinality(picks));
+                    picks := picks || pgqueue._take(q, ready, picks, at, wanted - cardinality(picks));
                     if cardinality(picks) >= wanted then
+                        -- Where the next sweep goes on.
                         pos := picks[cardinality(picks)] + 1;
                     end if;
                 end if;
@@ -359,10 +364,10 @@ begin
         perform setval(q.sweep_register, 1);
     else
         perform setval(q.sweep_register, pgqueue._micros(
-            pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '5 min')));
+            pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '10 s')));
     end if;
     return picks;
 end;
 $$;
-comment on function pgqueue._sweep(pgqueue.queues, timestamptz, int, bigint) is
-'One sweep below fresh: returns up to wanted ids of messages that are ready, locked, and says when the next sweep is due: 20 times what this one cost, at least 50 ms later.';
+comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, bigint) is
+'One sweep below fresh: adds ids of messages that are ready, locked, to those taken, until they are wanted many, and says when the next sweep is due: 20 times what this one cost, at least 50 ms later.';

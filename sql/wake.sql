@@ -62,7 +62,13 @@ declare
 begin
     select least(
         (select min(s.due_at) from pgqueue.scheduled_messages s where s.queue_name = q.name),
-        (select min(r.check_at) from pgqueue.returns r where r.queue_name = q.name),
+        (
+            select min(m.visible_at)
+            from (
+                select r.id from pgqueue.returns r where r.queue_name = q.name order by r.check_at limit 1000
+            ) c
+            join pgqueue.messages m on m.queue_name = q.name and m.id = c.id
+        ),
         (
             select min(m.visible_at)
             from (
