@@ -1,0 +1,86 @@
+begin;
+-- Files take turns: this one attaches a table and stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+create function pg_temp.pass(span interval) returns void language sql
+as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
+
+select plan(41);
+
+create function pg_temp.findings(queue text) returns text[] language sql
+as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
+
+create function pg_temp.examines(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    m pgqueue.message;
+begin
+    perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 2, dedicated => has_table);
+    perform pgqueue.enqueue(queue, '1');
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': nothing hurts a queue with a message');
+
+    perform pgqueue.pause_queue(queue);
+    return next is(pg_temp.findings(queue), array['info paused_queue'], queue || ': a paused queue is found');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair resumes it');
+
+    select * into m from pgqueue.claim(queue);
+    perform pg_temp.pass('89 s');
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': a claim that ran out just now is nothing to worry about');
+    perform pg_temp.pass('2 s');
+    return next is(pg_temp.findings(queue), array['warning stuck_claims'], queue || ': a claim that ran out a minute ago, and that nobody took over, is found');
+    select * into m from pgqueue.claim(queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': a claim repairs that');
+
+    perform pgqueue.reject(queue, m.id, m.claim_token);
+    return next is(pg_temp.findings(queue), array['info dead_messages'], queue || ': dead letters are found');
+    return next lives_ok((select f.repair from pgqueue.doctor() f where f.queue_name = queue), queue || ': what is said about them can be run');
+    perform pgqueue.purge_dead_messages(queue);
+
+    perform pgqueue.enqueue(queue, '2', expires_in => '2 s');
+    return next is(pg_temp.findings(queue), array['info missing_index'], queue || ': where messages expire and no index goes by that, it is found');
+    execute (select replace(f.repair, 'concurrently', '') from pgqueue.doctor() f where f.queue_name = queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair makes it, and messages that live for longer than consumers wait are no finding');
+    return next is((select array_agg(f.severity || ' ' || f.finding) from pgqueue.doctor('3 s') f where f.queue_name = queue), array['warning peek_delay_above_time_to_live'], queue || ': a peek delay above the time to live is found');
+    perform pgqueue.purge_queue(queue);
+    return next is((select count(*) from pgqueue.doctor('3 s') f where f.queue_name = queue), 0::bigint, queue || ': and not without such messages');
+
+    insert into pgqueue.messages (id, queue_name, payload, visible_at) values (0, queue, '"misplaced"', pgqueue._now());
+    return next is(pg_temp.findings(queue), array['error misplaced_messages'], queue || ': a message that was put where no claim looks is found');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': there is a repair for it');
+    return next is((select c.payload from pgqueue.claim(queue) c), '"misplaced"'::jsonb, queue || ': after which it is delivered');
+end;
+$$;
+select is((select count(*) from pgqueue.doctor() f where f.severity = 'error'), 0::bigint, 'a fresh installation has no errors');
+select pg_temp.examines('doctor_shared', false);
+select pg_temp.examines('doctor_dedicated', true);
+
+insert into pgqueue.messages (queue_name, payload) values ('doctor_orphan', '1');
+select is(pg_temp.findings('doctor_orphan'), array['error orphaned_messages'], 'messages of a queue that does not exist are found');
+create function pg_temp.adopts() returns setof text language plpgsql as $$
+begin
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = 'doctor_orphan');
+    return next is(pg_temp.findings('doctor_orphan'), '{}'::text[], 'the repair creates the queue');
+    return next is((select c.payload from pgqueue.claim('doctor_orphan') c), '1'::jsonb, 'which then delivers them');
+
+    alter sequence pgqueue.message_id cache 10;
+    return next is((select array_agg(f.severity) from pgqueue.doctor() f where f.finding = 'sequence_cache'), array['error'], 'a sequence that hands out ids in advance is found');
+    execute (select f.repair from pgqueue.doctor() f where f.finding = 'sequence_cache');
+    return next is((select count(*) from pgqueue.doctor() f where f.finding = 'sequence_cache'), 0::bigint, 'the repair stops it');
+
+    alter table pgqueue.messages_shared set (autovacuum_enabled = off);
+    return next is((select array_agg(f.severity) from pgqueue.doctor() f where f.finding = 'autovacuum_off'), array['error'], 'a table without autovacuum is found');
+    execute (select f.repair from pgqueue.doctor() f where f.finding = 'autovacuum_off');
+    return next is((select count(*) from pgqueue.doctor() f where f.finding = 'autovacuum_off'), 0::bigint, 'the repair gives it back');
+end;
+$$;
+select pg_temp.adopts();
+select is((select count(*) from pgqueue.doctor() f where f.severity not in ('error', 'warning', 'info') or f.finding !~ '^[a-z_]+$' or f.detail is null or f.repair is null), 0::bigint,
+    'every finding has a severity, a word, a detail and a repair');
+select matches(pgqueue.version(), '^\d+\.\d+\.\d+$', 'the version has three parts');
+select is(pgqueue.version(), coalesce((select e.extversion from pg_extension e where e.extname = 'pgqueue'), pgqueue.version()), 'it is that of the extension, where there is one');
+
+select * from finish();
+rollback;

@@ -1,0 +1,112 @@
+begin;
+-- Files take turns: this one attaches a table.
+lock table pgqueue.messages in access exclusive mode;
+select plan(141);
+
+-- Refused with this SQLSTATE, by a message that names the argument and its value, and with a hint.
+create function pg_temp.refuses(statement text, code text, argument text, given text) returns text language plpgsql as $$
+declare
+    state text;
+    message text;
+    hint text;
+begin
+    begin
+        execute statement;
+    exception when others then
+        get stacked diagnostics state = returned_sqlstate, message = message_text, hint = pg_exception_hint;
+    end;
+    return is(
+        format('%s, argument named: %s, value named: %s, hint: %s', state,
+            position(argument in message) > 0, position(given in message) > 0, hint ~ '^\w.+\.$'),
+        format('%s, argument named: t, value named: t, hint: t', code),
+        format('%s is refused with %s, %s, %s and a hint', statement, code, argument, given));
+end;
+$$;
+
+select lives_ok($$ select pgqueue.create_queue('errors') $$, 'a queue is made');
+
+-- Every verb that takes a queue, called with a name that nobody has.
+create temp table verbs (name text, arguments text);
+insert into verbs values
+('alter_queue', ''), ('drop_queue', ''), ('get_queue', ''), ('pause_queue', ''), ('resume_queue', ''), ('purge_queue', ''),
+('enqueue', ', ''1'''), ('enqueue_batch', ', ''{1}'''), ('claim', ''), ('ack', ', 1, gen_random_uuid()'), ('ack_batch', ', ''{1}'', gen_random_uuid()'),
+('exchange', ', null, null'), ('nack', ', 1, gen_random_uuid()'), ('reject', ', 1, gen_random_uuid()'), ('extend', ', 1, gen_random_uuid()'),
+('receive', ''), ('peek', ''), ('browse', ''), ('browse_dead_messages', ''), ('stats', ''), ('redrive', ''), ('purge_dead_messages', ''),
+('purge_expired', ''), ('wake', ''), ('prepare_wait', ''), ('next_due_at', '');
+select pg_temp.refuses(format('select pgqueue.%s(''errors_nowhere''%s)', v.name, v.arguments), 'PQ001', 'queue', '''errors_nowhere''') from verbs v;
+select pg_temp.refuses(format('select pgqueue.%s(''''%s)', v.name, v.arguments), 'PQ001', 'queue', '''''') from verbs v;
+select pg_temp.refuses(format('select pgqueue.%s(null%s)', v.name, v.arguments), 'PQ001', 'queue', 'null') from verbs v where v.name <> 'stats';
+select is(
+    (select array_agg(p.proname::text order by p.proname) from pg_proc p
+    where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_' and p.proargnames[1] = 'queue_name' and p.proname not in ('create_queue', 'channel')),
+    (select array_agg(v.name order by v.name) from verbs v), 'no verb that takes a queue was left out');
+
+select pg_temp.refuses('select pgqueue.create_queue(''errors'')', 'PQ002', 'queue', '''errors''');
+select pg_temp.refuses('select pgqueue.create_queue(''errors'', dedicated => true)', 'PQ002', 'queue', '''errors''');
+select pg_temp.refuses('select pgqueue.create_queue(null)', '22023', 'queue_name', 'null');
+select pg_temp.refuses('select pgqueue.create_queue(''Errors'')', '22023', 'queue_name', '''Errors''');
+select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', ''0 s'')', '22023', 'visibility_timeout', '00:00:00');
+select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', ''12:00:01'')', '22023', 'visibility_timeout', '12:00:01');
+select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', max_attempts => 101)', '22023', 'max_attempts', '101');
+select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', max_payload_bytes => -7)', '22023', 'max_payload_bytes', '-7');
+select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', backoff_base => ''-00:00:07'')', '22023', 'backoff_base', '-00:00:07');
+select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', backoff_factor => 0.5)', '22023', 'backoff_factor', '0.5');
+select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', backoff_max => ''-00:00:07'')', '22023', 'backoff_max', '-00:00:07');
+select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', backoff_jitter => 1.5)', '22023', 'backoff_jitter', '1.5');
+select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', dlq_enabled => null)', '22023', 'dlq_enabled', 'null');
+select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', dedicated => null)', '22023', 'dedicated', 'null');
+select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', dead_letter_expired => null)', '22023', 'dead_letter_expired', 'null');
+select pg_temp.refuses('select pgqueue.alter_queue(''errors'', max_attempts => 0)', '22023', 'max_attempts', '0');
+
+select pg_temp.refuses('select pgqueue.enqueue(''errors'', null)', '22023', 'payload', 'null');
+select pg_temp.refuses('select pgqueue.enqueue(''errors'', ''7'', body => ''\x00'')', '22023', 'payload', '7');
+select pg_temp.refuses('select pgqueue.enqueue(''errors'', to_jsonb(repeat(''x'', 300000)))', 'PQ003', 'payload', '262144');
+select pg_temp.refuses('select pgqueue.enqueue(''errors'', body => convert_to(repeat(''x'', 300000), ''UTF8''))', 'PQ003', 'body', '300000');
+select pg_temp.refuses('select pgqueue.enqueue(''errors'', ''1'', headers => jsonb_build_object(''h'', repeat(''x'', 70000)))', 'PQ003', 'headers', '65536');
+select pg_temp.refuses('select pgqueue.enqueue(''errors'', ''1'', headers => ''[7]'')', '22023', 'headers', '[7]');
+select pg_temp.refuses('select pgqueue.enqueue(''errors'', ''1'', ''-00:00:07'')', '22023', 'delay', '-00:00:07');
+select pg_temp.refuses('select pgqueue.enqueue(''errors'', ''1'', null)', '22023', 'delay', 'null');
+select pg_temp.refuses('select pgqueue.enqueue(''errors'', ''1'', expires_in => ''-00:00:07'')', '22023', 'expires_in', '-00:00:07');
+select pg_temp.refuses('select pgqueue.enqueue_batch(''errors'', null)', '22023', 'payloads', 'null');
+select pg_temp.refuses('select pgqueue.enqueue_batch(''errors'', array[''1'', null]::jsonb[])', '22023', 'payload', 'null');
+select pg_temp.refuses('select pgqueue.enqueue_batch(''errors'', ''{1}'', ''-00:00:07'')', '22023', 'delay', '-00:00:07');
+select pg_temp.refuses('select pgqueue.enqueue_batch(''errors'', ''{1}'', delays => ''{-00:00:07}'')', '22023', 'delay', '-00:00:07');
+select pg_temp.refuses('select pgqueue.enqueue_batch(''errors'', ''{1,2}'', headers => array[''{}'']::jsonb[])', '22023', 'headers', '1 element');
+select pg_temp.refuses('select pgqueue.enqueue_batch(''errors'', ''{1,2}'', message_ids => array[gen_random_uuid()])', '22023', 'message_ids', '1 element');
+select pg_temp.refuses('select pgqueue.enqueue_batch(''errors'', ''{1,2}'', bodies => array[''\x00'']::bytea[])', '22023', 'bodies', '1 element');
+select pg_temp.refuses('select pgqueue.enqueue_batch(''errors'', ''{1,2}'', delays => ''{1 s}'')', '22023', 'delays', '1 element');
+
+select pg_temp.refuses('select pgqueue.claim(''errors'', 0)', '22023', 'max_messages', '0');
+select pg_temp.refuses('select pgqueue.claim(''errors'', null)', '22023', 'max_messages', 'null');
+select pg_temp.refuses('select pgqueue.claim(''errors'', 1, ''00:00:00.5'')', '22023', 'visibility_timeout', '00:00:00.5');
+select pg_temp.refuses('select pgqueue.receive(''errors'', 0)', '22023', 'max_messages', '0');
+select pg_temp.refuses('select pgqueue.exchange(''errors'', ''{}'', null, 0)', '22023', 'max_messages', '0');
+select pg_temp.refuses('select pgqueue.exchange(''errors'', ''{1}'', null)', '22023', 'claim_token', 'null');
+select pg_temp.refuses('select pgqueue.ack(''errors'', 1, null)', '22023', 'claim_token', 'null');
+select pg_temp.refuses('select pgqueue.ack(''errors'', null, gen_random_uuid())', '22023', 'id', 'null');
+select pg_temp.refuses('select pgqueue.ack_batch(''errors'', null, gen_random_uuid())', '22023', 'ids', 'null');
+select pg_temp.refuses('select pgqueue.ack_batch(''errors'', ''{1}'', null)', '22023', 'claim_token', 'null');
+select pg_temp.refuses('select pgqueue.nack(''errors'', 1, null)', '22023', 'claim_token', 'null');
+select pg_temp.refuses('select pgqueue.nack(''errors'', 1, gen_random_uuid(), ''-00:00:07'')', '22023', 'delay', '-00:00:07');
+select pg_temp.refuses('select pgqueue.reject(''errors'', 1, null)', '22023', 'claim_token', 'null');
+select pg_temp.refuses('select pgqueue.extend(''errors'', 1, null)', '22023', 'claim_token', 'null');
+select pg_temp.refuses('select pgqueue.extend(''errors'', 1, gen_random_uuid(), ''12:00:01'')', '22023', 'visibility_timeout', '12:00:01');
+select pg_temp.refuses('select pgqueue.peek(''errors'', 0)', '22023', 'max_records', '0');
+select pg_temp.refuses('select pgqueue.browse(''errors'', ''asleep'')', '22023', 'state', '''asleep''');
+select pg_temp.refuses('select pgqueue.redrive(''errors'', 0)', '22023', 'max_messages', '0');
+select pg_temp.refuses('select pgqueue.purge_expired(''errors'', 0)', '22023', 'batch_size', '0');
+select pg_temp.refuses('select pgqueue.prepare_wait(''errors'', ''-00:00:07'')', '22023', 'timeout', '-00:00:07');
+select pg_temp.refuses('select pgqueue.grant_access(''errors_nobody'', ''producer'')', '42704', 'role', 'errors_nobody');
+select pg_temp.refuses('select pgqueue.revoke_access(''errors_nobody'', ''producer'')', '42704', 'role', 'errors_nobody');
+select pg_temp.refuses('select pgqueue.grant_access(current_user, ''everything'')', '22023', 'access', '''everything''');
+select pg_temp.refuses('select pgqueue.grant_access(null, ''producer'')', '22023', 'role_name', 'null');
+select pg_temp.refuses('select pgqueue.grant_access(current_user, null)', '22023', 'access', 'null');
+
+-- PQ004: somebody has a table in use that is to be dropped. Played by the lock's own error, as nobody else is here.
+select throws_ok($$ select pgqueue._raise_queue_busy('errors', 'drop_queue') $$, 'PQ004', null, 'a busy queue is refused with PQ004');
+select pg_temp.refuses('select pgqueue._raise_queue_busy(''errors'', ''drop_queue'')', 'PQ004', 'drop_queue', '''errors''');
+select is((select (s.ready_messages, s.inflight_messages, s.scheduled_messages, s.dead_messages)::text from pgqueue.stats('errors') s), '(0,0,0,0)', 'what was refused has left no message');
+select is((select count(*) from pgqueue.list_queues() l where l.name = 'errors_bad'), 0::bigint, 'and no queue');
+
+select * from finish();
+rollback;

@@ -1,0 +1,52 @@
+begin;
+-- Files take turns: this one attaches a table and stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+create function pg_temp.pass(span interval) returns void language sql
+as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
+
+select plan(25);
+
+create function pg_temp.removes(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    ids bigint[];
+    m pgqueue.message;
+begin
+    perform pgqueue.create_queue(queue, visibility_timeout => '30 s', dedicated => has_table);
+    perform pgqueue.enqueue(queue, '0', expires_in => '10 s');
+    select * into m from pgqueue.claim(queue);
+    perform pgqueue.enqueue_batch(queue, array['1', '2', '3']::jsonb[], expires_in => '10 s');
+    perform pgqueue.enqueue(queue, '4', delay => '1 h', expires_in => '10 s');
+    ids := array[pgqueue.enqueue(queue, '5', expires_in => '1 h'), pgqueue.enqueue(queue, '6')];
+    return next is(pgqueue.purge_expired(queue), 0, queue || ': what has not expired is not purged');
+    perform pg_temp.pass('10 s');
+    return next is(pgqueue.purge_expired(queue, 2), 2, queue || ': purge_expired removes no more than batch_size');
+    return next is(pgqueue.purge_expired(queue), 2, queue || ': it returns how many it removed, the scheduled ones too');
+    return next is(pgqueue.purge_expired(queue), 0, queue || ': and then none');
+    return next is((select array_agg(b.id) from pgqueue.browse(queue) b), ids, queue || ': what has not expired stays');
+    return next is((select s.dead_messages from pgqueue.stats(queue) s), 0::bigint, queue || ': what expired is dropped');
+    return next is(pgqueue.ack(queue, m.id, m.claim_token), true, queue || ': what expired in flight is left to its consumer');
+
+    perform pgqueue.alter_queue(queue, dead_letter_expired => true);
+    perform pgqueue.purge_queue(queue);
+    ids := array(select pgqueue.enqueue_batch(queue, array['7', '8']::jsonb[], delays => array['0', '1 h']::interval[], expires_in => '10 s'));
+    perform pg_temp.pass('10 s');
+    return next is(pgqueue.purge_expired(queue), 2, queue || ': with dead_letter_expired it returns how many, too');
+    return next is((select array_agg((d.id, d.reason, d.died_at)::text) from pgqueue.browse_dead_messages(queue) d),
+        array[(ids[1], 'expired'::text, pgqueue._now())::text, (ids[2], 'expired'::text, pgqueue._now())::text], queue || ': and they are dead letters with reason expired');
+    return next is((select array_agg(d.payload) from pgqueue.browse_dead_messages(queue) d), array['7', '8']::jsonb[], queue || ': that keep their payload');
+end;
+$$;
+select pg_temp.removes('expire_shared', false);
+select pg_temp.removes('expire_dedicated', true);
+
+select throws_ok($$ select pgqueue.purge_expired('expire_shared', 0) $$, '22023', null, 'purge_expired refuses a batch of zero messages');
+select throws_ok($$ select pgqueue.purge_expired('expire_shared', 1000001) $$, '22023', null, 'purge_expired refuses a batch of over a million');
+select throws_ok($$ select pgqueue.purge_expired('expire_shared', null) $$, '22023', null, 'purge_expired refuses a null batch size');
+select throws_ok($$ select pgqueue.purge_expired('expire_nowhere') $$, 'PQ001', null, 'purge_expired refuses an unknown queue');
+select lives_ok($$ select pgqueue.purge_expired('expire_shared', 1000000) $$, 'purge_expired takes a batch of a million');
+
+select * from finish();
+rollback;

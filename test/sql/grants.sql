@@ -1,0 +1,162 @@
+begin;
+-- Files take turns: this one attaches a table.
+lock table pgqueue.messages in access exclusive mode;
+select plan(187);
+
+create role pgqueue_test_producer;
+create role pgqueue_test_consumer;
+create role pgqueue_test_admin;
+create role pgqueue_test_raw;
+create role pgqueue_test_both;
+create role pgqueue_test_nobody;
+select lives_ok(format('select pgqueue.grant_access(%L, %L)', 'pgqueue_test_' || a, a), format('%s access is granted', a)) from unnest(array['producer', 'consumer', 'admin', 'raw']) a;
+select pgqueue.create_queue('grants', visibility_timeout => '30 s', max_attempts => 5) is not null as made \gset
+select pgqueue.create_queue('grants_dedicated', dedicated => true) is not null as made \gset
+select pgqueue.enqueue('grants', '"secret"') as sent \gset
+select pgqueue.enqueue('grants_dedicated', '"secret"') as sent_dedicated \gset
+
+-- What each verb needs, said by the contract: producers enqueue and see depth, not payloads; consumers claim, settle and browse;
+-- admins create, alter, drop, redrive, purge.
+create temp table verbs (name text, statement text, producer boolean, consumer boolean, admin boolean);
+insert into verbs values
+('enqueue', 'select pgqueue.enqueue(''grants'', ''1'')', true, false, false),
+('enqueue_batch', 'select pgqueue.enqueue_batch(''grants'', ''{1}'')', true, false, false),
+('claim', 'select pgqueue.claim(''grants'')', false, true, false),
+('receive', 'select pgqueue.receive(''grants'')', false, true, false),
+('exchange', 'select pgqueue.exchange(''grants'', null, null)', false, true, false),
+('ack', 'select pgqueue.ack(''grants'', 1, gen_random_uuid())', false, true, false),
+('ack_batch', 'select pgqueue.ack_batch(''grants'', ''{1}'', gen_random_uuid())', false, true, false),
+('nack', 'select pgqueue.nack(''grants'', 1, gen_random_uuid())', false, true, false),
+('reject', 'select pgqueue.reject(''grants'', 1, gen_random_uuid())', false, true, false),
+('extend', 'select pgqueue.extend(''grants'', 1, gen_random_uuid())', false, true, false),
+('prepare_wait', 'select pgqueue.prepare_wait(''grants'')', false, true, false),
+('browse', 'select pgqueue.browse(''grants'')', false, true, true),
+('browse_dead_messages', 'select pgqueue.browse_dead_messages(''grants'')', false, null, true),
+('create_queue', 'select pgqueue.create_queue(''grants_new'')', false, false, true),
+('alter_queue', 'select pgqueue.alter_queue(''grants'')', false, false, true),
+('pause_queue', 'select pgqueue.pause_queue(''grants'')', false, false, true),
+('resume_queue', 'select pgqueue.resume_queue(''grants'')', false, false, true),
+('redrive', 'select pgqueue.redrive(''grants'')', false, false, true),
+('purge_dead_messages', 'select pgqueue.purge_dead_messages(''grants'')', false, false, true),
+('purge_expired', 'select pgqueue.purge_expired(''grants'')', false, false, true),
+('doctor', 'select count(*) from pgqueue.doctor()', false, false, true),
+('get_queue', 'select pgqueue.get_queue(''grants'')', true, true, true),
+('list_queues', 'select pgqueue.list_queues()', true, true, true),
+('peek', 'select pgqueue.peek(''grants'')', true, true, true),
+('stats', 'select pgqueue.stats(''grants'')', true, true, true),
+('next_due_at', 'select pgqueue.next_due_at(''grants'')', true, true, true),
+('channel', 'select pgqueue.channel(''grants'')', true, true, true),
+('version', 'select pgqueue.version()', true, true, true),
+('wake', 'select pgqueue.wake(''grants'')', true, false, true),
+('purge_queue', 'select pgqueue.purge_queue(''grants_new'')', false, false, true),
+('drop_queue', 'select pgqueue.drop_queue(''grants_new'')', false, false, true),
+('grant_access', 'select pgqueue.grant_access(current_user, ''admin'')', false, false, false),
+('revoke_access', 'select pgqueue.revoke_access(''pgqueue_test_producer'', ''producer'')', false, false, false);
+grant select on verbs to public;
+select is((select array_agg(distinct p.proname::text order by p.proname::text) from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_'),
+    (select array_agg(v.name order by v.name) from verbs v), 'every public function is on the list');
+
+set local role pgqueue_test_producer;
+select lives_ok(v.statement, 'a producer may ' || v.name) from verbs v where v.producer;
+select throws_ok(v.statement, '42501', null, 'a producer may not ' || v.name) from verbs v where not v.producer;
+select throws_ok(format('table pgqueue.%I', t), '42501', null, format('a producer may not read %s', t))
+from unnest(array['messages', 'messages_shared', 'scheduled_messages', 'dead_messages', 'queues', 'sweeps', 'returns']) t;
+select throws_ok($$ insert into pgqueue.messages (queue_name, payload) values ('grants', '1') $$, '42501', null, 'a producer may not write into the tables');
+select unalike((select array_agg(s::text)::text from pgqueue.stats() s), '%secret%', 'the depth that a producer sees shows no payload');
+
+set local role pgqueue_test_consumer;
+select lives_ok(v.statement, 'a consumer may ' || v.name) from verbs v where v.consumer;
+select throws_ok(v.statement, '42501', null, 'a consumer may not ' || v.name) from verbs v where not v.consumer;
+select throws_ok($$ select pgqueue.drop_queue('grants') $$, '42501', null, 'a consumer may not drop a queue');
+select throws_ok($$ drop table pgqueue.messages $$, '42501', null, 'nor its table');
+select throws_ok($$ select from pgqueue.messages $$, '42501', null, 'a consumer may not read the tables');
+select throws_ok($$ delete from pgqueue.messages $$, '42501', null, 'a consumer may not write into the tables');
+select throws_ok($$ select setval(c.oid, 1) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '_fresh$' $$, '42501', null, 'a consumer may not set a register');
+
+set local role pgqueue_test_admin;
+select lives_ok(v.statement, 'an admin may ' || v.name) from verbs v where v.admin;
+select throws_ok(v.statement, '42501', null, 'an admin may not ' || v.name) from verbs v where not v.admin;
+select lives_ok($$ select pgqueue.create_queue('grants_new', dedicated => true) $$, 'an admin may make a dedicated queue');
+select lives_ok($$ select pgqueue.drop_queue('grants_new') $$, 'and drop it');
+select throws_ok($$ create table pgqueue.mine () $$, '42501', null, 'an admin may not make anything else in the schema');
+
+set local role pgqueue_test_nobody;
+select throws_ok(v.statement, '42501', null, 'somebody without access may not ' || v.name) from verbs v where v.name in ('version', 'stats', 'enqueue', 'claim', 'drop_queue');
+select throws_ok($$ select from pgqueue.queues $$, '42501', null, 'somebody without access may not even see which queues there are');
+reset role;
+
+-- Raw access is access to the tables, and to nothing else.
+set local role pgqueue_test_raw;
+select throws_ok(v.statement, '42501', null, 'raw access does not let one ' || v.name) from verbs v where v.name in ('enqueue', 'claim', 'drop_queue', 'grant_access');
+select lives_ok($$ INSERT INTO pgqueue.messages (queue_name, payload, max_attempts, visible_at)
+    SELECT q.name, '{"order_id": 1001}', q.max_attempts, now() + (0 * interval '1 second')
+    FROM pgqueue.queues q WHERE q.name = 'grants_dedicated'
+    RETURNING id $$, 'with raw access one sends by plain SQL');
+select lives_ok($$ UPDATE pgqueue.messages m
+    SET visible_at = now() + (60 * interval '1 second'), attempt_count = m.attempt_count + 1, claimed_by = 'worker-1'
+    WHERE m.id IN (
+        SELECT id FROM pgqueue.messages
+        WHERE queue_name = 'grants_dedicated' AND visible_at <= now() AND attempt_count < max_attempts
+        ORDER BY id FOR UPDATE SKIP LOCKED LIMIT 10
+    )
+    RETURNING m.id, m.payload, m.attempt_count, m.enqueued_at $$, 'with raw access one claims by plain SQL');
+select is((select m.attempt_count from pgqueue.messages m where m.queue_name = 'grants_dedicated' and m.payload = '{"order_id": 1001}'), 1, 'what is sent by plain SQL is claimed by it');
+select lives_ok($$ UPDATE pgqueue.messages SET visible_at = now() + (9 * interval '1 second'), last_error = 'it broke' WHERE id = 1 AND claimed_by = 'worker-1' $$, 'with raw access one gives back by plain SQL');
+select lives_ok($$ UPDATE pgqueue.messages SET visible_at = now() + (9 * interval '1 second') WHERE id = 1 AND claimed_by = 'worker-1' $$, 'with raw access one extends by plain SQL');
+select lives_ok($$ DELETE FROM pgqueue.messages WHERE queue_name = 'grants_dedicated' AND claimed_by = 'worker-1' $$, 'with raw access one acknowledges by plain SQL');
+select is((select count(*) from pgqueue.messages m where m.payload = '{"order_id": 1001}'), 0::bigint, 'what is acknowledged by plain SQL is gone');
+select throws_ok($$ update pgqueue.queues set max_attempts = 1 $$, '42501', null, 'raw access changes no queue');
+select throws_ok($$ delete from pgqueue.queues $$, '42501', null, 'raw access deletes no queue');
+select throws_ok($$ truncate pgqueue.messages $$, '42501', null, 'raw access truncates nothing');
+reset role;
+
+-- Revoking keeps what another access shares.
+select lives_ok(format('select pgqueue.grant_access(%L, %L)', 'pgqueue_test_both', a), format('one role is given %s access', a)) from unnest(array['producer', 'consumer', 'producer']) a;
+set local role pgqueue_test_both;
+select lives_ok(v.statement, 'a producer and consumer may ' || v.name) from verbs v where v.name in ('enqueue', 'claim', 'stats');
+reset role;
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_both', 'producer') $$, 'its producer access is revoked');
+set local role pgqueue_test_both;
+select throws_ok(v.statement, '42501', null, 'a former producer may not ' || v.name) from verbs v where v.name in ('enqueue', 'enqueue_batch', 'wake');
+select lives_ok(v.statement, 'who is still a consumer may ' || v.name) from verbs v where v.consumer;
+reset role;
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_both', 'consumer') $$, 'its consumer access is revoked');
+select is(has_schema_privilege('pgqueue_test_both', 'pgqueue', 'usage'), false, 'with its last access a role loses the schema');
+select is((select count(*) from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and has_function_privilege('pgqueue_test_both', p.oid, 'execute')), 0::bigint, 'and every function');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_both', 'admin') $$, 'revoking what was never granted is no error');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_raw', 'raw') $$, 'raw access is revoked');
+select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S') and exists (select from aclexplode(c.relacl) a where a.grantee = 'pgqueue_test_raw'::regrole)), 0::bigint,
+    'a role without raw access has no right left on any table or sequence');
+select lives_ok($$ select pgqueue.grant_access('pgqueue_test_raw', a) from unnest(array['raw', 'producer']) a $$, 'raw and producer access are granted together');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_raw', 'producer') $$, 'and one of them is revoked');
+set local role pgqueue_test_raw;
+select lives_ok($$ select from pgqueue.messages $$, 'raw access outlives it');
+reset role;
+
+-- Names of roles are names, whatever they hold.
+create role "pgqueue_test ""; drop schema pgqueue cascade; --";
+select lives_ok($$ select pgqueue.grant_access('pgqueue_test "; drop schema pgqueue cascade; --', 'admin') $$, 'a role may have any name');
+set local role "pgqueue_test ""; drop schema pgqueue cascade; --";
+select lives_ok($$ select pgqueue.stats() $$, 'and uses its access');
+reset role;
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test "; drop schema pgqueue cascade; --', 'admin') $$, 'which is revoked');
+select throws_ok($$ select pgqueue.grant_access('pgqueue_test_nobody; grant all on schema pgqueue to public', 'admin') $$, '42704', null, 'an injection is the name of a role that nobody has');
+select throws_ok($$ select pgqueue.grant_access('public', 'admin') $$, '42704', null, 'nothing is granted to PUBLIC by that name');
+select throws_ok($$ select pgqueue.grant_access('pgqueue_test_nobody', 'admin; drop schema pgqueue cascade') $$, '22023', null, 'an injection is no access');
+select throws_ok($$ select pgqueue.revoke_access('pgqueue_test_nobody', 'everything') $$, '22023', null, 'an unknown access is not revoked');
+select throws_ok($$ select pgqueue.revoke_access('pgqueue_test_nowhere', 'admin') $$, '42704', null, 'nothing is revoked from an unknown role');
+select is(has_schema_privilege('pgqueue_test_nobody', 'pgqueue', 'usage'), false, 'what was refused has granted nothing');
+
+-- A caller's objects are not called by the verbs.
+select lives_ok($$ create schema pgqueue_test_trap $$, 'a trap is laid');
+create function pgqueue_test_trap.jsonb_typeof(jsonb) returns text language plpgsql as $$ begin raise exception 'trapped' using errcode = 'TRAP0'; end $$;
+create function pg_temp.clock_timestamp() returns timestamptz language plpgsql as $$ begin raise exception 'trapped' using errcode = 'TRAP0'; end $$;
+create temp table queues (name text);
+grant usage on schema pgqueue_test_trap to public;
+set local search_path = pgqueue_test_trap, pg_temp, pg_catalog, public;
+set local role pgqueue_test_producer;
+select lives_ok($$ select pgqueue.enqueue('grants', '1', headers => '{}') $$, 'a verb calls nothing that its caller''s search_path puts in its way');
+reset role;
+
+select * from finish();
+rollback;

@@ -1,0 +1,109 @@
+begin;
+-- Files take turns: this one attaches a table and stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+create function pg_temp.pass(span interval) returns void language sql
+as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
+
+select plan(95);
+
+-- Names.
+create temp table names (name text, is_good boolean);
+insert into names values
+('a', true), ('0', true), ('-', true), ('_', true), ('--', true), ('a-b_c-0', true),
+(repeat('n', 54), true), (repeat('n', 55), true), (repeat('n', 62) || '_', true), (repeat('n', 63), true), (repeat('n', 64), true), (repeat('n', 63) || 'x', true), (repeat('n', 128), true),
+('', false), (repeat('n', 129), false), ('Hostile', false), ('a b', false), (' ', false), ('a.b', false), ('ü', false), ('📬', false), ('o''clock', false), ('a"b', false),
+('a;drop', false), ('''; drop schema pgqueue cascade; --', false), ('a' || chr(10), false), (chr(10) || 'a', false), (E'a\nb', false), ('a$b', false), ('$$', false), ('a%s', false), ('a\b', false), ('١', false);
+
+create function pg_temp.works(queue text, has_table boolean) returns boolean language plpgsql as $$
+declare
+    ids bigint[];
+    m pgqueue.message;
+begin
+    perform pgqueue.create_queue(queue, dedicated => has_table);
+    ids := array[pgqueue.enqueue(queue, '1'), pgqueue.enqueue(queue, '2', '1 h')];
+    perform pgqueue.prepare_wait(queue, '1 min');
+    perform pgqueue.enqueue(queue, '3');
+    perform pgqueue.wake(queue);
+    select * into m from pgqueue.claim(queue);
+    return m.id = ids[1] and m.queue_name = queue and pgqueue.ack(queue, m.id, m.claim_token)
+        and (pgqueue.get_queue(queue)).name = queue and pgqueue.drop_queue(queue) = 2;
+end;
+$$;
+select ok(pg_temp.works('hostile_' || n.name, t.has_table), format('a queue named hostile_%s (%s characters) works, %s', left(n.name, 20), length('hostile_' || n.name), case when t.has_table then 'dedicated' else 'shared' end))
+from names n cross join unnest(array[false, true]) as t (has_table)
+where n.is_good and length(n.name) < 120 order by length(n.name), n.name, t.has_table;
+select ok(pg_temp.works(repeat('h', 128), has_table), format('a queue named with 128 characters works, %s', case when has_table then 'dedicated' else 'shared' end))
+from unnest(array[false, true]) as t (has_table);
+select ok(pg_temp.works(name, false), format('%s is a name for a queue', name)) from unnest(array['--', '-', '_', '0-0']) name
+where not exists (select from pgqueue.queues q where q.name = name);
+select throws_ok(format('select pgqueue.create_queue(%L)', n.name), '22023', null, format('create_queue refuses the name %s', to_json(left(n.name, 30))))
+from names n where not n.is_good;
+select is((select count(*) from pgqueue.queues q join names n on n.name = q.name and not n.is_good), 0::bigint, 'none of them is a queue');
+select throws_ok(format('insert into pgqueue.queues (name, fresh_register, swept_register, sweep_register, due_register, waiting_register) select %L, r, r, r, r, r from (select %L::regclass as r) s', 'Hostile', 'pgqueue.queue_id'),
+    '23514', null, 'the table refuses a bad name, too');
+
+-- Long names that differ at their end only.
+select lives_ok(format('select pgqueue.create_queue(%L, dedicated => true)', repeat('l', 127) || e), format('a long name that ends in %s is a queue of its own', e)) from unnest(array['a', 'b']) e;
+select ok(pgqueue.enqueue(repeat('l', 127) || 'a', '1') > 0, 'a message is sent to the one');
+select is((select count(*) from pgqueue.claim(repeat('l', 127) || 'b')), 0::bigint, 'it is not in the other');
+select is(pgqueue.drop_queue(repeat('l', 127) || 'b'), 0::bigint, 'dropping the other');
+select is((select count(*) from pgqueue.claim(repeat('l', 127) || 'a')), 1::bigint, 'leaves it where it is');
+
+-- Arguments that end a string and start a statement.
+select throws_ok(format('select pgqueue.%s(%L)', f, $n$x'; drop schema pgqueue cascade; --$n$), 'PQ001', null, format('%s takes an injection for a name that nobody has', f))
+from unnest(array['drop_queue', 'purge_queue', 'claim', 'receive', 'peek', 'stats', 'browse', 'redrive', 'purge_expired', 'wake', 'next_due_at', 'pause_queue']) f;
+
+-- Payloads.
+select lives_ok($$ select pgqueue.create_queue('hostile') $$, 'a queue is made');
+create temp table payloads (n int generated always as identity, document jsonb);
+insert into payloads (document) values
+('{}'), ('[]'), ('""'), ('null'), ('0'), ('-1e-100'), ('12345678901234567890123456789.123456789'), ('"''; drop schema pgqueue cascade; --"'), ('{"\"q\"": "it''s; $$ %s \\ \t\n"}'),
+('"📬🤷🏽‍♀️ ünïcödé \u00ff \ud83d\ude00"'), ('"\\u0000"'), (jsonb_build_object(repeat('k', 10000), repeat('v', 10000)));
+select is(
+    (select array_agg(c.payload order by c.id) from (select array(select pgqueue.enqueue_batch('hostile', (select array_agg(p.document order by p.n) from payloads p))) offset 0) s, pgqueue.claim('hostile', 100) c where s is not null),
+    (select array_agg(p.document order by p.n) from payloads p), 'quotes, backslashes, emoji and numbers of any length arrive as they were sent');
+select is(
+    (select array_agg(pgqueue.enqueue('hostile', p.document, headers => jsonb_build_object('h', p.document)) is not null) from payloads p), array_fill(true, array[12]), 'and so they do in headers');
+select is((select array_agg(c.headers -> 'h' order by c.id) from pgqueue.claim('hostile', 100) c), (select array_agg(p.document order by p.n) from payloads p), 'to the last character');
+select throws_ok($$ select pgqueue.enqueue('hostile', '{"a": "\u0000"}') $$, '22P05', null, 'JSON with the character zero is refused by its name');
+select throws_ok($$ select pgqueue.enqueue('hostile', '{"a": ') $$, '22P02', null, 'text that is no JSON is refused');
+select lives_ok($$ select pgqueue.enqueue('hostile', body => '\x00275c3b00') $$, 'raw bytes may hold zeros, quotes and backslashes');
+select is((select c.body from pgqueue.claim('hostile') c), '\x00275c3b00', 'and arrive as they were sent');
+create function pg_temp.keeps_words() returns setof text language plpgsql as $function$
+declare
+    words constant text := $w$it's "quoted"; \ $$ %s 📬
+next line$w$;
+    m pgqueue.message;
+begin
+    perform pgqueue.enqueue('hostile', '1');
+    select * into m from pgqueue.claim('hostile', claimed_by => words);
+    return next is(m.claimed_by, words, 'the name of a claimer may be anything');
+    perform pgqueue.nack('hostile', m.id, m.claim_token, '0', words);
+    select * into m from pgqueue.claim('hostile');
+    return next is(m.last_error, words, 'an error may be anything');
+    perform pgqueue.ack('hostile', m.id, m.claim_token);
+end;
+$function$;
+select pg_temp.keeps_words();
+
+-- Sizes. A document is as large as jsonb makes it.
+select lives_ok($$ select pgqueue.enqueue('hostile', body => decode(repeat('00', 262144), 'hex')) $$, 'a body of 262,144 bytes is accepted');
+select throws_ok($$ select pgqueue.enqueue('hostile', body => decode(repeat('00', 262145), 'hex')) $$, 'PQ003', null, 'a body of 262,145 bytes is refused');
+select is(pg_column_size(to_jsonb(repeat('x', 262132))), 262144, 'a string of 262,132 characters is a document of 262,144 bytes');
+select lives_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('x', 262132))) $$, 'a document of 262,144 bytes is accepted');
+select throws_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('x', 262133))) $$, 'PQ003', null, 'a document of 262,145 bytes is refused');
+select throws_ok($$ select pgqueue.enqueue_batch('hostile', array[to_jsonb(repeat('x', 262133))]) $$, 'PQ003', null, 'in a batch, too');
+select throws_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('é', 131067))) $$, 'PQ003', null, 'bytes count, not characters');
+select lives_ok($$ select pgqueue.alter_queue('hostile', max_payload_bytes => 262145) $$, 'the limit is raised');
+select lives_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('x', 262133))) $$, 'a document of 262,145 bytes is accepted then');
+
+-- Headers.
+select throws_ok(format('select pgqueue.enqueue(%L, %L, headers => %L)', 'hostile', 1, h), '22023', null, format('headers that are %s are refused', h))
+from unnest(array['[]', '"text"', '1', 'true', 'null']) h;
+select has_schema('pgqueue'::name, 'the schema is still there');
+
+select * from finish();
+rollback;

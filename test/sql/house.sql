@@ -1,0 +1,128 @@
+begin;
+select plan(34);
+
+create temp view functions as
+select p.oid, p.oid::regprocedure::text as signature, p.proname, p.prosrc, p.proconfig, p.proacl, p.prosecdef, p.proisstrict, p.provolatile, l.lanname,
+    p.proname !~ '^_' as is_public
+from pg_proc p join pg_language l on l.oid = p.prolang
+where p.pronamespace = 'pgqueue'::regnamespace;
+create temp view relations as
+select c.oid, c.relname, c.relkind, c.relacl, c.reloptions,
+    c.relname ~ '^queue_[0-9]+_(fresh|swept|sweep|due|waiting)$' or c.relname ~ '^messages_[0-9]+$' as is_dynamic
+from pg_class c
+where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S', 'v', 'm', 'f');
+
+-- Functions.
+select is_empty($$ select signature from functions where obj_description(oid, 'pg_proc') is null $$, 'every function is commented');
+select is_empty($$ select signature from functions where obj_description(oid, 'pg_proc') !~ '^.+\.$' $$, 'every comment is made of sentences');
+select is_empty($$ select signature from functions where proacl is null or exists (select from aclexplode(proacl) a where a.grantee = 0) $$, 'PUBLIC may execute no function');
+select is_empty($$ select signature from functions where lanname = 'plpgsql' and not coalesce(proconfig, '{}') @> array['search_path=pg_catalog, pg_temp'] $$,
+    'every PL/pgSQL function pins its search_path');
+select is_empty($$ select signature from functions where prosecdef and not coalesce(proconfig, '{}') @> array['search_path=pg_catalog, pg_temp'] $$,
+    'every security definer function pins its search_path');
+select is_empty($$ select signature from functions where is_public and not prosecdef and proname <> 'channel' $$, 'every verb is security definer');
+select is_empty($$ select signature from functions where not is_public and prosecdef $$, 'no private function is security definer');
+select is_empty($$ select signature from functions where proisstrict and provolatile <> 'i' $$, 'what is strict is immutable');
+select is_empty($$ select proname from functions where is_public group by proname having count(*) > 1 $$, 'no public function is overloaded');
+select is_empty($$ select signature from functions where lanname not in ('sql', 'plpgsql') $$, 'every function is SQL or PL/pgSQL');
+select is_empty($$ select signature from functions where is_public and prosrc ~* '\mexecute\M' and proname not in ('drop_queue', 'grant_access', 'revoke_access') $$,
+    'no verb but those that drop and grant builds SQL');
+
+-- Errors.
+select is_empty($$ select signature from functions where prosrc ~* '\mraise\s+(exception|notice|warning|info|log|debug|sqlstate|using)' and proname !~ '^_raise_' $$, 'only the functions of errors.sql raise');
+select results_eq(
+    $$ select c.code[1] collate "C", count(*) from functions f cross join lateral regexp_matches(f.prosrc, 'errcode = ''(PQ\d\d\d)''', 'g') as c (code) group by 1 order by 1 $$,
+    $$ values ('PQ001' collate "C", 1::bigint), ('PQ002', 1), ('PQ003', 1), ('PQ004', 1) $$, 'every code of our own is raised in exactly one place');
+select is_empty($$ select signature from functions where proname ~ '^_raise_' and not (prosrc ~ 'errcode =' and prosrc ~ 'message =' and prosrc ~ 'hint =') $$,
+    'every error has a code, a message and a hint');
+select is_empty(
+    $$ select c.code[1] from functions f cross join lateral regexp_matches(obj_description(f.oid, 'pg_proc'), '(PQ\d\d\d)', 'g') as c (code)
+    where not exists (select from functions r where r.prosrc like '%errcode = ''' || c.code[1] || '''%') $$, 'every code that a comment names is raised');
+
+-- The API, word for word.
+select results_eq(
+    $$ select f.proname::text collate "C", pg_get_function_identity_arguments(f.oid), p.pronargdefaults::int, pg_get_function_result(f.oid)
+    from functions f join pg_proc p using (oid) where f.is_public order by f.proname::text collate "C" $$,
+    $$ values
+    ('ack' collate "C", 'queue_name text, id bigint, claim_token uuid', 0, 'boolean'),
+    ('ack_batch', 'queue_name text, ids bigint[], claim_token uuid', 0, 'integer'),
+    ('alter_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision', 9, 'pgqueue.queue'),
+    ('browse', 'queue_name text, state text, max_messages integer, after_id bigint', 3, 'SETOF pgqueue.message'),
+    ('browse_dead_messages', 'queue_name text, max_messages integer, after_id bigint', 2, 'SETOF pgqueue.dead_message'),
+    ('channel', 'queue_name text', 0, 'text'),
+    ('claim', 'queue_name text, max_messages integer, visibility_timeout interval, claimed_by text', 3, 'SETOF pgqueue.message'),
+    ('create_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dedicated boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, if_not_exists boolean', 11, 'pgqueue.queue'),
+    ('doctor', 'peek_delay interval', 1, 'SETOF pgqueue.finding'),
+    ('drop_queue', 'queue_name text', 0, 'bigint'),
+    ('enqueue', 'queue_name text, payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea', 6, 'bigint'),
+    ('enqueue_batch', 'queue_name text, payloads jsonb[], delay interval, headers jsonb[], expires_in interval, message_ids uuid[], bodies bytea[], delays interval[]', 7, 'SETOF bigint'),
+    ('exchange', 'queue_name text, ids bigint[], claim_token uuid, max_messages integer, visibility_timeout interval, claimed_by text', 3, 'SETOF pgqueue.exchanged'),
+    ('extend', 'queue_name text, id bigint, claim_token uuid, visibility_timeout interval', 1, 'boolean'),
+    ('get_queue', 'queue_name text', 0, 'pgqueue.queue'),
+    ('grant_access', 'role_name name, access text', 0, 'void'),
+    ('list_queues', '', 0, 'SETOF pgqueue.queue'),
+    ('nack', 'queue_name text, id bigint, claim_token uuid, delay interval, error text', 2, 'boolean'),
+    ('next_due_at', 'queue_name text', 0, 'timestamp with time zone'),
+    ('pause_queue', 'queue_name text', 0, 'boolean'),
+    ('peek', 'queue_name text, max_records integer', 1, 'integer'),
+    ('prepare_wait', 'queue_name text, timeout interval', 1, 'timestamp with time zone'),
+    ('purge_dead_messages', 'queue_name text, ids bigint[]', 1, 'bigint'),
+    ('purge_expired', 'queue_name text, batch_size integer', 1, 'integer'),
+    ('purge_queue', 'queue_name text', 0, 'bigint'),
+    ('receive', 'queue_name text, max_messages integer', 1, 'SETOF pgqueue.message'),
+    ('redrive', 'queue_name text, max_messages integer, ids bigint[]', 2, 'integer'),
+    ('reject', 'queue_name text, id bigint, claim_token uuid, error text', 1, 'boolean'),
+    ('resume_queue', 'queue_name text', 0, 'boolean'),
+    ('revoke_access', 'role_name name, access text', 0, 'void'),
+    ('stats', 'queue_name text', 1, 'SETOF pgqueue.queue_stats'),
+    ('version', '', 0, 'text'),
+    ('wake', 'queue_name text', 0, 'void') $$, 'the functions have the names, arguments and results of the contract');
+
+-- Tables.
+select is_empty($$ select relname from relations where relkind in ('r', 'p') and obj_description(oid, 'pg_class') is null $$, 'every table is commented');
+select is_empty($$ select relname from relations where exists (select from aclexplode(relacl) a where a.grantee = 0) $$, 'PUBLIC has no right on any table or sequence');
+select is_empty($$ select from pg_namespace n, aclexplode(n.nspacl) a where n.nspname = 'pgqueue' and a.grantee = 0 $$, 'PUBLIC has no right on the schema');
+select isnt_empty($$ select from pg_namespace n where n.nspname = 'pgqueue' and obj_description(n.oid, 'pg_namespace') is not null $$, 'the schema is commented');
+select is_empty($$ select t.typname from pg_type t join pg_class c on c.oid = t.typrelid and c.relkind = 'c' where t.typnamespace = 'pgqueue'::regnamespace and obj_description(t.oid, 'pg_type') is null $$,
+    'every type is commented');
+select columns_are('pgqueue', 'messages', array['id', 'queue_name', 'payload', 'headers', 'enqueued_at', 'visible_at', 'expires_at', 'attempt_count', 'max_attempts',
+    'claimed_by', 'claim_token', 'last_error', 'message_id', 'body', 'claimed_attempt'], 'messages has the columns of the contract');
+select columns_are('pgqueue', 'scheduled_messages', array['id', 'queue_name', 'payload', 'headers', 'enqueued_at', 'due_at', 'expires_at', 'attempt_count', 'max_attempts',
+    'claimed_by', 'last_error', 'message_id', 'body'], 'scheduled_messages has the columns of the contract');
+select columns_are('pgqueue', 'dead_messages', array['id', 'queue_name', 'payload', 'headers', 'enqueued_at', 'died_at', 'expires_at', 'attempt_count', 'max_attempts',
+    'claimed_by', 'last_error', 'message_id', 'body', 'reason'], 'dead_messages has the columns of the contract');
+select has_column('pgqueue', 'queues', c::name, format('queues has the column %s of the contract', c)) from unnest(array['name', 'visibility_timeout', 'max_attempts', 'dlq_enabled']) c;
+
+select lives_ok($$ lock table pgqueue.messages in access exclusive mode $$, 'nobody else uses the messages while a table is attached');
+select lives_ok($$ select pgqueue.create_queue('house', dedicated => true) $$, 'a dedicated queue is made');
+select set_eq(
+    $$ select t.relname || ' ' || regexp_replace(pg_get_indexdef(i.indexrelid), '^.* USING ', '') from pg_index i join relations t on t.oid = i.indrelid where t.relname ~ '^messages' and t.relkind = 'r' $$,
+    $$ select t.relname || ' ' || 'btree (queue_name, id)' from relations t where t.relname ~ '^messages' and t.relkind = 'r' $$,
+    'the key is the only index on every table of messages');
+select is_empty($$ select relname, o from relations cross join unnest(array['fillfactor', 'autovacuum_vacuum_threshold', 'autovacuum_vacuum_scale_factor', 'vacuum_truncate']) o
+    where relname ~ '^messages' and relkind = 'r' and not exists (select from unnest(reloptions) s where s like o || '=%') $$, 'every table of messages has its storage parameters');
+
+-- pg_dump carries every table and sequence: by configuration if the extension owns it, by itself if a queue made it.
+select case
+    when exists (select from pg_extension where extname = 'pgqueue') then is_empty(
+        $$ select r.relname from relations r where r.relkind in ('r', 'p', 'S') and case
+            when r.is_dynamic then exists (select from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = r.oid and d.deptype = 'e')
+            else not exists (select from pg_extension e where e.extname = 'pgqueue' and r.oid = any (e.extconfig))
+        end $$, 'every table and sequence is dumped')
+    else skip('there is no extension here', 1)
+end;
+
+select exists (select from pg_available_extensions where name = 'plpgsql_check') as can_check \gset
+\if :can_check
+set local client_min_messages = warning;
+create extension if not exists plpgsql_check;
+select is_empty(
+    $$ select f.signature, c.lineno, c.level, c.sqlstate, c.message
+    from functions f cross join lateral plpgsql_check_function_tb(f.oid, fatal_errors => false, extra_warnings => true, security_warnings => true) c
+    where f.lanname = 'plpgsql' $$, 'plpgsql_check finds nothing');
+\else
+select skip('plpgsql_check is not available on this server', 1);
+\endif
+
+select * from finish();
+rollback;

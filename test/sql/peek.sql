@@ -1,0 +1,72 @@
+begin;
+-- Files take turns: this one attaches a table and stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+create function pg_temp.pass(span interval) returns void language sql
+as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
+
+select plan(43);
+
+create function pg_temp.counts(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    before text;
+begin
+    perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 5, dedicated => has_table);
+    return next is(pgqueue.peek(queue), 0, queue || ': peek of an empty queue is 0');
+    perform pgqueue.enqueue_batch(queue, array['1', '2', '3']::jsonb[]);
+    return next is(pgqueue.peek(queue), 3, queue || ': peek counts what is ready');
+    return next is(pgqueue.peek(queue, 2), 2, queue || ': peek never counts further than asked');
+    return next is(pgqueue.peek(queue, 1), 1, queue || ': not even to two');
+    before := (select array_agg(x::text order by x.id)::text from pgqueue.messages x where x.queue_name = queue);
+    perform pgqueue.peek(queue);
+    return next is((select array_agg(x::text order by x.id)::text from pgqueue.messages x where x.queue_name = queue), before, queue || ': peek changes nothing');
+    -- By plain SQL: a row that claim has locked counts as held until this transaction ends.
+    update pgqueue.messages x set visible_at = pgqueue._now() + interval '30 s', attempt_count = 1
+    where x.queue_name = queue and x.id = (select min(b.id) from pgqueue.browse(queue) b);
+    return next is(pgqueue.peek(queue), 2, queue || ': peek leaves out what is in flight');
+    update pgqueue.messages x set attempt_count = 5 where x.queue_name = queue and x.attempt_count = 1;
+    perform pgqueue.enqueue(queue, '4', delay => '10 s');
+    return next is(pgqueue.peek(queue), 2, queue || ': peek leaves out what is scheduled');
+    perform pg_temp.pass('10 s');
+    return next is(pgqueue.peek(queue), 3, queue || ': peek counts what came due');
+    perform pgqueue.enqueue(queue, '5', expires_in => '5 s');
+    return next is(pgqueue.peek(queue), 4, queue || ': peek counts what has not expired');
+    perform pg_temp.pass('5 s');
+    return next is(pgqueue.peek(queue), 3, queue || ': peek leaves out what has expired');
+    perform pg_temp.pass('30 s');
+    return next is(pgqueue.peek(queue), 3, queue || ': peek leaves out what spent its attempts');
+    perform pgqueue.pause_queue(queue);
+    return next is(pgqueue.peek(queue), 0, queue || ': peek of a paused queue is 0');
+    perform pgqueue.resume_queue(queue);
+    return next is(pgqueue.peek(queue)::bigint, (select count(*) from pgqueue.receive(queue, 100)), queue || ': peek counts what receive then takes');
+    return next is(pgqueue.peek(queue), 0, queue || ': and what was taken no more');
+
+    perform pgqueue.purge_queue(queue);
+    perform pgqueue.enqueue(queue, '6');
+    update pgqueue.messages x set visible_at = pgqueue._now() + interval '30 s', attempt_count = 1
+    where x.queue_name = queue;
+    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': a claim has passed by what is in flight');
+    perform pg_temp.pass('31 s');
+    return next is(pgqueue.peek(queue), 1, queue || ': peek counts a claim that ran out');
+    perform pgqueue.purge_queue(queue);
+
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[1000]));
+    return next is(pgqueue.peek(queue), 100, queue || ': peek counts to 100 by default');
+    return next is(pgqueue.peek(queue, 10000), 1000, queue || ': or as far as is asked');
+    perform pgqueue.claim(queue, 900);
+    return next is(pgqueue.peek(queue, 1000), 100, queue || ': however many are in flight');
+end;
+$$;
+select pg_temp.counts('peek_shared', false);
+select pg_temp.counts('peek_dedicated', true);
+
+select throws_ok($$ select pgqueue.peek('peek_shared', 0) $$, '22023', null, 'peek refuses to count to zero');
+select throws_ok($$ select pgqueue.peek('peek_shared', 10001) $$, '22023', null, 'peek refuses to count over 10,000');
+select throws_ok($$ select pgqueue.peek('peek_shared', null) $$, '22023', null, 'peek refuses to count to null');
+select throws_ok($$ select pgqueue.peek('peek_nowhere') $$, 'PQ001', null, 'peek refuses an unknown queue');
+select throws_ok($$ select pgqueue.peek(null) $$, 'PQ001', null, 'peek refuses a null queue');
+
+select * from finish();
+rollback;

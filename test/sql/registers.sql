@@ -1,0 +1,63 @@
+begin;
+-- Files take turns: this one attaches a table and stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+create function pg_temp.pass(span interval) returns void language sql
+as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
+
+select plan(22);
+
+select is(pgqueue._moment(pgqueue._micros(m)), m, format('%s survives in a register', m))
+from unnest(array['1970-01-01 00:00:00+00', '2026-11-21 01:02:03.456789+00', '2105-12-31 23:59:59.999999+00']::timestamptz[]) m;
+select is(pgqueue._micros('1970-01-01 00:00:01.000001+00'), 1000001::bigint, 'a register counts microseconds since 1970');
+select is(pgqueue._micros(null), null, 'no moment is no number');
+select is(pgqueue._moment(null), null, 'no number is no moment');
+select ok(pgqueue._micros('10000-01-01 00:00:00+00') < 9223372036854775807, 'a register has room for any delay');
+
+create function pg_temp.has_registers(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    q pgqueue.queues;
+    registers regclass[];
+    id bigint;
+begin
+    perform pgqueue.create_queue(queue, dedicated => has_table, visibility_timeout => '30 s');
+    select t.* into q from pgqueue.queues t where t.name = queue;
+    registers := array[q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register];
+    return next is((select count(distinct c.oid) from pg_class c where c.oid = any (registers) and c.relkind = 'S' and c.relnamespace = 'pgqueue'::regnamespace), 5::bigint,
+        queue || ': a queue has five registers of its own, each a sequence');
+    return next is((select count(*) from unnest(registers) r where pg_sequence_last_value(r) is null), 0::bigint, queue || ': a register holds a value from the start');
+
+    -- A register is a hint: whatever it says, every message is found.
+    id := pgqueue.enqueue(queue, '1');
+    perform setval(q.fresh_register, id + 1000000);
+    perform setval(q.swept_register, id + 1000000);
+    return next is((select c.id from pgqueue.claim(queue) c), id, queue || ': a message is found though the registers point far behind it');
+    perform pg_temp.pass('1 min');
+    perform setval(q.fresh_register, 1);
+    perform setval(q.swept_register, 1);
+    return next is((select c.id from pgqueue.claim(queue) c), id, queue || ': a message is found once though the registers were set back');
+    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': and is not handed out twice');
+    perform pgqueue.purge_queue(queue);
+
+    id := pgqueue.enqueue(queue, '2', delay => '10 s');
+    perform setval(q.due_register, 9223372036854775807);
+    perform pg_temp.pass('1 min');
+    perform pgqueue.claim(queue);
+    perform pg_temp.pass('1 min');
+    perform pgqueue.claim(queue);
+    return next is((select array_agg(b.id) from pgqueue.messages b where b.queue_name = queue and b.attempt_count > 0), array[id], queue || ': a scheduled message is found though the register says that none is due');
+    perform pgqueue.drop_queue(queue);
+    return next is((select count(*) from pg_class c where c.oid = any (registers)), 0::bigint, queue || ': registers go with their queue');
+end;
+$$;
+select pg_temp.has_registers('registers_shared', false);
+select pg_temp.has_registers('registers_dedicated', true);
+select is(
+    (select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'S' and c.relname ~ '^queue_[0-9]+_'
+        and not exists (select from pgqueue.queues q where c.oid in (q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register))),
+    0::bigint, 'no register is left without a queue');
+
+select * from finish();
+rollback;

@@ -1,0 +1,86 @@
+begin;
+-- Files take turns: this one attaches a table and stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+create function pg_temp.pass(span interval) returns void language sql
+as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
+
+select plan(42);
+
+create function pg_temp.measures(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    s pgqueue.queue_stats;
+    m pgqueue.message;
+begin
+    perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 5, dedicated => has_table);
+    return next is(pgqueue.stats(queue)::text, (queue, 0::bigint, 0::bigint, 0::bigint, 0::bigint, null::double precision, false, '{}'::text[])::text,
+        queue || ': an empty queue has no messages and no age, and nothing is estimated');
+    perform pgqueue.enqueue(queue, '1');
+    perform pg_temp.pass('2 s');
+    perform pgqueue.enqueue_batch(queue, array['2', '3', '4', '5', '6']::jsonb[], delays => array[null, null, null, '1 min', '1 h']::interval[]);
+    perform pg_temp.pass('45.2 s');
+    s := pgqueue.stats(queue);
+    return next is((s.ready_messages, s.inflight_messages, s.scheduled_messages, s.dead_messages)::text, '(4,0,2,0)', queue || ': what is ready and what is scheduled are told apart');
+    return next is(s.oldest_age_seconds, 47.2::double precision, queue || ': the age is that of the oldest ready message, in seconds');
+    return next is(s.estimates, '{}'::text[], queue || ': on a small queue nothing is estimated');
+    select * into m from pgqueue.claim(queue);
+    s := pgqueue.stats(queue);
+    return next is((s.ready_messages, s.inflight_messages)::text, '(3,1)', queue || ': a claimed message is in flight, not ready');
+    return next is(s.oldest_age_seconds, 45.2::double precision, queue || ': and does not count for the age');
+    perform pg_temp.pass('30 s');
+    s := pgqueue.stats(queue);
+    return next is((s.ready_messages, s.inflight_messages, s.scheduled_messages)::text, '(5,0,1)', queue || ': a claim that ran out is ready, and so is what came due');
+    return next is(s.oldest_age_seconds, 77.2::double precision, queue || ': a message that comes back is as old as it was');
+    select * into m from pgqueue.claim(queue);
+    perform pgqueue.reject(queue, m.id, m.claim_token);
+    return next is((pgqueue.stats(queue)).dead_messages, 1::bigint, queue || ': dead letters are counted');
+    select * into m from pgqueue.claim(queue);
+    perform pgqueue.nack(queue, m.id, m.claim_token, '10 min');
+    return next is((pgqueue.stats(queue)).scheduled_messages, 2::bigint, queue || ': what was given back with a delay is scheduled');
+    perform pgqueue.purge_queue(queue);
+    perform pgqueue.enqueue(queue, '7', expires_in => '1 s');
+    perform pg_temp.pass('1 s');
+    s := pgqueue.stats(queue);
+    return next is((s.ready_messages, s.oldest_age_seconds)::text, '(0,)', queue || ': an expired message is not counted as ready: no claim returns it');
+    perform pgqueue.purge_queue(queue);
+    perform pgqueue.pause_queue(queue);
+    return next is((pgqueue.stats(queue)).paused, true, queue || ': a paused queue says so');
+    perform pgqueue.resume_queue(queue);
+
+    -- Other queues have taken ids before: the queue's own lie close together, far from the first.
+    perform nextval('pgqueue.message_id') from generate_series(1, 50000);
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[500]));
+    perform pgqueue.claim(queue, 200);
+    s := pgqueue.stats(queue);
+    return next is((s.ready_messages, s.inflight_messages, s.estimates)::text, '(300,200,{})', queue || ': up to 500 messages are counted');
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[9500]));
+    perform pgqueue.claim(queue, 1800);
+    s := pgqueue.stats(queue);
+    return next ok(s.ready_messages between 7200 and 8800, queue || ': of 8,000 ready messages the estimate is within a tenth');
+    return next ok(s.inflight_messages between 1800 and 2200, queue || ': of 2,000 messages in flight, too');
+    return next ok(s.estimates @> array['ready_messages', 'inflight_messages', 'oldest_age_seconds'], queue || ': and the estimates are named');
+    return next ok(not s.estimates @> array['dead_messages'], queue || ': what was counted is not');
+    perform pgqueue.purge_queue(queue);
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[3000]), delay => '1 h');
+    s := pgqueue.stats(queue);
+    return next ok(s.scheduled_messages between 2700 and 3300 and s.estimates @> array['scheduled_messages'], queue || ': many scheduled messages are estimated');
+    perform pgqueue.purge_queue(queue);
+end;
+$$;
+select pg_temp.measures('stats_shared', false);
+select pg_temp.measures('stats_dedicated', true);
+
+select is((select array_agg(s.queue_name) from pgqueue.stats() s where s.queue_name like 'stats\_%'), array['stats_dedicated', 'stats_shared'], 'without a name stats shows every queue, by name');
+select is((select array_agg(s.queue_name) from pgqueue.stats() s), (select array_agg(l.name) from pgqueue.list_queues() l), 'as many as list_queues lists');
+select is((select array_agg(s::text) from pgqueue.stats(null) s where s.queue_name = 'stats_shared'), (select array_agg(s::text) from pgqueue.stats('stats_shared') s), 'null means the same, with the same figures');
+select throws_ok($$ select pgqueue.stats('stats_nowhere') $$, 'PQ001', null, 'stats refuses an unknown queue');
+select throws_ok($$ select pgqueue.stats('') $$, 'PQ001', null, 'stats refuses an empty name');
+select is(
+    (select array_agg(format('%s %s', a.attname, format_type(a.atttypid, a.atttypmod)) order by a.attnum) from pg_attribute a where a.attrelid = 'pgqueue.queue_stats'::regclass),
+    array['queue_name text', 'ready_messages bigint', 'inflight_messages bigint', 'scheduled_messages bigint', 'dead_messages bigint', 'oldest_age_seconds double precision', 'paused boolean', 'estimates text[]'],
+    'the figures have the names of the contract');
+
+select * from finish();
+rollback;

@@ -1,0 +1,140 @@
+begin;
+-- Files take turns: this one attaches a table and stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+create function pg_temp.pass(span interval) returns void language sql
+as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
+
+select plan(62);
+
+create function pg_temp.sweeps(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    new_id bigint;
+    ids bigint[];
+    m pgqueue.message;
+    d pgqueue.dead_message;
+    died timestamptz;
+    attempts int[] := '{}';
+begin
+    perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 3, dedicated => has_table);
+
+    -- Poison: every consumer that claims it crashes.
+    new_id := pgqueue.enqueue(queue, '{"n": 1}', headers => '{"h": 1}');
+    for i in 1..3 loop
+        select * into m from pgqueue.claim(queue, claimed_by => 'victim ' || i);
+        attempts := attempts || m.attempt_count;
+        perform pg_temp.pass('31 s');
+    end loop;
+    return next is(attempts, array[1, 2, 3], queue || ': a message whose claims lapse is delivered as often as it has attempts');
+    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': and not once more');
+    died := pgqueue._now();
+    select * into d from pgqueue.browse_dead_messages(queue);
+    return next is((d.id, d.reason, d.attempt_count, d.max_attempts, d.claimed_by)::text, (new_id, 'attempts_exhausted'::text, 3, 3, 'victim 3'::text)::text,
+        queue || ': a claim that finds it buries it, with reason, attempts and the last claimer');
+    return next is((d.payload, d.headers, d.queue_name)::text, ('{"n": 1}'::jsonb, '{"h": 1}'::jsonb, queue)::text, queue || ': a dead letter keeps its content');
+    return next is(d.died_at, died, queue || ': and says when it died');
+    return next is((select count(*) from pgqueue.messages b where b.queue_name = queue), 0::bigint, queue || ': what is buried is not in the queue');
+    return next is(pgqueue.ack(queue, new_id, m.claim_token), false, queue || ': the last claimer of a buried message has lost it');
+    return next is(pgqueue.nack(queue, new_id, m.claim_token, '0'), false, queue || ': and cannot give it back');
+
+    -- Back from the dead, it dies again.
+    return next is(pgqueue.redrive(queue), 1, queue || ': a dead letter is redriven');
+    select * into m from pgqueue.claim(queue);
+    return next is((m.id, m.attempt_count)::text, (new_id, 1)::text, queue || ': a redriven message is delivered under its id, with its attempts before it');
+    perform pg_temp.pass('31 s');
+    select * into m from pgqueue.claim(queue);
+    return next is((m.id, m.attempt_count)::text, (new_id, 2)::text, queue || ': a redriven message whose claim lapses is delivered again');
+    perform pg_temp.pass('10 s');
+    perform pgqueue.extend(queue, m.id, m.claim_token, '1 h');
+    perform pg_temp.pass('59 min');
+    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': a redriven message whose claim was extended stays with its claimer');
+    perform pg_temp.pass('2 min');
+    select * into m from pgqueue.claim(queue);
+    return next is((m.id, m.attempt_count)::text, (new_id, 3)::text, queue || ': and comes back when the extended claim lapses');
+    perform pg_temp.pass('31 s');
+    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': a redriven message has no more attempts than others');
+    return next is((select array_agg(b.id) from pgqueue.browse_dead_messages(queue) b), array[new_id], queue || ': a redriven message can die again');
+    perform pgqueue.purge_dead_messages(queue);
+
+    perform pgqueue.alter_queue(queue, dlq_enabled => false, max_attempts => 1);
+    perform pgqueue.enqueue(queue, '2');
+    perform pgqueue.claim(queue);
+    perform pg_temp.pass('31 s');
+    perform pgqueue.claim(queue);
+    return next is((select (s.ready_messages, s.inflight_messages, s.dead_messages)::text from pgqueue.stats(queue) s), '(0,0,0)',
+        queue || ': without dead letters a message that spent its attempts is deleted');
+    perform pgqueue.alter_queue(queue, dlq_enabled => true, max_attempts => 3);
+
+    -- Time to live.
+    new_id := pgqueue.enqueue(queue, '3', expires_in => '10 s');
+    perform pg_temp.pass('9.999 s');
+    return next is((select array_agg(b.id) from pgqueue.browse(queue) b), array[new_id], queue || ': a message is ready up to its expiry');
+    perform pg_temp.pass('0.001 s');
+    return next is((select count(*) from pgqueue.claim(queue, 10)), 0::bigint, queue || ': an expired message is not delivered');
+    return next is((select count(*) from pgqueue.messages b where b.queue_name = queue), 0::bigint, queue || ': the claim that meets an expired message drops it');
+
+    perform pgqueue.claim(queue);
+    return next is((select count(*) from pgqueue.messages b where b.queue_name = queue), 0::bigint, queue || ': two claims drop it in any case');
+
+    new_id := pgqueue.enqueue(queue, '4', expires_in => '10 s');
+    ids := array[pgqueue.enqueue(queue, '5')];
+    perform pg_temp.pass('10 s');
+    return next is((select array_agg(c.id) from pgqueue.claim(queue, 1) c), ids, queue || ': a claim passes over an expired message to a live one');
+    perform pgqueue.claim(queue, 10);
+    return next is((select array_agg(b.id) from pgqueue.messages b where b.queue_name = queue), ids, queue || ': and the expired one is dropped later');
+    perform pgqueue.purge_queue(queue);
+
+    perform pgqueue.enqueue(queue, '6', delay => '20 s', expires_in => '10 s');
+    perform pg_temp.pass('20 s');
+    return next is((select count(*) from pgqueue.claim(queue, 10)), 0::bigint, queue || ': a message that expires while it is scheduled is not delivered');
+    perform pg_temp.pass('1 s');
+    perform pgqueue.claim(queue, 10);
+    return next is((select (s.ready_messages, s.scheduled_messages, s.dead_messages)::text from pgqueue.stats(queue) s), '(0,0,0)', queue || ': it is dropped, too');
+
+    new_id := pgqueue.enqueue(queue, '7', expires_in => '10 s');
+    select * into m from pgqueue.claim(queue);
+    perform pg_temp.pass('20 s');
+    perform pgqueue.claim(queue, 10);
+    return next is(pgqueue.ack(queue, new_id, m.claim_token), true, queue || ': a message that expires in flight stays with its claimer');
+    perform pgqueue.enqueue(queue, '8', expires_in => '10 s');
+    select * into m from pgqueue.claim(queue);
+    perform pg_temp.pass('31 s');
+    return next is((select count(*) from pgqueue.claim(queue, 10)), 0::bigint, queue || ': a message that expired in flight is not delivered again');
+
+    perform pgqueue.alter_queue(queue, dead_letter_expired => true);
+    new_id := pgqueue.enqueue(queue, '9', expires_in => '10 s');
+    perform pg_temp.pass('11 s');
+    perform pgqueue.claim(queue, 10);
+    perform pgqueue.claim(queue, 10);
+    return next is((select (b.id, b.reason, b.attempt_count)::text from pgqueue.browse_dead_messages(queue) b), (new_id, 'expired'::text, 0)::text,
+        queue || ': with dead_letter_expired an expired message is a dead letter with reason expired');
+    perform pgqueue.purge_dead_messages(queue);
+
+    -- Many claims, some lapsed, some acknowledged: exactly the lapsed ones come back, whatever the order.
+    ids := array(select pgqueue.enqueue_batch(queue, array_agg(to_jsonb(n))) from generate_series(1, 3000) n);
+    for m in select * from pgqueue.claim(queue, 3000) loop
+        if m.id % 3 <> 0 then
+            perform pgqueue.ack(queue, m.id, m.claim_token);
+        end if;
+    end loop;
+    perform pg_temp.pass('31 s');
+    return next is((select array_agg(c.id) from pgqueue.claim(queue, 3000) c), (select array_agg(i order by i) from unnest(ids) i where i % 3 = 0),
+        queue || ': of many messages exactly the lapsed ones come back, by id');
+    perform pg_temp.pass('31 s');
+    perform pgqueue.claim(queue, 10) from generate_series(1, 20);
+    return next is((select count(*) from pgqueue.claim(queue, 3000)), 800::bigint, queue || ': small claims and large ones together find each lapsed message once');
+    perform pg_temp.pass('31 s');
+    perform pgqueue.claim(queue, 10);
+    perform pgqueue.claim(queue, 10000);
+    return next is((select count(*) from pgqueue.browse_dead_messages(queue, 10000)), 1000::bigint, queue || ': and all of them die when their attempts are spent');
+    perform pgqueue.purge_dead_messages(queue);
+    return next is((select (s.ready_messages, s.inflight_messages, s.scheduled_messages)::text from pgqueue.stats(queue) s), '(0,0,0)', queue || ': nothing is left then');
+end;
+$$;
+select pg_temp.sweeps('sweep_shared', false);
+select pg_temp.sweeps('sweep_dedicated', true);
+
+select * from finish();
+rollback;
