@@ -922,12 +922,12 @@ begin
         if jsonb_typeof(headers) <> 'object' then
             perform pgqueue._raise_invalid('headers', headers::text, 'a JSON object');
         end if;
-        bytes := pgqueue._bytes(headers);
+        bytes := pgqueue._bytes(headers, 65536);
         if bytes > 65536 then
             perform pgqueue._raise_payload_too_large(q.name, 'headers', bytes, 65536);
         end if;
     end if;
-    bytes := coalesce(octet_length(body), pgqueue._bytes(payload));
+    bytes := coalesce(octet_length(body), pgqueue._bytes(payload, q.max_payload_bytes));
     if bytes > q.max_payload_bytes then
         perform pgqueue._raise_payload_too_large(
             q.name, case when body is null then 'payload' else 'body' end, bytes, q.max_payload_bytes);
@@ -937,18 +937,20 @@ $$;
 comment on function pgqueue._check_content(pgqueue.queues, jsonb, bytea, jsonb) is
 'Raises 22023 or PQ003 unless there is exactly one of payload and body, within the limits, and headers are an object of at most 64 KB.';
 
-create function pgqueue._bytes(document jsonb)
+create function pgqueue._bytes(document jsonb, limit_bytes bigint)
 returns bigint
 language sql immutable parallel safe
 as $$
-    -- What a table hands over may be compressed; what counts is the document, so it is spelled out then.
+    -- The text is what a sender counts, and spelling it out what costs: it is done for documents near the
+    -- limit, and for those that come compressed out of a table.
     select case
-        when pg_column_compression(document) is null then pg_column_size(document)
+        when pg_column_compression(document) is null and pg_column_size(document) <= limit_bytes
+            then pg_column_size(document)
         else octet_length(document::text)
     end
 $$;
-comment on function pgqueue._bytes(jsonb) is
-'The size of a document in bytes, before compression.';
+comment on function pgqueue._bytes(jsonb, bigint) is
+'The size of a document in bytes: as jsonb where that is within the limit, else as JSON text.';
 
 create function pgqueue._check_enqueue(delay interval, expires_in interval)
 returns void
@@ -1069,7 +1071,7 @@ begin
 end;
 $$;
 comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
-'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body (raw bytes) is given, of at most the queue''s max_payload_bytes; headers is a JSON object of at most 64 KB. delay (0 to 10 years) postpones the first delivery; expires_in (0 to 10 years) is when the message loses its worth and is dropped; both count from now, not from the start of the transaction. message_id is the sender''s own name for the message and is not checked for uniqueness. Raises 22023, PQ001, PQ003.';
+'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body (raw bytes) is given, of at most the queue''s max_payload_bytes, as JSON text; headers is a JSON object of at most 64 KB. delay (0 to 10 years) postpones the first delivery; expires_in (0 to 10 years) is when the message loses its worth and is dropped; both count from now, not from the start of the transaction. message_id is the sender''s own name for the message and is not checked for uniqueness. Raises 22023, PQ001, PQ003.';
 
 create function pgqueue._check_length(argument text, given int, expected int)
 returns void

@@ -92,13 +92,13 @@ select pg_temp.keeps_words();
 -- Sizes. A document is as large as jsonb makes it.
 select lives_ok($$ select pgqueue.enqueue('hostile', body => decode(repeat('00', 262144), 'hex')) $$, 'a body of 262,144 bytes is accepted');
 select throws_ok($$ select pgqueue.enqueue('hostile', body => decode(repeat('00', 262145), 'hex')) $$, 'PQ003', null, 'a body of 262,145 bytes is refused');
-select is(pg_column_size(to_jsonb(repeat('x', 262132))), 262144, 'a string of 262,132 characters is a document of 262,144 bytes');
-select lives_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('x', 262132))) $$, 'a document of 262,144 bytes is accepted');
-select throws_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('x', 262133))) $$, 'PQ003', null, 'a document of 262,145 bytes is refused');
-select throws_ok($$ select pgqueue.enqueue_batch('hostile', array[to_jsonb(repeat('x', 262133))]) $$, 'PQ003', null, 'in a batch, too');
-select throws_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('é', 131067))) $$, 'PQ003', null, 'bytes count, not characters');
+select is(octet_length(to_jsonb(repeat('x', 262142))::text), 262144, 'a string of 262,142 characters is a document of 262,144 bytes');
+select lives_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('x', 262142))) $$, 'a document of 262,144 bytes is accepted');
+select throws_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('x', 262143))) $$, 'PQ003', null, 'a document of 262,145 bytes is refused');
+select throws_ok($$ select pgqueue.enqueue_batch('hostile', array[to_jsonb(repeat('x', 262143))]) $$, 'PQ003', null, 'in a batch, too');
+select throws_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('é', 131072))) $$, 'PQ003', null, 'bytes count, not characters');
 select lives_ok($$ select pgqueue.alter_queue('hostile', max_payload_bytes => 262145) $$, 'the limit is raised');
-select lives_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('x', 262133))) $$, 'a document of 262,145 bytes is accepted then');
+select lives_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('x', 262143))) $$, 'a document of 262,145 bytes is accepted then');
 
 -- Headers.
 select throws_ok(format('select pgqueue.enqueue(%L, %L, headers => %L)', 'hostile', 1, h), '22023', null, format('headers that are %s are refused', h))
