@@ -410,14 +410,14 @@ comment on function pgqueue._now() is
 
 create function pgqueue._micros(moment timestamptz)
 returns bigint
-language sql immutable strict parallel safe
+language sql stable parallel safe
 as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
 comment on function pgqueue._micros(timestamptz) is
-'A moment as a register holds it: microseconds since 1970, exact until the year 2106, then to two microseconds.';
+'A moment as a register holds it: microseconds since 1970, exact until the year 2106, then to two microseconds. Stable as date_part is: an immutable function could not be inlined.';
 
 create function pgqueue._moment(micros bigint)
 returns timestamptz
-language sql immutable strict parallel safe
+language sql stable parallel safe
 as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
 comment on function pgqueue._moment(bigint) is
 'What a register holds, as a moment.';
@@ -1529,7 +1529,7 @@ begin
         perform setval(q.sweep_register, 1);
     else
         perform setval(q.sweep_register, pgqueue._micros(
-            pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '10 s')));
+            pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '5 s')));
     end if;
     return picks;
 end;
@@ -1607,6 +1607,60 @@ $$;
 comment on function pgqueue._pick(pgqueue.queues, timestamptz, int) is
 'The ids of up to wanted messages that are ready, locked for the caller to claim or take.';
 
+create function pgqueue._grab(
+    queue_name text, at timestamptz, max_messages int, visibility_timeout interval
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    fresh_register regclass;
+    fresh bigint;
+    plain boolean;
+    picks bigint[];
+    q pgqueue.queues;
+begin
+    if not pgqueue._hold_queue(queue_name) then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
+
+    -- The common case in few steps, as every expression costs a transaction its preparation: the arguments are
+    -- good, nothing is paused, due or to be swept, and enough is ready above fresh. All else is done below.
+    select
+        w.fresh_register, pg_sequence_last_value(w.fresh_register),
+        w.paused_at is null and max_messages between 1 and 10000
+            and coalesce(_grab.visibility_timeout between interval '1 s' and interval '43200 s', true)
+            and pg_sequence_last_value(w.due_register) > pgqueue._micros(at)
+            and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 15000000
+    into fresh_register, fresh, plain
+    from pgqueue.queues w
+    where w.name = queue_name;
+    if plain then
+        picks := array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = _grab.queue_name and m.id >= fresh and m.visible_at <= at
+                and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+            order by m.id limit max_messages for update skip locked
+        );
+        -- Null, and the register as it was, where fewer were found.
+        fresh := setval(fresh_register, picks[max_messages] + 1);
+        if fresh is not null then
+            return picks;
+        end if;
+    end if;
+
+    q := pgqueue._find_queue(queue_name);
+    if max_messages is null or max_messages not between 1 and 10000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
+    end if;
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    return pgqueue._pick(q, at, max_messages);
+end;
+$$;
+comment on function pgqueue._grab(text, timestamptz, int, interval) is
+'The ids of up to max_messages messages that are ready, locked for the caller to claim or take; raises what claim raises.';
+
 create function pgqueue.claim(
     queue_name text,
     max_messages int default 1,
@@ -1623,58 +1677,13 @@ set enable_sort = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    fresh_register regclass;
-    fresh bigint;
-    plain boolean;
-    hidden_for interval;
-    picks bigint[];
-    q pgqueue.queues;
+    picks constant bigint[] := pgqueue._grab(queue_name, at, max_messages, visibility_timeout);
 begin
-    if not pgqueue._hold_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
-    end if;
-
-    -- The common case in few steps, as every expression costs a transaction its preparation: the arguments are
-    -- good, nothing is paused, due or to be swept, and enough is ready above fresh. All else is done below.
-    select
-        w.fresh_register, pg_sequence_last_value(w.fresh_register),
-        coalesce(claim.visibility_timeout, w.visibility_timeout),
-        max_messages between 1 and 10000 and w.paused_at is null
-            and (
-                claim.visibility_timeout is null
-                or claim.visibility_timeout between interval '1 s' and interval '43200 s'
-            )
-            and pg_sequence_last_value(w.due_register) > pgqueue._micros(at)
-            and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 15000000
-    into fresh_register, fresh, hidden_for, plain
-    from pgqueue.queues w
-    where w.name = queue_name;
-    if plain then
-        picks := array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = claim.queue_name and m.id >= fresh and m.visible_at <= at
-                and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
-            order by m.id limit max_messages for update skip locked
-        );
-        fresh := setval(fresh_register, picks[max_messages] + 1);
-    end if;
-
-    -- Nothing was taken to the register where fewer were found.
-    if plain is not true or fresh is null then
-        q := pgqueue._find_queue(queue_name);
-        if max_messages is null or max_messages not between 1 and 10000 then
-            perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
-        end if;
-        perform pgqueue._check_visibility_timeout(visibility_timeout);
-        picks := pgqueue._pick(q, at, max_messages);
-        if picks = '{}' then
-            return;
-        end if;
-    end if;
-
     return query
     update pgqueue.messages m
-    set visible_at = at + hidden_for,
+    set visible_at = at + coalesce(
+            claim.visibility_timeout,
+            (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name)),
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
         claim_token = (select gen_random_uuid()),
@@ -1698,20 +1707,11 @@ set enable_bitmapscan = off
 set enable_sort = off
 as $$
 declare
-    at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    picks bigint[];
+    picks constant bigint[] := pgqueue._grab(queue_name, pgqueue._now(), max_messages, null);
 begin
-    if max_messages is null or max_messages not between 1 and 10000 then
-        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
-    end if;
-    picks := pgqueue._pick(q, at, max_messages);
-    if picks = '{}' then
-        return;
-    end if;
     return query
     delete from pgqueue.messages m
-    where m.queue_name = q.name and m.id = any (picks)
+    where m.queue_name = receive.queue_name and m.id = any (picks)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;
@@ -1933,6 +1933,8 @@ as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);
     acked bigint[];
+    at timestamptz;
+    picks bigint[];
 begin
     if not pgqueue._hold_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
@@ -1957,8 +1959,20 @@ begin
             where i <> all (coalesce(acked, '{}'));
         end if;
     end if;
+    at := pgqueue._now();
+    picks := pgqueue._grab(queue_name, at, max_messages, visibility_timeout);
     return query
-    select c.*, false from pgqueue.claim(queue_name, max_messages, visibility_timeout, claimed_by) c;
+    update pgqueue.messages m
+    set visible_at = at + coalesce(
+            exchange.visibility_timeout,
+            (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name)),
+        attempt_count = m.attempt_count + 1,
+        claimed_attempt = m.attempt_count + 1,
+        claim_token = (select gen_random_uuid()),
+        claimed_by = exchange.claimed_by
+    where m.queue_name = exchange.queue_name and m.id = any (picks)
+    returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
+        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
 end;
 $$;
 comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) is
@@ -2273,59 +2287,69 @@ comment on function pgqueue._check_page(int, bigint) is
 -- The depth of a queue, at a cost that does not grow with it: up to 500 messages are counted, more
 -- are estimated from samples at even distances, and the answer says so.
 
-create function pgqueue._strata(ids int8multirange)
-returns table (from_id bigint, below_id bigint)
+create function pgqueue._samples(ids int8multirange)
+returns table (from_id bigint, below_id bigint, stands_for bigint)
 language sql immutable
 as $$
+    -- About 32 strata of equal width; of each a quarter, at another place in every one, so that messages that
+    -- lie in clumps are neither always hit nor always missed.
     with stretches as (
         select lower(r) as from_id, upper(r) as below_id,
-            ceil(16.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())::int as parts
+            ceil(32.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())::int as parts
         from unnest(ids) as r
+    ),
+    strata as (
+        select
+            s.from_id + (s.below_id - s.from_id) * (n - 1) / s.parts as from_id,
+            s.from_id + (s.below_id - s.from_id) * n / s.parts as below_id,
+            row_number() over () * 0.618034 % 1 as place
+        from stretches s cross join lateral generate_series(1, s.parts) as n
     )
     select
-        s.from_id + (s.below_id - s.from_id) * (n - 1) / s.parts,
-        s.from_id + (s.below_id - s.from_id) * n / s.parts
-    from stretches s cross join lateral generate_series(1, s.parts) as n
+        t.from_id + floor((t.below_id - t.from_id) * 0.75 * t.place)::bigint,
+        t.from_id + floor((t.below_id - t.from_id) * 0.75 * t.place)::bigint + ceil((t.below_id - t.from_id) * 0.25)::bigint,
+        t.below_id - t.from_id
+    from strata t
 $$;
-comment on function pgqueue._strata(int8multirange) is
-'About 16 stretches of equal width that together make up ids.';
+comment on function pgqueue._samples(int8multirange) is
+'Stretches of ids to look at, and how many ids each stands for.';
 
-create function pgqueue._extrapolated(n bigint, first_id bigint, last_id bigint, below_id bigint)
+create function pgqueue._weight(n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint)
 returns numeric
 language sql immutable
 as $$
-    select case when n < 20 then n else n + (below_id - 1 - last_id) * (n - 1)::numeric / (last_id - first_id) end
+    select stands_for::numeric / case when n < 16 then below_id - from_id else last_id - from_id + 1 end
 $$;
-comment on function pgqueue._extrapolated(bigint, bigint, bigint, bigint) is
-'How many messages a stretch holds that ends below below_id and starts with n sampled ones, from first_id to last_id: fewer than 20 are all there are, else the rest is taken to lie as close.';
+comment on function pgqueue._weight(bigint, bigint, bigint, bigint, bigint) is
+'How many messages each of n stands for, found in a sample: fewer than 16 are all of it, else it was read up to last_id.';
 
 create function pgqueue._message_stats(
     q pgqueue.queues, at timestamptz,
     out ready bigint, out inflight bigint, out scheduled bigint, out oldest_at timestamptz, out estimated boolean
 )
-language plpgsql volatile
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    head constant bigint := pgqueue._head_of(q.name);
     fresh constant bigint := pg_sequence_last_value(q.fresh_register);
     counted bigint;
+    first_id bigint;
     last_id bigint;
     stretches int8multirange;
 begin
     select
-        count(*),
+        count(*), min(w.id),
         count(*) filter (where w.is_ready),
         count(*) filter (where w.visible_at > at and w.attempt_count > 0),
         count(*) filter (where w.visible_at > at and w.attempt_count = 0),
         min(w.enqueued_at) filter (where w.is_ready)
-    into counted, ready, inflight, scheduled, oldest_at
+    into counted, first_id, ready, inflight, scheduled, oldest_at
     from (
         select
-            m.visible_at, m.attempt_count, m.enqueued_at,
+            m.id, m.visible_at, m.attempt_count, m.enqueued_at,
             m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
         from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= head
+        where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
         order by m.id limit 501
     ) w;
     estimated := counted > 500;
@@ -2334,21 +2358,23 @@ begin
     end if;
 
     select m.id into last_id from pgqueue.messages m
-    where m.queue_name = q.name and m.id >= head
+    where m.queue_name = q.name and m.id >= first_id
     order by m.id desc limit 1;
-    select int8multirange(int8range(head, last_id, '[]')) - s.dead_ids into stretches
+    select int8multirange(int8range(first_id, last_id, '[]')) - s.dead_ids into stretches
     from pgqueue.sweeps s where s.queue_name = q.name;
     -- Split at fresh: what is in flight lies below, what is ready mostly above.
-    select sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled), min(p.oldest_at)
+    select
+        sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled),
+        least(_message_stats.oldest_at, min(p.oldest_at))
     into ready, inflight, scheduled, oldest_at
     from (
-        select * from pgqueue._strata(stretches * int8multirange(int8range(null, fresh)))
+        select * from pgqueue._samples(stretches * int8multirange(int8range(null, fresh)))
         union all
-        select * from pgqueue._strata(stretches * int8multirange(int8range(fresh, null)))
+        select * from pgqueue._samples(stretches * int8multirange(int8range(fresh, null)))
     ) t
     cross join lateral (
         select
-            pgqueue._extrapolated(count(*), min(w.id), max(w.id), t.below_id) / nullif(count(*), 0) as weight,
+            pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight,
             count(*) filter (where w.is_ready) as ready,
             count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
             count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
@@ -2359,7 +2385,7 @@ begin
                 m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
             from pgqueue.messages m
             where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
-            order by m.id limit 20
+            order by m.id limit 16
         ) w
     ) p;
 end;
@@ -2368,12 +2394,9 @@ comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
 'What lies in messages: counted up to 500, else estimated.';
 
 create function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
-language plpgsql volatile
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    first_id bigint;
-    last_id bigint;
 begin
     select count(*) into messages
     from (
@@ -2384,16 +2407,17 @@ begin
     if not estimated then
         return;
     end if;
-    select min(s.id), max(s.id) into first_id, last_id
-    from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name;
-    select sum(p.n) into messages
-    from pgqueue._strata(int8multirange(int8range(first_id, last_id, '[]'))) t
+    select sum(p.weight * p.n) into messages
+    from pgqueue._samples(int8multirange(int8range(
+        (select min(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
+        (select max(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
+        '[]'))) t
     cross join lateral (
-        select pgqueue._extrapolated(count(*), min(w.id), max(w.id), t.below_id) as n
+        select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
         from (
             select s.id from pgqueue.scheduled_messages s
             where s.queue_name = _scheduled_count.queue_name and s.id >= t.from_id and s.id < t.below_id
-            order by s.id limit 20
+            order by s.id limit 16
         ) w
     ) p;
 end;
@@ -2402,12 +2426,9 @@ comment on function pgqueue._scheduled_count(text) is
 'How many messages lie in scheduled_messages: counted up to 500, else estimated.';
 
 create function pgqueue._dead_count(queue_name text, out messages bigint, out estimated boolean)
-language plpgsql volatile
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    first_id bigint;
-    last_id bigint;
 begin
     select count(*) into messages
     from (
@@ -2418,16 +2439,17 @@ begin
     if not estimated then
         return;
     end if;
-    select min(d.id), max(d.id) into first_id, last_id
-    from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name;
-    select sum(p.n) into messages
-    from pgqueue._strata(int8multirange(int8range(first_id, last_id, '[]'))) t
+    select sum(p.weight * p.n) into messages
+    from pgqueue._samples(int8multirange(int8range(
+        (select min(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
+        (select max(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
+        '[]'))) t
     cross join lateral (
-        select pgqueue._extrapolated(count(*), min(w.id), max(w.id), t.below_id) as n
+        select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
         from (
             select d.id from pgqueue.dead_messages d
             where d.queue_name = _dead_count.queue_name and d.id >= t.from_id and d.id < t.below_id
-            order by d.id limit 20
+            order by d.id limit 16
         ) w
     ) p;
 end;
@@ -2437,7 +2459,7 @@ comment on function pgqueue._dead_count(text) is
 
 create function pgqueue._stats(q pgqueue.queues, at timestamptz)
 returns pgqueue.queue_stats
-language plpgsql volatile
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
@@ -2485,7 +2507,7 @@ begin
 end;
 $$;
 comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
-'The statistics of one queue.';
+'The statistics of one queue; stable, so that all of it is seen in one snapshot and no message is missed between two tables.';
 
 create function pgqueue.stats(queue_name text default null)
 returns setof pgqueue.queue_stats

@@ -69,6 +69,60 @@ $$;
 comment on function pgqueue._pick(pgqueue.queues, timestamptz, int) is
 'The ids of up to wanted messages that are ready, locked for the caller to claim or take.';
 
+create or replace function pgqueue._grab(
+    queue_name text, at timestamptz, max_messages int, visibility_timeout interval
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    fresh_register regclass;
+    fresh bigint;
+    plain boolean;
+    picks bigint[];
+    q pgqueue.queues;
+begin
+    if not pgqueue._hold_queue(queue_name) then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
+
+    -- The common case in few steps, as every expression costs a transaction its preparation: the arguments are
+    -- good, nothing is paused, due or to be swept, and enough is ready above fresh. All else is done below.
+    select
+        w.fresh_register, pg_sequence_last_value(w.fresh_register),
+        w.paused_at is null and max_messages between 1 and 10000
+            and coalesce(_grab.visibility_timeout between interval '1 s' and interval '43200 s', true)
+            and pg_sequence_last_value(w.due_register) > pgqueue._micros(at)
+            and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 15000000
+    into fresh_register, fresh, plain
+    from pgqueue.queues w
+    where w.name = queue_name;
+    if plain then
+        picks := array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = _grab.queue_name and m.id >= fresh and m.visible_at <= at
+                and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+            order by m.id limit max_messages for update skip locked
+        );
+        -- Null, and the register as it was, where fewer were found.
+        fresh := setval(fresh_register, picks[max_messages] + 1);
+        if fresh is not null then
+            return picks;
+        end if;
+    end if;
+
+    q := pgqueue._find_queue(queue_name);
+    if max_messages is null or max_messages not between 1 and 10000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
+    end if;
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    return pgqueue._pick(q, at, max_messages);
+end;
+$$;
+comment on function pgqueue._grab(text, timestamptz, int, interval) is
+'The ids of up to max_messages messages that are ready, locked for the caller to claim or take; raises what claim raises.';
+
 create or replace function pgqueue.claim(
     queue_name text,
     max_messages int default 1,
@@ -85,58 +139,13 @@ set enable_sort = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    fresh_register regclass;
-    fresh bigint;
-    plain boolean;
-    hidden_for interval;
-    picks bigint[];
-    q pgqueue.queues;
+    picks constant bigint[] := pgqueue._grab(queue_name, at, max_messages, visibility_timeout);
 begin
-    if not pgqueue._hold_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
-    end if;
-
-    -- The common case in few steps, as every expression costs a transaction its preparation: the arguments are
-    -- good, nothing is paused, due or to be swept, and enough is ready above fresh. All else is done below.
-    select
-        w.fresh_register, pg_sequence_last_value(w.fresh_register),
-        coalesce(claim.visibility_timeout, w.visibility_timeout),
-        max_messages between 1 and 10000 and w.paused_at is null
-            and (
-                claim.visibility_timeout is null
-                or claim.visibility_timeout between interval '1 s' and interval '43200 s'
-            )
-            and pg_sequence_last_value(w.due_register) > pgqueue._micros(at)
-            and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 15000000
-    into fresh_register, fresh, hidden_for, plain
-    from pgqueue.queues w
-    where w.name = queue_name;
-    if plain then
-        picks := array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = claim.queue_name and m.id >= fresh and m.visible_at <= at
-                and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
-            order by m.id limit max_messages for update skip locked
-        );
-        fresh := setval(fresh_register, picks[max_messages] + 1);
-    end if;
-
-    -- Nothing was taken to the register where fewer were found.
-    if plain is not true or fresh is null then
-        q := pgqueue._find_queue(queue_name);
-        if max_messages is null or max_messages not between 1 and 10000 then
-            perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
-        end if;
-        perform pgqueue._check_visibility_timeout(visibility_timeout);
-        picks := pgqueue._pick(q, at, max_messages);
-        if picks = '{}' then
-            return;
-        end if;
-    end if;
-
     return query
     update pgqueue.messages m
-    set visible_at = at + hidden_for,
+    set visible_at = at + coalesce(
+            claim.visibility_timeout,
+            (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name)),
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
         claim_token = (select gen_random_uuid()),

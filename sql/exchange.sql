@@ -19,6 +19,8 @@ as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);
     acked bigint[];
+    at timestamptz;
+    picks bigint[];
 begin
     if not pgqueue._hold_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
@@ -43,8 +45,20 @@ begin
             where i <> all (coalesce(acked, '{}'));
         end if;
     end if;
+    at := pgqueue._now();
+    picks := pgqueue._grab(queue_name, at, max_messages, visibility_timeout);
     return query
-    select c.*, false from pgqueue.claim(queue_name, max_messages, visibility_timeout, claimed_by) c;
+    update pgqueue.messages m
+    set visible_at = at + coalesce(
+            exchange.visibility_timeout,
+            (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name)),
+        attempt_count = m.attempt_count + 1,
+        claimed_attempt = m.attempt_count + 1,
+        claim_token = (select gen_random_uuid()),
+        claimed_by = exchange.claimed_by
+    where m.queue_name = exchange.queue_name and m.id = any (picks)
+    returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
+        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
 end;
 $$;
 comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) is

@@ -10,20 +10,11 @@ set enable_bitmapscan = off
 set enable_sort = off
 as $$
 declare
-    at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    picks bigint[];
+    picks constant bigint[] := pgqueue._grab(queue_name, pgqueue._now(), max_messages, null);
 begin
-    if max_messages is null or max_messages not between 1 and 10000 then
-        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
-    end if;
-    picks := pgqueue._pick(q, at, max_messages);
-    if picks = '{}' then
-        return;
-    end if;
     return query
     delete from pgqueue.messages m
-    where m.queue_name = q.name and m.id = any (picks)
+    where m.queue_name = receive.queue_name and m.id = any (picks)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;

@@ -4,14 +4,14 @@
 
 create or replace function pgqueue._micros(moment timestamptz)
 returns bigint
-language sql immutable strict parallel safe
+language sql stable parallel safe
 as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
 comment on function pgqueue._micros(timestamptz) is
-'A moment as a register holds it: microseconds since 1970, exact until the year 2106, then to two microseconds.';
+'A moment as a register holds it: microseconds since 1970, exact until the year 2106, then to two microseconds. Stable as date_part is: an immutable function could not be inlined.';
 
 create or replace function pgqueue._moment(micros bigint)
 returns timestamptz
-language sql immutable strict parallel safe
+language sql stable parallel safe
 as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
 comment on function pgqueue._moment(bigint) is
 'What a register holds, as a moment.';

@@ -1,59 +1,69 @@
 -- The depth of a queue, at a cost that does not grow with it: up to 500 messages are counted, more
 -- are estimated from samples at even distances, and the answer says so.
 
-create or replace function pgqueue._strata(ids int8multirange)
-returns table (from_id bigint, below_id bigint)
+create or replace function pgqueue._samples(ids int8multirange)
+returns table (from_id bigint, below_id bigint, stands_for bigint)
 language sql immutable
 as $$
+    -- About 32 strata of equal width; of each a quarter, at another place in every one, so that messages that
+    -- lie in clumps are neither always hit nor always missed.
     with stretches as (
         select lower(r) as from_id, upper(r) as below_id,
-            ceil(16.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())::int as parts
+            ceil(32.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())::int as parts
         from unnest(ids) as r
+    ),
+    strata as (
+        select
+            s.from_id + (s.below_id - s.from_id) * (n - 1) / s.parts as from_id,
+            s.from_id + (s.below_id - s.from_id) * n / s.parts as below_id,
+            row_number() over () * 0.618034 % 1 as place
+        from stretches s cross join lateral generate_series(1, s.parts) as n
     )
     select
-        s.from_id + (s.below_id - s.from_id) * (n - 1) / s.parts,
-        s.from_id + (s.below_id - s.from_id) * n / s.parts
-    from stretches s cross join lateral generate_series(1, s.parts) as n
+        t.from_id + floor((t.below_id - t.from_id) * 0.75 * t.place)::bigint,
+        t.from_id + floor((t.below_id - t.from_id) * 0.75 * t.place)::bigint + ceil((t.below_id - t.from_id) * 0.25)::bigint,
+        t.below_id - t.from_id
+    from strata t
 $$;
-comment on function pgqueue._strata(int8multirange) is
-'About 16 stretches of equal width that together make up ids.';
+comment on function pgqueue._samples(int8multirange) is
+'Stretches of ids to look at, and how many ids each stands for.';
 
-create or replace function pgqueue._extrapolated(n bigint, first_id bigint, last_id bigint, below_id bigint)
+create or replace function pgqueue._weight(n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint)
 returns numeric
 language sql immutable
 as $$
-    select case when n < 20 then n else n + (below_id - 1 - last_id) * (n - 1)::numeric / (last_id - first_id) end
+    select stands_for::numeric / case when n < 16 then below_id - from_id else last_id - from_id + 1 end
 $$;
-comment on function pgqueue._extrapolated(bigint, bigint, bigint, bigint) is
-'How many messages a stretch holds that ends below below_id and starts with n sampled ones, from first_id to last_id: fewer than 20 are all there are, else the rest is taken to lie as close.';
+comment on function pgqueue._weight(bigint, bigint, bigint, bigint, bigint) is
+'How many messages each of n stands for, found in a sample: fewer than 16 are all of it, else it was read up to last_id.';
 
 create or replace function pgqueue._message_stats(
     q pgqueue.queues, at timestamptz,
     out ready bigint, out inflight bigint, out scheduled bigint, out oldest_at timestamptz, out estimated boolean
 )
-language plpgsql volatile
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    head constant bigint := pgqueue._head_of(q.name);
     fresh constant bigint := pg_sequence_last_value(q.fresh_register);
     counted bigint;
+    first_id bigint;
     last_id bigint;
     stretches int8multirange;
 begin
     select
-        count(*),
+        count(*), min(w.id),
         count(*) filter (where w.is_ready),
         count(*) filter (where w.visible_at > at and w.attempt_count > 0),
         count(*) filter (where w.visible_at > at and w.attempt_count = 0),
         min(w.enqueued_at) filter (where w.is_ready)
-    into counted, ready, inflight, scheduled, oldest_at
+    into counted, first_id, ready, inflight, scheduled, oldest_at
     from (
         select
-            m.visible_at, m.attempt_count, m.enqueued_at,
+            m.id, m.visible_at, m.attempt_count, m.enqueued_at,
             m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
         from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= head
+        where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
         order by m.id limit 501
     ) w;
     estimated := counted > 500;
@@ -62,21 +72,23 @@ begin
     end if;
 
     select m.id into last_id from pgqueue.messages m
-    where m.queue_name = q.name and m.id >= head
+    where m.queue_name = q.name and m.id >= first_id
     order by m.id desc limit 1;
-    select int8multirange(int8range(head, last_id, '[]')) - s.dead_ids into stretches
+    select int8multirange(int8range(first_id, last_id, '[]')) - s.dead_ids into stretches
     from pgqueue.sweeps s where s.queue_name = q.name;
     -- Split at fresh: what is in flight lies below, what is ready mostly above.
-    select sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled), min(p.oldest_at)
+    select
+        sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled),
+        least(_message_stats.oldest_at, min(p.oldest_at))
     into ready, inflight, scheduled, oldest_at
     from (
-        select * from pgqueue._strata(stretches * int8multirange(int8range(null, fresh)))
+        select * from pgqueue._samples(stretches * int8multirange(int8range(null, fresh)))
         union all
-        select * from pgqueue._strata(stretches * int8multirange(int8range(fresh, null)))
+        select * from pgqueue._samples(stretches * int8multirange(int8range(fresh, null)))
     ) t
     cross join lateral (
         select
-            pgqueue._extrapolated(count(*), min(w.id), max(w.id), t.below_id) / nullif(count(*), 0) as weight,
+            pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight,
             count(*) filter (where w.is_ready) as ready,
             count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
             count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
@@ -87,7 +99,7 @@ begin
                 m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
             from pgqueue.messages m
             where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
-            order by m.id limit 20
+            order by m.id limit 16
         ) w
     ) p;
 end;
@@ -96,12 +108,9 @@ comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
 'What lies in messages: counted up to 500, else estimated.';
 
 create or replace function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
-language plpgsql volatile
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    first_id bigint;
-    last_id bigint;
 begin
     select count(*) into messages
     from (
@@ -112,16 +121,17 @@ begin
     if not estimated then
         return;
     end if;
-    select min(s.id), max(s.id) into first_id, last_id
-    from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name;
-    select sum(p.n) into messages
-    from pgqueue._strata(int8multirange(int8range(first_id, last_id, '[]'))) t
+    select sum(p.weight * p.n) into messages
+    from pgqueue._samples(int8multirange(int8range(
+        (select min(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
+        (select max(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
+        '[]'))) t
     cross join lateral (
-        select pgqueue._extrapolated(count(*), min(w.id), max(w.id), t.below_id) as n
+        select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
         from (
             select s.id from pgqueue.scheduled_messages s
             where s.queue_name = _scheduled_count.queue_name and s.id >= t.from_id and s.id < t.below_id
-            order by s.id limit 20
+            order by s.id limit 16
         ) w
     ) p;
 end;
@@ -130,12 +140,9 @@ comment on function pgqueue._scheduled_count(text) is
 'How many messages lie in scheduled_messages: counted up to 500, else estimated.';
 
 create or replace function pgqueue._dead_count(queue_name text, out messages bigint, out estimated boolean)
-language plpgsql volatile
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    first_id bigint;
-    last_id bigint;
 begin
     select count(*) into messages
     from (
@@ -146,16 +153,17 @@ begin
     if not estimated then
         return;
     end if;
-    select min(d.id), max(d.id) into first_id, last_id
-    from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name;
-    select sum(p.n) into messages
-    from pgqueue._strata(int8multirange(int8range(first_id, last_id, '[]'))) t
+    select sum(p.weight * p.n) into messages
+    from pgqueue._samples(int8multirange(int8range(
+        (select min(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
+        (select max(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
+        '[]'))) t
     cross join lateral (
-        select pgqueue._extrapolated(count(*), min(w.id), max(w.id), t.below_id) as n
+        select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
         from (
             select d.id from pgqueue.dead_messages d
             where d.queue_name = _dead_count.queue_name and d.id >= t.from_id and d.id < t.below_id
-            order by d.id limit 20
+            order by d.id limit 16
         ) w
     ) p;
 end;
@@ -165,7 +173,7 @@ comment on function pgqueue._dead_count(text) is
 
 create or replace function pgqueue._stats(q pgqueue.queues, at timestamptz)
 returns pgqueue.queue_stats
-language plpgsql volatile
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
@@ -213,7 +221,7 @@ begin
 end;
 $$;
 comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
-'The statistics of one queue.';
+'The statistics of one queue; stable, so that all of it is seen in one snapshot and no message is missed between two tables.';
 
 create or replace function pgqueue.stats(queue_name text default null)
 returns setof pgqueue.queue_stats

