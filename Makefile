@@ -112,7 +112,7 @@ test:  ## run everything; with PG=16 the SQL suites of one major
 	@$(MAKE) --no-print-directory $(if $(PG),test-sql,test-all)
 
 # verify comes before anything that builds: it is about extension/ as committed.
-test-all: setup test-tools
+test-all: setup test-tools .venv/flights
 	@$(MAKE) --no-print-directory lint verify test-sql
 	@cd python && ../$(python) -m pytest
 

@@ -9,13 +9,13 @@ as $$
     -- lie in clumps are neither always hit nor always missed.
     with stretches as (
         select lower(r) as from_id, upper(r) as below_id,
-            ceil(32.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())::int as parts
+            least(upper(r) - lower(r), ceil(32.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())) as parts
         from unnest(ids) as r
     ),
     strata as (
         select
-            s.from_id + (s.below_id - s.from_id) * (n - 1) / s.parts as from_id,
-            s.from_id + (s.below_id - s.from_id) * n / s.parts as below_id,
+            s.from_id + floor((s.below_id - s.from_id) * (n - 1) / s.parts)::bigint as from_id,
+            s.from_id + floor((s.below_id - s.from_id) * n / s.parts)::bigint as below_id,
             row_number() over () * 0.618034 % 1 as place
         from stretches s cross join lateral generate_series(1, s.parts) as n
     )

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(42);
+select plan(44);
 
 create function pg_temp.measures(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -60,6 +60,9 @@ begin
     s := pgqueue.stats(queue);
     return next ok(s.ready_messages between 7200 and 8800, queue || ': of 8,000 ready messages the estimate is within a tenth');
     return next ok(s.inflight_messages between 1800 and 2200, queue || ': of 2,000 messages in flight, too');
+    perform pgqueue.claim(queue, 7999);
+    s := pgqueue.stats(queue);
+    return next is(s.ready_messages, 1::bigint, queue || ': one ready message behind ten thousand in flight is counted');
     return next ok(s.estimates @> array['ready_messages', 'inflight_messages', 'oldest_age_seconds'], queue || ': and the estimates are named');
     return next ok(not s.estimates @> array['dead_messages'], queue || ': what was counted is not');
     perform pgqueue.purge_queue(queue);
