@@ -1453,6 +1453,13 @@ begin
     perform setval(q.sweep_register, pgqueue._micros(at + interval '50 ms'));
 
     select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name;
+    if not found then
+        -- Somebody has deleted it: nothing is known, so everything is walked again.
+        insert into pgqueue.sweeps (queue_name) values (q.name) on conflict do nothing returning * into s;
+        if not found then
+            return picks;
+        end if;
+    end if;
     if (s.settled_id < fresh - 1 or pgqueue._head(s) < least(s.settled_id + 1, fresh))
         and (
             at - s.learnt_at not between interval '0' and interval '1 s'

@@ -51,9 +51,7 @@ def test_plain_sql_claims_what_it_inserted(pasted: tuple[str, str]) -> None:
     assert answers[1].startswith('3|{"order_id": 1003}|1|')
 
 
-def test_the_python_example_ships_and_acknowledges(
-    pasted: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_python_example_ships_and_acknowledges(pasted: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     dsn, _ = pasted
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("create table shipped (order_id int)")

@@ -1,0 +1,303 @@
+"""What client processes do in the tests of races, late commits and crashes: real processes, so that they
+race, and can be killed. Each takes what it needs by value and returns what it has seen."""
+
+import json
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+@contextmanager
+def processes(number: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool of that many client processes, all of them up before the first starts to work."""
+    with ProcessPoolExecutor(number, mp_context=CONTEXT) as pool:
+        barrier = [pool.submit(time.sleep, 0.2) for _ in range(number)]
+        for started in barrier:
+            started.result()
+        yield pool
+
+
+def wait_for(look: Callable[[], Any], seconds: float = 30) -> Any:
+    """Look until what is seen is true, and return it."""
+    deadline = time.monotonic() + seconds
+    while not (seen := look()):
+        assert time.monotonic() < deadline, f"still {seen!r} after {seconds} s"
+        time.sleep(0.01)
+    return seen
+
+
+def connect(dsn: str) -> psycopg.Connection[Any]:
+    return psycopg.connect(dsn, autocommit=True)
+
+
+def is_empty(connection: psycopg.Connection[Any], queue: str) -> bool:
+    """Nothing is left in a queue, not even in flight."""
+    return not connection.execute(
+        "select exists (select from pgqueue.messages where queue_name = %(queue)s)"
+        " or exists (select from pgqueue.scheduled_messages where queue_name = %(queue)s)",
+        {"queue": queue},
+    ).fetchone()[0]
+
+
+def claim(connection: psycopg.Connection[Any], queue: str, number: int) -> list[Any]:
+    return connection.execute("select id, claim_token, payload from pgqueue.claim(%s, %s)", (queue, number)).fetchall()
+
+
+def drain(dsn: str, queue: str, number: int) -> list[int]:
+    """Claim and acknowledge, one by one or in batches, until the queue is empty; returns the ids acknowledged."""
+    acked: list[int] = []
+    with connect(dsn) as connection:
+        while True:
+            rows = claim(connection, queue, number)
+            if number == 1 and rows:
+                if connection.execute("select pgqueue.ack(%s, %s, %s)", (queue, *rows[0][:2])).fetchone()[0]:
+                    acked.append(rows[0][0])
+            elif rows:
+                ids = [row[0] for row in rows]
+                done = connection.execute("select pgqueue.ack_batch(%s, %s, %s)", (queue, ids, rows[0][1])).fetchone()[
+                    0
+                ]
+                assert done == len(ids)
+                acked += ids
+            elif is_empty(connection, queue):
+                return acked
+
+
+def produce(dsn: str, queue: str, number: int, seed: int) -> list[int]:
+    """Enqueue a number of messages by every verb, roll some back; returns the ids that were committed."""
+    chance = random.Random(seed)
+    ids: list[int] = []
+    with connect(dsn) as connection:
+        while len(ids) < number:
+            new: list[int] = []
+            fails = chance.random() < 0.2
+            with connection.transaction(force_rollback=fails):
+                for _ in range(chance.choice([1, 1, 2])):
+                    if chance.random() < 0.5:
+                        new.append(connection.execute("select pgqueue.enqueue(%s, '1')", (queue,)).fetchone()[0])
+                    else:
+                        payloads = [json.dumps(n) for n in range(chance.randint(1, 50))]
+                        delay = chance.choice(["0", "0", "1 ms"])
+                        rows = connection.execute(
+                            "select pgqueue.enqueue_batch(%s, %s::jsonb[], %s)", (queue, payloads, delay)
+                        ).fetchall()
+                        new += [row[0] for row in rows]
+            ids += [] if fails else new
+    return ids
+
+
+def misuse(dsn: str, queue: str, stop: str, seed: int) -> list[int]:
+    """Consume in every way, with failures, until told to stop and nothing is left; returns the ids that left."""
+    chance = random.Random(seed)
+    gone: list[int] = []
+    with connect(dsn) as connection:
+
+        def rolled_back(statement: str) -> None:
+            with connection.transaction(force_rollback=True):
+                connection.execute(statement, (queue, chance.randint(1, 20)))
+
+        def received() -> bool:
+            with connection.transaction():
+                rows = connection.execute(
+                    "select id from pgqueue.receive(%s, %s)", (queue, chance.randint(1, 20))
+                ).fetchall()
+            gone.extend(row[0] for row in rows)
+            return bool(rows)
+
+        def exchanged() -> bool:
+            rows = claim(connection, queue, 20)
+            while rows:
+                ids, token = [row[0] for row in rows], rows[0][1]
+                more = chance.random() < 0.7
+                if more:
+                    answer = connection.execute(
+                        "select id, claim_token, lost from pgqueue.exchange(%s, %s, %s, 20)", (queue, ids, token)
+                    ).fetchall()
+                    assert not any(row[2] for row in answer)
+                    rows = answer
+                else:
+                    assert connection.execute(
+                        "select pgqueue.ack_batch(%s, %s, %s)", (queue, ids, token)
+                    ).fetchone() == (len(ids),)
+                    rows = []
+                gone.extend(ids)
+            return True
+
+        def settled() -> bool:
+            rows = claim(connection, queue, chance.randint(1, 20))
+            for number, token, _ in rows:
+                if chance.random() < 0.2:
+                    assert connection.execute(
+                        "select pgqueue.nack(%s, %s, %s, '0')", (queue, number, token)
+                    ).fetchone()[0]
+                else:
+                    assert connection.execute("select pgqueue.ack(%s, %s, %s)", (queue, number, token)).fetchone()[0]
+                    gone.append(number)
+            return bool(rows)
+
+        while True:
+            kind = chance.random()
+            if kind < 0.1:
+                rolled_back("select id from pgqueue.claim(%s, %s)")
+            elif kind < 0.2:
+                rolled_back("select id from pgqueue.receive(%s, %s)")
+            elif (
+                not (received() if kind < 0.5 else exchanged() if kind < 0.75 else settled())
+                and Path(stop).exists()
+                and is_empty(connection, queue)
+            ):
+                return gone
+
+
+def disturbed(dsn: str, queues: list[str], stop: str, seed: int) -> list[str]:
+    """Use queues that come and go, alone and two in one transaction; returns the SQLSTATEs of the errors met."""
+    chance = random.Random(seed)
+    errors: set[str] = set()
+    with connect(dsn) as connection:
+        held: list[tuple[str, int, Any]] = []
+
+        def use(queue: str) -> None:
+            kind = chance.random()
+            if kind < 0.3:
+                connection.execute("select pgqueue.enqueue(%s, '1')", (queue,))
+            elif kind < 0.4:
+                connection.execute("select pgqueue.enqueue_batch(%s, array['1', '2', '3']::jsonb[], '1 ms')", (queue,))
+            elif kind < 0.5:
+                connection.execute("select pgqueue.receive(%s, 3)", (queue,))
+            elif kind < 0.55:
+                connection.execute("select pgqueue.peek(%s), pgqueue.stats(%s)", (queue, queue))
+            elif kind < 0.75 or not held:
+                held.extend((queue, *row[:2]) for row in claim(connection, queue, 5))
+            else:
+                name, number, token = held.pop(chance.randrange(len(held)))
+                verb = chance.choice(
+                    [
+                        "pgqueue.ack(%s, %s, %s)",
+                        "pgqueue.nack(%s, %s, %s, '0')",
+                        "pgqueue.reject(%s, %s, %s)",
+                        "pgqueue.extend(%s, %s, %s)",
+                    ]
+                )
+                if chance.random() < 0.3:
+                    connection.execute(
+                        "select id from pgqueue.exchange(%s, array[%s]::bigint[], %s)", (name, number, token)
+                    )
+                else:
+                    connection.execute(f"select {verb}", (name, number, token))
+
+        while not Path(stop).exists():
+            try:
+                if chance.random() < 0.7:
+                    use(chance.choice(queues))
+                else:
+                    with connection.transaction():
+                        for queue in chance.sample(queues, 2):
+                            use(queue)
+            except psycopg.Error as error:
+                errors.add(error.sqlstate or str(error))
+    return sorted(errors)
+
+
+def administer(dsn: str, queues: dict[str, bool], stop: str, seed: int) -> list[str]:
+    """Purge, drop and create queues (name: dedicated or not) until told to stop; returns the SQLSTATEs met."""
+    chance = random.Random(seed)
+    errors: set[str] = set()
+    with connect(dsn) as connection:
+        while not Path(stop).exists():
+            queue, dedicated = chance.choice(list(queues.items()))
+            try:
+                verb = chance.choice(["purge_queue", "drop_queue", "purge_dead_messages", "redrive"])
+                connection.execute(f"select pgqueue.{verb}(%s)", (queue,))
+            except psycopg.Error as error:
+                errors.add(error.sqlstate or str(error))
+            try:
+                connection.execute(
+                    "select pgqueue.create_queue(%s, dedicated => %s, if_not_exists => true)", (queue, dedicated)
+                )
+            except psycopg.Error as error:
+                errors.add(error.sqlstate or str(error))
+            time.sleep(chance.random() / 20)
+    return sorted(errors)
+
+
+def flood(dsn: str, queue: str, number: int, seconds: float) -> int:
+    """Enqueue a number of messages in batches of 100, spread over some seconds; returns how many."""
+    start = time.monotonic()
+    with connect(dsn) as connection:
+        for sent in range(0, number, 100):
+            connection.execute(
+                "select count(*) from pgqueue.enqueue_batch(%s, array_fill('0'::jsonb, array[100]))", (queue,)
+            )
+            time.sleep(max(0, start + seconds * sent / number - time.monotonic()))
+    return number
+
+
+def watch(dsn: str, queue: str, stop: str) -> int:
+    """Claim and acknowledge batches of 50 until told to stop; a message that is not 0 is kept, and the moment noted."""
+    acked = 0
+    with connect(dsn) as connection:
+        while not Path(stop).exists():
+            rows = claim(connection, queue, 50)
+            seen_at = time.monotonic()
+            for row in rows:
+                if row[2] != 0:
+                    connection.execute("insert into sightings values (%s, %s, %s)", (queue, row[0], seen_at))
+            ids = [row[0] for row in rows if row[2] == 0]
+            if ids:
+                acked += connection.execute(
+                    "select pgqueue.ack_batch(%s, %s, %s)", (queue, ids, rows[0][1])
+                ).fetchone()[0]
+    return acked
+
+
+def send_until_down(dsn: str, queue: str, log: str) -> list[int]:
+    """Enqueue one by one until the server is gone; returns the ids of which it is known."""
+    sent: list[int] = []
+    with Path(log).open("a") as notes:
+        try:
+            with connect(dsn) as connection:
+                while True:
+                    sent.append(connection.execute("select pgqueue.enqueue(%s, '0')", (queue,)).fetchone()[0])
+                    notes.write(".")
+                    notes.flush()
+        except psycopg.OperationalError:
+            return sent
+
+
+def settle_until_down(dsn: str, queue: str, number: int, log: str) -> tuple[list[int], list[int]]:
+    """Claim and acknowledge until the server is gone; returns the ids acknowledged, and those that may have been."""
+    acked: list[int] = []
+    ids: list[int] = []
+    with Path(log).open("a") as notes:
+        try:
+            with connect(dsn) as connection:
+                while True:
+                    rows = claim(connection, queue, number)
+                    ids = [row[0] for row in rows]
+                    if ids:
+                        assert connection.execute(
+                            "select pgqueue.ack_batch(%s, %s, %s)", (queue, ids, rows[0][1])
+                        ).fetchone() == (len(ids),)
+                        acked += ids
+                        ids = []
+                        notes.write(".")
+                        notes.flush()
+        except psycopg.OperationalError:
+            return acked, ids
+
+
+def hold(dsn: str, queue: str, verb: str, log: str) -> None:
+    """Take ten messages in a transaction of its own, or in autocommit mode if it claims, say so, and hang."""
+    with psycopg.connect(dsn, autocommit=verb == "claim") as connection:
+        rows = connection.execute(f"select id from pgqueue.{verb}(%s, 10)", (queue,)).fetchall()
+        Path(log).write_text(json.dumps([time.monotonic(), [row[0] for row in rows]]))
+        time.sleep(600)

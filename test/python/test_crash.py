@@ -1,0 +1,137 @@
+"""Killed servers and killed clients lose nothing: what enqueue returned is there, what ack removed stays away."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from clients import (
+    CONTEXT,
+    claim,
+    connect,
+    drain,
+    hold,
+    is_empty,
+    processes,
+    send_until_down,
+    settle_until_down,
+    wait_for,
+)
+
+from pgqueue.embedded import EmbeddedServer
+
+
+@pytest.fixture(scope="module")
+def durable() -> Iterator[EmbeddedServer]:
+    """A server as it comes: fsync and synchronous_commit are on."""
+    with EmbeddedServer() as server:
+        with connect(server.dsn) as connection:
+            connection.execute("create extension pgqueue")
+            assert connection.execute("show synchronous_commit").fetchone() == ("on",)
+            assert connection.execute("show fsync").fetchone() == ("on",)
+        yield server
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_a_killed_server_loses_nothing_and_brings_nothing_back(
+    durable: EmbeddedServer, name: str, tmp_path: Path, dedicated: bool
+) -> None:
+    dsn = durable.dsn
+    with connect(dsn) as connection:
+        connection.execute("select pgqueue.create_queue(%s, '1 s', 100, dedicated => %s)", (name, dedicated))
+    sent: set[int] = set()
+    acked: set[int] = set()
+    for crash in range(3):
+        logs = [tmp_path / f"{crash}-{number}" for number in range(4)]
+        with processes(4) as pool:
+            senders = [pool.submit(send_until_down, dsn, name, str(log)) for log in logs[:2]]
+            settlers = [
+                pool.submit(settle_until_down, dsn, name, number, str(log))
+                for number, log in zip((1, 10), logs[2:], strict=True)
+            ]
+            wait_for(lambda: all(log.exists() and log.stat().st_size > 300 for log in logs))  # noqa: B023
+            durable.kill()
+            new = {number for sender in senders for number in sender.result()}
+            outcomes = [settler.result() for settler in settlers]
+        durable.start()
+        assert not new & sent, "an id was given twice"
+        sent |= new
+        uncertain = {number for outcome in outcomes for number in outcome[1]}
+        for outcome in outcomes:
+            assert not acked & set(outcome[0])
+            acked |= set(outcome[0])
+
+        with connect(dsn) as connection:
+            rows = connection.execute(
+                "select id from pgqueue.messages where queue_name = %s"
+                " union all select id from pgqueue.scheduled_messages where queue_name = %s",
+                (name, name),
+            ).fetchall()
+            left = [row[0] for row in rows]
+            assert len(left) == len(set(left))
+            assert sent - acked - uncertain <= set(left)
+            assert not acked & set(left)
+            assert connection.execute("select dead_messages from pgqueue.stats(%s)", (name,)).fetchone() == (0,)
+        # An ack may have been done without its answer, and an enqueue too.
+        sent |= set(left)
+        acked |= uncertain - set(left)
+
+    # What was in flight comes back when its claim ends.
+    start = time.monotonic()
+    assert sorted(drain(dsn, name, 100)) == sorted(sent - acked)
+    assert time.monotonic() - start < 10
+
+
+def test_a_killed_consumer_s_messages_come_back_when_their_claim_ends(
+    database: str, connection: psycopg.Connection[object], name: str, tmp_path: Path
+) -> None:
+    connection.execute("select pgqueue.create_queue(%s, '1 s')", (name,))
+    connection.execute("select count(*) from pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[10]))", (name,))
+    note = tmp_path / "note"
+    consumer = CONTEXT.Process(target=hold, args=(database, name, "claim", str(note)))
+    consumer.start()
+    wait_for(lambda: note.exists() and note.stat().st_size > 0)
+    consumer.kill()
+    consumer.join()
+    claimed_at, ids = json.loads(note.read_text())
+    assert len(ids) == 10
+
+    back: list[int] = []
+
+    def all_back() -> bool:
+        rows = claim(connection, name, 10)
+        if rows:
+            assert time.monotonic() - claimed_at > 0.9
+        back.extend(row[0] for row in rows)
+        return len(back) == 10
+
+    wait_for(all_back, 10)
+    assert time.monotonic() - claimed_at < 3
+    assert sorted(back) == ids
+    attempts = connection.execute("select distinct attempt_count from pgqueue.messages where queue_name = %s", (name,))
+    assert attempts.fetchall() == [(2,)]
+
+
+def test_a_killed_receiver_s_messages_are_back_at_once(
+    database: str, connection: psycopg.Connection[object], name: str, tmp_path: Path
+) -> None:
+    connection.execute("select pgqueue.create_queue(%s, '12 h')", (name,))
+    connection.execute("select count(*) from pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[10]))", (name,))
+    note = tmp_path / "note"
+    consumer = CONTEXT.Process(target=hold, args=(database, name, "receive", str(note)))
+    consumer.start()
+    wait_for(lambda: note.exists() and note.stat().st_size > 0)
+    assert claim(connection, name, 10) == []
+    consumer.kill()
+    consumer.join()
+    back: list[int] = []
+
+    def all_back() -> bool:
+        back.extend(row[0] for row in claim(connection, name, 10))
+        return len(back) == 10
+
+    wait_for(all_back, 5)
+    assert sorted(back) == json.loads(note.read_text())[1]
+    assert not is_empty(connection, name)

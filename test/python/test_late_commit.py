@@ -1,0 +1,385 @@
+"""A message is delivered after its commit, however late that comes and whatever was consumed meanwhile: no id
+that may still be uncommitted is ever taken for dead."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from clients import claim, connect, flood, processes, wait_for, watch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pgqueue.embedded import EmbeddedServer
+
+LATE = '"late"'
+names = (f"late-{number}" for number in count(1))
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[EmbeddedServer]:
+    """A server of its own: writers to other queues would hold back what is to be seen moving, and it is restarted."""
+    settings = {"max_prepared_transactions": "10"}
+    with EmbeddedServer(durable=False, settings=settings) as server:
+        with connect(server.dsn) as connection:
+            connection.execute("create extension pgqueue")
+            connection.execute("create table sightings (queue text, id bigint, seen_at double precision)")
+        yield server
+
+
+@pytest.fixture
+def dsn(embedded: EmbeddedServer) -> str:
+    return embedded.dsn
+
+
+@pytest.fixture
+def late_queue(dsn: str) -> str:
+    name = next(names)
+    with connect(dsn) as connection:
+        connection.execute("select pgqueue.create_queue(%s, visibility_timeout => '1 h')", (name,))
+    return name
+
+
+@contextlib.contextmanager
+def pinned_horizon(dsn: str) -> Iterator[None]:
+    """A session that is idle in a transaction with a snapshot and an xid."""
+    with psycopg.connect(dsn) as connection:
+        connection.execute("set transaction isolation level repeatable read")
+        connection.execute("select txid_current()")
+        yield
+
+
+Send = Callable[[psycopg.Connection[Any], str], list[int]]
+
+
+def by_enqueue(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+    return [row[0] for row in connection.execute("select pgqueue.enqueue(%s, %s)", (queue, LATE)).fetchall()]
+
+
+def by_enqueue_batch(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+    statement = "select pgqueue.enqueue_batch(%s, array_fill(%s::jsonb, array[1000]))"
+    return [row[0] for row in connection.execute(statement, (queue, LATE)).fetchall()]
+
+
+def by_insert(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+    statement = "insert into pgqueue.messages (queue_name, payload) values (%s, %s) returning id"
+    return [row[0] for row in connection.execute(statement, (queue, LATE)).fetchall()]
+
+
+def by_insert_into_the_leaf(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+    statement = "insert into pgqueue.messages_shared (queue_name, payload) values (%s, %s) returning id"
+    return [row[0] for row in connection.execute(statement, (queue, LATE)).fetchall()]
+
+
+def by_copy(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+    with (
+        connection.cursor() as cursor,
+        cursor.copy("copy pgqueue.messages (queue_name, payload) from stdin") as copy,
+    ):
+        copy.write_row((queue, LATE))
+    return [
+        row[0]
+        for row in connection.execute(
+            "select id from pgqueue.messages where queue_name = %s and payload = %s", (queue, LATE)
+        )
+    ]
+
+
+def by_a_savepoint(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+    connection.execute("savepoint here")
+    ids = by_enqueue(connection, queue)
+    connection.execute("release savepoint here")
+    return ids
+
+
+def committed_late(
+    dsn: str, queue: str, tmp_path: Path, send: Send, number: int, seconds: float, prepared: bool
+) -> float:
+    """Commit late while later messages pass; returns how long the slowest late message took from then to its claim."""
+    stop = tmp_path / "stop"
+    with connect(dsn) as observer, psycopg.connect(dsn) as producer, processes(3) as pool, pinned_horizon(dsn):
+        ids = send(producer, queue)
+        if prepared:
+            producer.execute("prepare transaction 'late'")
+        sent_at = time.monotonic()
+        consumers = [pool.submit(watch, dsn, queue, str(stop)) for _ in range(2)]
+        assert pool.submit(flood, dsn, queue, number, seconds).result() == number
+        time.sleep(max(0.0, sent_at + seconds - time.monotonic()))
+
+        def unconsumed() -> list[Any]:
+            return observer.execute(
+                "select id from pgqueue.messages where queue_name = %s and payload = '0' limit 1", (queue,)
+            ).fetchall()
+
+        wait_for(lambda: not unconsumed())
+        assert observer.execute("select id from sightings where queue = %s", (queue,)).fetchall() == []
+        committed_at = time.monotonic()
+        if prepared:
+            observer.execute("commit prepared 'late'")
+        else:
+            producer.commit()
+
+        def sightings() -> list[Any]:
+            return observer.execute("select id, seen_at from sightings where queue = %s", (queue,)).fetchall()
+
+        try:
+            wait_for(lambda: len(sightings()) >= len(ids), 15)
+        finally:
+            stop.touch()
+        assert sum(consumer.result() for consumer in consumers) == number
+        assert sorted(row[0] for row in sightings()) == sorted(ids)
+        slowest = max(row[1] for row in sightings()) - committed_at
+
+        # A head that had passed them would leave them in flight for good.
+        observer.execute(
+            "update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s and id = any (%s)",
+            (queue, ids),
+        )
+        again: list[int] = []
+
+        def all_again() -> bool:
+            again.extend(row[0] for row in claim(observer, queue, 100))
+            return len(again) >= len(ids)
+
+        wait_for(all_again, 10)
+        assert sorted(again) == sorted(ids)
+        return slowest
+
+
+@pytest.mark.parametrize("seconds", [3, 60])
+def test_a_late_message_is_claimed_within_a_second_of_its_commit_after_100_000_later_ones(
+    dsn: str, late_queue: str, tmp_path: Path, seconds: float
+) -> None:
+    assert committed_late(dsn, late_queue, tmp_path, by_enqueue, 100_000, seconds, prepared=False) < 1
+
+
+@pytest.mark.parametrize(
+    ("send", "prepared"),
+    [
+        (by_enqueue_batch, False),
+        (by_enqueue_batch, True),
+        (by_insert, False),
+        (by_insert_into_the_leaf, False),
+        (by_insert_into_the_leaf, True),
+        (by_copy, False),
+        (by_a_savepoint, False),
+    ],
+)
+def test_it_makes_no_difference_how_a_late_message_was_sent(
+    dsn: str, late_queue: str, tmp_path: Path, send: Send, prepared: bool
+) -> None:
+    assert committed_late(dsn, late_queue, tmp_path, send, 20_000, 3, prepared) < 1
+
+
+def learn(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
+    """Claim, and let the claim learn what it otherwise learns once a second."""
+    connection.execute("update pgqueue.sweeps set learnt_at = '1970-01-01 00:00+00' where queue_name = %s", (queue,))
+    connection.execute("select setval(sweep_register, 1) from pgqueue.queues where name = %s", (queue,))
+    return claim(connection, queue, 100)
+
+
+def consume_all(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+    """Claim and acknowledge until nothing is ready."""
+    ids: list[int] = []
+    while rows := claim(connection, queue, 1000):
+        ids += [row[0] for row in rows]
+        connection.execute("select pgqueue.ack_batch(%s, %s, %s)", (queue, [row[0] for row in rows], rows[0][1]))
+    return ids
+
+
+def head(connection: psycopg.Connection[Any], queue: str) -> int:
+    statement = "select upper(d) from pgqueue.sweeps, unnest(dead_ids) as d where queue_name = %s order by d limit 1"
+    return int(connection.execute(statement, (queue,)).fetchone()[0])
+
+
+def test_a_prepared_message_is_delivered_after_a_crash_of_the_server(embedded: EmbeddedServer, late_queue: str) -> None:
+    with psycopg.connect(embedded.dsn) as producer, connect(embedded.dsn) as consumer:
+        ids = by_enqueue(producer, late_queue)
+        for _ in range(3):
+            consumer.execute("select pgqueue.enqueue(%s, '0')", (late_queue,))
+            consume_all(consumer, late_queue)
+            learn(consumer, late_queue)
+        producer.execute("prepare transaction 'survivor'")
+    embedded.restart(immediate=True)
+    with connect(embedded.dsn) as consumer:
+        for _ in range(4):
+            consumer.execute("select pgqueue.enqueue(%s, '0')", (late_queue,))
+            consume_all(consumer, late_queue)
+            learn(consumer, late_queue)
+        consumer.execute("commit prepared 'survivor'")
+        wait_for(lambda: ids[0] in consume_all(consumer, late_queue), 5)
+
+
+def test_the_head_passes_what_is_settled_where_nobody_writes_for_long(dsn: str, late_queue: str) -> None:
+    with connect(dsn) as connection:
+        connection.execute(
+            "select count(*) from pgqueue.enqueue_batch(%s, array_fill('0'::jsonb, array[1000]))", (late_queue,)
+        )
+        ids = consume_all(connection, late_queue)
+        assert len(ids) == 1000
+        # By claims alone, at the pace that is theirs.
+        wait_for(lambda: claim(connection, late_queue, 1) == [] and head(connection, late_queue) > max(ids), 5)
+
+
+def test_the_head_waits_for_a_writer_and_for_nobody_else(dsn: str, late_queue: str) -> None:
+    other = next(names)
+    with connect(dsn) as connection, psycopg.connect(dsn) as writer, pinned_horizon(dsn):
+        connection.execute("select pgqueue.create_queue(%s)", (other,))
+        connection.execute("select pgqueue.enqueue(%s, '0')", (late_queue,))
+        late = by_enqueue(writer, late_queue)[0]
+        for _ in range(5):
+            last = connection.execute("select pgqueue.enqueue(%s, '0')", (late_queue,)).fetchone()[0]
+            consume_all(connection, late_queue)
+            learn(connection, late_queue)
+        assert head(connection, late_queue) <= late
+        writer.rollback()
+        for _ in range(3):
+            learn(connection, late_queue)
+        assert head(connection, late_queue) > last
+
+
+def test_a_message_that_comes_back_below_the_head_is_delivered_until_it_is_settled(dsn: str, late_queue: str) -> None:
+    with connect(dsn) as connection:
+        first = by_enqueue(connection, late_queue)[0]
+        for _ in range(2):
+            number, token, _ = claim(connection, late_queue, 1)[0]
+            assert number == first
+            connection.execute("select pgqueue.nack(%s, %s, %s, '1 h')", (late_queue, number, token))
+            for _ in range(3):
+                connection.execute("select pgqueue.enqueue(%s, '0')", (late_queue,))
+                consume_all(connection, late_queue)
+                learn(connection, late_queue)
+            assert head(connection, late_queue) > first
+            connection.execute(
+                "update pgqueue.scheduled_messages set due_at = clock_timestamp() where queue_name = %s", (late_queue,)
+            )
+            assert [row[0] for row in learn(connection, late_queue)] == [first]
+            assert learn(connection, late_queue) == []
+            connection.execute(
+                "update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s", (late_queue,)
+            )
+
+
+STEPS = [
+    "send",
+    "send_delayed",
+    "send_leaf",
+    "commit",
+    "rollback",
+    "work",
+    "work",
+    "keep",
+    "retry",
+    "defer",
+    "due",
+    "lapse",
+    "undo",
+    "receive",
+    "learn",
+    "learn",
+]
+
+
+@settings(max_examples=60)
+@given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 3)), min_size=10, max_size=60))
+def test_no_living_message_and_no_id_of_a_running_writer_is_ever_taken_for_dead(
+    dsn: str, steps: list[tuple[str, int]]
+) -> None:
+    queue = next(names)
+    with contextlib.ExitStack() as stack:
+        consumer = stack.enter_context(connect(dsn))
+        producers = [stack.enter_context(psycopg.connect(dsn)) for _ in range(4)]
+        consumer.execute("select pgqueue.create_queue(%s, '1 h', 100)", (queue,))
+        open_ids: list[set[int]] = [set(), set(), set(), set()]
+        committed: set[int] = set()
+        gone: set[int] = set()
+
+        def dead(ids: set[int]) -> list[Any]:
+            return consumer.execute(
+                "select i from unnest(%s::bigint[]) as i, pgqueue.sweeps s where s.queue_name = %s and i <@ s.dead_ids",
+                (list(ids), queue),
+            ).fetchall()
+
+        def settle(rows: list[Any]) -> None:
+            for number, token, _ in rows:
+                assert consumer.execute("select pgqueue.ack(%s, %s, %s)", (queue, number, token)).fetchone() == (True,)
+                assert number in committed
+                assert number not in gone
+                gone.add(number)
+
+        def step(what: str, who: int) -> None:
+            producer = producers[who]
+            match what:
+                case "send":
+                    statement = "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]))"
+                    open_ids[who] |= {row[0] for row in producer.execute(statement, (queue, 1 + 5 * who)).fetchall()}
+                case "send_leaf":
+                    open_ids[who] |= set(by_insert_into_the_leaf(producer, queue))
+                case "send_delayed":
+                    # Its id is no promise: the message comes by way of returns.
+                    row = producer.execute("select pgqueue.enqueue(%s, '1', '1 microsecond')", (queue,)).fetchone()
+                    producer.commit()
+                    committed.update(open_ids[who], row)
+                    open_ids[who].clear()
+                case "commit":
+                    producer.commit()
+                    committed.update(open_ids[who])
+                    open_ids[who].clear()
+                case "rollback":
+                    producer.rollback()
+                    open_ids[who].clear()
+                case "work":
+                    settle(claim(consumer, queue, 1 + 3 * who))
+                case "keep":
+                    claim(consumer, queue, 1 + who)
+                case "retry":
+                    for number, token, _ in claim(consumer, queue, 1 + who):
+                        consumer.execute("select pgqueue.nack(%s, %s, %s, '0')", (queue, number, token))
+                case "defer":
+                    for number, token, _ in claim(consumer, queue, 1 + who):
+                        consumer.execute("select pgqueue.nack(%s, %s, %s, '1 h')", (queue, number, token))
+                case "due":
+                    consumer.execute(
+                        "update pgqueue.scheduled_messages set due_at = clock_timestamp() where queue_name = %s",
+                        (queue,),
+                    )
+                case "lapse":
+                    consumer.execute(
+                        "update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s", (queue,)
+                    )
+                case "undo":
+                    with consumer.transaction(force_rollback=True):
+                        learn(consumer, queue)
+                case "receive":
+                    with consumer.transaction(force_rollback=who > 1):
+                        rows = consumer.execute("select id from pgqueue.receive(%s, %s)", (queue, 1 + who)).fetchall()
+                        learn(consumer, queue)
+                    if who <= 1:
+                        gone.update(row[0] for row in rows)
+                case "learn":
+                    settle(learn(consumer, queue))
+
+        for what, who in steps:
+            step(what, who)
+            assert dead(set().union(*open_ids)) == []
+            assert (
+                consumer.execute(
+                    "select m.id from pgqueue.messages m join pgqueue.sweeps s using (queue_name)"
+                    " where m.queue_name = %s and m.id <@ s.dead_ids"
+                    " and not exists (select from pgqueue.returns r where r.queue_name = m.queue_name and r.id = m.id)",
+                    (queue,),
+                ).fetchall()
+                == []
+            )
+        for who in range(4):
+            step("commit", who)
+        step("lapse", 0)
+        step("due", 0)
+        deadline = time.monotonic() + 5
+        while gone != committed:
+            step("learn", 0)
+            assert time.monotonic() < deadline, f"lost: {committed - gone}"

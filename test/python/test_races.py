@@ -1,0 +1,84 @@
+"""Eight processes at once: every message leaves exactly once, and queues may come and go under traffic."""
+
+import time
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from clients import administer, connect, disturbed, drain, misuse, processes, produce
+
+
+def test_eight_processes_acknowledge_each_of_100_000_messages_exactly_once(
+    database: str, connection: psycopg.Connection[Any], name: str
+) -> None:
+    connection.execute("select pgqueue.create_queue(%s, visibility_timeout => '1 h')", (name,))
+    rows = connection.execute(
+        "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[100000]))", (name,)
+    ).fetchall()
+    sent = [row[0] for row in rows]
+    assert sent == sorted(set(sent))
+
+    with processes(8) as pool:
+        start = time.monotonic()
+        work = [pool.submit(drain, database, name, number) for number in (1, 1, 50, 50, 50, 50, 50, 50)]
+        acked = list(chain.from_iterable(client.result() for client in work))
+        assert time.monotonic() - start < 60
+
+    assert sorted(acked) == sent
+
+
+def test_what_is_sent_and_settled_in_every_way_leaves_exactly_once(
+    database: str, connection: psycopg.Connection[Any], name: str, tmp_path: Path
+) -> None:
+    connection.execute("select pgqueue.create_queue(%s, visibility_timeout => '1 h', max_attempts => 100)", (name,))
+    stop = tmp_path / "stop"
+    with processes(8) as pool:
+        consumers = [pool.submit(misuse, database, name, str(stop), seed) for seed in range(5)]
+        producers = [pool.submit(produce, database, name, 10_000, seed) for seed in range(3)]
+        sent = list(chain.from_iterable(client.result() for client in producers))
+        stop.touch()
+        gone = list(chain.from_iterable(client.result() for client in consumers))
+
+    assert sorted(gone) == sorted(sent)
+    assert connection.execute("select dead_messages from pgqueue.stats(%s)", (name,)).fetchone() == (0,)
+
+
+def test_queues_that_are_purged_dropped_and_created_under_traffic_leave_no_orphans(
+    empty_database: Any, tmp_path: Path
+) -> None:
+    dsn = empty_database()
+    with connect(dsn) as connection:
+        connection.execute("create extension pgqueue")
+        queues = {"shared": False, "dedicated": True, "other": False}
+        for queue, dedicated in queues.items():
+            connection.execute("select pgqueue.create_queue(%s, dedicated => %s)", (queue, dedicated))
+        stop = tmp_path / "stop"
+        with processes(8) as pool:
+            clients = [pool.submit(disturbed, dsn, list(queues), str(stop), seed) for seed in range(6)]
+            admins = [pool.submit(administer, dsn, queues, str(stop), seed) for seed in range(2)]
+            time.sleep(8)
+            stop.touch()
+            errors = set(chain.from_iterable(client.result() for client in clients))
+            refusals = set(chain.from_iterable(admin.result() for admin in admins))
+
+        assert errors == {"PQ001"}
+        assert refusals <= {"PQ001", "PQ004"}
+        left = connection.execute(
+            """
+            select o.* from (
+                select 'messages', m.queue_name from pgqueue.messages m
+                union select 'scheduled_messages', s.queue_name from pgqueue.scheduled_messages s
+                union select 'dead_messages', d.queue_name from pgqueue.dead_messages d
+                union select 'returns', r.queue_name from pgqueue.returns r
+                union select 'sweeps', w.queue_name from pgqueue.sweeps w
+            ) as o (table_name, queue_name)
+            where not exists (select from pgqueue.queues q where q.name = o.queue_name)
+            """
+        ).fetchall()
+        assert left == []
+        connection.execute("select pgqueue.drop_queue(q.name) from pgqueue.list_queues() as q")
+        left = connection.execute(
+            "select relname from pg_class where relnamespace = 'pgqueue'::regnamespace and relname ~ '[0-9]'"
+        ).fetchall()
+        assert left == []

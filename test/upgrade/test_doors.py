@@ -1,0 +1,315 @@
+"""Fresh, upgraded and restored are one: the same members, shape and data, and nothing is lost on the way."""
+
+import json
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import doors
+import psycopg
+import pytest
+from doors import DELTA, dump, install_old, members, restore, shape, upgrade
+from harness import Server, prepare_fresh, prepare_plain
+
+from pgqueue.embedded import EmbeddedServer
+
+numbers = count(1)
+LONG = "n" * 128
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with EmbeddedServer(durable=False) as embedded:
+        with psycopg.connect(embedded.dsn, autocommit=True) as connection:
+            connection.execute("create role producer")
+            connection.execute("create role raw")
+        yield Server("PostgreSQL 18", embedded.dsn)
+
+
+@pytest.fixture
+def database(server: Server) -> Iterator[str]:
+    with server.database(f"door_{next(numbers)}") as name:
+        yield name
+
+
+@pytest.fixture
+def target(server: Server) -> Iterator[str]:
+    with server.database(f"target_{next(numbers)}") as name:
+        yield name
+
+
+QUEUES = {"shared": False, "dedicated": True, "paused": False, LONG: False, f"{LONG[1:]}0": True}
+STATES = {"ready", "body", "inflight", "scheduled", "returned", "nacked", "dead"}
+
+
+def fill(connection: psycopg.Connection[Any], older: bool = False) -> None:
+    """A message in every state in every kind of queue, named by its state."""
+    for queue, dedicated in QUEUES.items():
+        connection.execute("select pgqueue.create_queue(%s, '1 h', 7, dedicated => %s)", (queue, dedicated))
+
+        def send(state: str, **more: Any) -> None:
+            names = "".join(f", {name} => %({name})s" for name in more)
+            headers = json.dumps({"state": state, "hostile": "\\. \t \n ';--\" 🐘"})
+            connection.execute(
+                f"select pgqueue.enqueue(%(queue)s, headers => %(headers)s{names})",
+                {"queue": queue, "headers": headers} | more,  # noqa: B023
+            )
+
+        def take() -> tuple[int, Any]:
+            return connection.execute("select id, claim_token from pgqueue.claim(%s)", (queue,)).fetchone()  # noqa: B023
+
+        if not older:
+            send("dead", payload='{"a": 1}')
+            connection.execute("select pgqueue.reject(%s, %s, %s, 'why')", (queue, *take()))
+        send("returned", payload='"\\\\."')
+        connection.execute("select pgqueue.nack(%s, %s, %s, '0', 'once')", (queue, *take()))
+        take()
+        send("nacked", payload="null")
+        connection.execute("select pgqueue.nack(%s, %s, %s, '1 h', 'once')", (queue, *take()))
+        send("inflight", payload="[]")
+        take()
+        send("ready", payload='""')
+        send("body", body=b"\x00\\\n\xff")
+        send("scheduled", payload="{}", delay="1 h")
+        if older:
+            # The stand-in cannot bury; its table is as public as ever.
+            connection.execute(
+                "insert into pgqueue.dead_messages"
+                " (id, queue_name, enqueued_at, attempt_count, max_attempts, payload, headers)"
+                " values (nextval('pgqueue.message_id'), %s, now(), 1, 7, '1', '{\"state\": \"dead\"}')",
+                (queue,),
+            )
+    connection.execute("select pgqueue.pause_queue('paused')")
+    connection.execute("select pgqueue.grant_access('producer', 'producer'), pgqueue.grant_access('raw', 'raw')")
+
+
+def data(server: Server, database: str) -> dict[str, list[str]]:
+    """Every row of every table and the value of every sequence."""
+    with server.connect(database) as connection:
+        names = [
+            str(row[0])
+            for row in connection.execute(
+                "select relname from pg_class"
+                " where relnamespace = 'pgqueue'::regnamespace and relkind in ('r', 'S') order by 1"
+            )
+        ]
+        columns = {
+            name: "t.last_value, t.is_called"
+            if ("sweeps" not in name and name.startswith("queue_")) or name.endswith("_id")
+            else "t.*"
+            for name in names
+        }
+        return {
+            name: sorted(
+                str(row[0])
+                for row in connection.execute(
+                    f'select row_to_json(r)::text from (select {columns[name]} from pgqueue."{name}" t) r'
+                )
+            )
+            for name in names
+        }
+
+
+def run_every_verb(connection: psycopg.Connection[Any]) -> None:
+    """Let every claim and every delay end, then see that each queue delivers what it has, and obeys."""
+    highest = connection.execute(
+        "select greatest((select max(id) from pgqueue.messages), (select max(id) from pgqueue.scheduled_messages),"
+        " (select max(id) from pgqueue.dead_messages))"
+    ).fetchone()[0]
+    connection.execute("select pgqueue.resume_queue('paused')")
+    connection.execute("update pgqueue.messages set visible_at = clock_timestamp()")
+    connection.execute("update pgqueue.scheduled_messages set due_at = clock_timestamp()")
+    for queue in QUEUES:
+        assert connection.execute("select pgqueue.redrive(%s)", (queue,)).fetchone() == (1,)
+        seen: dict[str, tuple[int, Any]] = {}
+        deadline = time.monotonic() + 5
+        while seen.keys() != STATES:
+            for number, token, headers in connection.execute(
+                "select id, claim_token, headers from pgqueue.claim(%s, 10)", (queue,)
+            ).fetchall():
+                assert headers["state"] not in seen
+                seen[headers["state"]] = (number, token)
+            assert time.monotonic() < deadline, f"lost from {queue}: {STATES - seen.keys()}"
+        assert connection.execute("select pgqueue.enqueue(%s, '1')", (queue,)).fetchone()[0] > highest
+
+        def call(verb: str, *values: Any) -> Any:
+            marks = ", ".join(["%s"] * (1 + len(values)))
+            return connection.execute(f"select pgqueue.{verb}({marks})", (queue, *values)).fetchone()[0]  # noqa: B023
+
+        assert call("ack", *seen["ready"])
+        assert call("ack_batch", [seen["body"][0]], seen["body"][1]) == 1
+        assert call("extend", *seen["scheduled"])
+        assert call("reject", *seen["scheduled"])
+        assert call("nack", *seen["inflight"], "1 h")
+        assert connection.execute(
+            "select count(*) from pgqueue.exchange(%s, array[%s]::bigint[], %s)", (queue, *seen["nacked"])
+        ).fetchone() == (1,)
+        assert call("peek") == 0
+        connection.execute("select pgqueue.enqueue_batch(%s, array['1', '2']::jsonb[])", (queue,))
+        assert call("peek") == 2
+        assert connection.execute("select count(*) from pgqueue.receive(%s, 2)", (queue,)).fetchone() == (2,)
+        assert connection.execute(
+            "select inflight_messages, scheduled_messages, dead_messages from pgqueue.stats(%s)", (queue,)
+        ).fetchone() == (3, 1, 1)
+        for verb in (
+            "get_queue",
+            "alter_queue",
+            "browse",
+            "browse_dead_messages",
+            "next_due_at",
+            "prepare_wait",
+            "wake",
+        ):
+            connection.execute(f"select * from pgqueue.{verb}(%s)", (queue,))
+        assert call("purge_expired") == 0
+        assert call("purge_queue") == 4
+        assert call("drop_queue") == 1
+    assert connection.execute("select * from pgqueue.list_queues()").fetchall() == []
+    for table in ("messages", "scheduled_messages", "dead_messages", "returns", "sweeps"):
+        assert connection.execute(f"select * from pgqueue.{table}").fetchall() == []
+    assert connection.execute("select * from pgqueue.doctor() where severity = 'error'").fetchall() == []
+
+
+@pytest.mark.parametrize("door", [prepare_fresh, prepare_plain, doors.prepare_upgraded])
+def test_a_restored_database_is_the_one_that_was_dumped(server: Server, database: str, target: str, door: Any) -> None:
+    door(server, database)
+    with server.connect(database) as connection:
+        fill(connection)
+    restore(server, dump(server, database), target)
+    assert data(server, target) == data(server, database)
+    assert members(server, target) == members(server, database)
+    assert shape(server, target) == shape(server, database)
+    with server.connect(target) as connection:
+        run_every_verb(connection)
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_a_dump_whose_registers_are_ahead_of_its_rows_loses_nothing(
+    server: Server, database: str, target: str, dedicated: bool
+) -> None:
+    prepare_fresh(server, database)
+    with server.connect(database) as consumer, psycopg.connect(server.dsn_of(database)) as dumper:
+
+        def consume() -> set[int]:
+            ids: set[int] = set()
+            while rows := consumer.execute("select id, claim_token from pgqueue.claim('q', 100)").fetchall():
+                numbers = [row[0] for row in rows]
+                consumer.execute("select pgqueue.ack_batch('q', %s, %s)", (numbers, rows[0][1]))
+                ids |= set(numbers)
+                consumer.execute("update pgqueue.sweeps set learnt_at = '1970-01-01 00:00+00'")
+            return ids
+
+        def send(number: int, delay: str) -> set[int]:
+            statement = "select pgqueue.enqueue_batch('q', array_fill('1'::jsonb, array[%s]), %s)"
+            return {row[0] for row in consumer.execute(statement, (number, delay))}
+
+        consumer.execute("select pgqueue.create_queue('q', '1 h', dedicated => %s)", (dedicated,))
+        send(100, "0")
+        consume()
+        kept = send(500, "0") | send(20, "1 microsecond")
+        dumper.execute("set transaction isolation level repeatable read")
+        snapshot = dumper.execute("select pg_export_snapshot()").fetchone()[0]
+        assert consume() == kept
+        later = send(300, "0")
+        assert consume() == later
+        script = dump(server, database, f"--snapshot={snapshot}")
+    restore(server, script, target)
+
+    with server.connect(target) as connection:
+        found: set[int] = set()
+        deadline = time.monotonic() + 5
+        while found != kept:
+            rows = connection.execute("select id from pgqueue.claim('q', 100)").fetchall()
+            assert not found & {row[0] for row in rows}
+            found |= {row[0] for row in rows}
+            assert time.monotonic() < deadline, f"lost {len(kept - found)}: {sorted(kept - found)[:10]}"
+        assert connection.execute("select pgqueue.enqueue('q', '1')").fetchone()[0] > max(later)
+
+
+@pytest.fixture(scope="module")
+def fresh(server: Server) -> tuple[list[str], str]:
+    """Members and shape of a fresh installation."""
+    with server.database("fresh") as name:
+        prepare_fresh(server, name)
+        return members(server, name), shape(server, name)
+
+
+def test_an_upgraded_database_is_a_fresh_one(server: Server, database: str, fresh: tuple[list[str], str]) -> None:
+    doors.prepare_upgraded(server, database)
+    assert members(server, database) == fresh[0]
+    assert shape(server, database) == fresh[1]
+
+
+def test_a_restored_database_is_a_fresh_one(server: Server, database: str, fresh: tuple[list[str], str]) -> None:
+    doors.prepare_restored(server, database)
+    assert members(server, database) == fresh[0]
+    assert shape(server, database) == fresh[1]
+
+
+def test_a_plain_installation_has_the_shape_of_a_fresh_one(
+    server: Server, database: str, fresh: tuple[list[str], str]
+) -> None:
+    prepare_plain(server, database)
+    assert members(server, database) == []
+    assert shape(server, database) == fresh[1]
+
+
+def test_an_upgrade_keeps_every_message(server: Server, database: str) -> None:
+    install_old(server, database)
+    with server.connect(database) as connection:
+        fill(connection, older=True)
+        assert connection.execute("select pgqueue.version(), pgqueue.peek('shared')").fetchone() == (doors.OLD, 42)
+    before = data(server, database)
+    upgrade(server, database)
+    after = data(server, database)
+    with server.connect(database) as connection:
+        assert connection.execute("select pgqueue.version(), pgqueue.peek('shared')").fetchone() == (doors.NEW, 2)
+    assert {name: rows for name, rows in after.items() if name != "dead_messages"} == {
+        name: rows for name, rows in before.items() if name != "dead_messages"
+    }
+    assert [json.loads(row)["reason"] for row in after["dead_messages"]] == ["rejected"] * len(QUEUES)
+    with server.connect(database) as connection:
+        run_every_verb(connection)
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "delta"),
+    [
+        ("a column", "comment on table pgqueue.queues is" + DELTA.split("comment on table pgqueue.queues is")[1]),
+        ("a default", DELTA.replace("alter table pgqueue.dead_messages alter column reason drop default;", "")),
+        ("a constraint", DELTA.replace("'attempts_exhausted', ", "")),
+        ("a comment", DELTA.replace("One row a queue.", "A row a queue.")),
+        ("a function to drop", DELTA.replace("drop function pgqueue.forgotten();", "")),
+        ("a member", DELTA + "alter extension pgqueue drop table pgqueue.sweeps;"),
+        (
+            "a table to dump",
+            DELTA
+            + "alter extension pgqueue drop table pgqueue.returns; alter extension pgqueue add table pgqueue.returns;",
+        ),
+        ("a grant", DELTA + "grant select on pgqueue.queues to public;"),
+        ("a storage parameter", DELTA + "alter table pgqueue.messages_shared set (fillfactor = 90);"),
+        ("an index", DELTA + "drop index pgqueue.scheduled_messages_due_at;"),
+        ("a sequence's cache", DELTA + "alter sequence pgqueue.message_id cache 10;"),
+    ],
+)
+def test_the_comparison_sees_an_upgrade_that_forgets(
+    server: Server, database: str, fresh: tuple[list[str], str], forgotten: str, delta: str
+) -> None:
+    assert delta != DELTA, forgotten
+    install_old(server, database, delta)
+    upgrade(server, database)
+    assert (members(server, database), shape(server, database)) != fresh
+
+
+def test_an_upgraded_function_that_is_still_the_old_one_is_seen(
+    server: Server, database: str, fresh: tuple[list[str], str]
+) -> None:
+    doors.prepare_upgraded(server, database)
+    with server.connect(database) as connection:
+        connection.execute("alter function pgqueue.peek reset search_path")
+    assert shape(server, database) != fresh[1]
+    with server.connect(database) as connection:
+        connection.execute("alter function pgqueue.peek set search_path = pg_catalog, pg_temp")
+        connection.execute("grant execute on function pgqueue.peek to public")
+    assert shape(server, database) != fresh[1]
