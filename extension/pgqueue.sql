@@ -228,9 +228,8 @@ create table pgqueue.scheduled_messages (
     claimed_by text,
     last_error text,
     constraint scheduled_messages_pkey primary key (queue_name, id),
-    constraint scheduled_messages_has_one_content check ((payload is null) <> (body is null)),
     constraint scheduled_messages_due_at_fits_a_register
-    check (due_at between '1970-01-01 00:00+00' and '9999-12-31 00:00+00')
+    check (due_at between '1970-01-02 00:00+00' and '9999-12-31 00:00+00')
 ) with (
     autovacuum_vacuum_threshold = 10000,
     autovacuum_vacuum_scale_factor = 0,
@@ -481,6 +480,19 @@ end;
 $$;
 comment on function pgqueue._find_queue(text) is
 'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001.';
+
+create function pgqueue._is_there(queue_name text)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pg_try_advisory_xact_lock_shared(pgqueue._lock_key(queue_name))
+        and exists (select from pgqueue.queues q where q.name = queue_name);
+end;
+$$;
+comment on function pgqueue._is_there(text) is
+'Whether the queue is there, and kept from being dropped until the transaction ends; false, without waiting, while it is being dropped.';
 
 create function pgqueue._public(q pgqueue.queues)
 returns pgqueue.queue
@@ -915,12 +927,12 @@ begin
         if jsonb_typeof(headers) <> 'object' then
             perform pgqueue._raise_invalid('headers', headers::text, 'a JSON object');
         end if;
-        bytes := pgqueue._bytes(headers, 65536);
+        bytes := octet_length(headers::text);
         if bytes > 65536 then
             perform pgqueue._raise_payload_too_large(q.name, 'headers', bytes, 65536);
         end if;
     end if;
-    bytes := coalesce(octet_length(body), pgqueue._bytes(payload, q.max_payload_bytes));
+    bytes := coalesce(octet_length(body), octet_length(payload::text));
     if bytes > q.max_payload_bytes then
         perform pgqueue._raise_payload_too_large(
             q.name, case when body is null then 'payload' else 'body' end, bytes, q.max_payload_bytes);
@@ -929,21 +941,6 @@ end;
 $$;
 comment on function pgqueue._check_content(pgqueue.queues, jsonb, bytea, jsonb) is
 'Raises 22023 or PQ003 unless there is exactly one of payload and body, within the limits, and headers are an object of at most 64 KB.';
-
-create function pgqueue._bytes(document jsonb, limit_bytes bigint)
-returns bigint
-language sql immutable parallel safe
-as $$
-    -- The text is what a sender counts, and spelling it out what costs: it is done for documents near the
-    -- limit, and for those that come compressed out of a table.
-    select case
-        when pg_column_compression(document) is null and pg_column_size(document) <= limit_bytes
-            then pg_column_size(document)
-        else octet_length(document::text)
-    end
-$$;
-comment on function pgqueue._bytes(jsonb, bigint) is
-'The size of a document in bytes: as jsonb where that is within the limit, else as JSON text.';
 
 create function pgqueue._check_enqueue(delay interval, expires_in interval)
 returns void
@@ -1051,10 +1048,11 @@ begin
     from pgqueue.queues q
     where q.name = enqueue.queue_name and pg_sequence_last_value(q.waiting_register) <= pgqueue._micros(at)
         and enqueue.body is null and enqueue.delay = interval '0' and enqueue.expires_in is null
-        and pg_column_size(enqueue.payload) <= q.max_payload_bytes and pg_column_compression(enqueue.payload) is null
+        -- As text, which is what will be handed out: 1e131071 takes 16 bytes as jsonb.
+        and octet_length(enqueue.payload::text) <= q.max_payload_bytes
         and (
             enqueue.headers is null
-            or jsonb_typeof(enqueue.headers) = 'object' and pg_column_size(enqueue.headers) <= 8192
+            or jsonb_typeof(enqueue.headers) = 'object' and octet_length(enqueue.headers::text) <= 65536
         )
     returning messages.id into new_id;
     if found then
@@ -1117,7 +1115,7 @@ begin
     perform pgqueue._check_content(q, c.payload, c.body, c.headers)
     from unnest(payloads, bodies, headers) as c (payload, body, headers)
     where c.payload is null or c.body is not null or c.headers is not null
-        or pg_column_size(c.payload) > q.max_payload_bytes or pg_column_compression(c.payload) is not null;
+        or octet_length(c.payload::text) > q.max_payload_bytes;
 
     -- The lock that inserting takes anyway, before the ids are taken: the sweep relies on that order.
     lock table only pgqueue.messages in row exclusive mode;
@@ -1199,7 +1197,7 @@ begin
     ),
     noted as (
         insert into pgqueue.returns (queue_name, check_at, id)
-        select q.name, at + q.visibility_timeout, d.id from due d
+        select q.name, at, d.id from due d
     ),
     moved as (
         insert into pgqueue.messages (
@@ -1298,7 +1296,7 @@ begin
             and c.id <> all (array(
                 select m.id from pgqueue.messages m where m.queue_name = q.name and m.id = any (watched)))
         order by c.check_at limit 1000 for update skip locked));
-    -- Claims that were extended make room for those that end sooner.
+    -- Claims that run make room for those that end sooner.
     update pgqueue.returns r
     set check_at = (select m.visible_at from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id)
     where r.ctid = any (array(
@@ -1366,7 +1364,7 @@ declare
     live bigint[];
 begin
     -- A snapshot that is older than the look at the writers proves nothing.
-    if current_setting('transaction_isolation') <> 'read committed' then
+    if current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
         return false;
     end if;
     select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name for update skip locked;
@@ -1607,14 +1605,13 @@ $$;
 comment on function pgqueue._pick(pgqueue.queues, timestamptz, int) is
 'The ids of up to wanted messages that are ready, locked for the caller to claim or take.';
 
-create function pgqueue._grab(
-    queue_name text, at timestamptz, max_messages int, visibility_timeout interval
-)
+create function pgqueue._grab(queue_name text, max_messages int, visibility_timeout interval)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    at timestamptz;
     fresh_register regclass;
     fresh bigint;
     plain boolean;
@@ -1625,6 +1622,7 @@ begin
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
 
+    at := pgqueue._now();
     -- The common case in few steps, as every expression costs a transaction its preparation: the arguments are
     -- good, nothing is paused, due or to be swept, and enough is ready above fresh. All else is done below.
     select
@@ -1658,7 +1656,7 @@ begin
     return pgqueue._pick(q, at, max_messages);
 end;
 $$;
-comment on function pgqueue._grab(text, timestamptz, int, interval) is
+comment on function pgqueue._grab(text, int, interval) is
 'The ids of up to max_messages messages that are ready, locked for the caller to claim or take; raises what claim raises.';
 
 create function pgqueue.claim(
@@ -1676,12 +1674,12 @@ set enable_bitmapscan = off
 set enable_sort = off
 as $$
 declare
-    at constant timestamptz := pgqueue._now();
-    picks constant bigint[] := pgqueue._grab(queue_name, at, max_messages, visibility_timeout);
+    picks constant bigint[] := pgqueue._grab(queue_name, max_messages, visibility_timeout);
 begin
     return query
     update pgqueue.messages m
-    set visible_at = at + coalesce(
+    -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
+    set visible_at = (select pgqueue._now()) + coalesce(
             claim.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name)),
         attempt_count = m.attempt_count + 1,
@@ -1694,7 +1692,7 @@ begin
 end;
 $$;
 comment on function pgqueue.claim(text, int, interval, text) is
-'Lends up to max_messages (1 to 10000) messages to the caller, by id: each is hidden until visibility_timeout (1 s to 43200 s, by default the queue''s) has passed, its attempt is counted, and its claim_token is what ack, nack and extend ask for. claimed_by is a name for humans. Buries on its way what has spent its attempts. Never waits; returns no row where none is ready or the queue is paused. Claim in autocommit: a rollback takes the claim back. Raises 22023, PQ001.';
+'Lends up to max_messages (1 to 10000) messages to the caller, by id: each is hidden until visibility_timeout (1 s to 43200 s, by default the queue''s) has passed, its attempt is counted, and its claim_token is what ack, nack and extend ask for. claimed_by is a name for humans. Buries on its way what has spent its attempts. Waits for nobody but a drop_queue; returns no row where none is ready or the queue is paused. Claim in autocommit: a rollback takes the claim back. Raises 22023, PQ001.';
 -- A message is taken inside the taker's transaction: a commit removes it, a rollback puts it back.
 
 create function pgqueue.receive(queue_name text, max_messages int default 1)
@@ -1707,7 +1705,7 @@ set enable_bitmapscan = off
 set enable_sort = off
 as $$
 declare
-    picks constant bigint[] := pgqueue._grab(queue_name, pgqueue._now(), max_messages, null);
+    picks constant bigint[] := pgqueue._grab(queue_name, max_messages, null);
 begin
     return query
     delete from pgqueue.messages m
@@ -1717,7 +1715,7 @@ begin
 end;
 $$;
 comment on function pgqueue.receive(text, int) is
-'Deletes up to max_messages (1 to 10000) messages in the caller''s transaction and returns them, by id. A rollback returns each to its place, with its attempts as they were; until the end of the transaction nobody else is given it. Drops what expired. Never waits; returns no row where none is ready or the queue is paused. Raises 22023, PQ001.';
+'Deletes up to max_messages (1 to 10000) messages in the caller''s transaction and returns them, by id. A rollback returns each to its place, with its attempts as they were; until the end of the transaction nobody else is given it. Drops what expired. Waits for nobody but a drop_queue; returns no row where none is ready or the queue is paused. Raises 22023, PQ001.';
 -- A message is kept: its claim gets a new end.
 
 create function pgqueue._check_claim(id bigint, claim_token uuid)
@@ -1933,7 +1931,6 @@ as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);
     acked bigint[];
-    at timestamptz;
     picks bigint[];
 begin
     if not pgqueue._hold_queue(queue_name) then
@@ -1959,11 +1956,11 @@ begin
             where i <> all (coalesce(acked, '{}'));
         end if;
     end if;
-    at := pgqueue._now();
-    picks := pgqueue._grab(queue_name, at, max_messages, visibility_timeout);
+    picks := pgqueue._grab(queue_name, max_messages, visibility_timeout);
     return query
     update pgqueue.messages m
-    set visible_at = at + coalesce(
+    -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
+    set visible_at = (select pgqueue._now()) + coalesce(
             exchange.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name)),
         attempt_count = m.attempt_count + 1,
@@ -2525,6 +2522,7 @@ begin
         return;
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
+        continue when not pgqueue._is_there(q.name);
         return next pgqueue._stats(q, at);
     end loop;
 end;
@@ -2625,16 +2623,22 @@ as $$
 declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
     until constant timestamptz := pgqueue._now() + timeout;
+    due_at timestamptz;
 begin
     if timeout is null or timeout not between interval '0 s' and interval '1 day' then
         perform pgqueue._raise_invalid('timeout', timeout::text, 'an interval from 0 to 1 day');
     end if;
     perform setval(q.waiting_register, greatest(pgqueue._micros(until), pg_sequence_last_value(q.waiting_register)));
-    return least(until, pgqueue.next_due_at(queue_name));
+    due_at := pgqueue.next_due_at(queue_name);
+    if due_at is null or q.paused_at is not null then
+        return until;
+    end if;
+    -- What is due already, and was not to be had, is held by somebody: no reason to look without a pause.
+    return least(until, greatest(due_at, pgqueue._now() + interval '100 ms'));
 end;
 $$;
 comment on function pgqueue.prepare_wait(text, interval) is
-'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day): the next enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. Raises 22023, PQ001.';
+'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day): the next enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. A message whose transaction was open meanwhile may come without a notification; the timeout is how late it is seen then. Raises 22023, PQ001.';
 -- What hurts, and the statement that repairs it.
 
 create function pgqueue.version()
@@ -2854,6 +2858,7 @@ begin
     from pgqueue._misplaced() m;
 
     for q in select queues.* from pgqueue.queues order by queues.name loop
+        continue when not pgqueue._is_there(q.name);
         return query select f.* from pgqueue._queue_findings(q, at, peek_delay) f;
     end loop;
 end;

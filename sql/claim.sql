@@ -69,14 +69,13 @@ $$;
 comment on function pgqueue._pick(pgqueue.queues, timestamptz, int) is
 'The ids of up to wanted messages that are ready, locked for the caller to claim or take.';
 
-create or replace function pgqueue._grab(
-    queue_name text, at timestamptz, max_messages int, visibility_timeout interval
-)
+create or replace function pgqueue._grab(queue_name text, max_messages int, visibility_timeout interval)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    at timestamptz;
     fresh_register regclass;
     fresh bigint;
     plain boolean;
@@ -87,6 +86,7 @@ begin
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
 
+    at := pgqueue._now();
     -- The common case in few steps, as every expression costs a transaction its preparation: the arguments are
     -- good, nothing is paused, due or to be swept, and enough is ready above fresh. All else is done below.
     select
@@ -120,7 +120,7 @@ begin
     return pgqueue._pick(q, at, max_messages);
 end;
 $$;
-comment on function pgqueue._grab(text, timestamptz, int, interval) is
+comment on function pgqueue._grab(text, int, interval) is
 'The ids of up to max_messages messages that are ready, locked for the caller to claim or take; raises what claim raises.';
 
 create or replace function pgqueue.claim(
@@ -138,12 +138,12 @@ set enable_bitmapscan = off
 set enable_sort = off
 as $$
 declare
-    at constant timestamptz := pgqueue._now();
-    picks constant bigint[] := pgqueue._grab(queue_name, at, max_messages, visibility_timeout);
+    picks constant bigint[] := pgqueue._grab(queue_name, max_messages, visibility_timeout);
 begin
     return query
     update pgqueue.messages m
-    set visible_at = at + coalesce(
+    -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
+    set visible_at = (select pgqueue._now()) + coalesce(
             claim.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name)),
         attempt_count = m.attempt_count + 1,
@@ -156,4 +156,4 @@ begin
 end;
 $$;
 comment on function pgqueue.claim(text, int, interval, text) is
-'Lends up to max_messages (1 to 10000) messages to the caller, by id: each is hidden until visibility_timeout (1 s to 43200 s, by default the queue''s) has passed, its attempt is counted, and its claim_token is what ack, nack and extend ask for. claimed_by is a name for humans. Buries on its way what has spent its attempts. Never waits; returns no row where none is ready or the queue is paused. Claim in autocommit: a rollback takes the claim back. Raises 22023, PQ001.';
+'Lends up to max_messages (1 to 10000) messages to the caller, by id: each is hidden until visibility_timeout (1 s to 43200 s, by default the queue''s) has passed, its attempt is counted, and its claim_token is what ack, nack and extend ask for. claimed_by is a name for humans. Buries on its way what has spent its attempts. Waits for nobody but a drop_queue; returns no row where none is ready or the queue is paused. Claim in autocommit: a rollback takes the claim back. Raises 22023, PQ001.';

@@ -217,6 +217,7 @@ begin
     from pgqueue._misplaced() m;
 
     for q in select queues.* from pgqueue.queues order by queues.name loop
+        continue when not pgqueue._is_there(q.name);
         return query select f.* from pgqueue._queue_findings(q, at, peek_delay) f;
     end loop;
 end;

@@ -19,7 +19,6 @@ as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);
     acked bigint[];
-    at timestamptz;
     picks bigint[];
 begin
     if not pgqueue._hold_queue(queue_name) then
@@ -45,11 +44,11 @@ begin
             where i <> all (coalesce(acked, '{}'));
         end if;
     end if;
-    at := pgqueue._now();
-    picks := pgqueue._grab(queue_name, at, max_messages, visibility_timeout);
+    picks := pgqueue._grab(queue_name, max_messages, visibility_timeout);
     return query
     update pgqueue.messages m
-    set visible_at = at + coalesce(
+    -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
+    set visible_at = (select pgqueue._now()) + coalesce(
             exchange.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name)),
         attempt_count = m.attempt_count + 1,

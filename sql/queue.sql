@@ -38,6 +38,19 @@ $$;
 comment on function pgqueue._find_queue(text) is
 'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001.';
 
+create or replace function pgqueue._is_there(queue_name text)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pg_try_advisory_xact_lock_shared(pgqueue._lock_key(queue_name))
+        and exists (select from pgqueue.queues q where q.name = queue_name);
+end;
+$$;
+comment on function pgqueue._is_there(text) is
+'Whether the queue is there, and kept from being dropped until the transaction ends; false, without waiting, while it is being dropped.';
+
 create or replace function pgqueue._public(q pgqueue.queues)
 returns pgqueue.queue
 language sql stable

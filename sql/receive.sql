@@ -10,7 +10,7 @@ set enable_bitmapscan = off
 set enable_sort = off
 as $$
 declare
-    picks constant bigint[] := pgqueue._grab(queue_name, pgqueue._now(), max_messages, null);
+    picks constant bigint[] := pgqueue._grab(queue_name, max_messages, null);
 begin
     return query
     delete from pgqueue.messages m
@@ -20,4 +20,4 @@ begin
 end;
 $$;
 comment on function pgqueue.receive(text, int) is
-'Deletes up to max_messages (1 to 10000) messages in the caller''s transaction and returns them, by id. A rollback returns each to its place, with its attempts as they were; until the end of the transaction nobody else is given it. Drops what expired. Never waits; returns no row where none is ready or the queue is paused. Raises 22023, PQ001.';
+'Deletes up to max_messages (1 to 10000) messages in the caller''s transaction and returns them, by id. A rollback returns each to its place, with its attempts as they were; until the end of the transaction nobody else is given it. Drops what expired. Waits for nobody but a drop_queue; returns no row where none is ready or the queue is paused. Raises 22023, PQ001.';

@@ -239,6 +239,7 @@ begin
         return;
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
+        continue when not pgqueue._is_there(q.name);
         return next pgqueue._stats(q, at);
     end loop;
 end;

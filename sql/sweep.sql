@@ -41,7 +41,7 @@ begin
     ),
     noted as (
         insert into pgqueue.returns (queue_name, check_at, id)
-        select q.name, at + q.visibility_timeout, d.id from due d
+        select q.name, at, d.id from due d
     ),
     moved as (
         insert into pgqueue.messages (
@@ -140,7 +140,7 @@ begin
             and c.id <> all (array(
                 select m.id from pgqueue.messages m where m.queue_name = q.name and m.id = any (watched)))
         order by c.check_at limit 1000 for update skip locked));
-    -- Claims that were extended make room for those that end sooner.
+    -- Claims that run make room for those that end sooner.
     update pgqueue.returns r
     set check_at = (select m.visible_at from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id)
     where r.ctid = any (array(
@@ -208,7 +208,7 @@ declare
     live bigint[];
 begin
     -- A snapshot that is older than the look at the writers proves nothing.
-    if current_setting('transaction_isolation') <> 'read committed' then
+    if current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
         return false;
     end if;
     select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name for update skip locked;

@@ -117,9 +117,8 @@ create table pgqueue.scheduled_messages (
     claimed_by text,
     last_error text,
     constraint scheduled_messages_pkey primary key (queue_name, id),
-    constraint scheduled_messages_has_one_content check ((payload is null) <> (body is null)),
     constraint scheduled_messages_due_at_fits_a_register
-    check (due_at between '1970-01-01 00:00+00' and '9999-12-31 00:00+00')
+    check (due_at between '1970-01-02 00:00+00' and '9999-12-31 00:00+00')
 ) with (
     autovacuum_vacuum_threshold = 10000,
     autovacuum_vacuum_scale_factor = 0,

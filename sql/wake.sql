@@ -92,13 +92,19 @@ as $$
 declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
     until constant timestamptz := pgqueue._now() + timeout;
+    due_at timestamptz;
 begin
     if timeout is null or timeout not between interval '0 s' and interval '1 day' then
         perform pgqueue._raise_invalid('timeout', timeout::text, 'an interval from 0 to 1 day');
     end if;
     perform setval(q.waiting_register, greatest(pgqueue._micros(until), pg_sequence_last_value(q.waiting_register)));
-    return least(until, pgqueue.next_due_at(queue_name));
+    due_at := pgqueue.next_due_at(queue_name);
+    if due_at is null or q.paused_at is not null then
+        return until;
+    end if;
+    -- What is due already, and was not to be had, is held by somebody: no reason to look without a pause.
+    return least(until, greatest(due_at, pgqueue._now() + interval '100 ms'));
 end;
 $$;
 comment on function pgqueue.prepare_wait(text, interval) is
-'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day): the next enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. Raises 22023, PQ001.';
+'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day): the next enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. A message whose transaction was open meanwhile may come without a notification; the timeout is how late it is seen then. Raises 22023, PQ001.';

@@ -216,8 +216,10 @@ def measure(bench: Bench, options: argparse.Namespace, console: Console) -> dict
                     cells.append({"synchronous_commit": sync, "workload": name, "system": system, **result})
                     console.print(f"[dim]round {number + 1}, {name}, {system}: {result['rate']:,.0f}/s")
         for system in ("pgqueue", "pgmq") if options.pinned_seconds else ():
-            clean = bench.cell(CYCLE, system, options.seconds, sync)["rate"]
+            # Before and after, in stretches of 10 s as well: the machine has faster and slower minutes.
+            clean = bench.cell(CYCLE, system, 30, sync)["every_10_s"]
             result = bench.pinned(system, options.pinned_seconds, sync)
+            clean += bench.cell(CYCLE, system, 30, sync)["every_10_s"]
             pinned.append({"synchronous_commit": sync, "system": system, "clean": clean, **result})
             console.print(f"[dim]pinned, {system}: {result['rate']:,.0f}/s")
     return {"cells": cells, "pinned": pinned}
@@ -271,11 +273,11 @@ def tables(report: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
         runs = [run for run in report["pinned"] if run["synchronous_commit"] == sync]
         headings = ["cycles per second", "clean"]
         headings += [f"{10 * (n + 1)} s" for n in range(max(len(run["every_10_s"]) for run in runs))]
-        headings += ["last/clean", "p50 / p99 / max, ms"]
+        headings += ["last 30 s / clean", "p50 / p99 / max, ms"]
         rows = []
         for run in runs:
-            row = [run["system"], *(f"{rate:,.0f}" for rate in [run["clean"], *run["every_10_s"]])]
-            row.append(f"{run['every_10_s'][-1] / run['clean']:.0%}" if run["every_10_s"] else "")
+            row = [run["system"], _spread(run["clean"]), *(f"{rate:,.0f}" for rate in run["every_10_s"])]
+            row.append(f"{statistics.median(run['every_10_s'][-3:]) / statistics.median(run['clean']):.0%}")
             rows.append([*row, " / ".join(f"{run['latency_ms'][name]:.1f}" for name in ("p50", "p99", "max"))])
         result.append((f"Pinned xmin horizon, synchronous_commit = {sync}", headings, rows))
     return result
@@ -323,7 +325,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=5, help="of each cell")
-    parser.add_argument("--pinned-seconds", type=int, default=60, help="0: no pinned runs")
+    parser.add_argument("--pinned-seconds", type=int, default=90, help="0: no pinned runs; else at least 30")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--pg", type=int, choices=(18, 17, 16, 15), default=18)
     parser.add_argument("--synchronous-commit", nargs="+", choices=["off", "on"], default=["off", "on"])

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(95);
+select plan(98);
 
 -- Names.
 create temp table names (name text, is_good boolean);
@@ -97,6 +97,9 @@ select lives_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('x', 262142
 select throws_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('x', 262143))) $$, 'PQ003', null, 'a document of 262,145 bytes is refused');
 select throws_ok($$ select pgqueue.enqueue_batch('hostile', array[to_jsonb(repeat('x', 262143))]) $$, 'PQ003', null, 'in a batch, too');
 select throws_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('é', 131072))) $$, 'PQ003', null, 'bytes count, not characters');
+select throws_ok($$ select pgqueue.enqueue('hostile', '[1e131071, 1e131071]') $$, 'PQ003', null, 'a number counts by its digits, not by the few bytes it is stored in');
+select throws_ok($$ select pgqueue.enqueue('hostile', '1', headers => '{"n": 1e131071}') $$, 'PQ003', null, 'in headers, too');
+select throws_ok($$ select pgqueue.enqueue_batch('hostile', array['1', '[1e131071, 1e131071]']::jsonb[]) $$, 'PQ003', null, 'and in a batch');
 select lives_ok($$ select pgqueue.alter_queue('hostile', max_payload_bytes => 262145) $$, 'the limit is raised');
 select lives_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('x', 262143))) $$, 'a document of 262,145 bytes is accepted then');
 

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(30);
+select plan(34);
 
 create function pg_temp.is_due(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -24,6 +24,10 @@ begin
     return next is(pgqueue.prepare_wait(queue, '1 min'), pgqueue._now() + interval '50 s', queue || ': a consumer looks again when a message comes due, if that is sooner');
     perform pgqueue.enqueue(queue, '2');
     return next ok(pgqueue.next_due_at(queue) <= pgqueue._now(), queue || ': with a ready message the moment has come');
+    return next is(pgqueue.prepare_wait(queue, '1 min'), pgqueue._now() + interval '100 ms', queue || ': but who could not have it pauses before the next look');
+    perform pgqueue.pause_queue(queue);
+    return next is(pgqueue.prepare_wait(queue, '1 min'), pgqueue._now() + interval '1 min', queue || ': and while the queue is paused nothing is worth a look');
+    perform pgqueue.resume_queue(queue);
     select * into m from pgqueue.claim(queue);
     return next is(pgqueue.next_due_at(queue), pgqueue._now() + interval '30 s', queue || ': a claim comes due when it runs out');
     perform pgqueue.extend(queue, m.id, m.claim_token, '40 s');
