@@ -5,11 +5,11 @@ create or replace function pgqueue._samples(ids int8multirange)
 returns table (from_id bigint, below_id bigint, stands_for bigint)
 language sql immutable
 as $$
-    -- About 32 strata of equal width; of each a quarter, at another place in every one, so that messages that
+    -- About 16 strata of equal width; of each a quarter, at another place in every one, so that messages that
     -- lie in clumps are neither always hit nor always missed.
     with stretches as (
         select lower(r) as from_id, upper(r) as below_id,
-            least(upper(r) - lower(r), ceil(32.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())) as parts
+            least(upper(r) - lower(r), ceil(16.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())) as parts
         from unnest(ids) as r
     ),
     strata as (
