@@ -268,7 +268,7 @@ create table pgqueue.returns (
     check_at timestamptz not null,
     id bigint not null
 );
-create index returns_check_at on pgqueue.returns (queue_name, check_at);
+create index returns_check_at on pgqueue.returns (queue_name, check_at, id);
 comment on table pgqueue.returns is
 'Scheduled messages that came due went back to messages under their old id, which the sweep may have left behind for good: where it looks beside its walk.';
 
@@ -481,18 +481,36 @@ $$;
 comment on function pgqueue._find_queue(text) is
 'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001.';
 
-create function pgqueue._is_there(queue_name text)
+create function pgqueue._look_at(queue_name text)
+returns pgqueue.queues
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues;
+begin
+    select * into q from pgqueue.queues where queues.name = queue_name;
+    if not found then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
+    return q;
+end;
+$$;
+comment on function pgqueue._look_at(text) is
+'The queue of that name, for who only looks: holds nothing and waits for nobody. Raises PQ001.';
+
+create function pgqueue._is_there(q pgqueue.queues)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return pg_try_advisory_xact_lock_shared(pgqueue._lock_key(queue_name))
-        and exists (select from pgqueue.queues q where q.name = queue_name);
+    return pg_try_advisory_xact_lock_shared(pgqueue._lock_key(q.name))
+        and exists (select from pgqueue.queues c where c.name = q.name and c.queue_id = q.queue_id);
 end;
 $$;
-comment on function pgqueue._is_there(text) is
-'Whether the queue is there, and kept from being dropped until the transaction ends; false, without waiting, while it is being dropped.';
+comment on function pgqueue._is_there(pgqueue.queues) is
+'Whether the queue is there still, and kept from being dropped until the transaction ends; false, without waiting, while it is being dropped.';
 
 create function pgqueue._public(q pgqueue.queues)
 returns pgqueue.queue
@@ -745,13 +763,15 @@ create function pgqueue.drop_queue(queue_name text)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '800 ms'
 as $$
 declare
     q pgqueue.queues;
     removed bigint;
     register regclass;
 begin
-    -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone.
+    -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone. Not for long:
+    -- a transaction that sits on the queue would let everybody wait behind this one.
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
     delete from pgqueue.queues where queues.name = queue_name returning * into q;
     if not found then
@@ -765,10 +785,13 @@ begin
         execute format('drop sequence %s', register);
     end loop;
     return removed;
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(queue_name, 'drop_queue');
+    return null;
 end;
 $$;
 comment on function pgqueue.drop_queue(text) is
-'Drops a queue with all its messages, the dead ones too, and returns how many those were. Waits for transactions that use the queue; raises PQ001, and PQ004 where a longer transaction keeps a dedicated table from being dropped.';
+'Drops a queue with all its messages, the dead ones too, and returns how many those were. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
 
 create function pgqueue._empty(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -850,7 +873,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return pgqueue._public(pgqueue._find_queue(queue_name));
+    return pgqueue._public(pgqueue._look_at(queue_name));
 end;
 $$;
 comment on function pgqueue.get_queue(text) is
@@ -1247,7 +1270,11 @@ begin
         g.payload, g.body, g.headers, g.claimed_by, g.last_error,
         case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end
     from gone g
-    where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end;
+    where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end
+    -- Put back by hand and left here as well: it has died again.
+    on conflict on constraint dead_messages_pkey do update
+    set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
+        reason = excluded.reason;
 end;
 $$;
 comment on function pgqueue._bury(pgqueue.queues, bigint[], timestamptz) is
@@ -1278,41 +1305,43 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    picks bigint[] := '{}'::bigint[];
+    seen_at timestamptz := '-infinity'::timestamptz;
+    seen_id bigint := -9223372036854775808;
     watched bigint[];
     ready bigint[];
 begin
-    watched := array(
-        select r.id from pgqueue.returns r where r.queue_name = q.name order by r.check_at limit 1000);
-    if watched = '{}' then
-        return '{}'::bigint[];
-    end if;
-    -- A row here was written together with its message. If this one snapshot shows the row but not
-    -- the message, the message has left for good, or come back again with a row of its own.
-    -- (An array rather than a join, which could be planned to read the whole queue.)
-    delete from pgqueue.returns r
-    where r.ctid = any (array(
-        select c.ctid from pgqueue.returns c
-        where c.queue_name = q.name and c.id = any (watched)
-            and c.id <> all (array(
-                select m.id from pgqueue.messages m where m.queue_name = q.name and m.id = any (watched)))
-        order by c.check_at limit 1000 for update skip locked));
-    -- Claims that run make room for those that end sooner.
-    update pgqueue.returns r
-    set check_at = (select m.visible_at from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id)
-    where r.ctid = any (array(
-        select c.ctid from pgqueue.returns c
-        where c.queue_name = q.name and c.check_at <= at and c.id = any (array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id = any (watched) and m.visible_at > at))
-        order by c.check_at limit 1000 for update skip locked));
-    ready := array(
-        select distinct m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (watched) and m.visible_at <= at);
-    if ready = '{}' then
-        return '{}'::bigint[];
-    end if;
-    perform pgqueue._bury(q, ready, at);
-    return pgqueue._take(q, ready, taken, at, wanted);
+    -- Page by page, as another transaction may hold any number of them for long.
+    loop
+        select array_agg(w.id), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)]
+        into watched, seen_at, seen_id
+        from (
+            select r.check_at, r.id from pgqueue.returns r
+            where r.queue_name = q.name and (r.check_at, r.id) > (seen_at, seen_id)
+            order by r.check_at, r.id limit 1000
+        ) w;
+        exit when watched is null;
+        -- A row here was written together with its message. If this one snapshot shows the row but not
+        -- the message, the message has left for good, or come back again with a row of its own.
+        -- (An array rather than a join, which could be planned to read the whole queue.)
+        delete from pgqueue.returns r
+        where r.ctid = any (array(
+            select c.ctid from pgqueue.returns c
+            where c.queue_name = q.name and c.check_at <= seen_at and c.id = any (watched)
+                and c.id <> all (array(
+                    select m.id from pgqueue.messages m where m.queue_name = q.name and m.id = any (watched)))
+            order by c.check_at, c.id limit 1000 for update skip locked));
+        ready := array(
+            select distinct m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id = any (watched) and m.visible_at <= at);
+        if ready <> '{}' then
+            perform pgqueue._bury(q, ready, at);
+            picks := picks || pgqueue._take(q, ready, taken || picks, at, wanted - cardinality(picks));
+        end if;
+        exit when cardinality(watched) < 1000 or cardinality(picks) >= wanted
+            or pgqueue._now() > at + interval '50 ms';
+    end loop;
+    return picks;
 end;
 $$;
 comment on function pgqueue._revisit(pgqueue.queues, bigint[], timestamptz, int) is
@@ -1679,9 +1708,9 @@ begin
     return query
     update pgqueue.messages m
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
-    set visible_at = (select pgqueue._now()) + coalesce(
+    set visible_at = (select pgqueue._now()) + interval '1 s' * date_part('epoch', coalesce(
             claim.visibility_timeout,
-            (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name)),
+            (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name))),
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
         claim_token = (select gen_random_uuid()),
@@ -1751,7 +1780,8 @@ begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_visibility_timeout(visibility_timeout);
     update pgqueue.messages m
-    set visible_at = pgqueue._now() + coalesce(extend.visibility_timeout, q.visibility_timeout)
+    set visible_at = pgqueue._now()
+        + interval '1 s' * date_part('epoch', coalesce(extend.visibility_timeout, q.visibility_timeout))
     where m.queue_name = q.name and m.id = extend.id
         and m.claim_token = extend.claim_token and m.claimed_attempt = m.attempt_count;
     return found;
@@ -1856,7 +1886,10 @@ begin
                 m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
                 m.payload, m.body, m.headers, m.claimed_by, m.last_error,
                 case when rejected then 'rejected' else 'attempts_exhausted' end
-            );
+            )
+            on conflict on constraint dead_messages_pkey do update
+            set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
+                reason = excluded.reason;
         end if;
         return true;
     end if;
@@ -1960,9 +1993,9 @@ begin
     return query
     update pgqueue.messages m
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
-    set visible_at = (select pgqueue._now()) + coalesce(
+    set visible_at = (select pgqueue._now()) + interval '1 s' * date_part('epoch', coalesce(
             exchange.visibility_timeout,
-            (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name)),
+            (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name))),
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
         claim_token = (select gen_random_uuid()),
@@ -2128,7 +2161,7 @@ set enable_sort = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._look_at(queue_name);
     fresh constant bigint := pg_sequence_last_value(q.fresh_register);
     examined int;
     ready int;
@@ -2197,7 +2230,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._look_at(queue_name);
 begin
     if state is null or state not in ('ready', 'inflight', 'scheduled') then
         perform pgqueue._raise_invalid('state', state,
@@ -2250,7 +2283,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._look_at(queue_name);
 begin
     perform pgqueue._check_page(max_messages, after_id);
     return query
@@ -2486,7 +2519,7 @@ begin
     r.inflight_messages := m.inflight;
     r.scheduled_messages := m.scheduled + greatest(s.messages - due, 0);
     r.dead_messages := d.messages;
-    r.oldest_age_seconds := date_part('epoch', at - least(m.oldest_at, due_oldest_at));
+    r.oldest_age_seconds := date_part('epoch', at - nullif(least(m.oldest_at, due_oldest_at), '-infinity'));
     r.paused := q.paused_at is not null;
     r.estimates := array(
         select e.figure
@@ -2518,11 +2551,11 @@ declare
     q pgqueue.queues;
 begin
     if queue_name is not null then
-        return next pgqueue._stats(pgqueue._find_queue(queue_name), at);
+        return next pgqueue._stats(pgqueue._look_at(queue_name), at);
         return;
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
-        continue when not pgqueue._is_there(q.name);
+        continue when not pgqueue._is_there(q);
         return next pgqueue._stats(q, at);
     end loop;
 end;
@@ -2545,7 +2578,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Only a transaction that is about to commit may clear the register. One that goes on, or
+    -- Only a transaction that looks like committing at once clears the register. One that goes on, or
     -- rolls back, would leave the consumer asleep over what others commit in the meantime.
     if now() = statement_timestamp() then
         perform setval(q.waiting_register, 1);
@@ -2588,7 +2621,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._look_at(queue_name);
     due_at timestamptz;
 begin
     select least(
@@ -2622,13 +2655,21 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    until constant timestamptz := pgqueue._now() + timeout;
+    until timestamptz;
     due_at timestamptz;
 begin
     if timeout is null or timeout not between interval '0 s' and interval '1 day' then
         perform pgqueue._raise_invalid('timeout', timeout::text, 'an interval from 0 to 1 day');
     end if;
+    until := pgqueue._now() + timeout;
     perform setval(q.waiting_register, greatest(pgqueue._micros(until), pg_sequence_last_value(q.waiting_register)));
+    -- Whoever is in the middle of sending looked at the register before this call, and will not notify.
+    if exists (
+        select from unnest(pgqueue._writers()) as w
+        where w <> (select l.virtualtransaction from pg_locks l where l.pid = pg_backend_pid() limit 1)
+    ) then
+        until := least(until, pgqueue._now() + interval '1 s');
+    end if;
     due_at := pgqueue.next_due_at(queue_name);
     if due_at is null or q.paused_at is not null then
         return until;
@@ -2638,7 +2679,7 @@ begin
 end;
 $$;
 comment on function pgqueue.prepare_wait(text, interval) is
-'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day): the next enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. A message whose transaction was open meanwhile may come without a notification; the timeout is how late it is seen then. Raises 22023, PQ001.';
+'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day): the next enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. While others are in the middle of sending, it returns a second at most, as they will not notify. Raises 22023, PQ001.';
 -- What hurts, and the statement that repairs it.
 
 create function pgqueue.version()
@@ -2765,8 +2806,9 @@ begin
 
     select
         count(*) filter (where w.visible_at <= at - interval '1 min' and w.attempt_count > 0),
-        min(w.visible_at) filter (where w.visible_at <= at - interval '1 min' and w.attempt_count > 0),
-        min(w.expires_at - w.enqueued_at)
+        min(w.visible_at) filter (
+            where w.visible_at <= at - interval '1 min' and w.attempt_count > 0 and isfinite(w.visible_at)),
+        min(w.expires_at - w.enqueued_at) filter (where isfinite(w.expires_at) and isfinite(w.enqueued_at))
     into lapsed, oldest_at, shortest
     from (
         select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at from pgqueue.messages m
@@ -2858,7 +2900,7 @@ begin
     from pgqueue._misplaced() m;
 
     for q in select queues.* from pgqueue.queues order by queues.name loop
-        continue when not pgqueue._is_there(q.name);
+        continue when not pgqueue._is_there(q);
         return query select f.* from pgqueue._queue_findings(q, at, peek_delay) f;
     end loop;
 end;

@@ -9,7 +9,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._look_at(queue_name);
 begin
     if state is null or state not in ('ready', 'inflight', 'scheduled') then
         perform pgqueue._raise_invalid('state', state,
@@ -62,7 +62,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._look_at(queue_name);
 begin
     perform pgqueue._check_page(max_messages, after_id);
     return query

@@ -143,9 +143,9 @@ begin
     return query
     update pgqueue.messages m
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
-    set visible_at = (select pgqueue._now()) + coalesce(
+    set visible_at = (select pgqueue._now()) + interval '1 s' * date_part('epoch', coalesce(
             claim.visibility_timeout,
-            (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name)),
+            (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name))),
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
         claim_token = (select gen_random_uuid()),

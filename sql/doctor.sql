@@ -124,8 +124,9 @@ begin
 
     select
         count(*) filter (where w.visible_at <= at - interval '1 min' and w.attempt_count > 0),
-        min(w.visible_at) filter (where w.visible_at <= at - interval '1 min' and w.attempt_count > 0),
-        min(w.expires_at - w.enqueued_at)
+        min(w.visible_at) filter (
+            where w.visible_at <= at - interval '1 min' and w.attempt_count > 0 and isfinite(w.visible_at)),
+        min(w.expires_at - w.enqueued_at) filter (where isfinite(w.expires_at) and isfinite(w.enqueued_at))
     into lapsed, oldest_at, shortest
     from (
         select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at from pgqueue.messages m
@@ -217,7 +218,7 @@ begin
     from pgqueue._misplaced() m;
 
     for q in select queues.* from pgqueue.queues order by queues.name loop
-        continue when not pgqueue._is_there(q.name);
+        continue when not pgqueue._is_there(q);
         return query select f.* from pgqueue._queue_findings(q, at, peek_delay) f;
     end loop;
 end;

@@ -33,7 +33,8 @@ begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_visibility_timeout(visibility_timeout);
     update pgqueue.messages m
-    set visible_at = pgqueue._now() + coalesce(extend.visibility_timeout, q.visibility_timeout)
+    set visible_at = pgqueue._now()
+        + interval '1 s' * date_part('epoch', coalesce(extend.visibility_timeout, q.visibility_timeout))
     where m.queue_name = q.name and m.id = extend.id
         and m.claim_token = extend.claim_token and m.claimed_attempt = m.attempt_count;
     return found;

@@ -37,7 +37,10 @@ begin
                 m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
                 m.payload, m.body, m.headers, m.claimed_by, m.last_error,
                 case when rejected then 'rejected' else 'attempts_exhausted' end
-            );
+            )
+            on conflict on constraint dead_messages_pkey do update
+            set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
+                reason = excluded.reason;
         end if;
         return true;
     end if;

@@ -28,7 +28,7 @@ set enable_sort = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._look_at(queue_name);
     fresh constant bigint := pg_sequence_last_value(q.fresh_register);
     examined int;
     ready int;

@@ -38,18 +38,36 @@ $$;
 comment on function pgqueue._find_queue(text) is
 'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001.';
 
-create or replace function pgqueue._is_there(queue_name text)
+create or replace function pgqueue._look_at(queue_name text)
+returns pgqueue.queues
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues;
+begin
+    select * into q from pgqueue.queues where queues.name = queue_name;
+    if not found then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
+    return q;
+end;
+$$;
+comment on function pgqueue._look_at(text) is
+'The queue of that name, for who only looks: holds nothing and waits for nobody. Raises PQ001.';
+
+create or replace function pgqueue._is_there(q pgqueue.queues)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return pg_try_advisory_xact_lock_shared(pgqueue._lock_key(queue_name))
-        and exists (select from pgqueue.queues q where q.name = queue_name);
+    return pg_try_advisory_xact_lock_shared(pgqueue._lock_key(q.name))
+        and exists (select from pgqueue.queues c where c.name = q.name and c.queue_id = q.queue_id);
 end;
 $$;
-comment on function pgqueue._is_there(text) is
-'Whether the queue is there, and kept from being dropped until the transaction ends; false, without waiting, while it is being dropped.';
+comment on function pgqueue._is_there(pgqueue.queues) is
+'Whether the queue is there still, and kept from being dropped until the transaction ends; false, without waiting, while it is being dropped.';
 
 create or replace function pgqueue._public(q pgqueue.queues)
 returns pgqueue.queue
@@ -302,13 +320,15 @@ create or replace function pgqueue.drop_queue(queue_name text)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '800 ms'
 as $$
 declare
     q pgqueue.queues;
     removed bigint;
     register regclass;
 begin
-    -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone.
+    -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone. Not for long:
+    -- a transaction that sits on the queue would let everybody wait behind this one.
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
     delete from pgqueue.queues where queues.name = queue_name returning * into q;
     if not found then
@@ -322,10 +342,13 @@ begin
         execute format('drop sequence %s', register);
     end loop;
     return removed;
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(queue_name, 'drop_queue');
+    return null;
 end;
 $$;
 comment on function pgqueue.drop_queue(text) is
-'Drops a queue with all its messages, the dead ones too, and returns how many those were. Waits for transactions that use the queue; raises PQ001, and PQ004 where a longer transaction keeps a dedicated table from being dropped.';
+'Drops a queue with all its messages, the dead ones too, and returns how many those were. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
 
 create or replace function pgqueue._empty(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -407,7 +430,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return pgqueue._public(pgqueue._find_queue(queue_name));
+    return pgqueue._public(pgqueue._look_at(queue_name));
 end;
 $$;
 comment on function pgqueue.get_queue(text) is

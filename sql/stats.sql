@@ -203,7 +203,7 @@ begin
     r.inflight_messages := m.inflight;
     r.scheduled_messages := m.scheduled + greatest(s.messages - due, 0);
     r.dead_messages := d.messages;
-    r.oldest_age_seconds := date_part('epoch', at - least(m.oldest_at, due_oldest_at));
+    r.oldest_age_seconds := date_part('epoch', at - nullif(least(m.oldest_at, due_oldest_at), '-infinity'));
     r.paused := q.paused_at is not null;
     r.estimates := array(
         select e.figure
@@ -235,11 +235,11 @@ declare
     q pgqueue.queues;
 begin
     if queue_name is not null then
-        return next pgqueue._stats(pgqueue._find_queue(queue_name), at);
+        return next pgqueue._stats(pgqueue._look_at(queue_name), at);
         return;
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
-        continue when not pgqueue._is_there(q.name);
+        continue when not pgqueue._is_there(q);
         return next pgqueue._stats(q, at);
     end loop;
 end;

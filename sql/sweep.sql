@@ -91,7 +91,11 @@ begin
         g.payload, g.body, g.headers, g.claimed_by, g.last_error,
         case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end
     from gone g
-    where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end;
+    where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end
+    -- Put back by hand and left here as well: it has died again.
+    on conflict on constraint dead_messages_pkey do update
+    set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
+        reason = excluded.reason;
 end;
 $$;
 comment on function pgqueue._bury(pgqueue.queues, bigint[], timestamptz) is
@@ -122,41 +126,43 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    picks bigint[] := '{}'::bigint[];
+    seen_at timestamptz := '-infinity'::timestamptz;
+    seen_id bigint := -9223372036854775808;
     watched bigint[];
     ready bigint[];
 begin
-    watched := array(
-        select r.id from pgqueue.returns r where r.queue_name = q.name order by r.check_at limit 1000);
-    if watched = '{}' then
-        return '{}'::bigint[];
-    end if;
-    -- A row here was written together with its message. If this one snapshot shows the row but not
-    -- the message, the message has left for good, or come back again with a row of its own.
-    -- (An array rather than a join, which could be planned to read the whole queue.)
-    delete from pgqueue.returns r
-    where r.ctid = any (array(
-        select c.ctid from pgqueue.returns c
-        where c.queue_name = q.name and c.id = any (watched)
-            and c.id <> all (array(
-                select m.id from pgqueue.messages m where m.queue_name = q.name and m.id = any (watched)))
-        order by c.check_at limit 1000 for update skip locked));
-    -- Claims that run make room for those that end sooner.
-    update pgqueue.returns r
-    set check_at = (select m.visible_at from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id)
-    where r.ctid = any (array(
-        select c.ctid from pgqueue.returns c
-        where c.queue_name = q.name and c.check_at <= at and c.id = any (array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id = any (watched) and m.visible_at > at))
-        order by c.check_at limit 1000 for update skip locked));
-    ready := array(
-        select distinct m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (watched) and m.visible_at <= at);
-    if ready = '{}' then
-        return '{}'::bigint[];
-    end if;
-    perform pgqueue._bury(q, ready, at);
-    return pgqueue._take(q, ready, taken, at, wanted);
+    -- Page by page, as another transaction may hold any number of them for long.
+    loop
+        select array_agg(w.id), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)]
+        into watched, seen_at, seen_id
+        from (
+            select r.check_at, r.id from pgqueue.returns r
+            where r.queue_name = q.name and (r.check_at, r.id) > (seen_at, seen_id)
+            order by r.check_at, r.id limit 1000
+        ) w;
+        exit when watched is null;
+        -- A row here was written together with its message. If this one snapshot shows the row but not
+        -- the message, the message has left for good, or come back again with a row of its own.
+        -- (An array rather than a join, which could be planned to read the whole queue.)
+        delete from pgqueue.returns r
+        where r.ctid = any (array(
+            select c.ctid from pgqueue.returns c
+            where c.queue_name = q.name and c.check_at <= seen_at and c.id = any (watched)
+                and c.id <> all (array(
+                    select m.id from pgqueue.messages m where m.queue_name = q.name and m.id = any (watched)))
+            order by c.check_at, c.id limit 1000 for update skip locked));
+        ready := array(
+            select distinct m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id = any (watched) and m.visible_at <= at);
+        if ready <> '{}' then
+            perform pgqueue._bury(q, ready, at);
+            picks := picks || pgqueue._take(q, ready, taken || picks, at, wanted - cardinality(picks));
+        end if;
+        exit when cardinality(watched) < 1000 or cardinality(picks) >= wanted
+            or pgqueue._now() > at + interval '50 ms';
+    end loop;
+    return picks;
 end;
 $$;
 comment on function pgqueue._revisit(pgqueue.queues, bigint[], timestamptz, int) is

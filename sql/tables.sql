@@ -157,7 +157,7 @@ create table pgqueue.returns (
     check_at timestamptz not null,
     id bigint not null
 );
-create index returns_check_at on pgqueue.returns (queue_name, check_at);
+create index returns_check_at on pgqueue.returns (queue_name, check_at, id);
 comment on table pgqueue.returns is
 'Scheduled messages that came due went back to messages under their old id, which the sweep may have left behind for good: where it looks beside its walk.';
 

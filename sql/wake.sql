@@ -14,7 +14,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Only a transaction that is about to commit may clear the register. One that goes on, or
+    -- Only a transaction that looks like committing at once clears the register. One that goes on, or
     -- rolls back, would leave the consumer asleep over what others commit in the meantime.
     if now() = statement_timestamp() then
         perform setval(q.waiting_register, 1);
@@ -57,7 +57,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._look_at(queue_name);
     due_at timestamptz;
 begin
     select least(
@@ -91,13 +91,21 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    until constant timestamptz := pgqueue._now() + timeout;
+    until timestamptz;
     due_at timestamptz;
 begin
     if timeout is null or timeout not between interval '0 s' and interval '1 day' then
         perform pgqueue._raise_invalid('timeout', timeout::text, 'an interval from 0 to 1 day');
     end if;
+    until := pgqueue._now() + timeout;
     perform setval(q.waiting_register, greatest(pgqueue._micros(until), pg_sequence_last_value(q.waiting_register)));
+    -- Whoever is in the middle of sending looked at the register before this call, and will not notify.
+    if exists (
+        select from unnest(pgqueue._writers()) as w
+        where w <> (select l.virtualtransaction from pg_locks l where l.pid = pg_backend_pid() limit 1)
+    ) then
+        until := least(until, pgqueue._now() + interval '1 s');
+    end if;
     due_at := pgqueue.next_due_at(queue_name);
     if due_at is null or q.paused_at is not null then
         return until;
@@ -107,4 +115,4 @@ begin
 end;
 $$;
 comment on function pgqueue.prepare_wait(text, interval) is
-'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day): the next enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. A message whose transaction was open meanwhile may come without a notification; the timeout is how late it is seen then. Raises 22023, PQ001.';
+'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day): the next enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. While others are in the middle of sending, it returns a second at most, as they will not notify. Raises 22023, PQ001.';

@@ -70,6 +70,20 @@ def test_a_claim_that_had_to_wait_is_not_over_when_it_begins(
         assert claimed.result() == (True,)
 
 
+def test_who_holds_a_thousand_messages_that_came_back_does_not_hide_the_others(
+    database: str, connection: psycopg.Connection[Any], name: str
+) -> None:
+    connection.execute("select pgqueue.create_queue(%s, visibility_timeout => '1 h')", (name,))
+    connection.execute(
+        "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[1100]), delay => '1 microsecond')", (name,)
+    )
+    assert len(connection.execute("select pgqueue.claim(%s, 1100)", (name,)).fetchall()) == 1100
+    connection.execute("update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s", (name,))
+    with connect(database) as hoarder, hoarder.transaction():
+        assert len(hoarder.execute("select pgqueue.receive(%s, 1000)", (name,)).fetchall()) == 1000
+        assert len(connection.execute("select pgqueue.claim(%s, 200)", (name,)).fetchall()) == 100
+
+
 def test_queues_that_are_purged_dropped_and_created_under_traffic_leave_no_orphans(
     empty_database: Any, tmp_path: Path
 ) -> None:
