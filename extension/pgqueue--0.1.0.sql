@@ -374,8 +374,8 @@ as $$
 begin
     raise exception using
         errcode = 'PQ004',
-        message = format('queue %L is busy: %s waited in vain for a lock on its table', queue_name, verb),
-        hint = 'A longer transaction uses pgqueue.messages; pg_blocking_pids() names it. Nothing was changed: try again.';
+        message = format('queue %L is busy: %s waited in vain for a lock', queue_name, verb),
+        hint = 'A longer transaction holds the queue, its messages or its table. Nothing was changed: try again.';
 end;
 $$;
 comment on function pgqueue._raise_queue_busy(text, text) is
@@ -505,6 +505,22 @@ end;
 $$;
 comment on function pgqueue._look_at(text) is
 'The queue of that name, for who only looks: holds nothing and waits for nobody. Raises PQ001.';
+
+create function pgqueue._fresh(q pgqueue.queues)
+returns bigint
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pg_sequence_last_value(q.fresh_register);
+exception when internal_error then
+    -- Dropped since it was looked at: the register is gone.
+    perform pgqueue._raise_queue_not_found(q.name);
+    return null;
+end;
+$$;
+comment on function pgqueue._fresh(pgqueue.queues) is
+'The register, for who does not hold the queue. Raises PQ001 where the queue has been dropped meanwhile.';
 
 create function pgqueue._is_there(q pgqueue.queues)
 returns boolean
@@ -866,13 +882,18 @@ create function pgqueue.purge_queue(queue_name text)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '800 ms'
 as $$
 begin
     return pgqueue._empty(pgqueue._find_queue(queue_name), false);
+exception when lock_not_available then
+    -- Less than deadlock_timeout: a purge gives way before a consumer that settles several messages would.
+    perform pgqueue._raise_queue_busy(queue_name, 'purge_queue');
+    return null;
 end;
 $$;
 comment on function pgqueue.purge_queue(text) is
-'Removes the messages of a queue that are ready, in flight or scheduled, and returns how many; dead letters stay. Raises PQ001, and PQ004 where a longer transaction keeps a dedicated table from being truncated.';
+'Removes the messages of a queue that are ready, in flight or scheduled, and returns how many; dead letters stay. Raises PQ001, and PQ004 where a longer transaction holds messages, or a dedicated table.';
 
 create function pgqueue.get_queue(queue_name text)
 returns pgqueue.queue
@@ -2169,7 +2190,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._look_at(queue_name);
-    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
+    fresh constant bigint := pgqueue._fresh(q);
     examined int;
     ready int;
     total int;
@@ -2321,7 +2342,7 @@ end;
 $$;
 comment on function pgqueue._check_page(int, bigint) is
 'Raises 22023 for a page that cannot be shown.';
--- The depth of a queue, at a cost that does not grow with it: up to 500 messages are counted, more
+-- The depth of a queue, at a cost that does not grow with it: up to 300 messages are counted, more
 -- are estimated from samples at even distances, and the answer says so.
 
 create function pgqueue._samples(ids int8multirange)
@@ -2368,7 +2389,7 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
+    fresh constant bigint := pgqueue._fresh(q);
     counted bigint;
     first_id bigint;
     last_id bigint;
@@ -2387,9 +2408,9 @@ begin
             m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
         from pgqueue.messages m
         where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
-        order by m.id limit 501
+        order by m.id limit 301
     ) w;
-    estimated := counted > 500;
+    estimated := counted > 300;
     if not estimated then
         return;
     end if;
@@ -2428,7 +2449,7 @@ begin
 end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
-'What lies in messages: counted up to 500, else estimated.';
+'What lies in messages: counted up to 300, else estimated.';
 
 create function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
@@ -2438,9 +2459,9 @@ begin
     select count(*) into messages
     from (
         select from pgqueue.scheduled_messages s
-        where s.queue_name = _scheduled_count.queue_name order by s.id limit 501
+        where s.queue_name = _scheduled_count.queue_name order by s.id limit 301
     ) w;
-    estimated := messages > 500;
+    estimated := messages > 300;
     if not estimated then
         return;
     end if;
@@ -2460,7 +2481,7 @@ begin
 end;
 $$;
 comment on function pgqueue._scheduled_count(text) is
-'How many messages lie in scheduled_messages: counted up to 500, else estimated.';
+'How many messages lie in scheduled_messages: counted up to 300, else estimated.';
 
 create function pgqueue._dead_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
@@ -2470,9 +2491,9 @@ begin
     select count(*) into messages
     from (
         select from pgqueue.dead_messages d
-        where d.queue_name = _dead_count.queue_name order by d.id limit 501
+        where d.queue_name = _dead_count.queue_name order by d.id limit 301
     ) w;
-    estimated := messages > 500;
+    estimated := messages > 300;
     if not estimated then
         return;
     end if;
@@ -2492,7 +2513,7 @@ begin
 end;
 $$;
 comment on function pgqueue._dead_count(text) is
-'How many dead letters there are: counted up to 500, else estimated.';
+'How many dead letters there are: counted up to 300, else estimated.';
 
 create function pgqueue._stats(q pgqueue.queues, at timestamptz)
 returns pgqueue.queue_stats
@@ -2515,9 +2536,9 @@ begin
     from (
         select c.enqueued_at from pgqueue.scheduled_messages c
         where c.queue_name = q.name and c.due_at <= at and coalesce(c.expires_at > at, true)
-        order by c.due_at limit 500
+        order by c.due_at limit 300
     ) w;
-    if due = 500 and s.estimated then
+    if due = 300 and s.estimated then
         -- Counted no further: most of what is scheduled is taken to be due.
         due := greatest(due, s.messages);
     end if;
@@ -2532,7 +2553,7 @@ begin
         select e.figure
         from (
             values
-            ('ready_messages', m.estimated or due > 500),
+            ('ready_messages', m.estimated or due > 300),
             ('inflight_messages', m.estimated),
             ('scheduled_messages', m.estimated or s.estimated),
             ('dead_messages', d.estimated),
@@ -2568,7 +2589,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stats(text) is
-'The depth of one queue, or of every queue, by name, where queue_name is null: messages that are ready, in flight, scheduled and dead, the age of the oldest ready one in seconds since it was sent (null if none is ready), and whether the queue is paused. Up to 500 messages are counted, deeper figures estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';
+'The depth of one queue, or of every queue, by name, where queue_name is null: messages that are ready, in flight, scheduled and dead, the age of the oldest ready one in seconds since it was sent (null if none is ready), and whether the queue is paused. Up to 300 messages are counted, deeper figures estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';
 -- Waiting without polling: a consumer listens on channel, says so by prepare_wait, looks once more,
 -- and sleeps. The next enqueue then notifies; one that nobody waits for costs nothing.
 

@@ -75,8 +75,8 @@ as $$
 begin
     raise exception using
         errcode = 'PQ004',
-        message = format('queue %L is busy: %s waited in vain for a lock on its table', queue_name, verb),
-        hint = 'A longer transaction uses pgqueue.messages; pg_blocking_pids() names it. Nothing was changed: try again.';
+        message = format('queue %L is busy: %s waited in vain for a lock', queue_name, verb),
+        hint = 'A longer transaction holds the queue, its messages or its table. Nothing was changed: try again.';
 end;
 $$;
 comment on function pgqueue._raise_queue_busy(text, text) is

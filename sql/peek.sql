@@ -29,7 +29,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._look_at(queue_name);
-    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
+    fresh constant bigint := pgqueue._fresh(q);
     examined int;
     ready int;
     total int;

@@ -56,6 +56,22 @@ $$;
 comment on function pgqueue._look_at(text) is
 'The queue of that name, for who only looks: holds nothing and waits for nobody. Raises PQ001.';
 
+create or replace function pgqueue._fresh(q pgqueue.queues)
+returns bigint
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pg_sequence_last_value(q.fresh_register);
+exception when internal_error then
+    -- Dropped since it was looked at: the register is gone.
+    perform pgqueue._raise_queue_not_found(q.name);
+    return null;
+end;
+$$;
+comment on function pgqueue._fresh(pgqueue.queues) is
+'The register, for who does not hold the queue. Raises PQ001 where the queue has been dropped meanwhile.';
+
 create or replace function pgqueue._is_there(q pgqueue.queues)
 returns boolean
 language plpgsql volatile
@@ -416,13 +432,18 @@ create or replace function pgqueue.purge_queue(queue_name text)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '800 ms'
 as $$
 begin
     return pgqueue._empty(pgqueue._find_queue(queue_name), false);
+exception when lock_not_available then
+    -- Less than deadlock_timeout: a purge gives way before a consumer that settles several messages would.
+    perform pgqueue._raise_queue_busy(queue_name, 'purge_queue');
+    return null;
 end;
 $$;
 comment on function pgqueue.purge_queue(text) is
-'Removes the messages of a queue that are ready, in flight or scheduled, and returns how many; dead letters stay. Raises PQ001, and PQ004 where a longer transaction keeps a dedicated table from being truncated.';
+'Removes the messages of a queue that are ready, in flight or scheduled, and returns how many; dead letters stay. Raises PQ001, and PQ004 where a longer transaction holds messages, or a dedicated table.';
 
 create or replace function pgqueue.get_queue(queue_name text)
 returns pgqueue.queue

@@ -1,4 +1,4 @@
--- The depth of a queue, at a cost that does not grow with it: up to 500 messages are counted, more
+-- The depth of a queue, at a cost that does not grow with it: up to 300 messages are counted, more
 -- are estimated from samples at even distances, and the answer says so.
 
 create or replace function pgqueue._samples(ids int8multirange)
@@ -45,7 +45,7 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
+    fresh constant bigint := pgqueue._fresh(q);
     counted bigint;
     first_id bigint;
     last_id bigint;
@@ -64,9 +64,9 @@ begin
             m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
         from pgqueue.messages m
         where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
-        order by m.id limit 501
+        order by m.id limit 301
     ) w;
-    estimated := counted > 500;
+    estimated := counted > 300;
     if not estimated then
         return;
     end if;
@@ -105,7 +105,7 @@ begin
 end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
-'What lies in messages: counted up to 500, else estimated.';
+'What lies in messages: counted up to 300, else estimated.';
 
 create or replace function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
@@ -115,9 +115,9 @@ begin
     select count(*) into messages
     from (
         select from pgqueue.scheduled_messages s
-        where s.queue_name = _scheduled_count.queue_name order by s.id limit 501
+        where s.queue_name = _scheduled_count.queue_name order by s.id limit 301
     ) w;
-    estimated := messages > 500;
+    estimated := messages > 300;
     if not estimated then
         return;
     end if;
@@ -137,7 +137,7 @@ begin
 end;
 $$;
 comment on function pgqueue._scheduled_count(text) is
-'How many messages lie in scheduled_messages: counted up to 500, else estimated.';
+'How many messages lie in scheduled_messages: counted up to 300, else estimated.';
 
 create or replace function pgqueue._dead_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
@@ -147,9 +147,9 @@ begin
     select count(*) into messages
     from (
         select from pgqueue.dead_messages d
-        where d.queue_name = _dead_count.queue_name order by d.id limit 501
+        where d.queue_name = _dead_count.queue_name order by d.id limit 301
     ) w;
-    estimated := messages > 500;
+    estimated := messages > 300;
     if not estimated then
         return;
     end if;
@@ -169,7 +169,7 @@ begin
 end;
 $$;
 comment on function pgqueue._dead_count(text) is
-'How many dead letters there are: counted up to 500, else estimated.';
+'How many dead letters there are: counted up to 300, else estimated.';
 
 create or replace function pgqueue._stats(q pgqueue.queues, at timestamptz)
 returns pgqueue.queue_stats
@@ -192,9 +192,9 @@ begin
     from (
         select c.enqueued_at from pgqueue.scheduled_messages c
         where c.queue_name = q.name and c.due_at <= at and coalesce(c.expires_at > at, true)
-        order by c.due_at limit 500
+        order by c.due_at limit 300
     ) w;
-    if due = 500 and s.estimated then
+    if due = 300 and s.estimated then
         -- Counted no further: most of what is scheduled is taken to be due.
         due := greatest(due, s.messages);
     end if;
@@ -209,7 +209,7 @@ begin
         select e.figure
         from (
             values
-            ('ready_messages', m.estimated or due > 500),
+            ('ready_messages', m.estimated or due > 300),
             ('inflight_messages', m.estimated),
             ('scheduled_messages', m.estimated or s.estimated),
             ('dead_messages', d.estimated),
@@ -245,4 +245,4 @@ begin
 end;
 $$;
 comment on function pgqueue.stats(text) is
-'The depth of one queue, or of every queue, by name, where queue_name is null: messages that are ready, in flight, scheduled and dead, the age of the oldest ready one in seconds since it was sent (null if none is ready), and whether the queue is paused. Up to 500 messages are counted, deeper figures estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';
+'The depth of one queue, or of every queue, by name, where queue_name is null: messages that are ready, in flight, scheduled and dead, the age of the oldest ready one in seconds since it was sent (null if none is ready), and whether the queue is paused. Up to 300 messages are counted, deeper figures estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';

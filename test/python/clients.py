@@ -203,7 +203,7 @@ def disturbed(dsn: str, queues: list[str], stop: str, seed: int) -> list[str]:
                         for queue in chance.sample(queues, 2):
                             use(queue)
             except psycopg.Error as error:
-                errors.add(error.sqlstate or str(error))
+                errors.add(error.sqlstate if str(error.sqlstate).startswith("PQ") else f"{error.sqlstate} {error}")
     return sorted(errors)
 
 
@@ -218,13 +218,13 @@ def administer(dsn: str, queues: dict[str, bool], stop: str, seed: int) -> list[
                 verb = chance.choice(["purge_queue", "drop_queue", "purge_dead_messages", "redrive"])
                 connection.execute(f"select pgqueue.{verb}(%s)", (queue,))
             except psycopg.Error as error:
-                errors.add(error.sqlstate or str(error))
+                errors.add(error.sqlstate if str(error.sqlstate).startswith("PQ") else f"{error.sqlstate} {error}")
             try:
                 connection.execute(
                     "select pgqueue.create_queue(%s, dedicated => %s, if_not_exists => true)", (queue, dedicated)
                 )
             except psycopg.Error as error:
-                errors.add(error.sqlstate or str(error))
+                errors.add(error.sqlstate if str(error.sqlstate).startswith("PQ") else f"{error.sqlstate} {error}")
             time.sleep(chance.random() / 20)
     return sorted(errors)
 
