@@ -499,22 +499,6 @@ $$;
 comment on function pgqueue._look_at(text) is
 'The queue of that name, for who only looks: holds nothing and waits for nobody. Raises PQ001.';
 
-create function pgqueue._fresh(q pgqueue.queues)
-returns bigint
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return pg_sequence_last_value(q.fresh_register);
-exception when internal_error then
-    -- Dropped since it was looked at: the register is gone.
-    perform pgqueue._raise_queue_not_found(q.name);
-    return null;
-end;
-$$;
-comment on function pgqueue._fresh(pgqueue.queues) is
-'The register, for who does not hold the queue. Raises PQ001 where the queue has been dropped meanwhile.';
-
 create function pgqueue._is_there(q pgqueue.queues)
 returns boolean
 language plpgsql volatile
@@ -2182,8 +2166,8 @@ set enable_sort = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._look_at(queue_name);
-    fresh constant bigint := pgqueue._fresh(q);
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
     examined int;
     ready int;
     total int;
@@ -2239,7 +2223,7 @@ begin
 end;
 $$;
 comment on function pgqueue.peek(text, int) is
-'How many messages could be claimed or received now, counted up to max_records (1 to 10000) over rows that no other transaction holds. Takes no lock, writes nothing, reads a bounded number of rows: where more than 400 messages in flight hide whether any is ready, it returns 1. 0 while the queue is paused. Raises 22023, PQ001.';
+'How many messages could be claimed or received now, counted up to max_records (1 to 10000) over rows that no other transaction holds. Locks no message, writes nothing, waits for no consumer, reads a bounded number of rows: where more than 400 messages in flight hide whether any is ready, it returns 1. 0 while the queue is paused. Raises 22023, PQ001.';
 -- Looking at messages without touching them.
 
 create function pgqueue.browse(
@@ -2382,7 +2366,7 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    fresh constant bigint := pgqueue._fresh(q);
+    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
     counted bigint;
     first_id bigint;
     last_id bigint;
@@ -2572,7 +2556,7 @@ declare
     q pgqueue.queues;
 begin
     if queue_name is not null then
-        return next pgqueue._stats(pgqueue._look_at(queue_name), at);
+        return next pgqueue._stats(pgqueue._find_queue(queue_name), at);
         return;
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop

@@ -28,8 +28,8 @@ set enable_sort = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._look_at(queue_name);
-    fresh constant bigint := pgqueue._fresh(q);
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
     examined int;
     ready int;
     total int;
@@ -85,4 +85,4 @@ begin
 end;
 $$;
 comment on function pgqueue.peek(text, int) is
-'How many messages could be claimed or received now, counted up to max_records (1 to 10000) over rows that no other transaction holds. Takes no lock, writes nothing, reads a bounded number of rows: where more than 400 messages in flight hide whether any is ready, it returns 1. 0 while the queue is paused. Raises 22023, PQ001.';
+'How many messages could be claimed or received now, counted up to max_records (1 to 10000) over rows that no other transaction holds. Locks no message, writes nothing, waits for no consumer, reads a bounded number of rows: where more than 400 messages in flight hide whether any is ready, it returns 1. 0 while the queue is paused. Raises 22023, PQ001.';

@@ -56,22 +56,6 @@ $$;
 comment on function pgqueue._look_at(text) is
 'The queue of that name, for who only looks: holds nothing and waits for nobody. Raises PQ001.';
 
-create or replace function pgqueue._fresh(q pgqueue.queues)
-returns bigint
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return pg_sequence_last_value(q.fresh_register);
-exception when internal_error then
-    -- Dropped since it was looked at: the register is gone.
-    perform pgqueue._raise_queue_not_found(q.name);
-    return null;
-end;
-$$;
-comment on function pgqueue._fresh(pgqueue.queues) is
-'The register, for who does not hold the queue. Raises PQ001 where the queue has been dropped meanwhile.';
-
 create or replace function pgqueue._is_there(q pgqueue.queues)
 returns boolean
 language plpgsql volatile

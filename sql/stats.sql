@@ -45,7 +45,7 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    fresh constant bigint := pgqueue._fresh(q);
+    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
     counted bigint;
     first_id bigint;
     last_id bigint;
@@ -235,7 +235,7 @@ declare
     q pgqueue.queues;
 begin
     if queue_name is not null then
-        return next pgqueue._stats(pgqueue._look_at(queue_name), at);
+        return next pgqueue._stats(pgqueue._find_queue(queue_name), at);
         return;
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
