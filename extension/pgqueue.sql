@@ -596,7 +596,7 @@ create function pgqueue.create_queue(
 returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '800 ms'
+set lock_timeout = '500 ms'
 as $$
 declare
     q pgqueue.queues;
@@ -763,7 +763,7 @@ create function pgqueue.drop_queue(queue_name text)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '800 ms'
+set lock_timeout = '500 ms'
 as $$
 declare
     q pgqueue.queues;
@@ -832,7 +832,7 @@ create function pgqueue._empty_partition(q pgqueue.queues, dropping boolean)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '800 ms'
+set lock_timeout = '500 ms'
 as $$
 declare
     partition constant regclass := pgqueue._partition(q);
@@ -859,7 +859,7 @@ create function pgqueue.purge_queue(queue_name text)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '800 ms'
+set lock_timeout = '500 ms'
 as $$
 begin
     return pgqueue._empty(pgqueue._find_queue(queue_name), false);

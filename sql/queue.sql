@@ -153,7 +153,7 @@ create or replace function pgqueue.create_queue(
 returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '800 ms'
+set lock_timeout = '500 ms'
 as $$
 declare
     q pgqueue.queues;
@@ -320,7 +320,7 @@ create or replace function pgqueue.drop_queue(queue_name text)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '800 ms'
+set lock_timeout = '500 ms'
 as $$
 declare
     q pgqueue.queues;
@@ -389,7 +389,7 @@ create or replace function pgqueue._empty_partition(q pgqueue.queues, dropping b
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '800 ms'
+set lock_timeout = '500 ms'
 as $$
 declare
     partition constant regclass := pgqueue._partition(q);
@@ -416,7 +416,7 @@ create or replace function pgqueue.purge_queue(queue_name text)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '800 ms'
+set lock_timeout = '500 ms'
 as $$
 begin
     return pgqueue._empty(pgqueue._find_queue(queue_name), false);
