@@ -32,6 +32,7 @@ from rich.table import Table
 
 from .client import Queue, Queues, install
 from .embedded import EmbeddedServer, EmbeddedServerError
+from .errors import QueueBusy
 from .message import DeadMessage, Message
 
 QUEUE = "flights"
@@ -647,10 +648,19 @@ def clear(connection: psycopg.Connection[Any]) -> None:
             kind, name = ("schema", SCHEMA) if has_schema else ("queue", QUEUE)
             raise Failure(f"{kind} {name} of this database is somebody else's: choose another database")
         return
-    with connection.transaction():
-        if has_queue:
-            Queue(connection, QUEUE).drop_queue()
-        connection.execute(f"drop schema {SCHEMA} cascade")
+    # The sessions of killed children end in their own time; drop_queue waits half a second for them, and says so.
+    patience = 60
+    while True:
+        try:
+            with connection.transaction():
+                if has_queue:
+                    Queue(connection, QUEUE).drop_queue()
+                connection.execute(f"drop schema {SCHEMA} cascade")
+            return
+        except QueueBusy:
+            patience -= 1
+            if patience == 0:
+                raise
 
 
 def given_server() -> str | None:
