@@ -169,7 +169,7 @@ class Queue(_Sync):
     def drop_queue(self) -> int:
         """Drop the queue and all its messages, dead ones included; returns how many those were.
 
-        Waits for transactions that use the queue. Raises `QueueNotFound`, `QueueBusy`.
+        Raises `QueueNotFound`, and `QueueBusy` where a transaction that uses the queue stays open.
         """
         return self._one(_calls.drop_queue(self.name))
 
