@@ -8,6 +8,9 @@ set local client_min_messages = warning;
 create schema pgqueue;
 comment on schema pgqueue is
 'A message queue in PostgreSQL: enqueue, claim, ack, nack, extend, dead letters and redrive.';
+
+-- For grants.sql, later in this transaction: an upgrade does not set it.
+do $$ begin perform pg_catalog.set_config('pgqueue.installing', 'yes', true); end $$;
 -- What the verbs return. Attributes are API: new ones go last.
 
 create type pgqueue.queue as (
@@ -109,6 +112,41 @@ create type pgqueue.finding as (
 );
 comment on type pgqueue.finding is
 'Something that doctor found: how bad (error, warning, info), where, what, and the statement that repairs it.';
+
+create type pgqueue.stream as (
+    queue_name text,
+    stream_name text,
+    epoch bigint,
+    opened_by text,
+    opened_at timestamptz,
+    created_at timestamptz,
+    acked_seq bigint,
+    acked_token uuid,
+    claim_token uuid,
+    messages int,
+    partitions int,
+    replays int,
+    claimed_at timestamptz,
+    claimed_until timestamptz,
+    last_id bigint
+);
+comment on type pgqueue.stream is
+'A stream, as stream_open and list_streams return it: the batch it acknowledged last, by number and token, and the open one, whose columns from claim_token to claimed_until are null where there is none. last_id is the highest message id given out so far.';
+
+create type pgqueue.stream_batch as (
+    queue_name text,
+    stream_name text,
+    seq bigint,
+    claim_token uuid,
+    messages int,
+    partitions int,
+    replays int,
+    claimed_at timestamptz,
+    claimed_until timestamptz,
+    lost bigint[]
+);
+comment on type pgqueue.stream_batch is
+'A batch that is reserved for a stream, named by seq and claim_token. lost has the ids that were found to be no longer the stream''s.';
 -- Where messages live. The column names are a public contract: raw SQL on these tables is a
 -- supported way to send, claim and settle. New columns go last.
 
@@ -290,6 +328,44 @@ comment on column pgqueue.sweeps.settled_id is
 'No transaction that took an id up to this one is running any more.';
 comment on column pgqueue.sweeps.bound_id is
 'Becomes settled_id once none of writers runs any more: the highest id taken before they were listed.';
+
+create table pgqueue.streams (
+    queue_name text collate "C" not null,
+    stream_name text collate "C" not null,
+    epoch bigint not null,
+    opened_by text,
+    opened_at timestamptz not null default clock_timestamp(),
+    created_at timestamptz not null default clock_timestamp(),
+    acked_seq bigint not null default 0,
+    acked_token uuid,
+    claim_token uuid,
+    ids bigint[],
+    left_out bigint[],
+    partitions int,
+    visibility_timeout interval,
+    claimed_at timestamptz,
+    claimed_until timestamptz,
+    replays int,
+    begun_epoch bigint,
+    constraint streams_pkey primary key (queue_name, stream_name),
+    constraint streams_stream_name_is_plain check (stream_name ~ '^[a-z0-9_-]{1,128}$'),
+    constraint streams_batch_is_whole check (
+        num_nulls(claim_token, ids, left_out, partitions, visibility_timeout, claimed_at, claimed_until, replays)
+        in (0, 8)
+    )
+) with (fillfactor = 50, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
+comment on table pgqueue.streams is
+'One row a stream: how far it has acknowledged, and the batch that it has claimed since, of which there is one at most.';
+comment on column pgqueue.streams.epoch is
+'Who opened the stream last has this number; who has a lower one is fenced.';
+comment on column pgqueue.streams.acked_seq is
+'The batch acknowledged last; the open one, if any, is the next. 0 before the first.';
+comment on column pgqueue.streams.ids is
+'The messages of the open batch, in order. Never changed, as the partitions are cut from it.';
+comment on column pgqueue.streams.left_out is
+'Those of ids that are no longer part of the batch: skipped, or lost and given up.';
+comment on column pgqueue.streams.begun_epoch is
+'The epoch in which the open batch was begun last; null until it is.';
 -- Every error that the product raises, each in one place: SQLSTATE, message, hint.
 
 create function pgqueue._raise_invalid(argument text, given text, expected text)
@@ -374,6 +450,106 @@ $$;
 comment on function pgqueue._raise_queue_busy(text, text) is
 'Raises PQ004 queue_busy.';
 
+create function pgqueue._raise_stream_not_found(queue_name text, stream_name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ005',
+        message = format('stream %s of queue %L does not exist',
+            coalesce(quote_literal(left(stream_name, 200)), 'null'), queue_name),
+        hint = 'Open it with pgqueue.stream_open, or see pgqueue.list_streams().';
+end;
+$$;
+comment on function pgqueue._raise_stream_not_found(text, text) is
+'Raises PQ005 stream_not_found.';
+
+create function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ006',
+        message = format('stream %L of queue %L is fenced: epoch %s was superseded by %s',
+            s.stream_name, s.queue_name, epoch, s.epoch),
+        detail = format('Opened at %s by %s.', s.opened_at, coalesce(quote_literal(s.opened_by), 'somebody without a name')),
+        hint = 'Another query has the same stream, or one of its batches was skipped. Let this one end; two queries need two streams.';
+end;
+$$;
+comment on function pgqueue._raise_stream_fenced(pgqueue.streams, bigint) is
+'Raises PQ006 stream_fenced.';
+
+create function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ007',
+        message = format('stream %L of queue %L is out of step: batch %s is %s', s.stream_name, s.queue_name, seq,
+            case
+                when seq < s.acked_seq then 'behind what was acknowledged'
+                when seq = s.acked_seq then 'acknowledged, or another one of this number'
+                when seq = s.acked_seq + 1 and s.claim_token is not null then 'another one of this number'
+                else 'unknown'
+            end),
+        detail = format('Acknowledged up to batch %s, %s.', s.acked_seq,
+            case when s.claim_token is null then 'none is open' else format('batch %s is open', s.acked_seq + 1) end),
+        hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or go on with what there is by fail_on_data_loss => false.';
+end;
+$$;
+comment on function pgqueue._raise_stream_out_of_step(pgqueue.streams, bigint) is
+'Raises PQ007 stream_out_of_step.';
+
+create function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[])
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ008',
+        message = format('stream %L of queue %L has lost %s of %s messages of batch %s: %s',
+            s.stream_name, s.queue_name, cardinality(lost), cardinality(s.ids), s.acked_seq + 1, pgqueue._some(lost)),
+        detail = format('Reserved at %s until %s.', s.claimed_at, s.claimed_until),
+        hint = 'The reservation ran out and others were given them, or they were purged. Go on without them by fail_on_data_loss => false, or by pgqueue.stream_skip; reserve for longer, or extend more often.';
+end;
+$$;
+comment on function pgqueue._raise_stream_data_lost(pgqueue.streams, bigint[]) is
+'Raises PQ008 stream_data_lost.';
+
+create function pgqueue._raise_stream_poisoned(s pgqueue.streams)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ009',
+        message = format('stream %L of queue %L gives batch %s up after %s replays: messages %s',
+            s.stream_name, s.queue_name, s.acked_seq + 1, s.replays, pgqueue._some(s.ids)),
+        hint = format('Move it, or those of its ids that are the cause, to the dead letters: select pgqueue.stream_skip(%L, %L, %s); or allow more replays.',
+            s.queue_name, s.stream_name, s.acked_seq + 1);
+end;
+$$;
+comment on function pgqueue._raise_stream_poisoned(pgqueue.streams) is
+'Raises PQ009 stream_poisoned.';
+
+create function pgqueue._some(ids bigint[])
+returns text
+language sql immutable parallel safe
+as $$
+    select array_to_string(ids[:20], ', ')
+        || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
+$$;
+comment on function pgqueue._some(bigint[]) is
+'The first 20 ids, and how many more there are, for a message.';
+
 create function pgqueue._raise_role_not_found(role_name name)
 returns void
 language plpgsql stable
@@ -388,7 +564,7 @@ end;
 $$;
 comment on function pgqueue._raise_role_not_found(name) is
 'Raises 42704: an unknown role.';
--- The only reader of the clock, so that a test can replace it inside its own transaction.
+-- Moments. _now is the only reader of the clock, so that a test can replace it inside its own transaction.
 
 create function pgqueue._now()
 returns timestamptz
@@ -396,6 +572,13 @@ language sql volatile parallel safe
 as $$ select clock_timestamp() $$;
 comment on function pgqueue._now() is
 'The time of day. Not now(), which stands still in a transaction and would start claims and delays in the past.';
+
+create function pgqueue._after(moment timestamptz, span interval)
+returns timestamptz
+language sql stable parallel safe
+as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
+comment on function pgqueue._after(timestamptz, interval) is
+'The moment that lies a span later. A day is 24 hours: added as a day it would be 23 or 25 where the clocks of the session''s TimeZone change.';
 -- Registers: sequences used as words of shared memory that survive a crash. A sequence is updated in
 -- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs
 -- time, never a message.
@@ -421,6 +604,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     execute format('create sequence pgqueue.%I', format('queue_%s_%s', queue_id, role));
+    perform pgqueue._keep_private(format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass);
     return format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass;
 end;
 $$;
@@ -472,7 +656,8 @@ begin
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     select * into q from pgqueue.queues where queues.name = queue_name;
-    if not found then
+    -- The snapshot of a repeatable read may be older than a drop_queue: the catalog knows better.
+    if not found or pg_relation_filenode(q.fresh_register) is null then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     return q;
@@ -506,7 +691,8 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     return pg_try_advisory_xact_lock_shared(pgqueue._lock_key(q.name))
-        and exists (select from pgqueue.queues c where c.name = q.name and c.queue_id = q.queue_id);
+        and exists (select from pgqueue.queues c where c.name = q.name and c.queue_id = q.queue_id)
+        and pg_relation_filenode(q.fresh_register) is not null;
 end;
 $$;
 comment on function pgqueue._is_there(pgqueue.queues) is
@@ -525,13 +711,25 @@ $$;
 comment on function pgqueue._public(pgqueue.queues) is
 'A queue''s row without what is internal.';
 
+create function pgqueue._is_within(span interval, least_span interval, most_span interval)
+returns boolean
+language sql immutable parallel safe
+as $$
+    -- By its seconds, too: '300000 years -108000000 days' is equal to nothing at all, and added to a moment
+    -- leads out of the calendar.
+    select span between least_span and most_span
+        and date_part('epoch', span) between date_part('epoch', least_span) and date_part('epoch', most_span)
+$$;
+comment on function pgqueue._is_within(interval, interval, interval) is
+'Whether an interval lies within bounds, as it compares and as it counts; null for null.';
+
 create function pgqueue._check_visibility_timeout(visibility_timeout interval)
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if visibility_timeout not between interval '1 s' and interval '43200 s' then
+    if not pgqueue._is_within(visibility_timeout, '1 s', '43200 s') then
         perform pgqueue._raise_invalid(
             'visibility_timeout', visibility_timeout::text, 'an interval from 1 second to 12 hours (43200 s)');
     end if;
@@ -556,10 +754,10 @@ begin
     if q.max_payload_bytes is null or q.max_payload_bytes not between 1 and 104857600 then
         perform pgqueue._raise_invalid('max_payload_bytes', q.max_payload_bytes::text, 'an integer from 1 to 104857600 (100 MB)');
     end if;
-    if q.backoff_base is null or q.backoff_base not between interval '0 s' and interval '30 days' then
+    if q.backoff_base is null or not pgqueue._is_within(q.backoff_base, '0', '30 days') then
         perform pgqueue._raise_invalid('backoff_base', q.backoff_base::text, 'an interval from 0 to 30 days');
     end if;
-    if q.backoff_max is null or q.backoff_max not between interval '0 s' and interval '30 days' then
+    if q.backoff_max is null or not pgqueue._is_within(q.backoff_max, '0', '30 days') then
         perform pgqueue._raise_invalid('backoff_max', q.backoff_max::text, 'an interval from 0 to 30 days');
     end if;
     if q.backoff_factor is null or q.backoff_factor not between 1 and 100 then
@@ -697,6 +895,7 @@ begin
             partition, split_part(option, '=', 1), split_part(option, '=', 2));
     end loop;
     execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', queue_name));
+    perform pgqueue._keep_private(format('pgqueue.%I', partition)::regclass);
 end;
 $$;
 comment on function pgqueue._create_partition(text, bigint) is
@@ -779,6 +978,7 @@ begin
     end if;
     removed := pgqueue._empty(q, true);
     delete from pgqueue.sweeps where sweeps.queue_name = q.name;
+    delete from pgqueue.streams where streams.queue_name = q.name;
     foreach register in array array[
         q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
     ] loop
@@ -791,7 +991,7 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.drop_queue(text) is
-'Drops a queue with all its messages, the dead ones too, and returns how many those were. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
+'Drops a queue with all its messages, the dead ones too, and its streams, and returns how many messages those were. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
 
 create function pgqueue._empty(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -870,7 +1070,7 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.purge_queue(text) is
-'Removes the messages of a queue that are ready, in flight or scheduled, and returns how many; dead letters stay. Raises PQ001, and PQ004 where a longer transaction holds messages, or a dedicated table.';
+'Removes the messages of a queue that are ready, in flight or scheduled, and returns how many; dead letters stay, and so do streams, which will miss what was reserved for them. Raises PQ001, and PQ004 where a longer transaction holds messages, or a dedicated table.';
 
 create function pgqueue.get_queue(queue_name text)
 returns pgqueue.queue
@@ -911,7 +1111,7 @@ begin
 end;
 $$;
 comment on function pgqueue.pause_queue(text) is
-'Stops the handing out of messages: claim, exchange and receive return none until resume_queue. Sending and settling go on. Returns false if the queue was paused already. Raises PQ001.';
+'Stops the handing out of messages: claim, exchange, receive and stream_claim take none until resume_queue. Sending and settling go on. Returns false if the queue was paused already. Raises PQ001.';
 
 create function pgqueue.resume_queue(queue_name text)
 returns boolean
@@ -976,10 +1176,10 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if delay is null or delay not between interval '0' and interval '10 years' then
+    if delay is null or not pgqueue._is_within(delay, '0', '10 years') then
         perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years');
     end if;
-    if expires_in not between interval '0' and interval '10 years' then
+    if not pgqueue._is_within(expires_in, '0', '10 years') then
         perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years, or null for never');
     end if;
 end;
@@ -1028,16 +1228,16 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         values (
-            q.name, at + delay, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
+            q.name, pgqueue._after(at, delay), at, q.max_attempts, pgqueue._after(at, expires_in), message_id, payload, body, headers
         )
         returning scheduled_messages.id into new_id;
-        perform pgqueue._schedule_by(q, at + delay);
+        perform pgqueue._schedule_by(q, pgqueue._after(at, delay));
     else
         insert into pgqueue.messages (
             queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         values (
-            q.name, at, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
+            q.name, at, at, q.max_attempts, pgqueue._after(at, expires_in), message_id, payload, body, headers
         )
         returning messages.id into new_id;
         perform pgqueue._wake_waiting(q, at);
@@ -1139,7 +1339,7 @@ begin
     perform pgqueue._check_length('delays', cardinality(delays), n);
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(d, null) from unnest(delays) as d
-    where d not between interval '0' and interval '10 years';
+    where not pgqueue._is_within(d, '0', '10 years');
     perform pgqueue._check_content(q, c.payload, c.body, c.headers)
     from unnest(payloads, bodies, headers) as c (payload, body, headers)
     where c.payload is null or c.body is not null or c.headers is not null
@@ -1152,7 +1352,8 @@ begin
     insert into pgqueue.messages (
         id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
     )
-    select u.id, q.name, at, at, q.max_attempts, at + expires_in, u.message_id, u.payload, u.body, u.headers
+    select
+        u.id, q.name, at, at, q.max_attempts, pgqueue._after(at, expires_in), u.message_id, u.payload, u.body, u.headers
     from unnest(ids, payloads, bodies, headers, message_ids, delays) as u (id, payload, body, headers, message_id, delay)
     where coalesce(u.delay, enqueue_batch.delay) = interval '0';
     if found then
@@ -1165,8 +1366,8 @@ begin
                 id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
             )
             select
-                u.id, q.name, at + coalesce(u.delay, enqueue_batch.delay), at, q.max_attempts, at + expires_in,
-                u.message_id, u.payload, u.body, u.headers
+                u.id, q.name, pgqueue._after(at, coalesce(u.delay, enqueue_batch.delay)), at, q.max_attempts,
+                pgqueue._after(at, expires_in), u.message_id, u.payload, u.body, u.headers
             from unnest(ids, payloads, bodies, headers, message_ids, delays)
                 as u (id, payload, body, headers, message_id, delay)
             where coalesce(u.delay, enqueue_batch.delay) > interval '0'
@@ -1662,12 +1863,12 @@ begin
     select
         w.fresh_register, pg_sequence_last_value(w.fresh_register),
         w.paused_at is null and max_messages between 1 and 10000
-            and coalesce(_grab.visibility_timeout between interval '1 s' and interval '43200 s', true)
+            and coalesce(pgqueue._is_within(_grab.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.due_register) > pgqueue._micros(at)
             and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 15000000
     into fresh_register, fresh, plain
     from pgqueue.queues w
-    where w.name = queue_name;
+    where w.name = queue_name and pg_relation_filenode(w.fresh_register) is not null;
     if plain then
         picks := array(
             select m.id from pgqueue.messages m
@@ -1713,7 +1914,7 @@ begin
     return query
     update pgqueue.messages m
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
-    set visible_at = (select pgqueue._now()) + interval '1 s' * date_part('epoch', coalesce(
+    set visible_at = pgqueue._after((select pgqueue._now()), coalesce(
             claim.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name))),
         attempt_count = m.attempt_count + 1,
@@ -1785,8 +1986,7 @@ begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_visibility_timeout(visibility_timeout);
     update pgqueue.messages m
-    set visible_at = pgqueue._now()
-        + interval '1 s' * date_part('epoch', coalesce(extend.visibility_timeout, q.visibility_timeout))
+    set visible_at = pgqueue._after(pgqueue._now(), coalesce(extend.visibility_timeout, q.visibility_timeout))
     where m.queue_name = q.name and m.id = extend.id
         and m.claim_token = extend.claim_token and m.claimed_attempt = m.attempt_count;
     return found;
@@ -1794,6 +1994,35 @@ end;
 $$;
 comment on function pgqueue.extend(text, bigint, uuid, interval) is
 'Ends the claim of a message visibility_timeout (1 s to 43200 s, by default the queue''s) from now, and returns true; false if the claim was lost. Raises 22023, PQ001.';
+
+create function pgqueue.extend_batch(
+    queue_name text, ids bigint[], claim_token uuid, visibility_timeout interval default null
+)
+returns setof bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+begin
+    if ids is null then
+        perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
+    end if;
+    perform pgqueue._check_claim(0, claim_token);
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    return query
+    update pgqueue.messages m
+    set visible_at = pgqueue._after((select pgqueue._now()), coalesce(extend_batch.visibility_timeout, q.visibility_timeout))
+    where m.queue_name = q.name and m.id = any (ids)
+        and m.claim_token = extend_batch.claim_token and m.claimed_attempt = m.attempt_count
+    returning m.id;
+end;
+$$;
+comment on function pgqueue.extend_batch(text, bigint[], uuid, interval) is
+'Ends the claim of messages of one claim as extend does, and returns by id those that are still the caller''s; the others are lost. Raises 22023, PQ001.';
 -- A message leaves: its work is done.
 
 create function pgqueue.ack(queue_name text, id bigint, claim_token uuid)
@@ -1852,34 +2081,54 @@ end;
 $$;
 comment on function pgqueue.ack_batch(text, bigint[], uuid) is
 'Removes the messages of one claim whose work is done, and returns how many were still the caller''s. Raises 22023, PQ001.';
--- A message comes back later, or dies.
+-- A message comes back, or dies: after a failure, or because its consumer stops.
 
-create function pgqueue._settle_failed(
-    queue_name text, id bigint, claim_token uuid, delay interval, error text, rejected boolean
+create function pgqueue._check_failure(id bigint, delay interval, headers jsonb)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if id is null then
+        perform pgqueue._raise_invalid('id', null, 'the id of a message');
+    end if;
+    if not pgqueue._is_within(delay, '0', '10 years') then
+        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years, or null for the queue''s backoff');
+    end if;
+    if jsonb_typeof(headers) <> 'object' then
+        perform pgqueue._raise_invalid('headers', left(headers::text, 200), 'a JSON object, or null for none');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_failure(bigint, interval, jsonb) is
+'Raises 22023 for an argument of nack, reject or record_failure that is out of bounds.';
+
+create function pgqueue._merged_headers(own jsonb, added jsonb)
+returns jsonb
+language sql immutable parallel safe
+as $$
+    -- Evidence never hinders settling: where it does not fit, a message keeps the headers it has.
+    select case
+        when added is null or jsonb_typeof(own) <> 'object' then own
+        when octet_length((coalesce(own, '{}') || added)::text) > 65536 then own
+        else coalesce(own, '{}') || added
+    end
+$$;
+comment on function pgqueue._merged_headers(jsonb, jsonb) is
+'The headers of a message with those of a failure added; its own where the two exceed 64 KB, or where its own are no object.';
+
+create function pgqueue._fail(
+    q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, rejected boolean
 )
-returns boolean
+returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    m pgqueue.messages;
     due_at timestamptz;
 begin
-    perform pgqueue._check_claim(id, claim_token);
-    if delay not between interval '0' and interval '10 years' then
-        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years, or null for the queue''s backoff');
-    end if;
-
-    delete from pgqueue.messages c
-    where c.queue_name = q.name and c.id = _settle_failed.id
-        and c.claim_token = _settle_failed.claim_token and c.claimed_attempt = c.attempt_count
-    returning c.* into m;
-    if not found then
-        return false;
-    end if;
     m.last_error := coalesce(left(error, 65536), m.last_error);
+    m.headers := pgqueue._merged_headers(m.headers, _fail.headers);
 
     if rejected or m.attempt_count >= m.max_attempts then
         if q.dlq_enabled then
@@ -1893,13 +2142,13 @@ begin
                 case when rejected then 'rejected' else 'attempts_exhausted' end
             )
             on conflict on constraint dead_messages_pkey do update
-            set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
-                reason = excluded.reason;
+            set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+                last_error = excluded.last_error, reason = excluded.reason;
         end if;
-        return true;
+        return;
     end if;
 
-    due_at := at + coalesce(delay, pgqueue._backoff(q, m.attempt_count));
+    due_at := pgqueue._after(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
     insert into pgqueue.scheduled_messages (
         id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
         payload, body, headers, claimed_by, last_error
@@ -1909,14 +2158,48 @@ begin
         m.payload, m.body, m.headers, m.claimed_by, m.last_error
     );
     perform pgqueue._schedule_by(q, due_at);
+end;
+$$;
+comment on function pgqueue._fail(
+    pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, boolean
+) is
+'What becomes of a message that was taken out of messages after an attempt failed: it is scheduled, or dead.';
+
+create function pgqueue._settle_failed(
+    queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, rejected boolean
+)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    m pgqueue.messages;
+begin
+    perform pgqueue._check_claim(id, claim_token);
+    perform pgqueue._check_failure(id, delay, headers);
+    delete from pgqueue.messages c
+    where c.queue_name = q.name and c.id = _settle_failed.id
+        and c.claim_token = _settle_failed.claim_token and c.claimed_attempt = c.attempt_count
+    returning c.* into m;
+    if not found then
+        return false;
+    end if;
+    perform pgqueue._fail(q, m, at, delay, error, headers, rejected);
     return true;
 end;
 $$;
-comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, boolean) is
+comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, jsonb, boolean) is
 'What nack and reject share.';
 
 create function pgqueue.nack(
-    queue_name text, id bigint, claim_token uuid, delay interval default null, error text default null
+    queue_name text,
+    id bigint,
+    claim_token uuid,
+    delay interval default null,
+    error text default null,
+    headers jsonb default null
 )
 returns boolean
 language plpgsql volatile security definer
@@ -1926,14 +2209,14 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    return pgqueue._settle_failed(queue_name, id, claim_token, delay, error, false);
+    return pgqueue._settle_failed(queue_name, id, claim_token, delay, error, headers, false);
 end;
 $$;
-comment on function pgqueue.nack(text, bigint, uuid, interval, text) is
-'Gives a claimed message back after a failure, and returns true; false if the claim was lost. It is delivered again after delay (0 to 10 years), by default after the queue''s backoff; if its attempts are spent it goes to the dead letters with reason attempts_exhausted, or is deleted where the queue has none. error is kept as last_error, up to 65,536 characters. Raises 22023, PQ001.';
+comment on function pgqueue.nack(text, bigint, uuid, interval, text, jsonb) is
+'Gives a claimed message back after a failure, and returns true; false if the claim was lost. It is delivered again after delay (0 to 10 years), by default after the queue''s backoff; if its attempts are spent it goes to the dead letters with reason attempts_exhausted, or is deleted where the queue has none. error is kept as last_error, up to 65,536 characters. headers, a JSON object, is merged into the message''s headers, in place of those of the same name; the message keeps its own as they are where the two together exceed 64 KB, or where its own are no object. Raises 22023, PQ001.';
 
 create function pgqueue.reject(
-    queue_name text, id bigint, claim_token uuid, error text default null
+    queue_name text, id bigint, claim_token uuid, error text default null, headers jsonb default null
 )
 returns boolean
 language plpgsql volatile security definer
@@ -1943,11 +2226,107 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    return pgqueue._settle_failed(queue_name, id, claim_token, null, error, true);
+    return pgqueue._settle_failed(queue_name, id, claim_token, null, error, headers, true);
 end;
 $$;
-comment on function pgqueue.reject(text, bigint, uuid, text) is
-'Gives a claimed message up at once, whatever attempts are left, and returns true; false if the claim was lost. It goes to the dead letters with reason rejected, or is deleted where the queue has none. error is kept as last_error, up to 65,536 characters. Raises 22023, PQ001.';
+comment on function pgqueue.reject(text, bigint, uuid, text, jsonb) is
+'Gives a claimed message up at once, whatever attempts are left, and returns true; false if the claim was lost. It goes to the dead letters with reason rejected, or is deleted where the queue has none. error and headers are kept as by nack. Raises 22023, PQ001.';
+
+create function pgqueue.record_failure(
+    queue_name text,
+    id bigint,
+    attempt_count int,
+    delay interval default null,
+    error text default null,
+    headers jsonb default null
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    m pgqueue.messages;
+begin
+    perform pgqueue._check_failure(id, delay, headers);
+    if attempt_count is null or attempt_count < 1 then
+        perform pgqueue._raise_invalid('attempt_count', attempt_count::text, 'the attempt_count that receive returned, from 1');
+    end if;
+    delete from pgqueue.messages c
+    where c.queue_name = q.name and c.id = any (array(
+        select f.id from pgqueue.messages f
+        where f.queue_name = q.name and f.id = record_failure.id
+            and f.attempt_count = record_failure.attempt_count - 1 and f.visible_at <= at
+        for update skip locked))
+    returning c.* into m;
+    if not found then
+        -- What had come due was fetched from here by the transaction that rolled back.
+        delete from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.id = any (array(
+            select f.id from pgqueue.scheduled_messages f
+            where f.queue_name = q.name and f.id = record_failure.id
+                and f.attempt_count = record_failure.attempt_count - 1 and f.due_at <= at
+            for update skip locked))
+        returning
+            c.id, c.queue_name, c.enqueued_at, c.due_at, c.attempt_count, c.max_attempts, null::int, null::uuid,
+            c.expires_at, c.message_id, c.payload, c.body, c.headers, c.claimed_by, c.last_error
+        into m;
+        if not found then
+            return false;
+        end if;
+    end if;
+    m.attempt_count := record_failure.attempt_count;
+    perform pgqueue._fail(q, m, at, delay, error, headers, false);
+    return true;
+end;
+$$;
+comment on function pgqueue.record_failure(text, bigint, int, interval, text, jsonb) is
+'Counts an attempt whose transaction was rolled back, a receive or a claim that never was committed, and returns true: the message is backed off or dead as by nack, whose delay, error and headers these are. attempt_count is that of the failed attempt, as receive returned it (from 1). False, and nothing is done, if the message is gone, claimed, or held by another transaction, which is not waited for, or if an attempt was counted since. Raises 22023, PQ001.';
+
+create function pgqueue.release(queue_name text, ids bigint[], claim_token uuid)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    released int;
+begin
+    if ids is null then
+        perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
+    end if;
+    perform pgqueue._check_claim(0, claim_token);
+    with given_back as (
+        delete from pgqueue.messages m
+        where m.queue_name = q.name and m.id = any (ids)
+            and m.claim_token = release.claim_token and m.claimed_attempt = m.attempt_count
+        returning m.*
+    )
+    insert into pgqueue.scheduled_messages (
+        id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
+        payload, body, headers, claimed_by, last_error
+    )
+    select
+        g.id, g.queue_name, at, g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
+        g.payload, g.body, g.headers, g.claimed_by, g.last_error
+    from given_back g;
+    get diagnostics released = row_count;
+    if released > 0 then
+        perform pgqueue._schedule_by(q, at);
+    end if;
+    return released;
+end;
+$$;
+comment on function pgqueue.release(text, bigint[], uuid) is
+'Gives messages of one claim back unworked, as a consumer that stops does, and returns how many were still the caller''s. They are ready at once, and their attempt does not count. Raises 22023, PQ001.';
 -- A consumer's whole step in one call and one commit: what is done leaves, what is next comes.
 
 create function pgqueue.exchange(
@@ -1998,7 +2377,7 @@ begin
     return query
     update pgqueue.messages m
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
-    set visible_at = (select pgqueue._now()) + interval '1 s' * date_part('epoch', coalesce(
+    set visible_at = pgqueue._after((select pgqueue._now()), coalesce(
             exchange.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name))),
         attempt_count = m.attempt_count + 1,
@@ -2012,6 +2391,677 @@ end;
 $$;
 comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) is
 'Acknowledges ids, all claimed with claim_token, and claims up to max_messages as claim does, in one call. Returns first a row with lost = true, id and queue_name for every id whose claim was lost, then the claimed messages by id with lost = false. ids may be empty or null, claim_token then too. Raises 22023, PQ001.';
+-- Batches that can be read again. A stream reserves messages under a number and a token, which a reader keeps in its
+-- checkpoint: after any crash it is given the very same messages, until it says that the batch is done. One batch is
+-- open at a time; one reader at a time, as each opening fences the one before; each call is one transaction.
+
+create function pgqueue._check_stream_name(stream_name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if stream_name is null or stream_name !~ '^[a-z0-9_-]{1,128}$' then
+        perform pgqueue._raise_invalid('stream_name', stream_name,
+            '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_stream_name(text) is
+'Raises 22023 for what is no name of a stream.';
+
+create function pgqueue._check_batch(seq bigint, claim_token uuid)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if seq is null or seq < 1 then
+        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, from 1');
+    end if;
+    if claim_token is null then
+        perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that stream_claim returned');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_batch(bigint, uuid) is
+'Raises 22023 for what names no batch.';
+
+create function pgqueue._next_epoch(epoch bigint)
+returns bigint
+language sql volatile
+as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._micros(pgqueue._now())) $$;
+comment on function pgqueue._next_epoch(bigint) is
+'The epoch that follows. By the clock, as a count would start over in a stream dropped and made again, or in a restored database, and let an old reader pass for the new one.';
+
+create function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if epoch is null then
+        perform pgqueue._raise_invalid('epoch', null, 'the epoch that stream_open returned');
+    end if;
+    if epoch <> s.epoch then
+        perform pgqueue._raise_stream_fenced(s, epoch);
+    end if;
+end;
+$$;
+comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
+'Raises PQ006 unless the caller opened the stream last.';
+
+create function pgqueue._hold_stream(queue_name text, stream_name text)
+returns pgqueue.streams
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.streams;
+begin
+    select t.* into s from pgqueue.streams t
+    where t.queue_name = _hold_stream.queue_name and t.stream_name = _hold_stream.stream_name
+    for no key update;
+    if not found then
+        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
+    end if;
+    return s;
+end;
+$$;
+comment on function pgqueue._hold_stream(text, text) is
+'The stream of that name, locked: behind the queue, before messages. Raises PQ005.';
+
+create function pgqueue._public_stream(s pgqueue.streams)
+returns pgqueue.stream
+language sql stable
+as $$
+    select row(
+        s.queue_name, s.stream_name, s.epoch, s.opened_by, s.opened_at, s.created_at, s.acked_seq, s.acked_token,
+        s.claim_token, cardinality(s.ids) - cardinality(s.left_out), s.partitions, s.replays, s.claimed_at,
+        s.claimed_until, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0)
+    )::pgqueue.stream
+$$;
+comment on function pgqueue._public_stream(pgqueue.streams) is
+'A stream''s row without what is internal.';
+
+create function pgqueue._open_batch(s pgqueue.streams, lost bigint[])
+returns pgqueue.stream_batch
+language sql stable
+as $$
+    select row(
+        s.queue_name, s.stream_name, s.acked_seq + 1, s.claim_token, cardinality(s.ids) - cardinality(s.left_out),
+        s.partitions, s.replays, s.claimed_at, s.claimed_until, lost
+    )::pgqueue.stream_batch
+$$;
+comment on function pgqueue._open_batch(pgqueue.streams, bigint[]) is
+'The open batch of a stream, as the verbs return it.';
+
+create function pgqueue._without(ids bigint[], others bigint[])
+returns bigint[]
+language sql immutable parallel safe
+as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
+comment on function pgqueue._without(bigint[], bigint[]) is
+'The ids that are not among the others, in order.';
+
+create function pgqueue._keep_batch(s pgqueue.streams, until timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    kept bigint[];
+begin
+    with extended as (
+        update pgqueue.messages m
+        set visible_at = until
+        where m.queue_name = s.queue_name and m.id = any (s.ids)
+            and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count
+        returning m.id
+    )
+    select coalesce(array_agg(e.id), '{}'::bigint[]) into kept from extended e;
+    if cardinality(kept) = cardinality(s.ids) - cardinality(s.left_out) then
+        return '{}'::bigint[];
+    end if;
+    return pgqueue._without(s.ids, s.left_out || kept);
+end;
+$$;
+comment on function pgqueue._keep_batch(pgqueue.streams, timestamptz) is
+'Keeps the messages of the open batch until then, also where their claim ran out but nobody took them, and returns the ids of those that are lost.';
+
+create function pgqueue._settle_batch(s pgqueue.streams)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    acked int;
+begin
+    delete from pgqueue.messages m
+    where m.queue_name = s.queue_name and m.id = any (s.ids)
+        and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
+    get diagnostics acked = row_count;
+    return acked;
+end;
+$$;
+comment on function pgqueue._settle_batch(pgqueue.streams) is
+'Removes the messages of the open batch, and returns how many were still the stream''s.';
+
+create function pgqueue._close_batch(s pgqueue.streams)
+returns pgqueue.streams
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    s.claim_token := null;
+    s.ids := null;
+    s.left_out := null;
+    s.partitions := null;
+    s.visibility_timeout := null;
+    s.claimed_at := null;
+    s.claimed_until := null;
+    s.replays := null;
+    s.begun_epoch := null;
+    return s;
+end;
+$$;
+comment on function pgqueue._close_batch(pgqueue.streams) is
+'The stream without an open batch.';
+
+create function pgqueue._save_batch(s pgqueue.streams)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    update pgqueue.streams t
+    set acked_seq = s.acked_seq, acked_token = s.acked_token, claim_token = s.claim_token, ids = s.ids,
+        left_out = s.left_out, partitions = s.partitions, visibility_timeout = s.visibility_timeout,
+        claimed_at = s.claimed_at, claimed_until = s.claimed_until, replays = s.replays, begun_epoch = s.begun_epoch
+    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+end;
+$$;
+comment on function pgqueue._save_batch(pgqueue.streams) is
+'Writes how far a stream is, and its open batch.';
+
+create function pgqueue.stream_open(queue_name text, stream_name text, opened_by text default null)
+returns pgqueue.stream
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    s pgqueue.streams;
+begin
+    perform pgqueue._check_stream_name(stream_name);
+    insert into pgqueue.streams as t (queue_name, stream_name, epoch, opened_by, opened_at, created_at)
+    values (q.name, stream_open.stream_name, pgqueue._next_epoch(null), stream_open.opened_by, pgqueue._now(), pgqueue._now())
+    on conflict on constraint streams_pkey do update
+    set epoch = pgqueue._next_epoch(t.epoch), opened_by = excluded.opened_by, opened_at = excluded.opened_at
+    returning t.* into s;
+    return pgqueue._public_stream(s);
+end;
+$$;
+comment on function pgqueue.stream_open(text, text, text) is
+'Opens a stream of the queue, making it where there is none, and returns it with a new epoch: whoever opened it before is fenced, and gets PQ006 from then on. stream_name (as a queue''s name) is one query''s own. Reading begins behind acked_seq and acked_token where the reader has no checkpoint. opened_by is a name for humans. Raises 22023, PQ001.';
+
+create function pgqueue._pick_up_to(q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return array(
+        select m.id from pgqueue.messages m
+        where m.queue_name = q.name and m.id >= coalesce(pgqueue._head_of(q.name), 0) and m.id <= up_to_id
+            and m.visible_at <= at and m.attempt_count < m.max_attempts
+            and (m.expires_at is null or m.expires_at > at)
+        order by m.id limit wanted for update skip locked
+    );
+end;
+$$;
+comment on function pgqueue._pick_up_to(pgqueue.queues, timestamptz, bigint, int) is
+'The ids of up to wanted messages up to an id that are ready, locked: the whole walk, for who must not miss one.';
+
+create function pgqueue._reserve(
+    q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, up_to_id bigint
+)
+returns pgqueue.streams
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    token constant uuid := gen_random_uuid();
+    span constant interval := coalesce(visibility_timeout, q.visibility_timeout);
+    wanted int;
+    picks bigint[];
+    ids bigint[] := '{}'::bigint[];
+    until timestamptz;
+    first_until timestamptz;
+    is_short boolean;
+    by_walk boolean := false;
+begin
+    -- In portions, as a pick compares what it finds with what it has.
+    loop
+        wanted := least(max_messages - cardinality(ids), 10000);
+        exit when wanted = 0;
+        if by_walk then
+            picks := pgqueue._pick_up_to(q, pgqueue._now(), up_to_id, wanted);
+            is_short := cardinality(picks) < wanted;
+        else
+            picks := pgqueue._grab(q.name, wanted, visibility_timeout);
+            is_short := cardinality(picks) < wanted;
+            if up_to_id is not null and (is_short or up_to_id < any (picks)) then
+                -- What lies beyond is left to others. What does not may still have been passed over.
+                perform setval(q.fresh_register, greatest(1, least(pg_sequence_last_value(q.fresh_register), min(p))))
+                from unnest(picks) as p
+                where p > up_to_id
+                having count(*) > 0;
+                picks := array(select p from unnest(picks) as p where p <= up_to_id);
+                by_walk := q.paused_at is null;
+                is_short := not by_walk;
+            end if;
+        end if;
+        if picks <> '{}' then
+            until := pgqueue._after(pgqueue._now(), span);
+            update pgqueue.messages m
+            set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
+                claim_token = token, claimed_by = 'stream ' || s.stream_name
+            where m.queue_name = q.name and m.id = any (picks);
+            ids := ids || picks;
+            first_until := coalesce(first_until, until);
+        end if;
+        exit when is_short;
+    end loop;
+    if ids <> '{}' then
+        s.claim_token := token;
+        s.ids := pgqueue._without(ids, '{}');
+        s.left_out := '{}';
+        s.visibility_timeout := span;
+        s.claimed_at := pgqueue._now();
+        s.claimed_until := first_until;
+        s.replays := 0;
+    end if;
+    return s;
+end;
+$$;
+comment on function pgqueue._reserve(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
+'Claims messages for a stream, and returns it with them as its open batch, if any were ready.';
+
+create function pgqueue.stream_claim(
+    queue_name text,
+    stream_name text,
+    epoch bigint,
+    after_seq bigint,
+    after_token uuid,
+    max_messages int default 10000,
+    partitions int default 1,
+    visibility_timeout interval default null,
+    up_to_id bigint default null,
+    fail_on_data_loss boolean default true
+)
+returns setof pgqueue.stream_batch
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    lost bigint[];
+    changed boolean := true;
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    if after_seq is null or after_seq < 0 then
+        perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last batch that is done, 0 before the first');
+    end if;
+    if max_messages is null or max_messages not between 1 and 100000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 100000');
+    end if;
+    if partitions is null or partitions not between 1 and 1000 then
+        perform pgqueue._raise_invalid('partitions', partitions::text, 'an integer from 1 to 1000');
+    end if;
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    if fail_on_data_loss is null then
+        perform pgqueue._raise_invalid('fail_on_data_loss', null, 'true or false');
+    end if;
+
+    if after_seq = s.acked_seq and after_token is not distinct from s.acked_token then
+        if s.claim_token is not null then
+            -- Claimed by one who died before he could note it, or whose answer was lost: it goes on as it is, less what
+            -- others were given since. The attempt is counted already.
+            s.claimed_until := pgqueue._after(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
+            lost := pgqueue._keep_batch(s, s.claimed_until);
+            s.left_out := s.left_out || lost;
+            if cardinality(s.left_out) < cardinality(s.ids) then
+                update pgqueue.streams t
+                set left_out = s.left_out, claimed_until = s.claimed_until
+                where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+                return next pgqueue._open_batch(s, lost);
+                return;
+            end if;
+            s := pgqueue._close_batch(s);
+        else
+            changed := false;
+        end if;
+    elsif after_seq = s.acked_seq + 1 and after_token = s.claim_token then
+        perform pgqueue._settle_batch(s);
+        s := pgqueue._close_batch(s);
+        s.acked_seq := after_seq;
+        s.acked_token := after_token;
+    elsif fail_on_data_loss then
+        perform pgqueue._raise_stream_out_of_step(s, after_seq);
+    else
+        if s.claim_token is not null then
+            perform pgqueue.release(queue_name, s.ids, s.claim_token);
+        end if;
+        s := pgqueue._close_batch(s);
+        s.acked_seq := after_seq;
+        s.acked_token := after_token;
+    end if;
+
+    s := pgqueue._reserve(q, s, max_messages, visibility_timeout, up_to_id);
+    if s.claim_token is not null then
+        s.partitions := partitions;
+        return next pgqueue._open_batch(s, '{}');
+    elsif not changed then
+        -- An idle stream writes nothing.
+        return;
+    end if;
+    perform pgqueue._save_batch(s);
+end;
+$$;
+comment on function pgqueue.stream_claim(text, text, bigint, bigint, uuid, int, int, interval, bigint, boolean) is
+'Acknowledges everything up to batch after_seq with token after_token (0 and null before the first), which must be done for good, and returns the batch behind it: the one that is open already, with the same messages, or else a new one of up to max_messages (1 to 100000) that are ready, claimed as claim does for visibility_timeout; no row where none is ready or the queue is paused. It is to be read in partitions (1 to 1000). up_to_id leaves what is sent later to a later run. Where after_seq and after_token are not the stream''s, the checkpoint was rolled back, copied or taken from another: that raises PQ007; with fail_on_data_loss false the stream follows the checkpoint, and an open batch is given back. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+
+create function pgqueue.stream_begin(
+    queue_name text,
+    stream_name text,
+    epoch bigint,
+    seq bigint,
+    claim_token uuid,
+    max_replays int default 5,
+    fail_on_data_loss boolean default true
+)
+returns pgqueue.stream_batch
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    at constant timestamptz := pgqueue._now();
+    lost bigint[] := '{}'::bigint[];
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    perform pgqueue._check_batch(seq, claim_token);
+    if max_replays < 0 then
+        perform pgqueue._raise_invalid('max_replays', max_replays::text, 'an integer from 0, or null for no limit');
+    end if;
+    if fail_on_data_loss is null then
+        perform pgqueue._raise_invalid('fail_on_data_loss', null, 'true or false');
+    end if;
+    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_begin.claim_token then
+        if fail_on_data_loss then
+            perform pgqueue._raise_stream_out_of_step(s, seq);
+        end if;
+        return row(
+            q.name, s.stream_name, seq, stream_begin.claim_token, 0, 0, 0, null::timestamptz, null::timestamptz,
+            '{}'::bigint[]
+        )::pgqueue.stream_batch;
+    end if;
+
+    -- What was claimed just now needs no look; what is missing all the same is noticed by who reads it.
+    if s.begun_epoch is not null or s.claimed_until < pgqueue._after(at, s.visibility_timeout / 2) then
+        s.claimed_until := pgqueue._after(at, s.visibility_timeout);
+        lost := pgqueue._keep_batch(s, s.claimed_until);
+        if lost <> '{}' then
+            if fail_on_data_loss then
+                perform pgqueue._raise_stream_data_lost(s, lost);
+            end if;
+            s.left_out := s.left_out || lost;
+        end if;
+    end if;
+    -- One replay an epoch, however often a reader plans it. An empty batch cannot do any harm.
+    if s.begun_epoch <> epoch and cardinality(s.left_out) < cardinality(s.ids) then
+        if s.replays >= max_replays then
+            perform pgqueue._raise_stream_poisoned(s);
+        end if;
+        s.replays := s.replays + 1;
+    end if;
+    update pgqueue.streams t
+    set left_out = s.left_out, claimed_until = s.claimed_until, replays = s.replays, begun_epoch = stream_begin.epoch
+    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+    return pgqueue._open_batch(s, lost);
+end;
+$$;
+comment on function pgqueue.stream_begin(text, text, bigint, bigint, uuid, int, boolean) is
+'Begins to read the open batch, for the first time or again after a crash, and returns it: to be called before its partitions are read. Where it is read again the reservation is renewed, and messages that are no longer the stream''s, as it ran out and others took them, raise PQ008, which names them; with fail_on_data_loss false they are left out of the batch from then on, and returned as lost. A batch that was begun in max_replays + 1 epochs (null for any number) raises PQ009, which names it and its messages. A batch that is not the open one raises PQ007, and is never taken for an empty one; with fail_on_data_loss false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
+
+create function pgqueue.stream_read(
+    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
+)
+returns setof pgqueue.message
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    -- Stable: the stream and its messages are seen in one snapshot, so that what is skipped or acknowledged
+    -- meanwhile is either read in full or refused.
+    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    s pgqueue.streams;
+    wanted bigint[];
+    n bigint;
+begin
+    select t.* into s from pgqueue.streams t
+    where t.queue_name = q.name and t.stream_name = stream_read.stream_name;
+    if not found then
+        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
+    end if;
+    perform pgqueue._check_epoch(s, epoch);
+    perform pgqueue._check_batch(seq, claim_token);
+    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_read.claim_token then
+        perform pgqueue._raise_stream_out_of_step(s, seq);
+    end if;
+    wanted := s.ids;
+    if partition is not null then
+        if partition not between 0 and s.partitions - 1 then
+            perform pgqueue._raise_invalid('partition', partition::text, format('an integer from 0 to %s, or null for all', s.partitions - 1));
+        end if;
+        n := cardinality(s.ids);
+        wanted := s.ids[n * partition / s.partitions + 1 : n * (partition + 1) / s.partitions];
+    end if;
+    if s.left_out <> '{}' then
+        wanted := pgqueue._without(wanted, s.left_out);
+    end if;
+    return query
+    select
+        m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
+        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
+    from pgqueue.messages m
+    where m.queue_name = q.name and m.id = any (wanted)
+        and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
+    get diagnostics n = row_count;
+    if n < cardinality(wanted) then
+        perform pgqueue._raise_stream_data_lost(s, pgqueue._without(wanted, array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id = any (wanted)
+                and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count)));
+    end if;
+end;
+$$;
+comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is
+'Returns the messages of one partition of the open batch, from 0, or of all where partition is null: by id, each partition a stretch of them. It changes nothing, may be called as often as wanted, in parallel, and returns the same each time but for visible_at. Never returns less: messages that are no longer the stream''s raise PQ008, and a batch that is not the open one PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008.';
+
+create function pgqueue.stream_extend(
+    queue_name text, stream_name text, epoch bigint, visibility_timeout interval default null
+)
+returns setof pgqueue.stream_batch
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    lost bigint[];
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    if s.claim_token is null then
+        return;
+    end if;
+    s.claimed_until := pgqueue._after(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
+    lost := pgqueue._keep_batch(s, s.claimed_until);
+    update pgqueue.streams t
+    set claimed_until = s.claimed_until
+    where t.queue_name = q.name and t.stream_name = s.stream_name;
+    return next pgqueue._open_batch(s, lost);
+end;
+$$;
+comment on function pgqueue.stream_extend(text, text, bigint, interval) is
+'Ends the reservation of the open batch visibility_timeout (1 s to 43200 s, by default that of its claim) from now, and returns the batch, with the ids of the messages that are no longer the stream''s in lost; no row where none is open. The heartbeat of a reader. Raises 22023, PQ001, PQ005, PQ006.';
+
+create function pgqueue.stream_ack(
+    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid
+)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    acked int;
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    perform pgqueue._check_batch(seq, claim_token);
+    if seq < s.acked_seq or seq = s.acked_seq and s.acked_token = stream_ack.claim_token then
+        return 0;
+    end if;
+    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_ack.claim_token then
+        perform pgqueue._raise_stream_out_of_step(s, seq);
+    end if;
+    acked := pgqueue._settle_batch(s);
+    s := pgqueue._close_batch(s);
+    s.queue_name := q.name;
+    s.acked_seq := seq;
+    s.acked_token := stream_ack.claim_token;
+    perform pgqueue._save_batch(s);
+    return acked;
+end;
+$$;
+comment on function pgqueue.stream_ack(text, text, bigint, bigint, uuid) is
+'Removes the messages of the open batch, whose work is done for good, and returns how many were still the stream''s; 0 where it was acknowledged before. A batch that was never claimed, or another of its number, raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+
+create function pgqueue.stream_skip(
+    queue_name text,
+    stream_name text,
+    seq bigint,
+    ids bigint[] default null,
+    error text default null,
+    epoch bigint default null
+)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    at constant timestamptz := pgqueue._now();
+    wanted bigint[];
+    m pgqueue.messages;
+    skipped int := 0;
+begin
+    if epoch is not null then
+        perform pgqueue._check_epoch(s, epoch);
+    end if;
+    perform pgqueue._check_batch(seq, coalesce(s.claim_token, gen_random_uuid()));
+    if seq <> s.acked_seq + 1 or s.claim_token is null then
+        perform pgqueue._raise_stream_out_of_step(s, seq);
+    end if;
+    wanted := pgqueue._without(s.ids, s.left_out);
+    if stream_skip.ids is not null then
+        wanted := pgqueue._without(wanted, pgqueue._without(wanted, stream_skip.ids));
+    end if;
+    for m in
+        delete from pgqueue.messages c
+        where c.queue_name = q.name and c.id = any (wanted)
+            and c.claim_token = s.claim_token and c.claimed_attempt = c.attempt_count
+        returning c.*
+    loop
+        perform pgqueue._fail(
+            q, m, at, null,
+            coalesce(error, format('skipped with batch %s of stream %s after %s replays', seq, s.stream_name, s.replays)),
+            null, true);
+        skipped := skipped + 1;
+    end loop;
+    -- What is left has another chance. Who reads the batch while nobody has told him is fenced.
+    update pgqueue.streams t
+    set left_out = s.left_out || wanted, replays = 0,
+        epoch = case when stream_skip.epoch is null then pgqueue._next_epoch(t.epoch) else t.epoch end
+    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+    return skipped;
+end;
+$$;
+comment on function pgqueue.stream_skip(text, text, bigint, bigint[], text, bigint) is
+'Takes messages, all or those in ids, out of the open batch, whose number is seq, and returns how many went to the dead letters, with reason rejected and error as last_error, or were deleted where the queue has none. What the stream had lost is left out, too. The batch goes on with the rest, and its replays start over; without a rest it is read as an empty one. By hand it is called without epoch, which fences who reads the stream: start him again. A reader that sorts out what it cannot use gives its epoch. Raises 22023, PQ001, PQ005, PQ006, and PQ007 where the batch is not open.';
+
+create function pgqueue.list_streams(queue_name text default null)
+returns setof pgqueue.stream
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if queue_name is not null then
+        perform pgqueue._look_at(queue_name);
+    end if;
+    return query
+    select l.*
+    from pgqueue.streams t cross join lateral pgqueue._public_stream(t) l
+    where t.queue_name = coalesce(list_streams.queue_name, t.queue_name)
+    order by t.queue_name, t.stream_name;
+end;
+$$;
+comment on function pgqueue.list_streams(text) is
+'Returns the streams of a queue, or of every queue where queue_name is null, by name. Raises PQ001.';
+
+create function pgqueue.drop_stream(queue_name text, stream_name text)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    s constant pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    released int := 0;
+begin
+    if s.claim_token is not null then
+        released := pgqueue.release(queue_name, s.ids, s.claim_token);
+    end if;
+    delete from pgqueue.streams t where t.queue_name = q.name and t.stream_name = s.stream_name;
+    return released;
+end;
+$$;
+comment on function pgqueue.drop_stream(text, text) is
+'Drops a stream, gives the messages of its open batch back as release does, and returns how many those were. A reader that still has a checkpoint of it is refused with PQ005, and with PQ007 once the stream is made again. Raises PQ001, PQ005.';
 -- What was given up comes back, or goes for good.
 
 create function pgqueue.redrive(
@@ -2663,7 +3713,7 @@ declare
     until timestamptz;
     due_at timestamptz;
 begin
-    if timeout is null or timeout not between interval '0 s' and interval '1 day' then
+    if timeout is null or not pgqueue._is_within(timeout, '0', '1 day') then
         perform pgqueue._raise_invalid('timeout', timeout::text, 'an interval from 0 to 1 day');
     end if;
     until := pgqueue._now() + timeout;
@@ -2790,14 +3840,47 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    top_id bigint;
+    last_id bigint;
+    twins bigint;
     lapsed bigint;
     oldest_at timestamptz;
     shortest interval;
     index_statement text;
     pending text[];
     since timestamptz;
-    s pgqueue.queue_stats := pgqueue._stats(q, at);
+    s pgqueue.queue_stats;
 begin
+    -- The ids first, the sequence behind them: what is sent in between has no id from beyond.
+    top_id := greatest(
+        (select max(m.id) from pgqueue.messages m where m.queue_name = q.name),
+        (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name));
+    last_id := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
+    if top_id > last_id then
+        return next row('error', q.name, 'ids_above_sequence',
+            format('message %s has an id that the sequence pgqueue.message_id has not reached: messages sent now are found late, claims may fail, and so will the enqueue that gets this id', top_id),
+            format(
+                'update pgqueue.messages set id = nextval(''pgqueue.message_id'') where queue_name = %1$L and id > %2$s;'
+                ' update pgqueue.scheduled_messages set id = nextval(''pgqueue.message_id'') where queue_name = %1$L and id > %2$s;'
+                ' select setval(%3$L, greatest(1, min(id))) from pgqueue.messages where queue_name = %1$L;',
+                q.name, last_id, q.fresh_register))::pgqueue.finding;
+        -- The figures below would be wrong.
+        return;
+    end if;
+
+    select count(*), min(m.id) into twins, top_id
+    from pgqueue.messages m
+    where m.queue_name = q.name and m.id = any (array(
+        select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.due_at, c.id limit 1000));
+    if twins > 0 then
+        return next row('error', q.name, 'twin_messages',
+            format('%s ids are taken twice, by a message and by a scheduled one, the first is %s: claims fail when its twin comes due', twins, top_id),
+            format(
+                'update pgqueue.scheduled_messages s set id = nextval(''pgqueue.message_id'') from pgqueue.messages m'
+                ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name))::pgqueue.finding;
+    end if;
+
+    s := pgqueue._stats(q, at);
     if q.paused_at is not null then
         return next row('info', q.name, 'paused_queue',
             format('paused since %s, %s messages ready', q.paused_at, s.ready_messages),
@@ -2825,6 +3908,14 @@ begin
             format('%s claims ran out, the first %s ago, and no consumer has come by since', lapsed, at - oldest_at),
             'Start a consumer: any claim takes them over or buries them.')::pgqueue.finding;
     end if;
+    return query
+    select
+        'warning', q.name, 'lapsed_stream',
+        format('the reservation of batch %s of stream %L, %s messages, ran out %s ago, and its query has not come back',
+            t.acked_seq + 1, t.stream_name, cardinality(t.ids) - cardinality(t.left_out), at - t.claimed_until),
+        format('Start its query again, or give the messages back: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
+    from pgqueue.streams t
+    where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
     if shortest < peek_delay then
         return next row('warning', q.name, 'peek_delay_above_time_to_live',
             format('messages live for as little as %s, but consumers look every %s', shortest, peek_delay),
@@ -2911,7 +4002,7 @@ begin
 end;
 $$;
 comment on function pgqueue.doctor(interval) is
-'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, misplaced_messages, sequence_cache, autovacuum_off, paused_queue, dead_messages, stuck_claims, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer. Severities are error, warning and info; no row means all is well.';
+'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, autovacuum_off, paused_queue, dead_messages, stuck_claims, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer. Severities are error, warning and info; no row means all is well.';
 -- Who may do what, on one page: the verbs that a role may call are its privileges.
 
 create function pgqueue._access()
@@ -2927,8 +4018,20 @@ as $$
     ('exchange', '{consumer}'::text[]),
     ('nack', '{consumer}'::text[]),
     ('reject', '{consumer}'::text[]),
+    ('record_failure', '{consumer}'::text[]),
+    ('release', '{consumer}'::text[]),
     ('extend', '{consumer}'::text[]),
+    ('extend_batch', '{consumer}'::text[]),
     ('receive', '{consumer}'::text[]),
+    ('stream_open', '{consumer}'::text[]),
+    ('stream_claim', '{consumer}'::text[]),
+    ('stream_begin', '{consumer}'::text[]),
+    ('stream_read', '{consumer}'::text[]),
+    ('stream_extend', '{consumer}'::text[]),
+    ('stream_ack', '{consumer}'::text[]),
+    ('stream_skip', '{consumer,admin}'::text[]),
+    ('list_streams', '{consumer,admin}'::text[]),
+    ('drop_stream', '{admin}'::text[]),
     ('prepare_wait', '{consumer}'::text[]),
     ('browse', '{consumer,admin}'::text[]),
     ('browse_dead_messages', '{admin}'::text[]),
@@ -3034,6 +4137,38 @@ $$;
 comment on function pgqueue._apply_access(name, text) is
 'Grants what a kind of access consists of.';
 
+create function pgqueue._keep_private(relation regclass)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    role_name name;
+begin
+    for role_name in
+        select distinct r.rolname
+        from pg_class c cross join lateral aclexplode(c.relacl) as a
+        left join pg_roles r on r.oid = a.grantee
+        where c.oid = relation and a.grantee <> c.relowner
+    loop
+        if role_name is null then
+            execute format('revoke all on %s from public', relation);
+        else
+            execute format('revoke all on %s from %I', relation, role_name);
+        end if;
+    end loop;
+end;
+$$;
+comment on function pgqueue._keep_private(regclass) is
+'Takes back what the default privileges of its owner granted on a new table or sequence.';
+
+create function pgqueue._take_turns()
+returns void
+language sql volatile
+as $$ select pg_advisory_xact_lock(pgqueue._lock_key('')) $$;
+comment on function pgqueue._take_turns() is
+'Lets grants wait for each other: PostgreSQL fails where two change the privileges of one function at once. No queue has this name.';
+
 create function pgqueue.grant_access(role_name name, access text)
 returns void
 language plpgsql volatile security definer
@@ -3041,11 +4176,12 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pgqueue._check_access(role_name, access);
+    perform pgqueue._take_turns();
     perform pgqueue._apply_access(role_name, access);
 end;
 $$;
 comment on function pgqueue.grant_access(name, text) is
-'Lets a role use the queues: a producer sends and sees depth, but no payload; a consumer claims, settles, receives and browses; an admin creates, alters, pauses, drops, redrives, purges and browses dead letters; raw means select, insert, update and delete on the tables themselves, for those who want plain SQL. A role may have several. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+'Lets a role use the queues: a producer sends and sees depth, but no payload; a consumer claims, settles, receives, reads streams and browses; an admin creates, alters, pauses, drops, redrives, purges and browses dead letters; raw means select, insert, update and delete on the tables themselves, for those who want plain SQL. A role may have several. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
 
 create function pgqueue.revoke_access(role_name name, access text)
 returns void
@@ -3058,6 +4194,7 @@ declare
     verb regprocedure;
 begin
     perform pgqueue._check_access(role_name, access);
+    perform pgqueue._take_turns();
     kept := array(
         select k from unnest(array['producer', 'consumer', 'admin', 'raw']) as k
         where k <> access and pgqueue._has_access(role_name, k));
@@ -3083,4 +4220,36 @@ comment on function pgqueue.revoke_access(name, text) is
 'Takes back what grant_access gave; what the role has by another access stays. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
 
 revoke all on all functions in schema pgqueue from public;
+
+-- Nor does anybody have what the default privileges of who installs this grant on whatever he makes. Later no
+-- private function was ever granted, but verbs and tables may have been.
+do $$
+declare
+    installing constant boolean := coalesce(current_setting('pgqueue.installing', true) = 'yes', false);
+    granted record;
+begin
+    for granted in
+        select g.object, case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
+        from (
+            select 'function ' || p.oid::regprocedure as object, p.proacl as acl, p.proowner as owner
+            from pg_catalog.pg_proc p
+            where p.pronamespace = 'pgqueue'::regnamespace and (installing or p.proname ~ '^_')
+            union all
+            select 'table ' || c.oid::regclass, c.relacl, c.relowner
+            from pg_catalog.pg_class c
+            where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S') and installing
+            union all
+            select 'schema pgqueue', n.nspacl, n.nspowner
+            from pg_catalog.pg_namespace n
+            where n.nspname = 'pgqueue' and installing
+        ) g
+        cross join lateral pg_catalog.aclexplode(g.acl) as a
+        where a.grantee <> g.owner
+        group by 1, 2
+    loop
+        execute pg_catalog.format('revoke all on %s from %s', granted.object, granted.grantee);
+    end loop;
+    perform pg_catalog.set_config('pgqueue.installing', '', true);
+end;
+$$;
 commit;

@@ -92,12 +92,12 @@ begin
     select
         w.fresh_register, pg_sequence_last_value(w.fresh_register),
         w.paused_at is null and max_messages between 1 and 10000
-            and coalesce(_grab.visibility_timeout between interval '1 s' and interval '43200 s', true)
+            and coalesce(pgqueue._is_within(_grab.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.due_register) > pgqueue._micros(at)
             and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 15000000
     into fresh_register, fresh, plain
     from pgqueue.queues w
-    where w.name = queue_name;
+    where w.name = queue_name and pg_relation_filenode(w.fresh_register) is not null;
     if plain then
         picks := array(
             select m.id from pgqueue.messages m
@@ -143,7 +143,7 @@ begin
     return query
     update pgqueue.messages m
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
-    set visible_at = (select pgqueue._now()) + interval '1 s' * date_part('epoch', coalesce(
+    set visible_at = pgqueue._after((select pgqueue._now()), coalesce(
             claim.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name))),
         attempt_count = m.attempt_count + 1,

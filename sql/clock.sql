@@ -1,4 +1,4 @@
--- The only reader of the clock, so that a test can replace it inside its own transaction.
+-- Moments. _now is the only reader of the clock, so that a test can replace it inside its own transaction.
 
 create or replace function pgqueue._now()
 returns timestamptz
@@ -6,3 +6,10 @@ language sql volatile parallel safe
 as $$ select clock_timestamp() $$;
 comment on function pgqueue._now() is
 'The time of day. Not now(), which stands still in a transaction and would start claims and delays in the past.';
+
+create or replace function pgqueue._after(moment timestamptz, span interval)
+returns timestamptz
+language sql stable parallel safe
+as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
+comment on function pgqueue._after(timestamptz, interval) is
+'The moment that lies a span later. A day is 24 hours: added as a day it would be 23 or 25 where the clocks of the session''s TimeZone change.';

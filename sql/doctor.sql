@@ -103,14 +103,47 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    top_id bigint;
+    last_id bigint;
+    twins bigint;
     lapsed bigint;
     oldest_at timestamptz;
     shortest interval;
     index_statement text;
     pending text[];
     since timestamptz;
-    s pgqueue.queue_stats := pgqueue._stats(q, at);
+    s pgqueue.queue_stats;
 begin
+    -- The ids first, the sequence behind them: what is sent in between has no id from beyond.
+    top_id := greatest(
+        (select max(m.id) from pgqueue.messages m where m.queue_name = q.name),
+        (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name));
+    last_id := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
+    if top_id > last_id then
+        return next row('error', q.name, 'ids_above_sequence',
+            format('message %s has an id that the sequence pgqueue.message_id has not reached: messages sent now are found late, claims may fail, and so will the enqueue that gets this id', top_id),
+            format(
+                'update pgqueue.messages set id = nextval(''pgqueue.message_id'') where queue_name = %1$L and id > %2$s;'
+                ' update pgqueue.scheduled_messages set id = nextval(''pgqueue.message_id'') where queue_name = %1$L and id > %2$s;'
+                ' select setval(%3$L, greatest(1, min(id))) from pgqueue.messages where queue_name = %1$L;',
+                q.name, last_id, q.fresh_register))::pgqueue.finding;
+        -- The figures below would be wrong.
+        return;
+    end if;
+
+    select count(*), min(m.id) into twins, top_id
+    from pgqueue.messages m
+    where m.queue_name = q.name and m.id = any (array(
+        select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.due_at, c.id limit 1000));
+    if twins > 0 then
+        return next row('error', q.name, 'twin_messages',
+            format('%s ids are taken twice, by a message and by a scheduled one, the first is %s: claims fail when its twin comes due', twins, top_id),
+            format(
+                'update pgqueue.scheduled_messages s set id = nextval(''pgqueue.message_id'') from pgqueue.messages m'
+                ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name))::pgqueue.finding;
+    end if;
+
+    s := pgqueue._stats(q, at);
     if q.paused_at is not null then
         return next row('info', q.name, 'paused_queue',
             format('paused since %s, %s messages ready', q.paused_at, s.ready_messages),
@@ -138,6 +171,14 @@ begin
             format('%s claims ran out, the first %s ago, and no consumer has come by since', lapsed, at - oldest_at),
             'Start a consumer: any claim takes them over or buries them.')::pgqueue.finding;
     end if;
+    return query
+    select
+        'warning', q.name, 'lapsed_stream',
+        format('the reservation of batch %s of stream %L, %s messages, ran out %s ago, and its query has not come back',
+            t.acked_seq + 1, t.stream_name, cardinality(t.ids) - cardinality(t.left_out), at - t.claimed_until),
+        format('Start its query again, or give the messages back: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
+    from pgqueue.streams t
+    where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
     if shortest < peek_delay then
         return next row('warning', q.name, 'peek_delay_above_time_to_live',
             format('messages live for as little as %s, but consumers look every %s', shortest, peek_delay),
@@ -224,4 +265,4 @@ begin
 end;
 $$;
 comment on function pgqueue.doctor(interval) is
-'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, misplaced_messages, sequence_cache, autovacuum_off, paused_queue, dead_messages, stuck_claims, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer. Severities are error, warning and info; no row means all is well.';
+'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, autovacuum_off, paused_queue, dead_messages, stuck_claims, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer. Severities are error, warning and info; no row means all is well.';

@@ -9,3 +9,4 @@ select pg_extension_config_dump('pgqueue.scheduled_messages', '');
 select pg_extension_config_dump('pgqueue.dead_messages', '');
 select pg_extension_config_dump('pgqueue.returns', '');
 select pg_extension_config_dump('pgqueue.sweeps', '');
+select pg_extension_config_dump('pgqueue.streams', '');

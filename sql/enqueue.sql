@@ -42,10 +42,10 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if delay is null or delay not between interval '0' and interval '10 years' then
+    if delay is null or not pgqueue._is_within(delay, '0', '10 years') then
         perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years');
     end if;
-    if expires_in not between interval '0' and interval '10 years' then
+    if not pgqueue._is_within(expires_in, '0', '10 years') then
         perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years, or null for never');
     end if;
 end;
@@ -94,16 +94,16 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         values (
-            q.name, at + delay, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
+            q.name, pgqueue._after(at, delay), at, q.max_attempts, pgqueue._after(at, expires_in), message_id, payload, body, headers
         )
         returning scheduled_messages.id into new_id;
-        perform pgqueue._schedule_by(q, at + delay);
+        perform pgqueue._schedule_by(q, pgqueue._after(at, delay));
     else
         insert into pgqueue.messages (
             queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         values (
-            q.name, at, at, q.max_attempts, at + expires_in, message_id, payload, body, headers
+            q.name, at, at, q.max_attempts, pgqueue._after(at, expires_in), message_id, payload, body, headers
         )
         returning messages.id into new_id;
         perform pgqueue._wake_waiting(q, at);
@@ -205,7 +205,7 @@ begin
     perform pgqueue._check_length('delays', cardinality(delays), n);
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(d, null) from unnest(delays) as d
-    where d not between interval '0' and interval '10 years';
+    where not pgqueue._is_within(d, '0', '10 years');
     perform pgqueue._check_content(q, c.payload, c.body, c.headers)
     from unnest(payloads, bodies, headers) as c (payload, body, headers)
     where c.payload is null or c.body is not null or c.headers is not null
@@ -218,7 +218,8 @@ begin
     insert into pgqueue.messages (
         id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
     )
-    select u.id, q.name, at, at, q.max_attempts, at + expires_in, u.message_id, u.payload, u.body, u.headers
+    select
+        u.id, q.name, at, at, q.max_attempts, pgqueue._after(at, expires_in), u.message_id, u.payload, u.body, u.headers
     from unnest(ids, payloads, bodies, headers, message_ids, delays) as u (id, payload, body, headers, message_id, delay)
     where coalesce(u.delay, enqueue_batch.delay) = interval '0';
     if found then
@@ -231,8 +232,8 @@ begin
                 id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
             )
             select
-                u.id, q.name, at + coalesce(u.delay, enqueue_batch.delay), at, q.max_attempts, at + expires_in,
-                u.message_id, u.payload, u.body, u.headers
+                u.id, q.name, pgqueue._after(at, coalesce(u.delay, enqueue_batch.delay)), at, q.max_attempts,
+                pgqueue._after(at, expires_in), u.message_id, u.payload, u.body, u.headers
             from unnest(ids, payloads, bodies, headers, message_ids, delays)
                 as u (id, payload, body, headers, message_id, delay)
             where coalesce(u.delay, enqueue_batch.delay) > interval '0'

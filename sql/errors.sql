@@ -82,6 +82,106 @@ $$;
 comment on function pgqueue._raise_queue_busy(text, text) is
 'Raises PQ004 queue_busy.';
 
+create or replace function pgqueue._raise_stream_not_found(queue_name text, stream_name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ005',
+        message = format('stream %s of queue %L does not exist',
+            coalesce(quote_literal(left(stream_name, 200)), 'null'), queue_name),
+        hint = 'Open it with pgqueue.stream_open, or see pgqueue.list_streams().';
+end;
+$$;
+comment on function pgqueue._raise_stream_not_found(text, text) is
+'Raises PQ005 stream_not_found.';
+
+create or replace function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ006',
+        message = format('stream %L of queue %L is fenced: epoch %s was superseded by %s',
+            s.stream_name, s.queue_name, epoch, s.epoch),
+        detail = format('Opened at %s by %s.', s.opened_at, coalesce(quote_literal(s.opened_by), 'somebody without a name')),
+        hint = 'Another query has the same stream, or one of its batches was skipped. Let this one end; two queries need two streams.';
+end;
+$$;
+comment on function pgqueue._raise_stream_fenced(pgqueue.streams, bigint) is
+'Raises PQ006 stream_fenced.';
+
+create or replace function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ007',
+        message = format('stream %L of queue %L is out of step: batch %s is %s', s.stream_name, s.queue_name, seq,
+            case
+                when seq < s.acked_seq then 'behind what was acknowledged'
+                when seq = s.acked_seq then 'acknowledged, or another one of this number'
+                when seq = s.acked_seq + 1 and s.claim_token is not null then 'another one of this number'
+                else 'unknown'
+            end),
+        detail = format('Acknowledged up to batch %s, %s.', s.acked_seq,
+            case when s.claim_token is null then 'none is open' else format('batch %s is open', s.acked_seq + 1) end),
+        hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or go on with what there is by fail_on_data_loss => false.';
+end;
+$$;
+comment on function pgqueue._raise_stream_out_of_step(pgqueue.streams, bigint) is
+'Raises PQ007 stream_out_of_step.';
+
+create or replace function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[])
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ008',
+        message = format('stream %L of queue %L has lost %s of %s messages of batch %s: %s',
+            s.stream_name, s.queue_name, cardinality(lost), cardinality(s.ids), s.acked_seq + 1, pgqueue._some(lost)),
+        detail = format('Reserved at %s until %s.', s.claimed_at, s.claimed_until),
+        hint = 'The reservation ran out and others were given them, or they were purged. Go on without them by fail_on_data_loss => false, or by pgqueue.stream_skip; reserve for longer, or extend more often.';
+end;
+$$;
+comment on function pgqueue._raise_stream_data_lost(pgqueue.streams, bigint[]) is
+'Raises PQ008 stream_data_lost.';
+
+create or replace function pgqueue._raise_stream_poisoned(s pgqueue.streams)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ009',
+        message = format('stream %L of queue %L gives batch %s up after %s replays: messages %s',
+            s.stream_name, s.queue_name, s.acked_seq + 1, s.replays, pgqueue._some(s.ids)),
+        hint = format('Move it, or those of its ids that are the cause, to the dead letters: select pgqueue.stream_skip(%L, %L, %s); or allow more replays.',
+            s.queue_name, s.stream_name, s.acked_seq + 1);
+end;
+$$;
+comment on function pgqueue._raise_stream_poisoned(pgqueue.streams) is
+'Raises PQ009 stream_poisoned.';
+
+create or replace function pgqueue._some(ids bigint[])
+returns text
+language sql immutable parallel safe
+as $$
+    select array_to_string(ids[:20], ', ')
+        || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
+$$;
+comment on function pgqueue._some(bigint[]) is
+'The first 20 ids, and how many more there are, for a message.';
+
 create or replace function pgqueue._raise_role_not_found(role_name name)
 returns void
 language plpgsql stable

@@ -48,7 +48,7 @@ begin
     return query
     update pgqueue.messages m
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
-    set visible_at = (select pgqueue._now()) + interval '1 s' * date_part('epoch', coalesce(
+    set visible_at = pgqueue._after((select pgqueue._now()), coalesce(
             exchange.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name))),
         attempt_count = m.attempt_count + 1,

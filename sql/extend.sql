@@ -33,8 +33,7 @@ begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_visibility_timeout(visibility_timeout);
     update pgqueue.messages m
-    set visible_at = pgqueue._now()
-        + interval '1 s' * date_part('epoch', coalesce(extend.visibility_timeout, q.visibility_timeout))
+    set visible_at = pgqueue._after(pgqueue._now(), coalesce(extend.visibility_timeout, q.visibility_timeout))
     where m.queue_name = q.name and m.id = extend.id
         and m.claim_token = extend.claim_token and m.claimed_attempt = m.attempt_count;
     return found;
@@ -42,3 +41,32 @@ end;
 $$;
 comment on function pgqueue.extend(text, bigint, uuid, interval) is
 'Ends the claim of a message visibility_timeout (1 s to 43200 s, by default the queue''s) from now, and returns true; false if the claim was lost. Raises 22023, PQ001.';
+
+create or replace function pgqueue.extend_batch(
+    queue_name text, ids bigint[], claim_token uuid, visibility_timeout interval default null
+)
+returns setof bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+begin
+    if ids is null then
+        perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
+    end if;
+    perform pgqueue._check_claim(0, claim_token);
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    return query
+    update pgqueue.messages m
+    set visible_at = pgqueue._after((select pgqueue._now()), coalesce(extend_batch.visibility_timeout, q.visibility_timeout))
+    where m.queue_name = q.name and m.id = any (ids)
+        and m.claim_token = extend_batch.claim_token and m.claimed_attempt = m.attempt_count
+    returning m.id;
+end;
+$$;
+comment on function pgqueue.extend_batch(text, bigint[], uuid, interval) is
+'Ends the claim of messages of one claim as extend does, and returns by id those that are still the caller''s; the others are lost. Raises 22023, PQ001.';

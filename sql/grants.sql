@@ -13,8 +13,20 @@ as $$
     ('exchange', '{consumer}'::text[]),
     ('nack', '{consumer}'::text[]),
     ('reject', '{consumer}'::text[]),
+    ('record_failure', '{consumer}'::text[]),
+    ('release', '{consumer}'::text[]),
     ('extend', '{consumer}'::text[]),
+    ('extend_batch', '{consumer}'::text[]),
     ('receive', '{consumer}'::text[]),
+    ('stream_open', '{consumer}'::text[]),
+    ('stream_claim', '{consumer}'::text[]),
+    ('stream_begin', '{consumer}'::text[]),
+    ('stream_read', '{consumer}'::text[]),
+    ('stream_extend', '{consumer}'::text[]),
+    ('stream_ack', '{consumer}'::text[]),
+    ('stream_skip', '{consumer,admin}'::text[]),
+    ('list_streams', '{consumer,admin}'::text[]),
+    ('drop_stream', '{admin}'::text[]),
     ('prepare_wait', '{consumer}'::text[]),
     ('browse', '{consumer,admin}'::text[]),
     ('browse_dead_messages', '{admin}'::text[]),
@@ -120,6 +132,38 @@ $$;
 comment on function pgqueue._apply_access(name, text) is
 'Grants what a kind of access consists of.';
 
+create or replace function pgqueue._keep_private(relation regclass)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    role_name name;
+begin
+    for role_name in
+        select distinct r.rolname
+        from pg_class c cross join lateral aclexplode(c.relacl) as a
+        left join pg_roles r on r.oid = a.grantee
+        where c.oid = relation and a.grantee <> c.relowner
+    loop
+        if role_name is null then
+            execute format('revoke all on %s from public', relation);
+        else
+            execute format('revoke all on %s from %I', relation, role_name);
+        end if;
+    end loop;
+end;
+$$;
+comment on function pgqueue._keep_private(regclass) is
+'Takes back what the default privileges of its owner granted on a new table or sequence.';
+
+create or replace function pgqueue._take_turns()
+returns void
+language sql volatile
+as $$ select pg_advisory_xact_lock(pgqueue._lock_key('')) $$;
+comment on function pgqueue._take_turns() is
+'Lets grants wait for each other: PostgreSQL fails where two change the privileges of one function at once. No queue has this name.';
+
 create or replace function pgqueue.grant_access(role_name name, access text)
 returns void
 language plpgsql volatile security definer
@@ -127,11 +171,12 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pgqueue._check_access(role_name, access);
+    perform pgqueue._take_turns();
     perform pgqueue._apply_access(role_name, access);
 end;
 $$;
 comment on function pgqueue.grant_access(name, text) is
-'Lets a role use the queues: a producer sends and sees depth, but no payload; a consumer claims, settles, receives and browses; an admin creates, alters, pauses, drops, redrives, purges and browses dead letters; raw means select, insert, update and delete on the tables themselves, for those who want plain SQL. A role may have several. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+'Lets a role use the queues: a producer sends and sees depth, but no payload; a consumer claims, settles, receives, reads streams and browses; an admin creates, alters, pauses, drops, redrives, purges and browses dead letters; raw means select, insert, update and delete on the tables themselves, for those who want plain SQL. A role may have several. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
 
 create or replace function pgqueue.revoke_access(role_name name, access text)
 returns void
@@ -144,6 +189,7 @@ declare
     verb regprocedure;
 begin
     perform pgqueue._check_access(role_name, access);
+    perform pgqueue._take_turns();
     kept := array(
         select k from unnest(array['producer', 'consumer', 'admin', 'raw']) as k
         where k <> access and pgqueue._has_access(role_name, k));
@@ -169,3 +215,35 @@ comment on function pgqueue.revoke_access(name, text) is
 'Takes back what grant_access gave; what the role has by another access stays. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
 
 revoke all on all functions in schema pgqueue from public;
+
+-- Nor does anybody have what the default privileges of who installs this grant on whatever he makes. Later no
+-- private function was ever granted, but verbs and tables may have been.
+do $$
+declare
+    installing constant boolean := coalesce(current_setting('pgqueue.installing', true) = 'yes', false);
+    granted record;
+begin
+    for granted in
+        select g.object, case a.grantee when 0 then 'public' else a.grantee::regrole::text end as grantee
+        from (
+            select 'function ' || p.oid::regprocedure as object, p.proacl as acl, p.proowner as owner
+            from pg_catalog.pg_proc p
+            where p.pronamespace = 'pgqueue'::regnamespace and (installing or p.proname ~ '^_')
+            union all
+            select 'table ' || c.oid::regclass, c.relacl, c.relowner
+            from pg_catalog.pg_class c
+            where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S') and installing
+            union all
+            select 'schema pgqueue', n.nspacl, n.nspowner
+            from pg_catalog.pg_namespace n
+            where n.nspname = 'pgqueue' and installing
+        ) g
+        cross join lateral pg_catalog.aclexplode(g.acl) as a
+        where a.grantee <> g.owner
+        group by 1, 2
+    loop
+        execute pg_catalog.format('revoke all on %s from %s', granted.object, granted.grantee);
+    end loop;
+    perform pg_catalog.set_config('pgqueue.installing', '', true);
+end;
+$$;

@@ -1,31 +1,51 @@
--- A message comes back later, or dies.
+-- A message comes back, or dies: after a failure, or because its consumer stops.
 
-create or replace function pgqueue._settle_failed(
-    queue_name text, id bigint, claim_token uuid, delay interval, error text, rejected boolean
+create or replace function pgqueue._check_failure(id bigint, delay interval, headers jsonb)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if id is null then
+        perform pgqueue._raise_invalid('id', null, 'the id of a message');
+    end if;
+    if not pgqueue._is_within(delay, '0', '10 years') then
+        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years, or null for the queue''s backoff');
+    end if;
+    if jsonb_typeof(headers) <> 'object' then
+        perform pgqueue._raise_invalid('headers', left(headers::text, 200), 'a JSON object, or null for none');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_failure(bigint, interval, jsonb) is
+'Raises 22023 for an argument of nack, reject or record_failure that is out of bounds.';
+
+create or replace function pgqueue._merged_headers(own jsonb, added jsonb)
+returns jsonb
+language sql immutable parallel safe
+as $$
+    -- Evidence never hinders settling: where it does not fit, a message keeps the headers it has.
+    select case
+        when added is null or jsonb_typeof(own) <> 'object' then own
+        when octet_length((coalesce(own, '{}') || added)::text) > 65536 then own
+        else coalesce(own, '{}') || added
+    end
+$$;
+comment on function pgqueue._merged_headers(jsonb, jsonb) is
+'The headers of a message with those of a failure added; its own where the two exceed 64 KB, or where its own are no object.';
+
+create or replace function pgqueue._fail(
+    q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, rejected boolean
 )
-returns boolean
+returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    m pgqueue.messages;
     due_at timestamptz;
 begin
-    perform pgqueue._check_claim(id, claim_token);
-    if delay not between interval '0' and interval '10 years' then
-        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years, or null for the queue''s backoff');
-    end if;
-
-    delete from pgqueue.messages c
-    where c.queue_name = q.name and c.id = _settle_failed.id
-        and c.claim_token = _settle_failed.claim_token and c.claimed_attempt = c.attempt_count
-    returning c.* into m;
-    if not found then
-        return false;
-    end if;
     m.last_error := coalesce(left(error, 65536), m.last_error);
+    m.headers := pgqueue._merged_headers(m.headers, _fail.headers);
 
     if rejected or m.attempt_count >= m.max_attempts then
         if q.dlq_enabled then
@@ -39,13 +59,13 @@ begin
                 case when rejected then 'rejected' else 'attempts_exhausted' end
             )
             on conflict on constraint dead_messages_pkey do update
-            set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
-                reason = excluded.reason;
+            set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+                last_error = excluded.last_error, reason = excluded.reason;
         end if;
-        return true;
+        return;
     end if;
 
-    due_at := at + coalesce(delay, pgqueue._backoff(q, m.attempt_count));
+    due_at := pgqueue._after(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
     insert into pgqueue.scheduled_messages (
         id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
         payload, body, headers, claimed_by, last_error
@@ -55,14 +75,48 @@ begin
         m.payload, m.body, m.headers, m.claimed_by, m.last_error
     );
     perform pgqueue._schedule_by(q, due_at);
+end;
+$$;
+comment on function pgqueue._fail(
+    pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, boolean
+) is
+'What becomes of a message that was taken out of messages after an attempt failed: it is scheduled, or dead.';
+
+create or replace function pgqueue._settle_failed(
+    queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, rejected boolean
+)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    m pgqueue.messages;
+begin
+    perform pgqueue._check_claim(id, claim_token);
+    perform pgqueue._check_failure(id, delay, headers);
+    delete from pgqueue.messages c
+    where c.queue_name = q.name and c.id = _settle_failed.id
+        and c.claim_token = _settle_failed.claim_token and c.claimed_attempt = c.attempt_count
+    returning c.* into m;
+    if not found then
+        return false;
+    end if;
+    perform pgqueue._fail(q, m, at, delay, error, headers, rejected);
     return true;
 end;
 $$;
-comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, boolean) is
+comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, jsonb, boolean) is
 'What nack and reject share.';
 
 create or replace function pgqueue.nack(
-    queue_name text, id bigint, claim_token uuid, delay interval default null, error text default null
+    queue_name text,
+    id bigint,
+    claim_token uuid,
+    delay interval default null,
+    error text default null,
+    headers jsonb default null
 )
 returns boolean
 language plpgsql volatile security definer
@@ -72,14 +126,14 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    return pgqueue._settle_failed(queue_name, id, claim_token, delay, error, false);
+    return pgqueue._settle_failed(queue_name, id, claim_token, delay, error, headers, false);
 end;
 $$;
-comment on function pgqueue.nack(text, bigint, uuid, interval, text) is
-'Gives a claimed message back after a failure, and returns true; false if the claim was lost. It is delivered again after delay (0 to 10 years), by default after the queue''s backoff; if its attempts are spent it goes to the dead letters with reason attempts_exhausted, or is deleted where the queue has none. error is kept as last_error, up to 65,536 characters. Raises 22023, PQ001.';
+comment on function pgqueue.nack(text, bigint, uuid, interval, text, jsonb) is
+'Gives a claimed message back after a failure, and returns true; false if the claim was lost. It is delivered again after delay (0 to 10 years), by default after the queue''s backoff; if its attempts are spent it goes to the dead letters with reason attempts_exhausted, or is deleted where the queue has none. error is kept as last_error, up to 65,536 characters. headers, a JSON object, is merged into the message''s headers, in place of those of the same name; the message keeps its own as they are where the two together exceed 64 KB, or where its own are no object. Raises 22023, PQ001.';
 
 create or replace function pgqueue.reject(
-    queue_name text, id bigint, claim_token uuid, error text default null
+    queue_name text, id bigint, claim_token uuid, error text default null, headers jsonb default null
 )
 returns boolean
 language plpgsql volatile security definer
@@ -89,8 +143,104 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    return pgqueue._settle_failed(queue_name, id, claim_token, null, error, true);
+    return pgqueue._settle_failed(queue_name, id, claim_token, null, error, headers, true);
 end;
 $$;
-comment on function pgqueue.reject(text, bigint, uuid, text) is
-'Gives a claimed message up at once, whatever attempts are left, and returns true; false if the claim was lost. It goes to the dead letters with reason rejected, or is deleted where the queue has none. error is kept as last_error, up to 65,536 characters. Raises 22023, PQ001.';
+comment on function pgqueue.reject(text, bigint, uuid, text, jsonb) is
+'Gives a claimed message up at once, whatever attempts are left, and returns true; false if the claim was lost. It goes to the dead letters with reason rejected, or is deleted where the queue has none. error and headers are kept as by nack. Raises 22023, PQ001.';
+
+create or replace function pgqueue.record_failure(
+    queue_name text,
+    id bigint,
+    attempt_count int,
+    delay interval default null,
+    error text default null,
+    headers jsonb default null
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    m pgqueue.messages;
+begin
+    perform pgqueue._check_failure(id, delay, headers);
+    if attempt_count is null or attempt_count < 1 then
+        perform pgqueue._raise_invalid('attempt_count', attempt_count::text, 'the attempt_count that receive returned, from 1');
+    end if;
+    delete from pgqueue.messages c
+    where c.queue_name = q.name and c.id = any (array(
+        select f.id from pgqueue.messages f
+        where f.queue_name = q.name and f.id = record_failure.id
+            and f.attempt_count = record_failure.attempt_count - 1 and f.visible_at <= at
+        for update skip locked))
+    returning c.* into m;
+    if not found then
+        -- What had come due was fetched from here by the transaction that rolled back.
+        delete from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.id = any (array(
+            select f.id from pgqueue.scheduled_messages f
+            where f.queue_name = q.name and f.id = record_failure.id
+                and f.attempt_count = record_failure.attempt_count - 1 and f.due_at <= at
+            for update skip locked))
+        returning
+            c.id, c.queue_name, c.enqueued_at, c.due_at, c.attempt_count, c.max_attempts, null::int, null::uuid,
+            c.expires_at, c.message_id, c.payload, c.body, c.headers, c.claimed_by, c.last_error
+        into m;
+        if not found then
+            return false;
+        end if;
+    end if;
+    m.attempt_count := record_failure.attempt_count;
+    perform pgqueue._fail(q, m, at, delay, error, headers, false);
+    return true;
+end;
+$$;
+comment on function pgqueue.record_failure(text, bigint, int, interval, text, jsonb) is
+'Counts an attempt whose transaction was rolled back, a receive or a claim that never was committed, and returns true: the message is backed off or dead as by nack, whose delay, error and headers these are. attempt_count is that of the failed attempt, as receive returned it (from 1). False, and nothing is done, if the message is gone, claimed, or held by another transaction, which is not waited for, or if an attempt was counted since. Raises 22023, PQ001.';
+
+create or replace function pgqueue.release(queue_name text, ids bigint[], claim_token uuid)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    released int;
+begin
+    if ids is null then
+        perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
+    end if;
+    perform pgqueue._check_claim(0, claim_token);
+    with given_back as (
+        delete from pgqueue.messages m
+        where m.queue_name = q.name and m.id = any (ids)
+            and m.claim_token = release.claim_token and m.claimed_attempt = m.attempt_count
+        returning m.*
+    )
+    insert into pgqueue.scheduled_messages (
+        id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
+        payload, body, headers, claimed_by, last_error
+    )
+    select
+        g.id, g.queue_name, at, g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
+        g.payload, g.body, g.headers, g.claimed_by, g.last_error
+    from given_back g;
+    get diagnostics released = row_count;
+    if released > 0 then
+        perform pgqueue._schedule_by(q, at);
+    end if;
+    return released;
+end;
+$$;
+comment on function pgqueue.release(text, bigint[], uuid) is
+'Gives messages of one claim back unworked, as a consumer that stops does, and returns how many were still the caller''s. They are ready at once, and their attempt does not count. Raises 22023, PQ001.';

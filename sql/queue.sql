@@ -29,7 +29,8 @@ begin
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     select * into q from pgqueue.queues where queues.name = queue_name;
-    if not found then
+    -- The snapshot of a repeatable read may be older than a drop_queue: the catalog knows better.
+    if not found or pg_relation_filenode(q.fresh_register) is null then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     return q;
@@ -63,7 +64,8 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     return pg_try_advisory_xact_lock_shared(pgqueue._lock_key(q.name))
-        and exists (select from pgqueue.queues c where c.name = q.name and c.queue_id = q.queue_id);
+        and exists (select from pgqueue.queues c where c.name = q.name and c.queue_id = q.queue_id)
+        and pg_relation_filenode(q.fresh_register) is not null;
 end;
 $$;
 comment on function pgqueue._is_there(pgqueue.queues) is
@@ -82,13 +84,25 @@ $$;
 comment on function pgqueue._public(pgqueue.queues) is
 'A queue''s row without what is internal.';
 
+create or replace function pgqueue._is_within(span interval, least_span interval, most_span interval)
+returns boolean
+language sql immutable parallel safe
+as $$
+    -- By its seconds, too: '300000 years -108000000 days' is equal to nothing at all, and added to a moment
+    -- leads out of the calendar.
+    select span between least_span and most_span
+        and date_part('epoch', span) between date_part('epoch', least_span) and date_part('epoch', most_span)
+$$;
+comment on function pgqueue._is_within(interval, interval, interval) is
+'Whether an interval lies within bounds, as it compares and as it counts; null for null.';
+
 create or replace function pgqueue._check_visibility_timeout(visibility_timeout interval)
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if visibility_timeout not between interval '1 s' and interval '43200 s' then
+    if not pgqueue._is_within(visibility_timeout, '1 s', '43200 s') then
         perform pgqueue._raise_invalid(
             'visibility_timeout', visibility_timeout::text, 'an interval from 1 second to 12 hours (43200 s)');
     end if;
@@ -113,10 +127,10 @@ begin
     if q.max_payload_bytes is null or q.max_payload_bytes not between 1 and 104857600 then
         perform pgqueue._raise_invalid('max_payload_bytes', q.max_payload_bytes::text, 'an integer from 1 to 104857600 (100 MB)');
     end if;
-    if q.backoff_base is null or q.backoff_base not between interval '0 s' and interval '30 days' then
+    if q.backoff_base is null or not pgqueue._is_within(q.backoff_base, '0', '30 days') then
         perform pgqueue._raise_invalid('backoff_base', q.backoff_base::text, 'an interval from 0 to 30 days');
     end if;
-    if q.backoff_max is null or q.backoff_max not between interval '0 s' and interval '30 days' then
+    if q.backoff_max is null or not pgqueue._is_within(q.backoff_max, '0', '30 days') then
         perform pgqueue._raise_invalid('backoff_max', q.backoff_max::text, 'an interval from 0 to 30 days');
     end if;
     if q.backoff_factor is null or q.backoff_factor not between 1 and 100 then
@@ -254,6 +268,7 @@ begin
             partition, split_part(option, '=', 1), split_part(option, '=', 2));
     end loop;
     execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', queue_name));
+    perform pgqueue._keep_private(format('pgqueue.%I', partition)::regclass);
 end;
 $$;
 comment on function pgqueue._create_partition(text, bigint) is
@@ -336,6 +351,7 @@ begin
     end if;
     removed := pgqueue._empty(q, true);
     delete from pgqueue.sweeps where sweeps.queue_name = q.name;
+    delete from pgqueue.streams where streams.queue_name = q.name;
     foreach register in array array[
         q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
     ] loop
@@ -348,7 +364,7 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.drop_queue(text) is
-'Drops a queue with all its messages, the dead ones too, and returns how many those were. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
+'Drops a queue with all its messages, the dead ones too, and its streams, and returns how many messages those were. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
 
 create or replace function pgqueue._empty(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -427,7 +443,7 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.purge_queue(text) is
-'Removes the messages of a queue that are ready, in flight or scheduled, and returns how many; dead letters stay. Raises PQ001, and PQ004 where a longer transaction holds messages, or a dedicated table.';
+'Removes the messages of a queue that are ready, in flight or scheduled, and returns how many; dead letters stay, and so do streams, which will miss what was reserved for them. Raises PQ001, and PQ004 where a longer transaction holds messages, or a dedicated table.';
 
 create or replace function pgqueue.get_queue(queue_name text)
 returns pgqueue.queue
@@ -468,7 +484,7 @@ begin
 end;
 $$;
 comment on function pgqueue.pause_queue(text) is
-'Stops the handing out of messages: claim, exchange and receive return none until resume_queue. Sending and settling go on. Returns false if the queue was paused already. Raises PQ001.';
+'Stops the handing out of messages: claim, exchange, receive and stream_claim take none until resume_queue. Sending and settling go on. Returns false if the queue was paused already. Raises PQ001.';
 
 create or replace function pgqueue.resume_queue(queue_name text)
 returns boolean

@@ -23,6 +23,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     execute format('create sequence pgqueue.%I', format('queue_%s_%s', queue_id, role));
+    perform pgqueue._keep_private(format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass);
     return format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass;
 end;
 $$;

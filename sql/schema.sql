@@ -3,3 +3,6 @@
 create schema pgqueue;
 comment on schema pgqueue is
 'A message queue in PostgreSQL: enqueue, claim, ack, nack, extend, dead letters and redrive.';
+
+-- For grants.sql, later in this transaction: an upgrade does not set it.
+do $$ begin perform pg_catalog.set_config('pgqueue.installing', 'yes', true); end $$;

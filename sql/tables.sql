@@ -179,3 +179,41 @@ comment on column pgqueue.sweeps.settled_id is
 'No transaction that took an id up to this one is running any more.';
 comment on column pgqueue.sweeps.bound_id is
 'Becomes settled_id once none of writers runs any more: the highest id taken before they were listed.';
+
+create table pgqueue.streams (
+    queue_name text collate "C" not null,
+    stream_name text collate "C" not null,
+    epoch bigint not null,
+    opened_by text,
+    opened_at timestamptz not null default clock_timestamp(),
+    created_at timestamptz not null default clock_timestamp(),
+    acked_seq bigint not null default 0,
+    acked_token uuid,
+    claim_token uuid,
+    ids bigint[],
+    left_out bigint[],
+    partitions int,
+    visibility_timeout interval,
+    claimed_at timestamptz,
+    claimed_until timestamptz,
+    replays int,
+    begun_epoch bigint,
+    constraint streams_pkey primary key (queue_name, stream_name),
+    constraint streams_stream_name_is_plain check (stream_name ~ '^[a-z0-9_-]{1,128}$'),
+    constraint streams_batch_is_whole check (
+        num_nulls(claim_token, ids, left_out, partitions, visibility_timeout, claimed_at, claimed_until, replays)
+        in (0, 8)
+    )
+) with (fillfactor = 50, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
+comment on table pgqueue.streams is
+'One row a stream: how far it has acknowledged, and the batch that it has claimed since, of which there is one at most.';
+comment on column pgqueue.streams.epoch is
+'Who opened the stream last has this number; who has a lower one is fenced.';
+comment on column pgqueue.streams.acked_seq is
+'The batch acknowledged last; the open one, if any, is the next. 0 before the first.';
+comment on column pgqueue.streams.ids is
+'The messages of the open batch, in order. Never changed, as the partitions are cut from it.';
+comment on column pgqueue.streams.left_out is
+'Those of ids that are no longer part of the batch: skipped, or lost and given up.';
+comment on column pgqueue.streams.begun_epoch is
+'The epoch in which the open batch was begun last; null until it is.';

@@ -99,3 +99,38 @@ create type pgqueue.finding as (
 );
 comment on type pgqueue.finding is
 'Something that doctor found: how bad (error, warning, info), where, what, and the statement that repairs it.';
+
+create type pgqueue.stream as (
+    queue_name text,
+    stream_name text,
+    epoch bigint,
+    opened_by text,
+    opened_at timestamptz,
+    created_at timestamptz,
+    acked_seq bigint,
+    acked_token uuid,
+    claim_token uuid,
+    messages int,
+    partitions int,
+    replays int,
+    claimed_at timestamptz,
+    claimed_until timestamptz,
+    last_id bigint
+);
+comment on type pgqueue.stream is
+'A stream, as stream_open and list_streams return it: the batch it acknowledged last, by number and token, and the open one, whose columns from claim_token to claimed_until are null where there is none. last_id is the highest message id given out so far.';
+
+create type pgqueue.stream_batch as (
+    queue_name text,
+    stream_name text,
+    seq bigint,
+    claim_token uuid,
+    messages int,
+    partitions int,
+    replays int,
+    claimed_at timestamptz,
+    claimed_until timestamptz,
+    lost bigint[]
+);
+comment on type pgqueue.stream_batch is
+'A batch that is reserved for a stream, named by seq and claim_token. lost has the ids that were found to be no longer the stream''s.';

@@ -94,7 +94,7 @@ declare
     until timestamptz;
     due_at timestamptz;
 begin
-    if timeout is null or timeout not between interval '0 s' and interval '1 day' then
+    if timeout is null or not pgqueue._is_within(timeout, '0', '1 day') then
         perform pgqueue._raise_invalid('timeout', timeout::text, 'an interval from 0 to 1 day');
     end if;
     until := pgqueue._now() + timeout;

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(76);
+select plan(79);
 
 create function pg_temp.lends(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -116,6 +116,9 @@ select lives_ok($$ select pgqueue.claim('claim_shared', 10000, '43200 s') $$, 'c
 select throws_ok($$ select pgqueue.claim('claim_shared', 1, '0.999 s') $$, '22023', null, 'claim refuses a timeout below 1 second');
 select throws_ok($$ select pgqueue.claim('claim_shared', 1, '43201 s') $$, '22023', null, 'claim refuses a timeout over 12 hours');
 select throws_ok($$ select pgqueue.claim('claim_shared', 1, '-1 s') $$, '22023', null, 'claim refuses a negative timeout');
+select lives_ok($$ select pgqueue.enqueue('claim_shared', '1'), pgqueue.enqueue('claim_shared', '2'), pgqueue.claim('claim_shared') $$, 'where messages are ready, and no sweep is due');
+select throws_ok($$ select pgqueue.claim('claim_shared', 1, '43201 s') $$, '22023', null, 'claim refuses a timeout over 12 hours, too');
+select throws_ok($$ select pgqueue.claim('claim_shared', 1, '300000 years -108000000 days 9 s') $$, '22023', null, 'and one that compares like 9 seconds, but is not');
 select throws_ok($$ select pgqueue.claim('claim_shared', 0) $$, '22023', null, 'claim refuses to claim zero messages');
 select throws_ok($$ select pgqueue.claim('claim_shared', -1) $$, '22023', null, 'claim refuses a negative number of messages');
 select throws_ok($$ select pgqueue.claim('claim_shared', 10001) $$, '22023', null, 'claim refuses more than 10,000 messages');

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(41);
+select plan(73);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -15,6 +15,7 @@ as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.findin
 create function pg_temp.examines(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
     m pgqueue.message;
+    far bigint;
 begin
     perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 2, dedicated => has_table);
     perform pgqueue.enqueue(queue, '1');
@@ -51,6 +52,39 @@ begin
     execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
     return next is(pg_temp.findings(queue), '{}'::text[], queue || ': there is a repair for it');
     return next is((select c.payload from pgqueue.claim(queue) c), '"misplaced"'::jsonb, queue || ': after which it is delivered');
+    perform pgqueue.purge_queue(queue);
+
+    -- Ids that were set by hand, far off, as far as can be, and of a message that is scheduled.
+    foreach far in array array[pgqueue.enqueue(queue, '"near"') + 1000000, 9223372036854775807] loop
+        insert into pgqueue.messages (id, queue_name, payload, visible_at) values (far, queue, '"far"', pgqueue._now());
+        return next is(pg_temp.findings(queue), array['error ids_above_sequence'], format('%s: the id %s, which the sequence has not reached, is found', queue, far));
+        perform count(*) from pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[301]));
+        return next is(pg_temp.findings(queue), array['error ids_above_sequence'], queue || ': however many messages there are');
+        -- Where it has been claimed, or cannot be.
+        begin
+            perform count(*) from pgqueue.claim(queue, 1000);
+        exception when numeric_value_out_of_range then null;
+        end;
+        perform pgqueue.enqueue(queue, '"next"');
+        execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
+        return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair gives it another');
+        return next is((select array_agg(c.payload order by c.id) from pgqueue.claim(queue, 1000) c) @> '{"\"next\""}'::jsonb[], true, queue || ': after which what was sent behind it is claimed at once');
+        return next ok((select pg_sequence_last_value(q.fresh_register) from pgqueue.queues q where q.name = queue) < far, queue || ': without a walk up there');
+        perform pgqueue.purge_queue(queue);
+    end loop;
+    insert into pgqueue.scheduled_messages (id, queue_name, payload, due_at) values (far, queue, '"far"', pgqueue._now() + interval '1 s');
+    return next is(pg_temp.findings(queue), array['error ids_above_sequence'], queue || ': a scheduled message with such an id is found');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair gives that another, too');
+    perform pgqueue.purge_queue(queue);
+
+    insert into pgqueue.scheduled_messages (id, queue_name, payload, due_at) values (pgqueue.enqueue(queue, '"first"'), queue, '"second"', pgqueue._now());
+    perform setval((select q.due_register from pgqueue.queues q where q.name = queue), 1);
+    return next is(pg_temp.findings(queue), array['error twin_messages'], queue || ': a scheduled message with the id of another is found');
+    return next throws_ok(format('select pgqueue.claim(%L)', queue), '23505', null, queue || ': on which claims fail');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair gives it another id');
+    return next set_eq(format('select c.payload from pgqueue.claim(%L, 10) c', queue), '{"\"first\"", "\"second\""}'::jsonb[], queue || ': after which both are delivered');
 end;
 $$;
 select is((select count(*) from pgqueue.doctor() f where f.severity = 'error'), 0::bigint, 'a fresh installation has no errors');

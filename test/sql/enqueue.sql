@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(87);
+select plan(90);
 
 create function pg_temp.enters(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -115,6 +115,9 @@ select throws_ok($$ select pgqueue.enqueue('enqueue_errors', '1', delay => '10 y
 select lives_ok($$ select pgqueue.enqueue('enqueue_errors', '1', delay => '10 years', expires_in => '10 years') $$, 'enqueue takes a delay of 10 years');
 select throws_ok($$ select pgqueue.enqueue('enqueue_errors', '1', expires_in => '-1 s') $$, '22023', null, 'enqueue refuses a negative expiry');
 select throws_ok($$ select pgqueue.enqueue('enqueue_errors', '1', expires_in => '10 years 1 s') $$, '22023', null, 'enqueue refuses an expiry over 10 years');
+select throws_ok(format('select pgqueue.enqueue(%L, %L, %s => %L)', 'enqueue_errors', '1', argument, '300000 years -108000000 days 9 s'), '22023', null, argument || ' is measured, not only compared')
+from unnest('{delay,expires_in}'::text[]) as argument;
+select throws_ok($$ select pgqueue.enqueue_batch('enqueue_errors', '{1}', delays => '{300000 years -108000000 days 9 s}') $$, '22023', null, 'so are the delays of a batch');
 select throws_ok($$ select pgqueue.enqueue('enqueue_errors', '1', headers => '[1]') $$, '22023', null, 'enqueue refuses headers that are no object');
 select throws_ok($$ select pgqueue.enqueue('enqueue_errors', '1', headers => 'null') $$, '22023', null, 'enqueue refuses JSON''s null as headers');
 select throws_ok($$ select pgqueue.enqueue('enqueue_errors', '1', headers => jsonb_build_object('h', repeat('x', 65537))) $$, 'PQ003', null, 'enqueue refuses headers over 64 KB');

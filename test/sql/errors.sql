@@ -1,7 +1,7 @@
 begin;
 -- Files take turns: this one attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(141);
+select plan(264);
 
 -- Refused with this SQLSTATE, by a message that names the argument and its value, and with a hint.
 create function pg_temp.refuses(statement text, code text, argument text, given text) returns text language plpgsql as $$
@@ -31,11 +31,14 @@ insert into verbs values
 ('alter_queue', ''), ('drop_queue', ''), ('get_queue', ''), ('pause_queue', ''), ('resume_queue', ''), ('purge_queue', ''),
 ('enqueue', ', ''1'''), ('enqueue_batch', ', ''{1}'''), ('claim', ''), ('ack', ', 1, gen_random_uuid()'), ('ack_batch', ', ''{1}'', gen_random_uuid()'),
 ('exchange', ', null, null'), ('nack', ', 1, gen_random_uuid()'), ('reject', ', 1, gen_random_uuid()'), ('extend', ', 1, gen_random_uuid()'),
+('extend_batch', ', ''{1}'', gen_random_uuid()'), ('record_failure', ', 1, 1'), ('release', ', ''{1}'', gen_random_uuid()'),
 ('receive', ''), ('peek', ''), ('browse', ''), ('browse_dead_messages', ''), ('stats', ''), ('redrive', ''), ('purge_dead_messages', ''),
+('stream_open', ', ''s'''), ('stream_claim', ', ''s'', 1, 0, null'), ('stream_begin', ', ''s'', 1, 1, gen_random_uuid()'), ('stream_read', ', ''s'', 1, 1, gen_random_uuid()'),
+('stream_extend', ', ''s'', 1'), ('stream_ack', ', ''s'', 1, 1, gen_random_uuid()'), ('stream_skip', ', ''s'', 1'), ('list_streams', ''), ('drop_stream', ', ''s'''),
 ('purge_expired', ''), ('wake', ''), ('prepare_wait', ''), ('next_due_at', '');
 select pg_temp.refuses(format('select pgqueue.%s(''errors_nowhere''%s)', v.name, v.arguments), 'PQ001', 'queue', '''errors_nowhere''') from verbs v;
 select pg_temp.refuses(format('select pgqueue.%s(''''%s)', v.name, v.arguments), 'PQ001', 'queue', '''''') from verbs v;
-select pg_temp.refuses(format('select pgqueue.%s(null%s)', v.name, v.arguments), 'PQ001', 'queue', 'null') from verbs v where v.name <> 'stats';
+select pg_temp.refuses(format('select pgqueue.%s(null%s)', v.name, v.arguments), 'PQ001', 'queue', 'null') from verbs v where v.name not in ('stats', 'list_streams');
 select is(
     (select array_agg(p.proname::text order by p.proname) from pg_proc p
     where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_' and p.proargnames[1] = 'queue_name' and p.proname not in ('create_queue', 'channel')),
@@ -91,11 +94,70 @@ select pg_temp.refuses('select pgqueue.nack(''errors'', 1, gen_random_uuid(), ''
 select pg_temp.refuses('select pgqueue.reject(''errors'', 1, null)', '22023', 'claim_token', 'null');
 select pg_temp.refuses('select pgqueue.extend(''errors'', 1, null)', '22023', 'claim_token', 'null');
 select pg_temp.refuses('select pgqueue.extend(''errors'', 1, gen_random_uuid(), ''12:00:01'')', '22023', 'visibility_timeout', '12:00:01');
+select pg_temp.refuses('select pgqueue.extend_batch(''errors'', null, gen_random_uuid())', '22023', 'ids', 'null');
+select pg_temp.refuses('select pgqueue.extend_batch(''errors'', ''{1}'', null)', '22023', 'claim_token', 'null');
+select pg_temp.refuses('select pgqueue.extend_batch(''errors'', ''{1}'', gen_random_uuid(), ''12:00:01'')', '22023', 'visibility_timeout', '12:00:01');
+select pg_temp.refuses('select pgqueue.nack(''errors'', 1, gen_random_uuid(), headers => ''[7]'')', '22023', 'headers', '[7]');
+select pg_temp.refuses('select pgqueue.reject(''errors'', 1, gen_random_uuid(), headers => ''[7]'')', '22023', 'headers', '[7]');
+select pg_temp.refuses('select pgqueue.release(''errors'', null, gen_random_uuid())', '22023', 'ids', 'null');
+select pg_temp.refuses('select pgqueue.release(''errors'', ''{1}'', null)', '22023', 'claim_token', 'null');
+select pg_temp.refuses('select pgqueue.record_failure(''errors'', null, 1)', '22023', 'id', 'null');
+select pg_temp.refuses('select pgqueue.record_failure(''errors'', 1, null)', '22023', 'attempt_count', 'null');
+select pg_temp.refuses('select pgqueue.record_failure(''errors'', 1, -7)', '22023', 'attempt_count', '-7');
+select pg_temp.refuses('select pgqueue.record_failure(''errors'', 1, 1, ''-00:00:07'')', '22023', 'delay', '-00:00:07');
+select pg_temp.refuses('select pgqueue.record_failure(''errors'', 1, 1, headers => ''[7]'')', '22023', 'headers', '[7]');
+select lives_ok($$ select pgqueue.stream_open('errors', 'errors') $$, 'a stream is opened');
+create function pg_temp.refuses_of_stream(verb text, arguments text, code text, argument text, given text) returns text language sql
+as $$ select pg_temp.refuses(format('select pgqueue.%s(''errors'', ''errors'', %s%s)', verb, (select t.epoch from pgqueue.streams t where t.stream_name = 'errors'), arguments), code, argument, given) $$;
+select pg_temp.refuses('select pgqueue.stream_open(''errors'', null)', '22023', 'stream_name', 'null');
+select pg_temp.refuses('select pgqueue.stream_open(''errors'', ''A'')', '22023', 'stream_name', '''A''');
+select pg_temp.refuses(format('select pgqueue.%s(''errors'', ''none''%s)', v.name, replace(v.arguments, ', ''s''', '')), 'PQ005', 'stream', '''none''') from verbs v where v.name ~ 'stream' and v.name not in ('stream_open', 'list_streams');
+select pg_temp.refuses(format('select pgqueue.%s(''errors'', null%s)', v.name, replace(v.arguments, ', ''s''', '')), 'PQ005', 'stream', 'null') from verbs v where v.name ~ 'stream' and v.name not in ('stream_open', 'list_streams');
+select pg_temp.refuses(format('select pgqueue.%s(''errors'', ''errors''%s)', v.name, replace(v.arguments, ', ''s''', '')), 'PQ006', 'epoch', 'epoch 1 ') from verbs v where v.name ~ 'stream_(claim|begin|read|extend|ack)';
+select pg_temp.refuses(format('select pgqueue.%s(''errors'', ''errors''%s)', v.name, replace(v.arguments, ', ''s'', 1', ', null')), '22023', 'epoch', 'null') from verbs v where v.name ~ 'stream_(claim|begin|read|extend|ack)';
+select pg_temp.refuses('select pgqueue.stream_skip(''errors'', ''errors'', 1, epoch => 1)', 'PQ006', 'epoch', 'epoch 1 ');
+select pg_temp.refuses('select pgqueue.stream_skip(''errors'', ''errors'', null)', '22023', 'seq', 'null');
+select pg_temp.refuses('select pgqueue.stream_skip(''errors'', ''errors'', 7)', 'PQ007', 'batch', '7');
+select pg_temp.refuses_of_stream(c.verb, c.arguments, c.code, c.argument, c.given)
+from (values
+    ('stream_claim', ', null, null', '22023', 'after_seq', 'null'), ('stream_claim', ', -7, null', '22023', 'after_seq', '-7'),
+    ('stream_claim', ', 0, null, 0', '22023', 'max_messages', '0'), ('stream_claim', ', 0, null, 100001', '22023', 'max_messages', '100001'),
+    ('stream_claim', ', 0, null, null', '22023', 'max_messages', 'null'),
+    ('stream_claim', ', 0, null, 1, 0', '22023', 'partitions', '0'), ('stream_claim', ', 0, null, 1, null', '22023', 'partitions', 'null'),
+    ('stream_claim', ', 0, null, 1, 1001', '22023', 'partitions', '1001'),
+    ('stream_claim', ', 0, null, 1, 1, ''12:00:01''', '22023', 'visibility_timeout', '12:00:01'),
+    ('stream_claim', ', 0, null, fail_on_data_loss => null', '22023', 'fail_on_data_loss', 'null'),
+    ('stream_claim', ', 7, gen_random_uuid()', 'PQ007', 'batch', '7'), ('stream_claim', ', 0, gen_random_uuid()', 'PQ007', 'batch', '0'),
+    ('stream_begin', ', null, gen_random_uuid()', '22023', 'seq', 'null'), ('stream_begin', ', 1, null', '22023', 'claim_token', 'null'),
+    ('stream_begin', ', 1, gen_random_uuid(), -7', '22023', 'max_replays', '-7'), ('stream_begin', ', 1, gen_random_uuid(), 1, null', '22023', 'fail_on_data_loss', 'null'),
+    ('stream_begin', ', 7, gen_random_uuid()', 'PQ007', 'batch', '7'),
+    ('stream_read', ', 0, gen_random_uuid()', '22023', 'seq', '0'), ('stream_read', ', 1, null', '22023', 'claim_token', 'null'), ('stream_read', ', 7, gen_random_uuid()', 'PQ007', 'batch', '7'),
+    ('stream_extend', ', ''12:00:01''', '22023', 'visibility_timeout', '12:00:01'),
+    ('stream_ack', ', 0, gen_random_uuid()', '22023', 'seq', '0'), ('stream_ack', ', 1, null', '22023', 'claim_token', 'null'), ('stream_ack', ', 7, gen_random_uuid()', 'PQ007', 'batch', '7')
+) as c (verb, arguments, code, argument, given);
 select pg_temp.refuses('select pgqueue.peek(''errors'', 0)', '22023', 'max_records', '0');
 select pg_temp.refuses('select pgqueue.browse(''errors'', ''asleep'')', '22023', 'state', '''asleep''');
 select pg_temp.refuses('select pgqueue.redrive(''errors'', 0)', '22023', 'max_messages', '0');
 select pg_temp.refuses('select pgqueue.purge_expired(''errors'', 0)', '22023', 'batch_size', '0');
 select pg_temp.refuses('select pgqueue.prepare_wait(''errors'', ''-00:00:07'')', '22023', 'timeout', '-00:00:07');
+-- As intervals compare, with months of 30 days, these are equal to 9 seconds; added to a moment they lead out of the calendar.
+select pg_temp.refuses(format(c.call, i.span), '22023', c.argument, split_part(i.span, ' ', 1))
+from (values ('300000 years -108000000 days 9 s'), ('-4000 years 1440000 days 9 s')) as i (span)
+cross join (values
+    ('select pgqueue.prepare_wait(''errors'', %L)', 'timeout'),
+    ('select pgqueue.claim(''errors'', 1, %L)', 'visibility_timeout'),
+    ('select pgqueue.exchange(''errors'', null, null, 1, %L)', 'visibility_timeout'),
+    ('select pgqueue.extend(''errors'', 1, gen_random_uuid(), %L)', 'visibility_timeout'),
+    ('select pgqueue.extend_batch(''errors'', ''{1}'', gen_random_uuid(), %L)', 'visibility_timeout'),
+    ('select pgqueue.nack(''errors'', 1, gen_random_uuid(), %L)', 'delay'),
+    ('select pgqueue.record_failure(''errors'', 1, 1, %L)', 'delay'),
+    ('select pgqueue.create_queue(''errors_bad'', %L)', 'visibility_timeout'),
+    ('select pgqueue.create_queue(''errors_bad'', backoff_base => %L)', 'backoff_base'),
+    ('select pgqueue.alter_queue(''errors'', backoff_max => %L)', 'backoff_max')
+) as c (call, argument);
+select pg_temp.refuses('select pgqueue.prepare_wait(''errors'', ''300000 years'')', '22023', 'timeout', '300000 years');
+select pg_temp.refuses('select pgqueue.prepare_wait(''errors'', ''-109574999 days 300000 years'')', '22023', 'timeout', '300000 years');
+
 select pg_temp.refuses('select pgqueue.grant_access(''errors_nobody'', ''producer'')', '42704', 'role', 'errors_nobody');
 select pg_temp.refuses('select pgqueue.revoke_access(''errors_nobody'', ''producer'')', '42704', 'role', 'errors_nobody');
 select pg_temp.refuses('select pgqueue.grant_access(current_user, ''everything'')', '22023', 'access', '''everything''');

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(34);
+select plan(59);
 
 create function pg_temp.keeps(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -43,12 +43,48 @@ $$;
 select pg_temp.keeps('extend_shared', false);
 select pg_temp.keeps('extend_dedicated', true);
 
+create function pg_temp.keeps_many(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    ids bigint[];
+    token uuid;
+    other uuid;
+begin
+    perform pgqueue.create_queue(queue, visibility_timeout => '30 s', dedicated => has_table);
+    ids := array(select pgqueue.enqueue_batch(queue, '{1,2,3,4}'));
+    select c.claim_token into token from pgqueue.claim(queue, 3) c;
+    select c.claim_token into other from pgqueue.claim(queue) c;
+    perform pgqueue.ack(queue, ids[2], token);
+    perform pg_temp.pass('20 s');
+    return next is(array(select pgqueue.extend_batch(queue, array[ids[4], ids[3], ids[2], ids[1], ids[1], null], token, '1 min')), array[ids[1], ids[3]],
+        queue || ': extend_batch returns, by id, what is still the caller''s');
+    return next is((select array_agg(b.visible_at - pgqueue._now() order by b.id) from pgqueue.browse(queue, 'inflight') b), '{1 min, 1 min, 10 s}', queue || ': and extends just that');
+    return next is((select array_agg(b.attempt_count) from pgqueue.browse(queue, 'inflight') b), '{1,1,1}', queue || ': extend_batch counts no attempt');
+    return next is(array(select pgqueue.extend_batch(queue, ids[1:1], token)), ids[1:1], queue || ': a claim of many can be extended in part');
+    return next is((select array_agg(b.visible_at - pgqueue._now() order by b.id) from pgqueue.browse(queue, 'inflight') b), '{30 s, 1 min, 10 s}', queue || ': by default by the timeout of the queue');
+    perform pg_temp.pass('30 s');
+    return next is(array(select pgqueue.extend_batch(queue, ids, token)), array[ids[1], ids[3]], queue || ': a claim that ran out and that nobody took can still be extended by extend_batch');
+    return next is((select array_agg(c.id) from pgqueue.claim(queue, 10) c), ids[4:4], queue || ': which hides its messages again');
+    return next is((select count(*) from pgqueue.extend_batch(queue, ids, other)), 0::bigint, queue || ': extend_batch with a stale token returns nothing');
+    update pgqueue.messages m set attempt_count = m.attempt_count + 1 where m.id = ids[3];
+    return next is(array(select pgqueue.extend_batch(queue, ids, token)), ids[1:1], queue || ': nor what plain SQL has claimed since');
+    return next is((select count(*) from pgqueue.extend_batch(queue, '{}', token)), 0::bigint, queue || ': of no ids extend_batch returns none');
+end;
+$$;
+select pg_temp.keeps_many('extend_batch_shared', false);
+select pg_temp.keeps_many('extend_batch_dedicated', true);
+
 select throws_ok($$ select pgqueue.extend('extend_shared', null, gen_random_uuid()) $$, '22023', null, 'extend refuses a null id');
 select throws_ok($$ select pgqueue.extend('extend_shared', 1, null) $$, '22023', null, 'extend refuses a null token');
 select throws_ok($$ select pgqueue.extend('extend_shared', 1, gen_random_uuid(), '0.999 s') $$, '22023', null, 'extend refuses a timeout below 1 second');
 select throws_ok($$ select pgqueue.extend('extend_shared', 1, gen_random_uuid(), '43201 s') $$, '22023', null, 'extend refuses a timeout over 12 hours');
 select is(pgqueue.extend('extend_shared', 1, gen_random_uuid(), '43200 s'), false, 'extend takes a timeout of 12 hours');
 select throws_ok($$ select pgqueue.extend('extend_nowhere', 1, gen_random_uuid()) $$, 'PQ001', null, 'extend refuses an unknown queue');
+
+select throws_ok($$ select pgqueue.extend_batch('extend_shared', null, gen_random_uuid()) $$, '22023', null, 'extend_batch refuses null ids');
+select throws_ok($$ select pgqueue.extend_batch('extend_shared', '{1}', null) $$, '22023', null, 'extend_batch refuses a null token');
+select throws_ok($$ select pgqueue.extend_batch('extend_shared', '{1}', gen_random_uuid(), '0.999 s') $$, '22023', null, 'extend_batch refuses a timeout below 1 second');
+select throws_ok($$ select pgqueue.extend_batch('extend_shared', '{1}', gen_random_uuid(), '43201 s') $$, '22023', null, 'extend_batch refuses a timeout over 12 hours');
+select throws_ok($$ select pgqueue.extend_batch('extend_nowhere', '{1}', gen_random_uuid()) $$, 'PQ001', null, 'extend_batch refuses an unknown queue');
 
 select * from finish();
 rollback;

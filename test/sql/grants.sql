@@ -1,7 +1,7 @@
 begin;
 -- Files take turns: this one attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(187);
+select plan(235);
 
 create role pgqueue_test_producer;
 create role pgqueue_test_consumer;
@@ -14,6 +14,10 @@ select pgqueue.create_queue('grants', visibility_timeout => '30 s', max_attempts
 select pgqueue.create_queue('grants_dedicated', dedicated => true) is not null as made \gset
 select pgqueue.enqueue('grants', '"secret"') as sent \gset
 select pgqueue.enqueue('grants_dedicated', '"secret"') as sent_dedicated \gset
+
+insert into pgqueue.streams (queue_name, stream_name, epoch, acked_seq, acked_token) values ('grants', 'given', 1, 1, '00000000-0000-0000-0000-000000000001'), ('grants', 'spare', 1, 0, null);
+insert into pgqueue.streams (queue_name, stream_name, epoch, claim_token, ids, left_out, partitions, visibility_timeout, claimed_at, claimed_until, replays)
+values ('grants', 'read', 1, '00000000-0000-0000-0000-000000000001', '{}', '{}', 1, '30 s', now(), now(), 0);
 
 -- What each verb needs, said by the contract: producers enqueue and see depth, not payloads; consumers claim, settle and browse;
 -- admins create, alter, drop, redrive, purge.
@@ -28,8 +32,20 @@ insert into verbs values
 ('ack_batch', 'select pgqueue.ack_batch(''grants'', ''{1}'', gen_random_uuid())', false, true, false),
 ('nack', 'select pgqueue.nack(''grants'', 1, gen_random_uuid())', false, true, false),
 ('reject', 'select pgqueue.reject(''grants'', 1, gen_random_uuid())', false, true, false),
+('record_failure', 'select pgqueue.record_failure(''grants'', 1000000, 1)', false, true, false),
+('release', 'select pgqueue.release(''grants'', ''{1}'', gen_random_uuid())', false, true, false),
 ('extend', 'select pgqueue.extend(''grants'', 1, gen_random_uuid())', false, true, false),
+('extend_batch', 'select pgqueue.extend_batch(''grants'', ''{1}'', gen_random_uuid())', false, true, false),
 ('prepare_wait', 'select pgqueue.prepare_wait(''grants'')', false, true, false),
+('stream_open', 'select pgqueue.stream_open(''grants'', ''anew'')', false, true, false),
+('stream_claim', 'select pgqueue.stream_claim(''grants'', ''given'', 1, 1, ''00000000-0000-0000-0000-000000000001'')', false, true, false),
+('stream_begin', 'select pgqueue.stream_begin(''grants'', ''given'', 1, 3, gen_random_uuid(), fail_on_data_loss => false)', false, true, false),
+('stream_read', 'select pgqueue.stream_read(''grants'', ''read'', 1, 1, ''00000000-0000-0000-0000-000000000001'')', false, true, false),
+('stream_extend', 'select pgqueue.stream_extend(''grants'', ''given'', 1)', false, true, false),
+('stream_ack', 'select pgqueue.stream_ack(''grants'', ''given'', 1, 1, ''00000000-0000-0000-0000-000000000001'')', false, true, false),
+('stream_skip', 'select pgqueue.stream_skip(''grants'', ''read'', 1, epoch => 1)', false, true, true),
+('list_streams', 'select pgqueue.list_streams(''grants'')', false, true, true),
+('drop_stream', 'select pgqueue.drop_stream(''grants'', ''spare'')', false, false, true),
 ('browse', 'select pgqueue.browse(''grants'')', false, true, true),
 ('browse_dead_messages', 'select pgqueue.browse_dead_messages(''grants'')', false, null, true),
 ('create_queue', 'select pgqueue.create_queue(''grants_new'')', false, false, true),
@@ -60,7 +76,7 @@ set local role pgqueue_test_producer;
 select lives_ok(v.statement, 'a producer may ' || v.name) from verbs v where v.producer;
 select throws_ok(v.statement, '42501', null, 'a producer may not ' || v.name) from verbs v where not v.producer;
 select throws_ok(format('table pgqueue.%I', t), '42501', null, format('a producer may not read %s', t))
-from unnest(array['messages', 'messages_shared', 'scheduled_messages', 'dead_messages', 'queues', 'sweeps', 'returns']) t;
+from unnest(array['messages', 'messages_shared', 'scheduled_messages', 'dead_messages', 'queues', 'sweeps', 'returns', 'streams']) t;
 select throws_ok($$ insert into pgqueue.messages (queue_name, payload) values ('grants', '1') $$, '42501', null, 'a producer may not write into the tables');
 select unalike((select array_agg(s::text)::text from pgqueue.stats() s), '%secret%', 'the depth that a producer sees shows no payload');
 

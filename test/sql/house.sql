@@ -32,7 +32,7 @@ select is_empty($$ select signature from functions where is_public and prosrc ~*
 select is_empty($$ select signature from functions where prosrc ~* '\mraise\s+(exception|notice|warning|info|log|debug|sqlstate|using)' and proname !~ '^_raise_' $$, 'only the functions of errors.sql raise');
 select results_eq(
     $$ select c.code[1] collate "C", count(*) from functions f cross join lateral regexp_matches(f.prosrc, 'errcode = ''(PQ\d\d\d)''', 'g') as c (code) group by 1 order by 1 $$,
-    $$ values ('PQ001' collate "C", 1::bigint), ('PQ002', 1), ('PQ003', 1), ('PQ004', 1) $$, 'every code of our own is raised in exactly one place');
+    $$ values ('PQ001' collate "C", 1::bigint), ('PQ002', 1), ('PQ003', 1), ('PQ004', 1), ('PQ005', 1), ('PQ006', 1), ('PQ007', 1), ('PQ008', 1), ('PQ009', 1) $$, 'every code of our own is raised in exactly one place');
 select is_empty($$ select signature from functions where proname ~ '^_raise_' and not (prosrc ~ 'errcode =' and prosrc ~ 'message =' and prosrc ~ 'hint =') $$,
     'every error has a code, a message and a hint');
 select is_empty(
@@ -54,14 +54,17 @@ select results_eq(
     ('create_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dedicated boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, if_not_exists boolean', 11, 'pgqueue.queue'),
     ('doctor', 'peek_delay interval', 1, 'SETOF pgqueue.finding'),
     ('drop_queue', 'queue_name text', 0, 'bigint'),
+    ('drop_stream', 'queue_name text, stream_name text', 0, 'integer'),
     ('enqueue', 'queue_name text, payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea', 6, 'bigint'),
     ('enqueue_batch', 'queue_name text, payloads jsonb[], delay interval, headers jsonb[], expires_in interval, message_ids uuid[], bodies bytea[], delays interval[]', 7, 'SETOF bigint'),
     ('exchange', 'queue_name text, ids bigint[], claim_token uuid, max_messages integer, visibility_timeout interval, claimed_by text', 3, 'SETOF pgqueue.exchanged'),
     ('extend', 'queue_name text, id bigint, claim_token uuid, visibility_timeout interval', 1, 'boolean'),
+    ('extend_batch', 'queue_name text, ids bigint[], claim_token uuid, visibility_timeout interval', 1, 'SETOF bigint'),
     ('get_queue', 'queue_name text', 0, 'pgqueue.queue'),
     ('grant_access', 'role_name name, access text', 0, 'void'),
     ('list_queues', '', 0, 'SETOF pgqueue.queue'),
-    ('nack', 'queue_name text, id bigint, claim_token uuid, delay interval, error text', 2, 'boolean'),
+    ('list_streams', 'queue_name text', 1, 'SETOF pgqueue.stream'),
+    ('nack', 'queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb', 3, 'boolean'),
     ('next_due_at', 'queue_name text', 0, 'timestamp with time zone'),
     ('pause_queue', 'queue_name text', 0, 'boolean'),
     ('peek', 'queue_name text, max_records integer', 1, 'integer'),
@@ -70,11 +73,20 @@ select results_eq(
     ('purge_expired', 'queue_name text, batch_size integer', 1, 'integer'),
     ('purge_queue', 'queue_name text', 0, 'bigint'),
     ('receive', 'queue_name text, max_messages integer', 1, 'SETOF pgqueue.message'),
+    ('record_failure', 'queue_name text, id bigint, attempt_count integer, delay interval, error text, headers jsonb', 3, 'boolean'),
     ('redrive', 'queue_name text, max_messages integer, ids bigint[]', 2, 'integer'),
-    ('reject', 'queue_name text, id bigint, claim_token uuid, error text', 1, 'boolean'),
+    ('reject', 'queue_name text, id bigint, claim_token uuid, error text, headers jsonb', 2, 'boolean'),
+    ('release', 'queue_name text, ids bigint[], claim_token uuid', 0, 'integer'),
     ('resume_queue', 'queue_name text', 0, 'boolean'),
     ('revoke_access', 'role_name name, access text', 0, 'void'),
     ('stats', 'queue_name text', 1, 'SETOF pgqueue.queue_stats'),
+    ('stream_ack', 'queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid', 0, 'integer'),
+    ('stream_begin', 'queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, max_replays integer, fail_on_data_loss boolean', 2, 'pgqueue.stream_batch'),
+    ('stream_claim', 'queue_name text, stream_name text, epoch bigint, after_seq bigint, after_token uuid, max_messages integer, partitions integer, visibility_timeout interval, up_to_id bigint, fail_on_data_loss boolean', 5, 'SETOF pgqueue.stream_batch'),
+    ('stream_extend', 'queue_name text, stream_name text, epoch bigint, visibility_timeout interval', 1, 'SETOF pgqueue.stream_batch'),
+    ('stream_open', 'queue_name text, stream_name text, opened_by text', 1, 'pgqueue.stream'),
+    ('stream_read', 'queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition integer', 1, 'SETOF pgqueue.message'),
+    ('stream_skip', 'queue_name text, stream_name text, seq bigint, ids bigint[], error text, epoch bigint', 3, 'integer'),
     ('version', '', 0, 'text'),
     ('wake', 'queue_name text', 0, 'void') $$, 'the functions have the names, arguments and results of the contract');
 

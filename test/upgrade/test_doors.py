@@ -69,6 +69,12 @@ def fill(connection: psycopg.Connection[Any], older: bool = False) -> None:
         connection.execute("select pgqueue.nack(%s, %s, %s, '1 h', 'once')", (queue, *take()))
         send("inflight", payload="[]")
         take()
+        send("reserved", payload="2")
+        connection.execute(
+            "select pgqueue.stream_claim(%(queue)s, s.stream_name, s.epoch, 0, null, 1)"
+            " from pgqueue.stream_open(%(queue)s, 'read') s",
+            {"queue": queue},
+        )
         send("ready", payload='""')
         send("body", body=b"\x00\\\n\xff")
         send("scheduled", payload="{}", delay="1 h")
@@ -117,6 +123,17 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
         "select greatest((select max(id) from pgqueue.messages), (select max(id) from pgqueue.scheduled_messages),"
         " (select max(id) from pgqueue.dead_messages))"
     ).fetchone()[0]
+    for queue in QUEUES:
+        # A reader goes on behind the door where he was before it.
+        stream = connection.execute(
+            "select s.epoch, s.acked_seq + 1, s.claim_token from pgqueue.stream_open(%s, 'read') s", (queue,)
+        ).fetchone()
+        read = connection.execute(
+            "select headers from pgqueue.stream_read(%s, 'read', %s, %s, %s)", (queue, *stream)
+        ).fetchall()
+        assert [headers["state"] for (headers,) in read] == ["reserved"]
+        acked = connection.execute("select pgqueue.stream_ack(%s, 'read', %s, %s, %s)", (queue, *stream))
+        assert acked.fetchone() == (1,)
     connection.execute("select pgqueue.resume_queue('paused')")
     connection.execute("update pgqueue.messages set visible_at = clock_timestamp()")
     connection.execute("update pgqueue.scheduled_messages set due_at = clock_timestamp()")
@@ -166,7 +183,7 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
         assert call("purge_queue") == 4
         assert call("drop_queue") == 1
     assert connection.execute("select * from pgqueue.list_queues()").fetchall() == []
-    for table in ("messages", "scheduled_messages", "dead_messages", "returns", "sweeps"):
+    for table in ("messages", "scheduled_messages", "dead_messages", "returns", "sweeps", "streams"):
         assert connection.execute(f"select * from pgqueue.{table}").fetchall() == []
     assert connection.execute("select * from pgqueue.doctor() where severity = 'error'").fetchall() == []
 

@@ -1,0 +1,671 @@
+-- Batches that can be read again. A stream reserves messages under a number and a token, which a reader keeps in its
+-- checkpoint: after any crash it is given the very same messages, until it says that the batch is done. One batch is
+-- open at a time; one reader at a time, as each opening fences the one before; each call is one transaction.
+
+create or replace function pgqueue._check_stream_name(stream_name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if stream_name is null or stream_name !~ '^[a-z0-9_-]{1,128}$' then
+        perform pgqueue._raise_invalid('stream_name', stream_name,
+            '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_stream_name(text) is
+'Raises 22023 for what is no name of a stream.';
+
+create or replace function pgqueue._check_batch(seq bigint, claim_token uuid)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if seq is null or seq < 1 then
+        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, from 1');
+    end if;
+    if claim_token is null then
+        perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that stream_claim returned');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_batch(bigint, uuid) is
+'Raises 22023 for what names no batch.';
+
+create or replace function pgqueue._next_epoch(epoch bigint)
+returns bigint
+language sql volatile
+as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._micros(pgqueue._now())) $$;
+comment on function pgqueue._next_epoch(bigint) is
+'The epoch that follows. By the clock, as a count would start over in a stream dropped and made again, or in a restored database, and let an old reader pass for the new one.';
+
+create or replace function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if epoch is null then
+        perform pgqueue._raise_invalid('epoch', null, 'the epoch that stream_open returned');
+    end if;
+    if epoch <> s.epoch then
+        perform pgqueue._raise_stream_fenced(s, epoch);
+    end if;
+end;
+$$;
+comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
+'Raises PQ006 unless the caller opened the stream last.';
+
+create or replace function pgqueue._hold_stream(queue_name text, stream_name text)
+returns pgqueue.streams
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.streams;
+begin
+    select t.* into s from pgqueue.streams t
+    where t.queue_name = _hold_stream.queue_name and t.stream_name = _hold_stream.stream_name
+    for no key update;
+    if not found then
+        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
+    end if;
+    return s;
+end;
+$$;
+comment on function pgqueue._hold_stream(text, text) is
+'The stream of that name, locked: behind the queue, before messages. Raises PQ005.';
+
+create or replace function pgqueue._public_stream(s pgqueue.streams)
+returns pgqueue.stream
+language sql stable
+as $$
+    select row(
+        s.queue_name, s.stream_name, s.epoch, s.opened_by, s.opened_at, s.created_at, s.acked_seq, s.acked_token,
+        s.claim_token, cardinality(s.ids) - cardinality(s.left_out), s.partitions, s.replays, s.claimed_at,
+        s.claimed_until, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0)
+    )::pgqueue.stream
+$$;
+comment on function pgqueue._public_stream(pgqueue.streams) is
+'A stream''s row without what is internal.';
+
+create or replace function pgqueue._open_batch(s pgqueue.streams, lost bigint[])
+returns pgqueue.stream_batch
+language sql stable
+as $$
+    select row(
+        s.queue_name, s.stream_name, s.acked_seq + 1, s.claim_token, cardinality(s.ids) - cardinality(s.left_out),
+        s.partitions, s.replays, s.claimed_at, s.claimed_until, lost
+    )::pgqueue.stream_batch
+$$;
+comment on function pgqueue._open_batch(pgqueue.streams, bigint[]) is
+'The open batch of a stream, as the verbs return it.';
+
+create or replace function pgqueue._without(ids bigint[], others bigint[])
+returns bigint[]
+language sql immutable parallel safe
+as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
+comment on function pgqueue._without(bigint[], bigint[]) is
+'The ids that are not among the others, in order.';
+
+create or replace function pgqueue._keep_batch(s pgqueue.streams, until timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    kept bigint[];
+begin
+    with extended as (
+        update pgqueue.messages m
+        set visible_at = until
+        where m.queue_name = s.queue_name and m.id = any (s.ids)
+            and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count
+        returning m.id
+    )
+    select coalesce(array_agg(e.id), '{}'::bigint[]) into kept from extended e;
+    if cardinality(kept) = cardinality(s.ids) - cardinality(s.left_out) then
+        return '{}'::bigint[];
+    end if;
+    return pgqueue._without(s.ids, s.left_out || kept);
+end;
+$$;
+comment on function pgqueue._keep_batch(pgqueue.streams, timestamptz) is
+'Keeps the messages of the open batch until then, also where their claim ran out but nobody took them, and returns the ids of those that are lost.';
+
+create or replace function pgqueue._settle_batch(s pgqueue.streams)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    acked int;
+begin
+    delete from pgqueue.messages m
+    where m.queue_name = s.queue_name and m.id = any (s.ids)
+        and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
+    get diagnostics acked = row_count;
+    return acked;
+end;
+$$;
+comment on function pgqueue._settle_batch(pgqueue.streams) is
+'Removes the messages of the open batch, and returns how many were still the stream''s.';
+
+create or replace function pgqueue._close_batch(s pgqueue.streams)
+returns pgqueue.streams
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    s.claim_token := null;
+    s.ids := null;
+    s.left_out := null;
+    s.partitions := null;
+    s.visibility_timeout := null;
+    s.claimed_at := null;
+    s.claimed_until := null;
+    s.replays := null;
+    s.begun_epoch := null;
+    return s;
+end;
+$$;
+comment on function pgqueue._close_batch(pgqueue.streams) is
+'The stream without an open batch.';
+
+create or replace function pgqueue._save_batch(s pgqueue.streams)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    update pgqueue.streams t
+    set acked_seq = s.acked_seq, acked_token = s.acked_token, claim_token = s.claim_token, ids = s.ids,
+        left_out = s.left_out, partitions = s.partitions, visibility_timeout = s.visibility_timeout,
+        claimed_at = s.claimed_at, claimed_until = s.claimed_until, replays = s.replays, begun_epoch = s.begun_epoch
+    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+end;
+$$;
+comment on function pgqueue._save_batch(pgqueue.streams) is
+'Writes how far a stream is, and its open batch.';
+
+create or replace function pgqueue.stream_open(queue_name text, stream_name text, opened_by text default null)
+returns pgqueue.stream
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    s pgqueue.streams;
+begin
+    perform pgqueue._check_stream_name(stream_name);
+    insert into pgqueue.streams as t (queue_name, stream_name, epoch, opened_by, opened_at, created_at)
+    values (q.name, stream_open.stream_name, pgqueue._next_epoch(null), stream_open.opened_by, pgqueue._now(), pgqueue._now())
+    on conflict on constraint streams_pkey do update
+    set epoch = pgqueue._next_epoch(t.epoch), opened_by = excluded.opened_by, opened_at = excluded.opened_at
+    returning t.* into s;
+    return pgqueue._public_stream(s);
+end;
+$$;
+comment on function pgqueue.stream_open(text, text, text) is
+'Opens a stream of the queue, making it where there is none, and returns it with a new epoch: whoever opened it before is fenced, and gets PQ006 from then on. stream_name (as a queue''s name) is one query''s own. Reading begins behind acked_seq and acked_token where the reader has no checkpoint. opened_by is a name for humans. Raises 22023, PQ001.';
+
+create or replace function pgqueue._pick_up_to(q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return array(
+        select m.id from pgqueue.messages m
+        where m.queue_name = q.name and m.id >= coalesce(pgqueue._head_of(q.name), 0) and m.id <= up_to_id
+            and m.visible_at <= at and m.attempt_count < m.max_attempts
+            and (m.expires_at is null or m.expires_at > at)
+        order by m.id limit wanted for update skip locked
+    );
+end;
+$$;
+comment on function pgqueue._pick_up_to(pgqueue.queues, timestamptz, bigint, int) is
+'The ids of up to wanted messages up to an id that are ready, locked: the whole walk, for who must not miss one.';
+
+create or replace function pgqueue._reserve(
+    q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, up_to_id bigint
+)
+returns pgqueue.streams
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    token constant uuid := gen_random_uuid();
+    span constant interval := coalesce(visibility_timeout, q.visibility_timeout);
+    wanted int;
+    picks bigint[];
+    ids bigint[] := '{}'::bigint[];
+    until timestamptz;
+    first_until timestamptz;
+    is_short boolean;
+    by_walk boolean := false;
+begin
+    -- In portions, as a pick compares what it finds with what it has.
+    loop
+        wanted := least(max_messages - cardinality(ids), 10000);
+        exit when wanted = 0;
+        if by_walk then
+            picks := pgqueue._pick_up_to(q, pgqueue._now(), up_to_id, wanted);
+            is_short := cardinality(picks) < wanted;
+        else
+            picks := pgqueue._grab(q.name, wanted, visibility_timeout);
+            is_short := cardinality(picks) < wanted;
+            if up_to_id is not null and (is_short or up_to_id < any (picks)) then
+                -- What lies beyond is left to others. What does not may still have been passed over.
+                perform setval(q.fresh_register, greatest(1, least(pg_sequence_last_value(q.fresh_register), min(p))))
+                from unnest(picks) as p
+                where p > up_to_id
+                having count(*) > 0;
+                picks := array(select p from unnest(picks) as p where p <= up_to_id);
+                by_walk := q.paused_at is null;
+                is_short := not by_walk;
+            end if;
+        end if;
+        if picks <> '{}' then
+            until := pgqueue._after(pgqueue._now(), span);
+            update pgqueue.messages m
+            set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
+                claim_token = token, claimed_by = 'stream ' || s.stream_name
+            where m.queue_name = q.name and m.id = any (picks);
+            ids := ids || picks;
+            first_until := coalesce(first_until, until);
+        end if;
+        exit when is_short;
+    end loop;
+    if ids <> '{}' then
+        s.claim_token := token;
+        s.ids := pgqueue._without(ids, '{}');
+        s.left_out := '{}';
+        s.visibility_timeout := span;
+        s.claimed_at := pgqueue._now();
+        s.claimed_until := first_until;
+        s.replays := 0;
+    end if;
+    return s;
+end;
+$$;
+comment on function pgqueue._reserve(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
+'Claims messages for a stream, and returns it with them as its open batch, if any were ready.';
+
+create or replace function pgqueue.stream_claim(
+    queue_name text,
+    stream_name text,
+    epoch bigint,
+    after_seq bigint,
+    after_token uuid,
+    max_messages int default 10000,
+    partitions int default 1,
+    visibility_timeout interval default null,
+    up_to_id bigint default null,
+    fail_on_data_loss boolean default true
+)
+returns setof pgqueue.stream_batch
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    lost bigint[];
+    changed boolean := true;
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    if after_seq is null or after_seq < 0 then
+        perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last batch that is done, 0 before the first');
+    end if;
+    if max_messages is null or max_messages not between 1 and 100000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 100000');
+    end if;
+    if partitions is null or partitions not between 1 and 1000 then
+        perform pgqueue._raise_invalid('partitions', partitions::text, 'an integer from 1 to 1000');
+    end if;
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    if fail_on_data_loss is null then
+        perform pgqueue._raise_invalid('fail_on_data_loss', null, 'true or false');
+    end if;
+
+    if after_seq = s.acked_seq and after_token is not distinct from s.acked_token then
+        if s.claim_token is not null then
+            -- Claimed by one who died before he could note it, or whose answer was lost: it goes on as it is, less what
+            -- others were given since. The attempt is counted already.
+            s.claimed_until := pgqueue._after(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
+            lost := pgqueue._keep_batch(s, s.claimed_until);
+            s.left_out := s.left_out || lost;
+            if cardinality(s.left_out) < cardinality(s.ids) then
+                update pgqueue.streams t
+                set left_out = s.left_out, claimed_until = s.claimed_until
+                where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+                return next pgqueue._open_batch(s, lost);
+                return;
+            end if;
+            s := pgqueue._close_batch(s);
+        else
+            changed := false;
+        end if;
+    elsif after_seq = s.acked_seq + 1 and after_token = s.claim_token then
+        perform pgqueue._settle_batch(s);
+        s := pgqueue._close_batch(s);
+        s.acked_seq := after_seq;
+        s.acked_token := after_token;
+    elsif fail_on_data_loss then
+        perform pgqueue._raise_stream_out_of_step(s, after_seq);
+    else
+        if s.claim_token is not null then
+            perform pgqueue.release(queue_name, s.ids, s.claim_token);
+        end if;
+        s := pgqueue._close_batch(s);
+        s.acked_seq := after_seq;
+        s.acked_token := after_token;
+    end if;
+
+    s := pgqueue._reserve(q, s, max_messages, visibility_timeout, up_to_id);
+    if s.claim_token is not null then
+        s.partitions := partitions;
+        return next pgqueue._open_batch(s, '{}');
+    elsif not changed then
+        -- An idle stream writes nothing.
+        return;
+    end if;
+    perform pgqueue._save_batch(s);
+end;
+$$;
+comment on function pgqueue.stream_claim(text, text, bigint, bigint, uuid, int, int, interval, bigint, boolean) is
+'Acknowledges everything up to batch after_seq with token after_token (0 and null before the first), which must be done for good, and returns the batch behind it: the one that is open already, with the same messages, or else a new one of up to max_messages (1 to 100000) that are ready, claimed as claim does for visibility_timeout; no row where none is ready or the queue is paused. It is to be read in partitions (1 to 1000). up_to_id leaves what is sent later to a later run. Where after_seq and after_token are not the stream''s, the checkpoint was rolled back, copied or taken from another: that raises PQ007; with fail_on_data_loss false the stream follows the checkpoint, and an open batch is given back. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+
+create or replace function pgqueue.stream_begin(
+    queue_name text,
+    stream_name text,
+    epoch bigint,
+    seq bigint,
+    claim_token uuid,
+    max_replays int default 5,
+    fail_on_data_loss boolean default true
+)
+returns pgqueue.stream_batch
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    at constant timestamptz := pgqueue._now();
+    lost bigint[] := '{}'::bigint[];
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    perform pgqueue._check_batch(seq, claim_token);
+    if max_replays < 0 then
+        perform pgqueue._raise_invalid('max_replays', max_replays::text, 'an integer from 0, or null for no limit');
+    end if;
+    if fail_on_data_loss is null then
+        perform pgqueue._raise_invalid('fail_on_data_loss', null, 'true or false');
+    end if;
+    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_begin.claim_token then
+        if fail_on_data_loss then
+            perform pgqueue._raise_stream_out_of_step(s, seq);
+        end if;
+        return row(
+            q.name, s.stream_name, seq, stream_begin.claim_token, 0, 0, 0, null::timestamptz, null::timestamptz,
+            '{}'::bigint[]
+        )::pgqueue.stream_batch;
+    end if;
+
+    -- What was claimed just now needs no look; what is missing all the same is noticed by who reads it.
+    if s.begun_epoch is not null or s.claimed_until < pgqueue._after(at, s.visibility_timeout / 2) then
+        s.claimed_until := pgqueue._after(at, s.visibility_timeout);
+        lost := pgqueue._keep_batch(s, s.claimed_until);
+        if lost <> '{}' then
+            if fail_on_data_loss then
+                perform pgqueue._raise_stream_data_lost(s, lost);
+            end if;
+            s.left_out := s.left_out || lost;
+        end if;
+    end if;
+    -- One replay an epoch, however often a reader plans it. An empty batch cannot do any harm.
+    if s.begun_epoch <> epoch and cardinality(s.left_out) < cardinality(s.ids) then
+        if s.replays >= max_replays then
+            perform pgqueue._raise_stream_poisoned(s);
+        end if;
+        s.replays := s.replays + 1;
+    end if;
+    update pgqueue.streams t
+    set left_out = s.left_out, claimed_until = s.claimed_until, replays = s.replays, begun_epoch = stream_begin.epoch
+    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+    return pgqueue._open_batch(s, lost);
+end;
+$$;
+comment on function pgqueue.stream_begin(text, text, bigint, bigint, uuid, int, boolean) is
+'Begins to read the open batch, for the first time or again after a crash, and returns it: to be called before its partitions are read. Where it is read again the reservation is renewed, and messages that are no longer the stream''s, as it ran out and others took them, raise PQ008, which names them; with fail_on_data_loss false they are left out of the batch from then on, and returned as lost. A batch that was begun in max_replays + 1 epochs (null for any number) raises PQ009, which names it and its messages. A batch that is not the open one raises PQ007, and is never taken for an empty one; with fail_on_data_loss false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
+
+create or replace function pgqueue.stream_read(
+    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
+)
+returns setof pgqueue.message
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    -- Stable: the stream and its messages are seen in one snapshot, so that what is skipped or acknowledged
+    -- meanwhile is either read in full or refused.
+    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    s pgqueue.streams;
+    wanted bigint[];
+    n bigint;
+begin
+    select t.* into s from pgqueue.streams t
+    where t.queue_name = q.name and t.stream_name = stream_read.stream_name;
+    if not found then
+        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
+    end if;
+    perform pgqueue._check_epoch(s, epoch);
+    perform pgqueue._check_batch(seq, claim_token);
+    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_read.claim_token then
+        perform pgqueue._raise_stream_out_of_step(s, seq);
+    end if;
+    wanted := s.ids;
+    if partition is not null then
+        if partition not between 0 and s.partitions - 1 then
+            perform pgqueue._raise_invalid('partition', partition::text, format('an integer from 0 to %s, or null for all', s.partitions - 1));
+        end if;
+        n := cardinality(s.ids);
+        wanted := s.ids[n * partition / s.partitions + 1 : n * (partition + 1) / s.partitions];
+    end if;
+    if s.left_out <> '{}' then
+        wanted := pgqueue._without(wanted, s.left_out);
+    end if;
+    return query
+    select
+        m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
+        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
+    from pgqueue.messages m
+    where m.queue_name = q.name and m.id = any (wanted)
+        and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
+    get diagnostics n = row_count;
+    if n < cardinality(wanted) then
+        perform pgqueue._raise_stream_data_lost(s, pgqueue._without(wanted, array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id = any (wanted)
+                and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count)));
+    end if;
+end;
+$$;
+comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is
+'Returns the messages of one partition of the open batch, from 0, or of all where partition is null: by id, each partition a stretch of them. It changes nothing, may be called as often as wanted, in parallel, and returns the same each time but for visible_at. Never returns less: messages that are no longer the stream''s raise PQ008, and a batch that is not the open one PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008.';
+
+create or replace function pgqueue.stream_extend(
+    queue_name text, stream_name text, epoch bigint, visibility_timeout interval default null
+)
+returns setof pgqueue.stream_batch
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    lost bigint[];
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    if s.claim_token is null then
+        return;
+    end if;
+    s.claimed_until := pgqueue._after(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
+    lost := pgqueue._keep_batch(s, s.claimed_until);
+    update pgqueue.streams t
+    set claimed_until = s.claimed_until
+    where t.queue_name = q.name and t.stream_name = s.stream_name;
+    return next pgqueue._open_batch(s, lost);
+end;
+$$;
+comment on function pgqueue.stream_extend(text, text, bigint, interval) is
+'Ends the reservation of the open batch visibility_timeout (1 s to 43200 s, by default that of its claim) from now, and returns the batch, with the ids of the messages that are no longer the stream''s in lost; no row where none is open. The heartbeat of a reader. Raises 22023, PQ001, PQ005, PQ006.';
+
+create or replace function pgqueue.stream_ack(
+    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid
+)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    acked int;
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    perform pgqueue._check_batch(seq, claim_token);
+    if seq < s.acked_seq or seq = s.acked_seq and s.acked_token = stream_ack.claim_token then
+        return 0;
+    end if;
+    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_ack.claim_token then
+        perform pgqueue._raise_stream_out_of_step(s, seq);
+    end if;
+    acked := pgqueue._settle_batch(s);
+    s := pgqueue._close_batch(s);
+    s.queue_name := q.name;
+    s.acked_seq := seq;
+    s.acked_token := stream_ack.claim_token;
+    perform pgqueue._save_batch(s);
+    return acked;
+end;
+$$;
+comment on function pgqueue.stream_ack(text, text, bigint, bigint, uuid) is
+'Removes the messages of the open batch, whose work is done for good, and returns how many were still the stream''s; 0 where it was acknowledged before. A batch that was never claimed, or another of its number, raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+
+create or replace function pgqueue.stream_skip(
+    queue_name text,
+    stream_name text,
+    seq bigint,
+    ids bigint[] default null,
+    error text default null,
+    epoch bigint default null
+)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    at constant timestamptz := pgqueue._now();
+    wanted bigint[];
+    m pgqueue.messages;
+    skipped int := 0;
+begin
+    if epoch is not null then
+        perform pgqueue._check_epoch(s, epoch);
+    end if;
+    perform pgqueue._check_batch(seq, coalesce(s.claim_token, gen_random_uuid()));
+    if seq <> s.acked_seq + 1 or s.claim_token is null then
+        perform pgqueue._raise_stream_out_of_step(s, seq);
+    end if;
+    wanted := pgqueue._without(s.ids, s.left_out);
+    if stream_skip.ids is not null then
+        wanted := pgqueue._without(wanted, pgqueue._without(wanted, stream_skip.ids));
+    end if;
+    for m in
+        delete from pgqueue.messages c
+        where c.queue_name = q.name and c.id = any (wanted)
+            and c.claim_token = s.claim_token and c.claimed_attempt = c.attempt_count
+        returning c.*
+    loop
+        perform pgqueue._fail(
+            q, m, at, null,
+            coalesce(error, format('skipped with batch %s of stream %s after %s replays', seq, s.stream_name, s.replays)),
+            null, true);
+        skipped := skipped + 1;
+    end loop;
+    -- What is left has another chance. Who reads the batch while nobody has told him is fenced.
+    update pgqueue.streams t
+    set left_out = s.left_out || wanted, replays = 0,
+        epoch = case when stream_skip.epoch is null then pgqueue._next_epoch(t.epoch) else t.epoch end
+    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+    return skipped;
+end;
+$$;
+comment on function pgqueue.stream_skip(text, text, bigint, bigint[], text, bigint) is
+'Takes messages, all or those in ids, out of the open batch, whose number is seq, and returns how many went to the dead letters, with reason rejected and error as last_error, or were deleted where the queue has none. What the stream had lost is left out, too. The batch goes on with the rest, and its replays start over; without a rest it is read as an empty one. By hand it is called without epoch, which fences who reads the stream: start him again. A reader that sorts out what it cannot use gives its epoch. Raises 22023, PQ001, PQ005, PQ006, and PQ007 where the batch is not open.';
+
+create or replace function pgqueue.list_streams(queue_name text default null)
+returns setof pgqueue.stream
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if queue_name is not null then
+        perform pgqueue._look_at(queue_name);
+    end if;
+    return query
+    select l.*
+    from pgqueue.streams t cross join lateral pgqueue._public_stream(t) l
+    where t.queue_name = coalesce(list_streams.queue_name, t.queue_name)
+    order by t.queue_name, t.stream_name;
+end;
+$$;
+comment on function pgqueue.list_streams(text) is
+'Returns the streams of a queue, or of every queue where queue_name is null, by name. Raises PQ001.';
+
+create or replace function pgqueue.drop_stream(queue_name text, stream_name text)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    s constant pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    released int := 0;
+begin
+    if s.claim_token is not null then
+        released := pgqueue.release(queue_name, s.ids, s.claim_token);
+    end if;
+    delete from pgqueue.streams t where t.queue_name = q.name and t.stream_name = s.stream_name;
+    return released;
+end;
+$$;
+comment on function pgqueue.drop_stream(text, text) is
+'Drops a stream, gives the messages of its open batch back as release does, and returns how many those were. A reader that still has a checkpoint of it is refused with PQ005, and with PQ007 once the stream is made again. Raises PQ001, PQ005.';

@@ -1,0 +1,339 @@
+begin;
+-- Files take turns: this one attaches a table and stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+create function pg_temp.pass(span interval) returns void language sql
+as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
+
+select plan(218);
+
+-- What a call raises: code, message, hint.
+create function pg_temp.raised(statement text) returns text language plpgsql as $$
+declare
+    message text;
+begin
+    execute statement;
+    return 'nothing';
+exception when others then
+    get stacked diagnostics message = message_text;
+    return sqlstate || ' ' || message;
+end;
+$$;
+create function pg_temp.sent(queue text, n int) returns bigint[] language sql
+as $$ select array(select pgqueue.enqueue_batch(queue, array(select to_jsonb(g) from generate_series(1, n) g))) $$;
+create function pg_temp.read(b pgqueue.stream_batch, epoch bigint, partition int default null) returns bigint[] language sql
+as $$ select array(select m.id from pgqueue.stream_read(b.queue_name, b.stream_name, epoch, b.seq, b.claim_token, partition) m) $$;
+create function pg_temp.claimed_by_others(queue text) returns bigint[] language sql
+as $$ select coalesce(array_agg(c.id), '{}') from pgqueue.claim(queue, 100, '1 h') c $$;
+
+create function pg_temp.streams(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    s pgqueue.stream;
+    t pgqueue.stream;
+    b pgqueue.stream_batch;
+    c pgqueue.stream_batch;
+    ids bigint[];
+    more bigint[];
+    n int;
+begin
+    perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 3, dedicated => has_table);
+
+    -- One batch after the other.
+    s := pgqueue.stream_open(queue, 's', 'alice');
+    return next is(row(s.queue_name, s.stream_name, s.opened_by, s.acked_seq, s.acked_token, s.claim_token, s.messages)::text, row(queue, 's', 'alice', 0, null::uuid, null::uuid, null::int)::text,
+        queue || ': a new stream has acknowledged nothing and has no open batch');
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 0, null)), 0::bigint, queue || ': where no message is ready, there is no batch');
+    ids := pg_temp.sent(queue, 10);
+    select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 0, null, max_messages => 7, partitions => 3, visibility_timeout => '60 s');
+    return next is(row(b.seq, b.messages, b.partitions, b.replays, b.claimed_until - b.claimed_at, b.lost)::text, row(1, 7, 3, 0, interval '60 s', '{}'::bigint[])::text, queue || ': a claim reserves up to max_messages as batch 1');
+    return next is((select row(l.claim_token, l.messages, l.partitions, l.replays, l.claimed_until)::text from pgqueue.list_streams(queue) l), row(b.claim_token, 7, 3, 0, b.claimed_until)::text, queue || ': list_streams shows the open batch');
+    return next is((select array_agg(m.id) from pgqueue.browse(queue, 'inflight') m where m.claimed_by = 'stream s'), ids[1:7], queue || ': its messages are in flight, and say whose they are');
+    c := pgqueue.stream_begin(queue, 's', s.epoch, b.seq, b.claim_token);
+    return next is(row(c.seq, c.messages, c.partitions, c.replays, c.lost)::text, row(1, 7, 3, 0, '{}'::bigint[])::text, queue || ': begun, it is as it was claimed');
+    return next is(pg_temp.read(b, s.epoch), ids[1:7], queue || ': it is read as a whole, by id');
+    return next is(pg_temp.read(b, s.epoch, 0) || pg_temp.read(b, s.epoch, 1) || pg_temp.read(b, s.epoch, 2), ids[1:7], queue || ': or in partitions, each message in one');
+    return next is(array(select cardinality(pg_temp.read(b, s.epoch, p)) from generate_series(0, 2) p), array[2, 2, 3], queue || ': of about the same size');
+    return next is((select array_agg(m.payload) from pgqueue.stream_read(queue, 's', s.epoch, 1, b.claim_token, 2) m), array['5', '6', '7']::jsonb[], queue || ': with what was sent');
+    return next alike(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 1, %L, 3)', queue, 's', s.epoch, b.claim_token)), '22023 invalid partition: ''3''', queue || ': a partition too many is refused');
+    return next is((select array_agg(r.payload) from pgqueue.receive(queue, 2) r), array['8', '9']::jsonb[], queue || ': the other messages are everybody''s');
+    c := null;
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 1, b.claim_token);
+    return next is(row(c.seq, c.messages)::text, row(2, 1)::text, queue || ': the next claim returns the next batch');
+    return next isnt(c.claim_token, b.claim_token, queue || ': under another token');
+    return next is((select count(*) from pgqueue.messages m where m.queue_name = queue and m.id = any (ids[1:7])), 0::bigint, queue || ': and acknowledges the one before');
+    return next is((select row(l.acked_seq, l.acked_token)::text from pgqueue.list_streams(queue) l), row(1, b.claim_token)::text, queue || ': which the stream keeps in mind');
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 2, c.claim_token)), 0::bigint, queue || ': a claim acknowledges also where nothing is ready');
+    return next is((select row(l.acked_seq, l.claim_token)::text from pgqueue.list_streams(queue) l), row(2, null::uuid)::text, queue || ': an idle stream has no open batch');
+    return next is((select count(*) from pgqueue.messages m where m.queue_name = queue), 0::bigint, queue || ': and leaves nothing behind');
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 2, c.claim_token)), 0::bigint, queue || ': and again');
+
+    -- Each point at which a reader may die.
+    b := c;
+    ids := pg_temp.sent(queue, 4);
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 2, b.claim_token, 4);
+    t := pgqueue.stream_open(queue, 's', 'bob');
+    return next ok(t.epoch > s.epoch, queue || ': who opens a stream again has a higher epoch');
+    return next is(row(t.acked_seq, t.claim_token, t.messages)::text, row(2, c.claim_token, 4)::text, queue || ': and is told of the open batch');
+    perform pg_temp.pass('20 s');
+    more := pg_temp.sent(queue, 2);
+    select * into b from pgqueue.stream_claim(queue, 's', t.epoch, 2, t.acked_token, 100);
+    return next is(row(b.seq, b.claim_token, b.messages, b.claimed_until)::text, row(3, c.claim_token, 4, pgqueue._now() + interval '30 s')::text, queue || ': died behind the claim: the same batch is adopted, and kept for its time again');
+    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', t.epoch, 3, b.claim_token) m), array[1, 1, 1, 1], queue || ': its messages are at their first attempt');
+    perform pgqueue.stream_begin(queue, 's', t.epoch, 3, b.claim_token);
+    return next is((pgqueue.stream_begin(queue, 's', t.epoch, 3, b.claim_token)).replays, 0, queue || ': planned twice by one reader is no replay');
+    s := pgqueue.stream_open(queue, 's');
+    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 3, b.claim_token)).replays, 1, queue || ': died while reading: it is begun again, as its first replay');
+    return next is(pg_temp.read(b, s.epoch), ids, queue || ': with the same messages');
+    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', s.epoch, 3, b.claim_token) m), array[1, 1, 1, 1], queue || ': still at their first attempt');
+    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 3, b.claim_token), 4, queue || ': stream_ack removes its messages');
+    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 3, b.claim_token), 0, queue || ': once');
+    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 2, t.acked_token), 0, queue || ': an acknowledgement that comes late does no harm');
+    return next is((select count(*) from pgqueue.stream_extend(queue, 's', s.epoch)), 0::bigint, queue || ': where no batch is open there is nothing to extend');
+    s := pgqueue.stream_open(queue, 's');
+    return next is(row(s.acked_seq, s.acked_token)::text, row(3, b.claim_token)::text, queue || ': died behind the acknowledgement: who opens it is told');
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 3, b.claim_token);
+    return next is(pg_temp.read(c, s.epoch), more, queue || ': and goes on with what came since');
+
+    -- Two readers.
+    t := pgqueue.stream_open(queue, 's', 'carol');
+    return next is(
+        array(
+            select left(pg_temp.raised(format('select pgqueue.%s', v)), 5)
+            from unnest(array[
+                format('stream_claim(%L, %L, %s, 3, %L)', queue, 's', s.epoch, b.claim_token), format('stream_begin(%L, %L, %s, 4, %L)', queue, 's', s.epoch, c.claim_token),
+                format('stream_read(%L, %L, %s, 4, %L)', queue, 's', s.epoch, c.claim_token), format('stream_extend(%L, %L, %s)', queue, 's', s.epoch),
+                format('stream_ack(%L, %L, %s, 4, %L)', queue, 's', s.epoch, c.claim_token), format('stream_skip(%L, %L, 4, epoch => %s)', queue, 's', s.epoch)
+            ]) v
+        ), array_fill('PQ006'::text, array[6]), queue || ': each call of the older reader is fenced');
+    return next is(pg_temp.raised(format('select pgqueue.stream_extend(%L, %L, %s)', queue, 's', s.epoch)), format('PQ006 stream ''s'' of queue %L is fenced: epoch %s was superseded by %s', queue, s.epoch, t.epoch), queue || ': and told by whom');
+    return next is(pg_temp.read(c, t.epoch), more, queue || ': the newer one has the batch');
+
+    -- A checkpoint that is not the stream's.
+    return next is(
+        array(
+            select left(pg_temp.raised(format('select pgqueue.stream_%s', v)), 5)
+            from unnest(array[
+                format('claim(%L, %L, %s, 2, %L)', queue, 's', t.epoch, gen_random_uuid()), format('claim(%L, %L, %s, 3, %L)', queue, 's', t.epoch, gen_random_uuid()),
+                format('claim(%L, %L, %s, 3, null)', queue, 's', t.epoch), format('claim(%L, %L, %s, 4, %L)', queue, 's', t.epoch, gen_random_uuid()), format('claim(%L, %L, %s, 4, null)', queue, 's', t.epoch),
+                format('claim(%L, %L, %s, 5, %L)', queue, 's', t.epoch, c.claim_token), format('claim(%L, %L, %s, 0, null)', queue, 's', t.epoch),
+                format('begin(%L, %L, %s, 3, %L)', queue, 's', t.epoch, b.claim_token), format('begin(%L, %L, %s, 4, %L)', queue, 's', t.epoch, b.claim_token), format('begin(%L, %L, %s, 5, %L)', queue, 's', t.epoch, c.claim_token),
+                format('read(%L, %L, %s, 3, %L)', queue, 's', t.epoch, b.claim_token), format('read(%L, %L, %s, 4, %L)', queue, 's', t.epoch, b.claim_token), format('read(%L, %L, %s, 5, %L)', queue, 's', t.epoch, c.claim_token),
+                format('ack(%L, %L, %s, 3, %L)', queue, 's', t.epoch, c.claim_token), format('ack(%L, %L, %s, 4, %L)', queue, 's', t.epoch, b.claim_token), format('ack(%L, %L, %s, 5, %L)', queue, 's', t.epoch, c.claim_token)
+            ]) v
+        ), array_fill('PQ007'::text, array[16]), queue || ': a number or a token that is not the stream''s is out of step');
+    return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 2, %L)', queue, 's', t.epoch, b.claim_token)), format('PQ007 stream ''s'' of queue %L is out of step: batch 2 is behind what was acknowledged', queue), queue || ': a checkpoint that was rolled back fails, and is told why');
+    return next is(pg_temp.read(c, t.epoch), more, queue || ': and nothing was changed');
+    b := pgqueue.stream_begin(queue, 's', t.epoch, 2, b.claim_token, fail_on_data_loss => false);
+    return next is(row(b.seq, b.messages, b.partitions)::text, row(2, 0, 0)::text, queue || ': who would go on all the same is given an empty batch');
+    select * into c from pgqueue.stream_claim(queue, 's', t.epoch, 2, b.claim_token, fail_on_data_loss => false);
+    return next is(row(c.seq, c.messages)::text, row(3, 2)::text, queue || ': and the stream follows his checkpoint, with the messages that were open given back and claimed anew');
+    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', t.epoch, 3, c.claim_token) m), array[1, 1], queue || ': which is no attempt of its own');
+    perform pgqueue.stream_ack(queue, 's', t.epoch, 3, c.claim_token);
+
+    -- The heartbeat.
+    ids := pg_temp.sent(queue, 3);
+    select * into b from pgqueue.stream_claim(queue, 's', t.epoch, 3, c.claim_token);
+    perform pg_temp.pass('20 s');
+    select * into c from pgqueue.stream_extend(queue, 's', t.epoch);
+    return next is(row(c.seq, c.messages, c.claimed_until, c.lost)::text, row(4, 3, pgqueue._now() + interval '30 s', '{}'::bigint[])::text, queue || ': a heartbeat keeps the batch as long again as it was claimed for');
+    perform pg_temp.pass('20 s');
+    return next is(pg_temp.claimed_by_others(queue), '{}'::bigint[], queue || ': so that nobody else is given it');
+    select * into c from pgqueue.stream_extend(queue, 's', t.epoch, '5 min');
+    return next is(c.claimed_until, pgqueue._now() + interval '5 min', queue || ': or for as long as it says');
+
+    -- The reservation runs out.
+    perform pg_temp.pass('5 min 1 s');
+    return next is(pg_temp.read(b, t.epoch), ids, queue || ': a reservation that ran out and that nobody took is still the stream''s');
+    return next is((pgqueue.stream_begin(queue, 's', t.epoch, 4, b.claim_token)).claimed_until, pgqueue._now() + interval '30 s', queue || ': and is renewed when it is begun');
+    return next is(pg_temp.claimed_by_others(queue), '{}'::bigint[], queue || ': so that nobody else is given it then');
+    perform pg_temp.pass('31 s');
+    return next is((select array_agg(m.id) from pgqueue.claim(queue, 2, '1 h') m), ids[1:2], queue || ': others take what ran out');
+    return next is(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 4, %L)', queue, 's', t.epoch, b.claim_token)),
+        format('PQ008 stream ''s'' of queue %L has lost 2 of 3 messages of batch 4: %s, %s', queue, ids[1], ids[2]), queue || ': whoever reads it is told what was lost');
+    return next is((select e.lost from pgqueue.stream_extend(queue, 's', t.epoch) e), ids[1:2], queue || ': and so is the heartbeat');
+    s := pgqueue.stream_open(queue, 's');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 4, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ008', queue || ': a replay fails');
+    c := pgqueue.stream_begin(queue, 's', s.epoch, 4, b.claim_token, fail_on_data_loss => false);
+    return next is(row(c.messages, c.lost, c.replays)::text, row(1, ids[1:2], 1)::text, queue || ': or goes on with what is left, and says what is not');
+    return next is(pg_temp.read(b, s.epoch), ids[3:3], queue || ': which is what is read then');
+    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 4, b.claim_token)).lost, '{}'::bigint[], queue || ': from then on');
+    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 4, b.claim_token), 1, queue || ': an acknowledgement takes nothing from others');
+    return next is((select array_agg(m.id) from pgqueue.browse(queue, 'inflight') m), ids[1:2], queue || ': who keep what they claimed');
+    perform pgqueue.purge_queue(queue);
+
+    -- An orphan of which something was lost.
+    ids := pg_temp.sent(queue, 2);
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 4, b.claim_token, visibility_timeout => '10 s');
+    perform pg_temp.pass('11 s');
+    perform pgqueue.claim(queue, 1, '1 h');
+    s := pgqueue.stream_open(queue, 's');
+    select * into t from pgqueue.list_streams(queue);
+    select d.seq, d.claim_token, d.messages, d.lost into c.seq, c.claim_token, c.messages, c.lost from pgqueue.stream_claim(queue, 's', s.epoch, 4, b.claim_token) d;
+    return next is(row(c.seq, c.claim_token, c.messages, c.lost)::text, row(5, t.claim_token, 1, ids[1:1])::text, queue || ': a batch that nobody has noted is adopted without what others took meanwhile');
+    perform pg_temp.pass('11 s');
+    perform pgqueue.claim(queue, 1, '1 h');
+    more := pg_temp.sent(queue, 1);
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 4, b.claim_token);
+    return next ok(c.seq = 5 and c.claim_token <> t.claim_token and pg_temp.read(c, s.epoch) = more, queue || ': where nothing is left of it, a new one takes its number');
+    perform pgqueue.stream_ack(queue, 's', s.epoch, 5, c.claim_token);
+    perform pgqueue.purge_queue(queue);
+
+    -- Poison.
+    ids := pg_temp.sent(queue, 25);
+    select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 5, c.claim_token);
+    perform pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => 2);
+    for n in 1..2 loop
+        s := pgqueue.stream_open(queue, 's');
+        perform pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => 2);
+    end loop;
+    s := pgqueue.stream_open(queue, 's');
+    return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 6, %L, max_replays => 2)', queue, 's', s.epoch, b.claim_token)),
+        format('PQ009 stream ''s'' of queue %L gives batch 6 up after 2 replays: messages %s and 5 more', queue, array_to_string(ids[1:20], ', ')), queue || ': a batch is given up after max_replays, with its messages named');
+    s := pgqueue.stream_open(queue, 's');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 6, %L, max_replays => 2)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ009', queue || ': and again, whoever comes');
+    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => null)).replays, 3, queue || ': unless more are allowed');
+    return next is(pgqueue.stream_skip(queue, 's', 6, ids[2:3] || ids[3] || ids[1] - 1000000, 'poison'), 2, queue || ': skipped are those messages that are the cause');
+    return next is((select array_agg((d.id, d.reason, d.last_error)::text) from pgqueue.browse_dead_messages(queue) d), array[(ids[2], 'rejected', 'poison')::text, (ids[3], 'rejected', 'poison')::text], queue || ': they are dead letters, and it is said why');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 6, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ006', queue || ': who was reading is fenced');
+    s := pgqueue.stream_open(queue, 's');
+    c := pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => 2);
+    return next is(row(c.messages, c.replays, c.lost)::text, row(23, 1, '{}'::bigint[])::text, queue || ': the rest has another chance');
+    return next is(pg_temp.read(b, s.epoch), ids[1:1] || ids[4:25], queue || ': and is what is read');
+    return next is(pgqueue.stream_skip(queue, 's', 6, ids[4:4], epoch => s.epoch), 1, queue || ': a reader may skip in the middle of its work');
+    return next is(pg_temp.read(b, s.epoch), ids[1:1] || ids[5:25], queue || ': and reads on');
+    return next is((select d.last_error from pgqueue.browse_dead_messages(queue) d where d.id = ids[4]), 'skipped with batch 6 of stream s after 1 replays', queue || ': what is not said why is said by whom');
+    return next is(pgqueue.stream_skip(queue, 's', 6), 22, queue || ': the whole batch is skipped');
+    return next is(pgqueue.stream_skip(queue, 's', 6), 0, queue || ': once');
+    s := pgqueue.stream_open(queue, 's');
+    c := pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => 0);
+    return next is(row(c.seq, c.messages, c.partitions, pg_temp.read(b, s.epoch))::text, row(6, 0, 1, '{}'::bigint[])::text, queue || ': it is read as an empty one then, and does not count as poison');
+    more := pg_temp.sent(queue, 1);
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 6, b.claim_token);
+    return next is(row(c.seq, pg_temp.read(c, s.epoch))::text, row(7, more)::text, queue || ': behind it the stream goes on');
+    return next is(pgqueue.redrive(queue), 25, queue || ': the dead letters can be redriven');
+    perform pgqueue.stream_ack(queue, 's', s.epoch, 7, c.claim_token);
+    perform pgqueue.purge_queue(queue);
+
+    -- A run that takes only what is there.
+    b := c;
+    perform pg_temp.sent(queue, 3);
+    s := pgqueue.stream_open(queue, 's');
+    more := pg_temp.sent(queue, 3);
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 7, b.claim_token, max_messages => 4, up_to_id => s.last_id);
+    return next is(c.messages, 3, queue || ': up_to_id leaves what is sent later');
+    return next is((select pg_sequence_last_value(q.fresh_register) from pgqueue.queues q where q.name = queue), more[1], queue || ': and leaves claims to go on from there');
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 8, c.claim_token, up_to_id => s.last_id)), 0::bigint, queue || ': so that a run ends, whoever sends');
+    return next is(pg_temp.claimed_by_others(queue), more, queue || ': and others find it, at once');
+    perform pgqueue.purge_queue(queue);
+    -- What came back lies before what was sent.
+    ids := pg_temp.sent(queue, 6);
+    s := pgqueue.stream_open(queue, 's');
+    perform pgqueue.claim(queue, 3, '1 s');
+    perform pg_temp.pass('2 s');
+    select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 8, c.claim_token, max_messages => 2, up_to_id => ids[5]);
+    return next is(b.messages, 2, queue || ': a run takes what came back');
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 9, b.claim_token, max_messages => 10, up_to_id => ids[5]);
+    return next is(c.messages, 3, queue || ': and all else up to there, wherever it lies');
+    perform pgqueue.stream_ack(queue, 's', s.epoch, 10, c.claim_token);
+    perform pgqueue.purge_queue(queue);
+    -- What came due lies behind it, and is met first.
+    ids := pg_temp.sent(queue, 2);
+    s := pgqueue.stream_open(queue, 's');
+    perform pgqueue.enqueue_batch(queue, '{1,2}', delay => '1 s');
+    perform pg_temp.pass('2 s');
+    b := c;
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 10, b.claim_token, max_messages => 2, up_to_id => s.last_id);
+    return next is(pg_temp.read(c, s.epoch), ids, queue || ': also where others come before it');
+    return next is(cardinality(pg_temp.claimed_by_others(queue)), 2, queue || ': which stay for others');
+    perform pgqueue.stream_ack(queue, 's', s.epoch, 11, c.claim_token);
+    perform pgqueue.purge_queue(queue);
+
+    -- Others of the queue's verbs.
+    ids := pg_temp.sent(queue, 3);
+    perform pgqueue.pause_queue(queue);
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 11, c.claim_token)), 0::bigint, queue || ': a paused queue hands out no batch');
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 11, c.claim_token, up_to_id => 1)), 0::bigint, queue || ': to no run either');
+    perform pgqueue.resume_queue(queue);
+    select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 11, c.claim_token);
+    perform pgqueue.pause_queue(queue);
+    return next is((select d.claim_token from pgqueue.stream_claim(queue, 's', s.epoch, 11, c.claim_token) d), b.claim_token, queue || ': the open batch is adopted also while the queue is paused');
+    perform pgqueue.resume_queue(queue);
+    return next is((select array_agg(f.finding) from pgqueue.doctor() f where f.queue_name = queue and f.finding ~ 'stream'), null, queue || ': nothing hurts a stream whose reservation lasts');
+    perform pg_temp.pass('91 s');
+    return next is((select array_agg(f.severity || ' ' || f.finding) from pgqueue.doctor() f where f.queue_name = queue and f.finding ~ 'stream'), array['warning lapsed_stream'], queue || ': doctor finds the stream whose reservation ran out');
+    return next is(pgqueue.purge_queue(queue), 3::bigint, queue || ': a purge takes the reserved messages, too');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 12, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ008', queue || ': which the stream misses');
+    return next is((select array_agg((f.severity, f.finding)::text) from pgqueue.doctor() f where f.queue_name = queue and f.finding ~ 'stream'), array['(warning,lapsed_stream)'], queue || ': doctor finds it still');
+    execute substring((select f.repair from pgqueue.doctor() f where f.queue_name = queue and f.finding ~ 'stream') from 'select .*$');
+    return next is((select count(*) from pgqueue.list_streams(queue)), 0::bigint, queue || ': until its repair has dropped it');
+
+    ids := pg_temp.sent(queue, 3);
+    t := pgqueue.stream_open(queue, 's');
+    return next ok(t.epoch > s.epoch, queue || ': a stream that is made again has no epoch again');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_claim(%L, %L, %s, 10, %L)', queue, 's', t.epoch, c.claim_token)), 5), 'PQ007', queue || ': and no checkpoint of its former life');
+    select * into b from pgqueue.stream_claim(queue, 's', t.epoch, 0, null, max_messages => 2);
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_claim(%L, %L, %s, 1, %L)', queue, 's', t.epoch, gen_random_uuid())), 5), 'PQ007', queue || ': nor is a batch of the same number taken for done');
+    return next is(pgqueue.drop_stream(queue, 's'), 2, queue || ': dropping a stream gives back what it reserved');
+    return next is((select array_agg((m.id, m.attempt_count)::text) from pgqueue.claim(queue, 10) m), array[(ids[1], 1)::text, (ids[2], 1)::text, (ids[3], 1)::text], queue || ': at once, and as if it had never been claimed');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 1, %L)', queue, 's', t.epoch, b.claim_token)), 5), 'PQ005', queue || ': who still reads it is told');
+
+    -- Two streams of a queue.
+    perform pgqueue.purge_queue(queue);
+    ids := pg_temp.sent(queue, 4);
+    s := pgqueue.stream_open(queue, 's');
+    t := pgqueue.stream_open(queue, 't');
+    select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 0, null, 2);
+    select * into c from pgqueue.stream_claim(queue, 't', t.epoch, 0, null, 3);
+    return next is(pg_temp.read(b, s.epoch) || pg_temp.read(c, t.epoch), ids, queue || ': two streams of a queue share its messages');
+    return next is((select array_agg(l.stream_name || l.messages) from pgqueue.list_streams(queue) l), array['s2', 't2'], queue || ': and are listed by name');
+    perform pgqueue.drop_queue(queue);
+    return next is((select count(*) from pgqueue.streams r where r.queue_name = queue), 0::bigint, queue || ': with the queue its streams are dropped');
+    perform pgqueue.create_queue(queue, dedicated => has_table);
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_claim(%L, %L, %s, 0, null)', queue, 's', s.epoch)), 5), 'PQ005', queue || ': and are not those of a queue of the same name');
+end;
+$$;
+select pg_temp.streams('streams_shared', false);
+select pg_temp.streams('streams_dedicated', true);
+
+-- Attempts, dead letters and sizes.
+select lives_ok($$ select pgqueue.create_queue('streams', visibility_timeout => '10 s', max_attempts => 1, dlq_enabled => false) $$, 'a queue without dead letters is made');
+create function pg_temp.attempts() returns setof text language plpgsql as $$
+declare
+    ids bigint[] := pg_temp.sent('streams', 2);
+    s pgqueue.stream := pgqueue.stream_open('streams', 's');
+    b pgqueue.stream_batch;
+begin
+    select * into b from pgqueue.stream_claim('streams', 's', s.epoch, 0, null);
+    perform pgqueue.claim('streams');
+    return next is(pg_temp.read(b, s.epoch), ids, 'a batch at its last attempt is not buried while it is reserved');
+    s := pgqueue.stream_open('streams', 's');
+    perform pgqueue.stream_begin('streams', 's', s.epoch, 1, b.claim_token);
+    s := pgqueue.stream_open('streams', 's');
+    perform pgqueue.stream_begin('streams', 's', s.epoch, 1, b.claim_token);
+    return next is(pg_temp.read(b, s.epoch), ids, 'nor by being replayed');
+    return next is(pgqueue.stream_skip('streams', 's', 1, ids[1:1]), 1, 'where the queue has no dead letters, what is skipped is deleted');
+    return next is((select array_agg(m.id) from pgqueue.messages m where m.queue_name = 'streams'), ids[2:2], 'and the rest is not');
+    perform pg_temp.pass('11 s');
+    perform pgqueue.claim('streams');
+    s := pgqueue.stream_open('streams', 's');
+    return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 1, %L)', 'streams', 's', s.epoch, b.claim_token)), format('PQ008 stream ''s'' of queue ''streams'' has lost 1 of 2 messages of batch 1: %s', ids[2]), 'once its reservation ran out it may be buried, and is missed');
+    return next is(pgqueue.stream_skip('streams', 's', 1), 0, 'what is lost is skipped, too');
+    s := pgqueue.stream_open('streams', 's');
+    return next is((pgqueue.stream_begin('streams', 's', s.epoch, 1, b.claim_token)).messages, 0, 'so that the stream goes on');
+    perform pgqueue.stream_ack('streams', 's', s.epoch, 1, b.claim_token);
+    perform pg_temp.sent('streams', 11000);
+    select d.* into b from pgqueue.stream_claim('streams', 's', s.epoch, 1, b.claim_token, max_messages => 10500, partitions => 7) d;
+    return next is((select row(b.messages, count(*), count(distinct m.id), min(m.n), max(m.n))::text
+        from (select m.id, count(*) over (partition by p) as n from generate_series(0, 6) p cross join lateral pgqueue.stream_read('streams', 's', s.epoch, 2, b.claim_token, p) m) m),
+        row(10500, 10500, 10500, 1500, 1500)::text, 'a large batch is claimed in portions and read in partitions, each message once');
+    return next is((select d.messages from pgqueue.stream_claim('streams', 's', s.epoch, 2, b.claim_token, max_messages => 100000) d), 500, 'and the rest is the next');
+end;
+$$;
+select pg_temp.attempts();
+select throws_ok($$ select pgqueue.list_streams('streams_nowhere') $$, 'PQ001', null, 'streams of an unknown queue are not listed');
+select is((select array_agg(l.queue_name || ' ' || l.stream_name) from pgqueue.list_streams() l where l.queue_name = 'streams'), array['streams s'], 'without a queue, those of all are');
+
+select * from finish();
+rollback;
