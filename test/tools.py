@@ -25,6 +25,8 @@ PGTAP = {
     "libtap-parser-sourcehandler-pgtap-perl": "96080fafb5d513696fcec9b19c15ae0ffb2b1e931aa5c43458b363c9234d7629",
 }
 PLPGSQL_CHECK = {"postgresql-15-plpgsql-check": "30cd7b9402bc4566d347e8a2915bc0ad3cd9276cdc0f8d61fac3a07b89342092"}
+# For the tests of a transaction pool; by apt's signed index, as security updates replace the versions.
+PGBOUNCER: dict[str, str | None] = {"pgbouncer": None, "libc-ares2": None, "libevent-2.1-7": None}
 
 
 def venv() -> None:
@@ -62,6 +64,7 @@ def debs() -> None:
     if subprocess.run(["perl", "-MTAP::Harness", "-e1"], capture_output=True).returncode != 0:
         # A machine with perl-base only: its modules come from the archive's current version.
         fetch_debs({"perl-modules-5.36": None}, "for the modules that pg_prove uses")
+    fetch_debs(PGBOUNCER, "for the tests of a transaction pool")
     extensions = CACHE / "pgtap"
     shutil.rmtree(extensions, ignore_errors=True)
     extensions.mkdir(parents=True)

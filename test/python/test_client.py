@@ -222,6 +222,52 @@ def test_nack_and_reject(queue: Any) -> None:
     assert soon(dead.died_at, 0 * SECOND)
 
 
+def test_a_failure_leaves_its_headers(queue: Any) -> None:
+    queue.enqueue(1, headers={"type": "order"})
+    (message,) = queue.claim()
+    assert queue.nack(message.id, message.claim_token, timedelta(0), headers={"tries": [1, None]}) is True
+    (message,) = queue.claim()
+    assert (message.headers, message.last_error) == ({"type": "order", "tries": [1, None]}, None)
+    assert queue.reject(message.id, message.claim_token, "no use", {"tries": {"é": 2}}) is True
+    (dead,) = queue.browse_dead_messages()
+    assert (dead.headers, dead.last_error) == ({"type": "order", "tries": {"é": 2}}, "no use")
+    with pytest.raises(pgqueue.InvalidArgument, match="headers"):
+        queue.nack(1, NOWHERE, headers=[1])
+    with pytest.raises(pgqueue.InvalidArgument, match="headers"):
+        queue.reject(1, NOWHERE, headers="x")
+
+
+def test_release(queue: Any) -> None:
+    ids = queue.enqueue_batch([1, 2, 3])
+    token = queue.claim(3)[0].claim_token
+    assert queue.release(ids, NOWHERE) == 0
+    assert queue.release([], token) == 0
+    assert (queue.release(iter(ids[:2]), token), queue.release(ids[:2], token)) == (2, 0)
+    assert [(message.id, message.attempt_count) for message in queue.claim(10)] == [(ids[0], 1), (ids[1], 1)]
+    assert queue.ack(ids[2], token)
+
+
+def test_an_attempt_that_was_rolled_back_is_recorded(queue: Any, client: Client) -> None:
+    sent = queue.enqueue(1)
+    client.connection.set_autocommit(False)
+    (message,) = queue.receive()
+    client.connection.rollback()
+    client.connection.set_autocommit(True)
+    assert queue.record_failure(sent, message.attempt_count + 1) is False
+    assert queue.record_failure(sent, message.attempt_count, timedelta(hours=1), "no luck", {"tries": 1}) is True
+    assert queue.record_failure(sent, message.attempt_count) is False
+    (waiting,) = queue.browse("scheduled")
+    assert (waiting.id, waiting.attempt_count, waiting.last_error, waiting.headers) == (
+        sent,
+        1,
+        "no luck",
+        {"tries": 1},
+    )
+    assert soon(waiting.visible_at, timedelta(hours=1))
+    with pytest.raises(pgqueue.InvalidArgument, match="attempt_count"):
+        queue.record_failure(sent, 0)
+
+
 def test_extend(queue: Any) -> None:
     queue.enqueue(1)
     (message,) = queue.claim(visibility_timeout=5 * SECOND)
@@ -230,6 +276,18 @@ def test_extend(queue: Any) -> None:
     assert queue.extend(message.id, message.claim_token) is True
     assert soon(queue.browse("inflight")[0].visible_at, timedelta(seconds=30))
     assert queue.extend(message.id, NOWHERE) is False
+
+
+def test_extend_batch(queue: Any) -> None:
+    ids = queue.enqueue_batch([1, 2, 3])
+    token = queue.claim(3, visibility_timeout=5 * SECOND)[0].claim_token
+    queue.ack(ids[1], token)
+    assert queue.extend_batch(reversed(ids), token, timedelta(hours=1)) == [ids[0], ids[2]]
+    assert all(soon(message.visible_at, timedelta(hours=1)) for message in queue.browse("inflight"))
+    assert queue.extend_batch(ids[:1], token) == ids[:1]
+    assert soon(queue.browse("inflight")[0].visible_at, timedelta(seconds=30))
+    assert queue.extend_batch(ids, NOWHERE) == []
+    assert queue.extend_batch([], token) == []
 
 
 def test_receive_takes_for_good(queue: Any) -> None:
@@ -298,6 +356,10 @@ def test_a_waiting_consumer_is_notified(queue: Any, connection: psycopg.Connecti
     queue.enqueue(1)
     assert [note.channel for note in connection.notifies(timeout=10, stop_after=1)] == [queue.channel()]
     assert queue.wake() is None
+    assert len(list(connection.notifies(timeout=10, stop_after=1))) == 1
+    (message,) = queue.claim()
+    queue.prepare_wait()
+    queue.release([message.id], message.claim_token)
     assert len(list(connection.notifies(timeout=10, stop_after=1))) == 1
 
 
@@ -431,6 +493,44 @@ def test_install_in_autocommit_mode_is_all_or_nothing(empty_database: Any) -> No
         with pytest.raises(psycopg.errors.DuplicateSchema):
             pgqueue.install(connection)
         assert pgqueue.Queues(connection).list_queues() == []
+
+
+@pytest.mark.parametrize("door", ["plain", "extension"])
+def test_default_privileges_open_nothing(empty_database: Any, door: str, name: str) -> None:
+    with psycopg.connect(empty_database(), autocommit=True) as connection:
+        available = connection.execute("select from pg_available_extensions where name = 'pgqueue'").fetchone()
+        if door == "extension" and available is None:
+            pytest.skip("the server has no extension pgqueue")
+        role = sql.Identifier(name)
+        connection.execute(sql.SQL("create role {}").format(role))
+        try:
+            for kind in ("functions", "tables", "sequences", "schemas"):
+                grant = f"alter default privileges grant all on {kind} to {{}}, public"
+                connection.execute(sql.SQL(grant).format(role))
+            if door == "extension":
+                connection.execute("create extension pgqueue")
+            else:
+                pgqueue.install(connection)
+            pgqueue.Queue(connection, "orders").create_queue(dedicated=True)
+            held = """
+                select o.name
+                from (
+                    select p.proname, p.proacl from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace
+                    union all
+                    select c.relname, c.relacl from pg_class c where c.relnamespace = 'pgqueue'::regnamespace
+                    union all
+                    select n.nspname, n.nspacl from pg_namespace n where n.nspname = 'pgqueue'
+                ) as o (name, acl), aclexplode(o.acl) as a
+                where a.grantee in (0, (select r.oid from pg_roles r where r.rolname = %s))
+            """
+            assert connection.execute(held, [name]).fetchall() == []
+            pgqueue.Queues(connection).grant_access(name, "producer")
+            granted = {found for (found,) in connection.execute(held, [name])}
+            assert {"enqueue", "pgqueue"} < granted
+            assert not granted & {"claim", "messages", "_enqueue"}
+        finally:
+            connection.execute(sql.SQL("drop owned by {}").format(role))
+            connection.execute(sql.SQL("drop role {}").format(role))
 
 
 def test_the_command_installs_once(empty_database: Any, capsys: pytest.CaptureFixture[str]) -> None:

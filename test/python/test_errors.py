@@ -14,6 +14,11 @@ CODES = {
     "PQ002": pgqueue.QueueExists,
     "PQ003": pgqueue.PayloadTooLarge,
     "PQ004": pgqueue.QueueBusy,
+    "PQ005": pgqueue.StreamNotFound,
+    "PQ006": pgqueue.StreamFenced,
+    "PQ007": pgqueue.StreamOutOfStep,
+    "PQ008": pgqueue.StreamDataLost,
+    "PQ009": pgqueue.StreamPoisoned,
     "22023": pgqueue.InvalidArgument,
 }
 

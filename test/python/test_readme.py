@@ -1,13 +1,18 @@
 """What the README shows is run as it stands there."""
 
 import re
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import commands
 import psycopg
 import pytest
 
+import pgqueue
+import pgqueue.consumer
 from pgqueue.embedded import EmbeddedServer
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -60,3 +65,37 @@ def test_the_python_example_ships_and_acknowledges(pasted: tuple[str, str], monk
         exec(blocks("python")[0], {})
         assert connection.execute("select order_id from shipped").fetchall() == [(1001,)]
         assert connection.execute("select ready_messages, inflight_messages from pgqueue.stats()").fetchone() == (0, 0)
+
+
+def test_the_consumer_of_the_example_ships(pasted: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    dsn, _ = pasted
+
+    def consumer(_dsn: str, *arguments: Any, **options: Any) -> pgqueue.Consumer:
+        made = pgqueue.consumer.Consumer(dsn, *arguments, **options)
+        made.observe = lambda event: made.request_stop() if event.kind == "succeeded" else None
+        return made
+
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("create table shipped (order_id int)")
+        connection.execute("""select pgqueue.enqueue('orders', '{"order_id": 1004}')""")
+        monkeypatch.setattr(pgqueue, "Consumer", consumer, raising=False)
+        exec(blocks("python")[1], {})
+        assert connection.execute("select order_id from shipped").fetchall() == [(1004,)]
+
+
+def test_the_command_line_works_as_it_stands(empty_database: Callable[[], str], tmp_path: Path) -> None:
+    dsn = empty_database()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("create extension pgqueue")
+        connection.execute("create table shipped (order_id int)")
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop/handlers.py").write_text(blocks("python")[1].split("\npgqueue.Consumer")[0])
+    (script,) = (block for block in blocks("sh") if "pgqueue create" in block)
+    for line in script.splitlines():
+        program, *words = shlex.split(line, comments=True)
+        if program == "pgqueue":
+            words = [word for word in words if word != "--watch"] + (["--until-empty"] if "work" in words else [])
+            done = commands.run(*words, cwd=tmp_path, PGQUEUE_DSN=dsn)
+            assert done.status == 0, (line, done)
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("select order_id from shipped order by 1").fetchall() == [(1001,), (1002,)]

@@ -102,6 +102,8 @@ def test_calls_declare_the_types_of_the_functions(functions: list[Function]) -> 
         ("exchanged", pgqueue.Exchanged),
         ("dead_message", pgqueue.DeadMessage),
         ("queue_stats", pgqueue.QueueStats),
+        ("stream", pgqueue.Stream),
+        ("stream_batch", pgqueue.StreamBatch),
         ("finding", pgqueue.Finding),
     ],
 )

@@ -1,16 +1,62 @@
 """pgqueue: a message queue in PostgreSQL. This package calls its SQL functions on your psycopg connection."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .client import AsyncQueue, AsyncQueues, Queue, Queues, install
-from .errors import Error, InvalidArgument, PayloadTooLarge, QueueBusy, QueueExists, QueueNotFound
-from .message import DeadMessage, Exchanged, Finding, Message, NewMessage, QueueInfo, QueueStats
+from .errors import (
+    Error,
+    InvalidArgument,
+    PayloadTooLarge,
+    QueueBusy,
+    QueueExists,
+    QueueNotFound,
+    StreamDataLost,
+    StreamFenced,
+    StreamNotFound,
+    StreamOutOfStep,
+    StreamPoisoned,
+)
+from .message import (
+    DeadMessage,
+    Exchanged,
+    Finding,
+    Message,
+    NewMessage,
+    QueueInfo,
+    QueueStats,
+    Stream,
+    StreamBatch,
+)
+
+if TYPE_CHECKING:
+    from .consumer import (
+        AsyncConsumer,
+        Consumer,
+        ConsumerStats,
+        Delivery,
+        Event,
+        Failure,
+        Handled,
+        Reject,
+        Retries,
+        Retry,
+    )
 
 __all__ = [
+    "AsyncConsumer",
     "AsyncQueue",
     "AsyncQueues",
+    "Consumer",
+    "ConsumerStats",
     "DeadMessage",
+    "Delivery",
     "Error",
+    "Event",
     "Exchanged",
+    "Failure",
     "Finding",
+    "Handled",
     "InvalidArgument",
     "Message",
     "NewMessage",
@@ -22,5 +68,35 @@ __all__ = [
     "QueueNotFound",
     "QueueStats",
     "Queues",
+    "Reject",
+    "Retries",
+    "Retry",
+    "Stream",
+    "StreamBatch",
+    "StreamDataLost",
+    "StreamFenced",
+    "StreamNotFound",
+    "StreamOutOfStep",
+    "StreamPoisoned",
     "install",
 ]
+
+_CONSUMER = {
+    "AsyncConsumer",
+    "Consumer",
+    "ConsumerStats",
+    "Delivery",
+    "Event",
+    "Failure",
+    "Handled",
+    "Reject",
+    "Retries",
+    "Retry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # The consumer is loaded by those who use it.
+    if name in _CONSUMER:
+        return getattr(import_module(".consumer", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

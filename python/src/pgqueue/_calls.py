@@ -17,7 +17,17 @@ from psycopg.rows import BaseRowFactory, args_row, scalar_row
 from psycopg.types.json import Json, Jsonb
 
 from .errors import InvalidArgument, PayloadTooLarge
-from .message import DeadMessage, Exchanged, Finding, Message, NewMessage, QueueInfo, QueueStats
+from .message import (
+    DeadMessage,
+    Exchanged,
+    Finding,
+    Message,
+    NewMessage,
+    QueueInfo,
+    QueueStats,
+    Stream,
+    StreamBatch,
+)
 
 T = TypeVar("T")
 
@@ -136,10 +146,51 @@ exchange = Call(
     "queue_name text, ids bigint[], claim_token uuid",
     "max_messages int, visibility_timeout interval, claimed_by text",
 )
-nack = Call(bool, "nack", "queue_name text, id bigint, claim_token uuid", "delay interval, error text")
-reject = Call(bool, "reject", "queue_name text, id bigint, claim_token uuid", "error text")
+nack = Call(bool, "nack", "queue_name text, id bigint, claim_token uuid", "delay interval, error text, headers jsonb")
+reject = Call(bool, "reject", "queue_name text, id bigint, claim_token uuid", "error text, headers jsonb")
+record_failure = Call(
+    bool,
+    "record_failure",
+    "queue_name text, id bigint, attempt_count int",
+    "delay interval, error text, headers jsonb",
+)
+release = Call(int, "release", "queue_name text, ids bigint[], claim_token uuid")
 extend = Call(bool, "extend", "queue_name text, id bigint, claim_token uuid", "visibility_timeout interval")
+extend_batch = Call(
+    int, "extend_batch", "queue_name text, ids bigint[], claim_token uuid", "visibility_timeout interval"
+)
 receive = Call(Message, "receive", "queue_name text", "max_messages int")
+stream_open = Call(Stream, "stream_open", "queue_name text, stream_name text", "opened_by text")
+stream_claim = Call(
+    StreamBatch,
+    "stream_claim",
+    "queue_name text, stream_name text, epoch bigint, after_seq bigint, after_token uuid",
+    "max_messages int, partitions int, visibility_timeout interval, up_to_id bigint, fail_on_data_loss boolean",
+)
+stream_begin = Call(
+    StreamBatch,
+    "stream_begin",
+    "queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid",
+    "max_replays int, fail_on_data_loss boolean",
+)
+stream_read = Call(
+    Message,
+    "stream_read",
+    "queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid",
+    "partition int",
+)
+stream_extend = Call(
+    StreamBatch, "stream_extend", "queue_name text, stream_name text, epoch bigint", "visibility_timeout interval"
+)
+stream_ack = Call(int, "stream_ack", "queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid")
+stream_skip = Call(
+    int,
+    "stream_skip",
+    "queue_name text, stream_name text, seq bigint",
+    "ids bigint[], error text, epoch bigint",
+)
+list_streams = Call(Stream, "list_streams", "", "queue_name text")
+drop_stream = Call(int, "drop_stream", "queue_name text, stream_name text")
 peek = Call(int, "peek", "queue_name text", "max_records int")
 browse = Call(Message, "browse", "queue_name text", "state text, max_messages int, after_id bigint")
 browse_dead_messages = Call(DeadMessage, "browse_dead_messages", "queue_name text", "max_messages int, after_id bigint")

@@ -17,7 +17,7 @@ from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
 
 from . import _calls
 from ._files import install_script
-from .message import DeadMessage, Exchanged, Finding, Message, QueueInfo, QueueStats
+from .message import DeadMessage, Exchanged, Finding, Message, QueueInfo, QueueStats, Stream, StreamBatch
 
 T = TypeVar("T")
 
@@ -55,6 +55,10 @@ class Queues(_Sync):
         Cheap on a deep queue: `estimates` says which figures are estimated. Raises `QueueNotFound`.
         """
         return self._all(_calls.stats(queue_name))
+
+    def list_streams(self, queue_name: str | None = None) -> list[Stream]:
+        """The streams of a queue, or of every queue, by name. Raises `QueueNotFound`."""
+        return self._all(_calls.list_streams(queue_name))
 
     def doctor(self, peek_delay: timedelta | None = None) -> list[Finding]:
         """What hurts and what repairs it, one finding a row; no row means all is well.
@@ -296,20 +300,54 @@ class Queue(_Sync):
         """
         return self._all(_calls.exchange(self.name, ids, claim_token, max_messages, visibility_timeout, claimed_by))
 
-    def nack(self, id: int, claim_token: UUID | None, delay: timedelta | None = None, error: str | None = None) -> bool:
+    def nack(
+        self,
+        id: int,
+        claim_token: UUID | None,
+        delay: timedelta | None = None,
+        error: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Give a claimed message back: it comes again after `delay` (the queue's backoff).
 
         If its attempts are spent it goes to the dead letters, or is deleted if the queue has none. `error` is
-        kept as its `last_error`. False if the claim was lost. Raises `InvalidArgument`, `QueueNotFound`.
+        kept as its `last_error`; `headers` are merged into its own, unless the two exceed 64 KB. False if the
+        claim was lost. Raises `InvalidArgument`, `QueueNotFound`.
         """
-        return self._one(_calls.nack(self.name, id, claim_token, delay, error))
+        return self._one(_calls.nack(self.name, id, claim_token, delay, error, headers))
 
-    def reject(self, id: int, claim_token: UUID | None, error: str | None = None) -> bool:
+    def reject(
+        self, id: int, claim_token: UUID | None, error: str | None = None, headers: Mapping[str, Any] | None = None
+    ) -> bool:
         """Send a claimed message to the dead letters at once, with the reason `rejected`.
 
-        `error` is kept as its `last_error`. False if the claim was lost. Raises `QueueNotFound`.
+        `error` and `headers` are kept as by `nack`. False if the claim was lost. Raises `InvalidArgument`,
+        `QueueNotFound`.
         """
-        return self._one(_calls.reject(self.name, id, claim_token, error))
+        return self._one(_calls.reject(self.name, id, claim_token, error, headers))
+
+    def record_failure(
+        self,
+        id: int,
+        attempt_count: int,
+        delay: timedelta | None = None,
+        error: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Count an attempt that failed in a `receive` whose transaction was rolled back.
+
+        `attempt_count` is that of the message as it was received. It is then backed off or dead as by `nack`,
+        whose `delay`, `error` and `headers` these are. False if the message is gone, claimed or held by
+        another transaction, or if an attempt was counted since. Raises `InvalidArgument`, `QueueNotFound`.
+        """
+        return self._one(_calls.record_failure(self.name, id, attempt_count, delay, error, headers))
+
+    def release(self, ids: Iterable[int], claim_token: UUID | None) -> int:
+        """Give messages of one claim back unworked: ready at once, their attempt not counted.
+
+        Returns how many were still ours. Raises `InvalidArgument`, `QueueNotFound`.
+        """
+        return self._one(_calls.release(self.name, ids, claim_token))
 
     def extend(self, id: int, claim_token: UUID | None, visibility_timeout: timedelta | None = None) -> bool:
         """Keep a claimed message for another `visibility_timeout` (the queue's) from now.
@@ -318,6 +356,12 @@ class Queue(_Sync):
         """
         return self._one(_calls.extend(self.name, id, claim_token, visibility_timeout))
 
+    def extend_batch(
+        self, ids: Iterable[int], claim_token: UUID | None, visibility_timeout: timedelta | None = None
+    ) -> list[int]:
+        """Keep messages of one claim as `extend` does; returns, by id, those that are still ours."""
+        return self._all(_calls.extend_batch(self.name, ids, claim_token, visibility_timeout))
+
     def receive(self, max_messages: int | None = None) -> list[Message]:
         """Take up to `max_messages` (1), by id, for good: they are deleted in the caller's transaction.
 
@@ -325,6 +369,131 @@ class Queue(_Sync):
         `claim`.
         """
         return self._all(_calls.receive(self.name, max_messages))
+
+    def stream_open(self, stream_name: str, opened_by: str | None = None) -> Stream:
+        """Open a stream, making it where there is none: its batches can be read again after any crash.
+
+        The `epoch` of what is returned is new, and whoever opened the stream before is fenced: his calls raise
+        `StreamFenced`. A reader without a checkpoint begins behind `acked_seq` and `acked_token`. `opened_by`
+        is a name for humans. Raises `InvalidArgument`.
+        """
+        return self._one(_calls.stream_open(self.name, stream_name, opened_by))
+
+    def stream_claim(
+        self,
+        stream_name: str,
+        epoch: int,
+        after_seq: int,
+        after_token: UUID | None,
+        max_messages: int | None = None,
+        partitions: int | None = None,
+        visibility_timeout: timedelta | None = None,
+        up_to_id: int | None = None,
+        fail_on_data_loss: bool | None = None,
+    ) -> list[StreamBatch]:
+        """Acknowledge what is done for good, up to batch `after_seq` with `after_token`; return the next.
+
+        That is the batch that is open already, with the same messages, or a new one of up to `max_messages`
+        (10000, at most 100000) that are ready, reserved for `visibility_timeout` (the queue's), to be read in
+        `partitions` (1); none where nothing is ready. Before the first batch `after_seq` is 0 and
+        `after_token` None. `up_to_id` leaves what is sent later to a later run.
+
+        Raises `StreamOutOfStep` where the two are not the stream's: a checkpoint rolled back, copied or
+        another's; without `fail_on_data_loss` (true) the stream follows the checkpoint, and an open batch is
+        given back. Raises `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
+        """
+        return self._all(
+            _calls.stream_claim(
+                self.name,
+                stream_name,
+                epoch,
+                after_seq,
+                after_token,
+                max_messages,
+                partitions,
+                visibility_timeout,
+                up_to_id,
+                fail_on_data_loss,
+            )
+        )
+
+    def stream_begin(
+        self,
+        stream_name: str,
+        epoch: int,
+        seq: int,
+        claim_token: UUID,
+        max_replays: int | None = None,
+        fail_on_data_loss: bool | None = None,
+    ) -> StreamBatch:
+        """Begin to read the open batch, for the first time or again: before its partitions are read.
+
+        Where it is read again its reservation is renewed. Raises `StreamDataLost` if messages are no longer the
+        stream's; without `fail_on_data_loss` (true) they are left out from then on, and are `lost`. Raises
+        `StreamPoisoned` after `max_replays` (5) replays, one for each epoch that begins it again. Raises
+        `StreamOutOfStep` for a batch that is not the open one; without `fail_on_data_loss` it is returned
+        with no messages and no partitions. Raises `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
+        """
+        return self._one(
+            _calls.stream_begin(self.name, stream_name, epoch, seq, claim_token, max_replays, fail_on_data_loss)
+        )
+
+    def stream_read(
+        self, stream_name: str, epoch: int, seq: int, claim_token: UUID, partition: int | None = None
+    ) -> list[Message]:
+        """The messages of one partition of the open batch, from 0, or of all of them, by id.
+
+        Changes nothing and returns the same each time but for `visible_at`. Never returns less: raises
+        `StreamDataLost` where messages are no longer the stream's, `StreamOutOfStep` for a batch that is not
+        the open one, `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
+        """
+        return self._all(_calls.stream_read(self.name, stream_name, epoch, seq, claim_token, partition))
+
+    def stream_extend(
+        self, stream_name: str, epoch: int, visibility_timeout: timedelta | None = None
+    ) -> list[StreamBatch]:
+        """End the reservation of the open batch `visibility_timeout` from now, by default that of its claim.
+
+        Returns the batch, with the ids that are no longer the stream's as `lost`, or nothing if none is open.
+        The heartbeat of a reader. Raises `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
+        """
+        return self._all(_calls.stream_extend(self.name, stream_name, epoch, visibility_timeout))
+
+    def stream_ack(self, stream_name: str, epoch: int, seq: int, claim_token: UUID) -> int:
+        """Remove the messages of the open batch, which is done for good.
+
+        Returns how many were still the stream's; 0 if it was acknowledged before. Raises `StreamOutOfStep`
+        for a batch that never was claimed, `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
+        """
+        return self._one(_calls.stream_ack(self.name, stream_name, epoch, seq, claim_token))
+
+    def stream_skip(
+        self,
+        stream_name: str,
+        seq: int,
+        ids: Iterable[int] | None = None,
+        error: str | None = None,
+        epoch: int | None = None,
+    ) -> int:
+        """Take messages, all or those in `ids`, out of the open batch; returns how many went to the dead letters.
+
+        Their reason is `rejected`, their `last_error` is `error`. The batch goes on with the rest, and its
+        replays start over. Without `epoch` this fences who reads the stream: start him again. A reader that
+        sorts out what it cannot use gives its own. Raises `StreamOutOfStep` if the batch is not open,
+        `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
+        """
+        return self._one(_calls.stream_skip(self.name, stream_name, seq, ids, error, epoch))
+
+    def list_streams(self) -> list[Stream]:
+        """The streams of the queue, by name."""
+        return self._all(_calls.list_streams(self.name))
+
+    def drop_stream(self, stream_name: str) -> int:
+        """Drop a stream and give the messages of its open batch back; returns how many those were.
+
+        Raises `StreamNotFound`.
+        """
+        return self._one(_calls.drop_stream(self.name, stream_name))
 
     def peek(self, max_records: int | None = None) -> int:
         """How many messages could be received now, counted up to `max_records` (100).
@@ -418,6 +587,9 @@ class AsyncQueues(_Async):
 
     async def stats(self, queue_name: str | None = None) -> list[QueueStats]:
         return await self._all(_calls.stats(queue_name))
+
+    async def list_streams(self, queue_name: str | None = None) -> list[Stream]:
+        return await self._all(_calls.list_streams(queue_name))
 
     async def doctor(self, peek_delay: timedelta | None = None) -> list[Finding]:
         return await self._all(_calls.doctor(peek_delay))
@@ -584,18 +756,115 @@ class AsyncQueue(_Async):
         )
 
     async def nack(
-        self, id: int, claim_token: UUID | None, delay: timedelta | None = None, error: str | None = None
+        self,
+        id: int,
+        claim_token: UUID | None,
+        delay: timedelta | None = None,
+        error: str | None = None,
+        headers: Mapping[str, Any] | None = None,
     ) -> bool:
-        return await self._one(_calls.nack(self.name, id, claim_token, delay, error))
+        return await self._one(_calls.nack(self.name, id, claim_token, delay, error, headers))
 
-    async def reject(self, id: int, claim_token: UUID | None, error: str | None = None) -> bool:
-        return await self._one(_calls.reject(self.name, id, claim_token, error))
+    async def reject(
+        self, id: int, claim_token: UUID | None, error: str | None = None, headers: Mapping[str, Any] | None = None
+    ) -> bool:
+        return await self._one(_calls.reject(self.name, id, claim_token, error, headers))
+
+    async def record_failure(
+        self,
+        id: int,
+        attempt_count: int,
+        delay: timedelta | None = None,
+        error: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+    ) -> bool:
+        return await self._one(_calls.record_failure(self.name, id, attempt_count, delay, error, headers))
+
+    async def release(self, ids: Iterable[int], claim_token: UUID | None) -> int:
+        return await self._one(_calls.release(self.name, ids, claim_token))
 
     async def extend(self, id: int, claim_token: UUID | None, visibility_timeout: timedelta | None = None) -> bool:
         return await self._one(_calls.extend(self.name, id, claim_token, visibility_timeout))
 
+    async def extend_batch(
+        self, ids: Iterable[int], claim_token: UUID | None, visibility_timeout: timedelta | None = None
+    ) -> list[int]:
+        return await self._all(_calls.extend_batch(self.name, ids, claim_token, visibility_timeout))
+
     async def receive(self, max_messages: int | None = None) -> list[Message]:
         return await self._all(_calls.receive(self.name, max_messages))
+
+    async def stream_open(self, stream_name: str, opened_by: str | None = None) -> Stream:
+        return await self._one(_calls.stream_open(self.name, stream_name, opened_by))
+
+    async def stream_claim(
+        self,
+        stream_name: str,
+        epoch: int,
+        after_seq: int,
+        after_token: UUID | None,
+        max_messages: int | None = None,
+        partitions: int | None = None,
+        visibility_timeout: timedelta | None = None,
+        up_to_id: int | None = None,
+        fail_on_data_loss: bool | None = None,
+    ) -> list[StreamBatch]:
+        return await self._all(
+            _calls.stream_claim(
+                self.name,
+                stream_name,
+                epoch,
+                after_seq,
+                after_token,
+                max_messages,
+                partitions,
+                visibility_timeout,
+                up_to_id,
+                fail_on_data_loss,
+            )
+        )
+
+    async def stream_begin(
+        self,
+        stream_name: str,
+        epoch: int,
+        seq: int,
+        claim_token: UUID,
+        max_replays: int | None = None,
+        fail_on_data_loss: bool | None = None,
+    ) -> StreamBatch:
+        return await self._one(
+            _calls.stream_begin(self.name, stream_name, epoch, seq, claim_token, max_replays, fail_on_data_loss)
+        )
+
+    async def stream_read(
+        self, stream_name: str, epoch: int, seq: int, claim_token: UUID, partition: int | None = None
+    ) -> list[Message]:
+        return await self._all(_calls.stream_read(self.name, stream_name, epoch, seq, claim_token, partition))
+
+    async def stream_extend(
+        self, stream_name: str, epoch: int, visibility_timeout: timedelta | None = None
+    ) -> list[StreamBatch]:
+        return await self._all(_calls.stream_extend(self.name, stream_name, epoch, visibility_timeout))
+
+    async def stream_ack(self, stream_name: str, epoch: int, seq: int, claim_token: UUID) -> int:
+        return await self._one(_calls.stream_ack(self.name, stream_name, epoch, seq, claim_token))
+
+    async def stream_skip(
+        self,
+        stream_name: str,
+        seq: int,
+        ids: Iterable[int] | None = None,
+        error: str | None = None,
+        epoch: int | None = None,
+    ) -> int:
+        return await self._one(_calls.stream_skip(self.name, stream_name, seq, ids, error, epoch))
+
+    async def list_streams(self) -> list[Stream]:
+        return await self._all(_calls.list_streams(self.name))
+
+    async def drop_stream(self, stream_name: str) -> int:
+        return await self._one(_calls.drop_stream(self.name, stream_name))
 
     async def peek(self, max_records: int | None = None) -> int:
         return await self._one(_calls.peek(self.name, max_records))

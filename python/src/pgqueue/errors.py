@@ -7,7 +7,19 @@ registered for it. The server's message and hint are in `str(error)` and `error.
 import psycopg
 from psycopg.errors import InvalidParameterValue as InvalidArgument
 
-__all__ = ["Error", "InvalidArgument", "PayloadTooLarge", "QueueBusy", "QueueExists", "QueueNotFound"]
+__all__ = [
+    "Error",
+    "InvalidArgument",
+    "PayloadTooLarge",
+    "QueueBusy",
+    "QueueExists",
+    "QueueNotFound",
+    "StreamDataLost",
+    "StreamFenced",
+    "StreamNotFound",
+    "StreamOutOfStep",
+    "StreamPoisoned",
+]
 
 
 class Error(psycopg.DatabaseError):
@@ -28,3 +40,23 @@ class PayloadTooLarge(Error, code="PQ003"):
 
 class QueueBusy(Error, code="PQ004"):
     """A longer transaction holds a lock that a dedicated queue needs. Nothing was changed: try again."""
+
+
+class StreamNotFound(Error, code="PQ005"):
+    """The queue has no stream of this name."""
+
+
+class StreamFenced(Error, code="PQ006"):
+    """The stream was opened again since, or a batch of it was skipped: another one reads it now."""
+
+
+class StreamOutOfStep(Error, code="PQ007"):
+    """A batch that the stream does not have open: the checkpoint was rolled back, copied or is another's."""
+
+
+class StreamDataLost(Error, code="PQ008"):
+    """Messages of the open batch are no longer the stream's: its reservation ran out and others took them."""
+
+
+class StreamPoisoned(Error, code="PQ009"):
+    """The open batch was begun too often without ever being done. `stream_skip` takes it out."""

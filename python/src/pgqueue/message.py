@@ -8,7 +8,17 @@ from uuid import UUID
 
 from psycopg.types.json import Jsonb
 
-__all__ = ["DeadMessage", "Exchanged", "Finding", "Message", "NewMessage", "QueueInfo", "QueueStats"]
+__all__ = [
+    "DeadMessage",
+    "Exchanged",
+    "Finding",
+    "Message",
+    "NewMessage",
+    "QueueInfo",
+    "QueueStats",
+    "Stream",
+    "StreamBatch",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,51 @@ class QueueStats:
     oldest_age_seconds: float | None
     paused: bool
     estimates: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A stream: the batch it acknowledged last, by number and token, and the open one, if any.
+
+    What is said of the open batch, from `claim_token` to `claimed_until`, is None where there is none; its
+    number is `acked_seq` + 1. `last_id` is the highest message id given out so far.
+    """
+
+    queue_name: str
+    stream_name: str
+    epoch: int
+    opened_by: str | None
+    opened_at: datetime
+    created_at: datetime
+    acked_seq: int
+    acked_token: UUID | None
+    claim_token: UUID | None
+    messages: int | None
+    partitions: int | None
+    replays: int | None
+    claimed_at: datetime | None
+    claimed_until: datetime | None
+    last_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamBatch:
+    """A batch that is reserved for a stream, named by `seq` and `claim_token`.
+
+    `lost` has the ids that were found to be no longer the stream's. The moments are None where
+    `stream_begin` was asked to overlook that there is no such batch.
+    """
+
+    queue_name: str
+    stream_name: str
+    seq: int
+    claim_token: UUID
+    messages: int
+    partitions: int
+    replays: int
+    claimed_at: datetime | None
+    claimed_until: datetime | None
+    lost: list[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,99 @@
+"""`pgqueue`: the command line. A command is a function in one of the rooms; here they get their places."""
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from . import dead, messages, queues, send, work
+from .frame import Dsn, Session, command
+
+__all__ = ["app", "main"]
+
+_HELP = """A message queue in PostgreSQL.
+
+The database is that of --dsn, else of PGQUEUE_DSN, else of the libpq variables PGHOST, PGHOSTADDR, PGPORT, PGDATABASE,
+PGUSER and PGSERVICE. Where all of these are unset, it is a PostgreSQL of your own: started in the background, with its
+data in PGQUEUE_HOME or ~/.local/share/pgqueue, and stopped seconds after the last command.
+
+Results go to stdout, as a table or, with --json, as one JSON object a line: its fields are the columns of the SQL
+types, durations are seconds, moments UTC, bodies base64. Everything else goes to stderr.
+
+A DURATION is 30s, 5m, 1h30m, 250ms or 7d, or a number of seconds.
+
+\b
+Exit status:
+  0        done
+  1        an error of the database, the queue or the input
+  2        wrong usage
+  3        no: nothing to claim, no such message, a claim lost, or a finding
+           of doctor
+  128 + n  ended by signal n
+"""
+
+app = typer.Typer(
+    name="pgqueue",
+    help=_HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pgqueue {version('pgqueue')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    dsn: Dsn = None,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    context.obj = Session(dsn=dsn)
+
+
+command(app)(queues.create)
+command(app, "list")(queues.list_)
+command(app)(queues.stats)
+command(app)(queues.pause)
+command(app)(queues.resume)
+command(app)(queues.drop)
+
+command(app)(send.send)
+command(app)(messages.claim)
+command(app)(messages.ack)
+command(app)(messages.nack)
+command(app)(messages.browse)
+command(app)(messages.purge)
+
+command(app)(work.work)
+
+_dead = typer.Typer(no_args_is_help=True)
+app.add_typer(_dead, name="dead", help="List, show, redrive or delete dead letters.")
+command(_dead, "list")(dead.list_)
+command(_dead)(dead.show)
+command(_dead)(dead.redrive)
+command(_dead)(dead.purge)
+
+command(app)(queues.install)
+command(app)(queues.doctor)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a character shows its code
+    try:
+        app(None if arguments is None else list(arguments), prog_name="pgqueue")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    return 0

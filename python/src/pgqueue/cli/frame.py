@@ -1,0 +1,255 @@
+"""What every command shares: its common options, the database it works on, and how it ends."""
+
+import inspect
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import cached_property
+from typing import Annotated, Any, Concatenate, ParamSpec, TextIO, TypeVar
+
+import psycopg
+import typer
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.types.json import set_json_loads
+from rich.console import Console
+from rich.text import Text
+
+from ..client import Queue, Queues
+from ..embedded import EmbeddedServerError, default_home, shared_server
+from ..errors import QueueExists, QueueNotFound
+from .show import RawJson, json_line, printable, table
+
+__all__ = ["COMMON", "Dsn", "Failure", "Session", "Status", "command", "explain"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+DATABASE_VARIABLES = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE")
+_WIDE = 4096  # is what is not a terminal: nothing wraps there
+
+
+class Status(IntEnum):
+    """The exit statuses that --help promises; a signal adds its number to 128."""
+
+    DONE = 0
+    ERROR = 1
+    USAGE = 2
+    NO = 3
+
+
+class Failure(Exception):
+    """Ends a command: what to say on stderr, a hint if there is one, and the exit status."""
+
+    def __init__(self, message: str, hint: str | None = None, status: int = Status.ERROR) -> None:
+        super().__init__(message)
+        self.hint = hint
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run of a command: where the database is, and how to answer."""
+
+    dsn: str | None = None
+    json: bool = False
+    quiet: bool = False
+    debug: bool = False
+
+    @cached_property
+    def out(self) -> Console:
+        """Results."""
+        return _console(sys.stdout)
+
+    @cached_property
+    def err(self) -> Console:
+        """Everything else."""
+        return _console(sys.stderr)
+
+    def show(self, records: Iterable[T], headings: Sequence[str], row: Callable[[T], Sequence[object]]) -> None:
+        """Results: a line of JSON for each record, or a table, but none where there is nothing."""
+        if self.json:
+            self.lines(records)
+        elif rows := [row(record) for record in records]:
+            self.out.print(table(headings, rows))
+
+    def lines(self, records: Iterable[object]) -> None:
+        """Results as JSON Lines."""
+        sys.stdout.writelines(f"{json_line(record)}\n" for record in records)
+
+    def say(self, text: str, **record: object) -> None:
+        """A result: a sentence, or an object of JSON."""
+        if self.json:
+            self.lines([record])
+        else:
+            self.out.print(Text(printable(text, keep="\n\t")), soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """A remark beside the results."""
+        if not self.quiet:
+            self.err.print(Text(f"pgqueue: {printable(text)}", style="dim"), soft_wrap=True)
+
+    @contextmanager
+    def conninfo(self) -> Iterator[str]:
+        """How to connect: by --dsn, PGQUEUE_DSN, the libpq variables, else to the embedded server."""
+        dsn = self.dsn if self.dsn is not None else os.environ.get("PGQUEUE_DSN") or None
+        if dsn is None and any(os.environ.get(name) for name in DATABASE_VARIABLES):
+            dsn = ""
+        if dsn is not None:
+            yield _named(dsn)
+            return
+        home = default_home()
+        making = "" if (home / "data").exists() else ", made now: a moment"
+        self.note(f"no --dsn, so this is the embedded database in {home}{making}")
+        with shared_server(home) as dsn:
+            yield _named(dsn)
+
+    @contextmanager
+    def connect(self, autocommit: bool = True) -> Iterator[psycopg.Connection[Any]]:
+        """A connection; JSON stays the text that the server sends."""
+        with self.conninfo() as conninfo, psycopg.connect(conninfo, autocommit=autocommit) as connection:
+            set_json_loads(RawJson.loads, connection)
+            yield connection
+
+    @contextmanager
+    def queue(self, name: str) -> Iterator[Queue]:
+        """A queue, on a connection of its own."""
+        with self.connect() as connection:
+            yield Queue(connection, name)
+
+    @contextmanager
+    def queues(self) -> Iterator[Queues]:
+        """All queues, on a connection of their own."""
+        with self.connect() as connection:
+            yield Queues(connection)
+
+    def confirm(self, question: str) -> None:
+        """Go on only if somebody at the terminal says yes."""
+        if sys.stdin is None or not sys.stdin.isatty():
+            raise Failure("this deletes, and nobody is there to be asked", "Say --yes.", Status.USAGE)
+        if not typer.confirm(printable(question), err=True):
+            raise Failure("nothing was changed")
+
+    def fail(self, error: BaseException) -> int:
+        """Say what went wrong as psql does, the message and then the hint; returns the exit status."""
+        if self.debug:
+            traceback.print_exception(error)
+        message, hint = explain(error)
+        line = Text.assemble(("pgqueue:", "bold red"), " ", printable(message, keep="\n"))
+        if hint:
+            line.append(f"\nhint: {printable(hint)}")
+        self.err.print(line, soft_wrap=True)
+        if isinstance(error, Failure):
+            return error.status
+        return Status.USAGE if isinstance(error, UnicodeEncodeError) else Status.ERROR
+
+
+def _console(file: TextIO) -> Console:
+    is_seen = file.isatty()  # by a person: FORCE_COLOR may colour files, too, but nothing moves there
+    return Console(
+        file=file,
+        width=None if is_seen else _WIDE,
+        force_interactive=None if is_seen else False,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def _named(dsn: str) -> str:
+    """The DSN, under the name pgqueue where it has no other."""
+    try:
+        given = conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError as error:
+        hint = "Write it as libpq has it: host=… dbname=…, or postgresql://host/dbname."
+        raise Failure(f"bad DSN: {error}".rstrip(), hint, Status.USAGE) from None
+    return make_conninfo(
+        dsn, **({} if "fallback_application_name" in given else {"fallback_application_name": "pgqueue"})
+    )
+
+
+def explain(error: BaseException) -> tuple[str, str | None]:
+    """The message and the hint of an error, in the words of the command line where it has some."""
+    match error:
+        case Failure():
+            return str(error), error.hint
+        case psycopg.Error():
+            return _explain_database(error)
+        case EmbeddedServerError():
+            return str(error), "--dsn names a server of yours, PGQUEUE_HOME another place for the embedded one."
+        case UnicodeEncodeError():
+            return "an argument is not valid UTF-8", None
+        case OSError() if error.filename is not None and error.strerror:
+            return f"{error.filename}: {error.strerror}", None
+        case OSError() | ImportError():
+            return str(error), None
+    return f"unexpected {type(error).__name__}: {error}", "--debug shows where it comes from."
+
+
+def _explain_database(error: psycopg.Error) -> tuple[str, str | None]:
+    primary, hint = error.diag.message_primary, error.diag.message_hint
+    if primary is None:  # no server has said it
+        return str(error).strip().removeprefix("connection is bad: "), None
+    message = f"{primary}\ndetail: {error.diag.message_detail}" if error.diag.message_detail else primary
+    match error:
+        case QueueNotFound():
+            hint = "pgqueue create makes it; pgqueue list shows which there are."
+        case QueueExists():
+            hint = "With --if-not-exists it is left as it is."
+        case psycopg.errors.InvalidSchemaName():
+            return "pgqueue is not installed in this database", "pgqueue install does that."
+        case psycopg.errors.UndefinedFunction() | psycopg.errors.UndefinedColumn():
+            hint = "The pgqueue in this database has another version than this command."
+        case psycopg.errors.InsufficientPrivilege():
+            hint = hint or "The owner of pgqueue in this database may call pgqueue.grant_access."
+    return message, hint
+
+
+Dsn = Annotated[str | None, typer.Option("--dsn", metavar="DSN", help="The database, as libpq has it.")]
+COMMON: dict[str, tuple[Any, Any]] = {
+    "dsn": (Dsn, None),
+    "json": (Annotated[bool, typer.Option("--json", help="Results as JSON Lines.")], False),
+    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="No remarks on stderr.")], False),
+    "debug": (Annotated[bool, typer.Option("--debug", help="Errors with their traceback.")], False),
+}
+
+
+def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[Concatenate[Session, P], None]], None]:
+    """Register a function of a session and of its own arguments; the command takes the common options, too."""
+
+    def register(function: Callable[Concatenate[Session, P], None]) -> None:
+        def run(context: typer.Context, **values: Any) -> None:
+            here = {option: values.pop(option) for option in COMMON}
+            given = {option: value for option, value in here.items() if value not in (None, False)}
+            _run(replace(context.obj or Session(), **given), function, values)
+
+        _, *own = inspect.signature(function, eval_str=True).parameters.values()
+        named = inspect.Parameter.KEYWORD_ONLY
+        parameters = [
+            inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
+            *(parameter.replace(kind=named) for parameter in own),
+            *(inspect.Parameter(n, named, annotation=kind, default=value) for n, (kind, value) in COMMON.items()),
+        ]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__doc__ = function.__doc__
+        app.command(name or function.__name__)(run)
+
+    return register
+
+
+def _run(session: Session, function: Callable[..., None], values: dict[str, Any]) -> None:
+    try:
+        function(session, **values)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as under `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(128 + signal.SIGPIPE) from None
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
+    except Exception as error:
+        raise typer.Exit(session.fail(error)) from None

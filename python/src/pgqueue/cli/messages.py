@@ -1,0 +1,146 @@
+"""The commands that take, settle, show and remove messages."""
+
+from datetime import timedelta
+from enum import StrEnum
+from functools import partial
+from typing import Annotated
+from uuid import UUID
+
+import typer
+
+from ..message import Message
+from .frame import Failure, Session, Status
+from .show import ago, content
+from .values import After, All, Max, QueueName, Yes, pages, period_option
+
+__all__ = ["ack", "browse", "claim", "nack", "purge"]
+
+Token = Annotated[UUID, typer.Argument(metavar="TOKEN", help="The claim_token of the messages.", show_default=False)]
+Claimed = Annotated[list[int], typer.Argument(metavar="ID", help="The messages.", show_default=False)]
+
+
+class State(StrEnum):
+    """Where a message is that is not dead."""
+
+    READY = "ready"
+    INFLIGHT = "inflight"
+    SCHEDULED = "scheduled"
+
+
+def claim(
+    session: Session,
+    queue: QueueName,
+    max: Annotated[int, typer.Option(min=1, max=10000, metavar="N", help="The most messages.")] = 1,
+    visibility_timeout: Annotated[
+        timedelta | None, period_option(help="How long they stay hidden (that of the queue).")
+    ] = None,
+    claimed_by: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A name, for people who look.", show_default=False)
+    ] = None,
+) -> None:
+    """Borrow messages, to be settled with ack or nack.
+
+    They come again when the visibility timeout has passed. The exit status is 3 where none is ready.
+    """
+    with session.queue(queue) as verbs:
+        messages = verbs.claim(max, visibility_timeout, claimed_by)
+    if not messages:
+        raise Failure(f"no message of queue {queue} is ready", status=Status.NO)
+    session.show(messages, _HEADINGS, _row)
+    if not session.json:
+        ids = " ".join(str(message.id) for message in messages)
+        session.say(f"\nDone with them: pgqueue ack {queue} {messages[0].claim_token} {ids}")
+
+
+_HEADINGS = [">id", ">attempt", ">sent ago", "…message"]
+
+
+def _row(message: Message) -> list[object]:
+    return [
+        str(message.id),
+        f"{message.attempt_count} of {message.max_attempts}",
+        ago(message.enqueued_at),
+        content(message.payload, message.body),
+    ]
+
+
+def ack(session: Session, queue: QueueName, token: Token, ids: Claimed) -> None:
+    """Acknowledge claimed messages: they are done and deleted.
+
+    The exit status is 3 where a claim was lost; the other messages are acknowledged all the same.
+    """
+    with session.queue(queue) as verbs, verbs.connection.transaction():
+        settled = {each: verbs.ack(each, token) for each in ids}
+    _tell(session, settled, "done")
+
+
+def nack(
+    session: Session,
+    queue: QueueName,
+    token: Token,
+    ids: Claimed,
+    delay: Annotated[timedelta | None, period_option(help="When it comes again (the backoff of the queue).")] = None,
+    error: Annotated[str | None, typer.Option(metavar="TEXT", help="Kept as last_error.", show_default=False)] = None,
+    reject: Annotated[bool, typer.Option("--reject", help="To the dead letters at once.")] = False,
+) -> None:
+    """Give claimed messages back.
+
+    They come again later, or die where their attempts are spent. The exit status is 3 where a claim was lost; the other
+    messages are given back all the same.
+    """
+    if reject and delay is not None:
+        raise typer.BadParameter("what is rejected does not come again.", param_hint="'--delay'")
+    with session.queue(queue) as verbs, verbs.connection.transaction():
+        if reject:
+            settled = {each: verbs.reject(each, token, error) for each in ids}
+        else:
+            settled = {each: verbs.nack(each, token, delay, error) for each in ids}
+    _tell(session, settled, "rejected" if reject else "given back")
+
+
+def _tell(session: Session, settled: dict[int, bool], what: str) -> None:
+    lost = [each for each, is_ours in settled.items() if not is_ours]
+    if session.json:
+        session.lines({"id": each, "settled": is_ours} for each, is_ours in settled.items())
+    else:
+        session.say(f"{len(settled) - len(lost):,} {what}")
+    if lost:
+        names = ", ".join(map(str, lost))
+        raise Failure(f"not ours: {names}", "The claim ran out, or these are settled already.", Status.NO)
+
+
+def browse(
+    session: Session,
+    queue: QueueName,
+    state: Annotated[State, typer.Option(help="Which messages.")] = State.READY,
+    max: Max = 100,
+    after: After = 0,
+    all: All = False,
+) -> None:
+    """Look at messages without touching them, by id."""
+    with session.queue(queue) as verbs:
+        session.show(pages(partial(verbs.browse, state.value), None if all else max, after), _HEADINGS, _row)
+
+
+def purge(
+    session: Session,
+    queue: QueueName,
+    expired: Annotated[bool, typer.Option("--expired", help="Only those that have expired. Does not ask.")] = False,
+    yes: Yes = False,
+) -> None:
+    """Delete what is ready, in flight or scheduled.
+
+    Asks, unless --yes. Dead letters stay: dead purge deletes those.
+    """
+    with session.queue(queue) as verbs:
+        if expired:
+            purged = 0
+            while removed := verbs.purge_expired():
+                purged += removed
+        else:
+            if not yes:
+                found = verbs.stats()
+                live = found.ready_messages + found.inflight_messages + found.scheduled_messages
+                session.confirm(f"Delete {live:,} messages of queue {queue}?")
+            purged = verbs.purge_queue()
+    session.say(f"{purged:,} messages of queue {queue} are gone", purged=purged)

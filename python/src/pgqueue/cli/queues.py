@@ -1,0 +1,246 @@
+"""The commands that concern whole queues, and the database."""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
+from typing import Annotated, NoReturn
+
+import typer
+from rich.live import Live
+from rich.text import Text
+
+from .. import client
+from ..client import Queues
+from ..message import Finding, QueueInfo, QueueStats
+from .frame import Failure, Session, Status
+from .show import ago, period, printable, table
+from .values import QueueName, Yes, period_option
+
+__all__ = ["create", "doctor", "drop", "install", "list_", "pause", "resume", "stats"]
+
+
+def install(
+    session: Session,
+    database: Annotated[
+        str | None, typer.Argument(metavar="DSN", help="The database, as in --dsn.", show_default=False)
+    ] = None,
+) -> None:
+    """Install pgqueue in a database.
+
+    By create extension where the server has the files of this version, else as plain SQL, for managed servers. Does
+    nothing where it is installed already.
+    """
+    session = session if database is None else replace(session, dsn=database)
+    with session.connect(autocommit=False) as connection:
+        name = connection.info.dbname
+        ((has_schema, is_ours, has_files),) = connection.execute(
+            "select to_regnamespace('pgqueue') is not null, to_regprocedure('pgqueue.version()') is not null,"
+            " exists (select from pg_available_extensions where name = 'pgqueue' and default_version = %s)",
+            [version("pgqueue")],
+        ).fetchall()
+        if has_schema and not is_ours:
+            raise Failure(
+                f"database {name} has a schema pgqueue that is not ours; nothing was changed",
+                "Rename or drop that schema, or choose another database.",
+            )
+        if not has_schema:
+            if has_files:
+                connection.execute("create extension pgqueue")
+            else:
+                client.install(connection)
+        installed = Queues(connection).version()
+        connection.commit()
+    state = "is already installed" if has_schema else "is now installed"
+    session.say(f"pgqueue {installed} {state} in database {name}", version=installed, installed=not has_schema)
+
+
+def create(
+    session: Session,
+    queue: QueueName,
+    visibility_timeout: Annotated[
+        timedelta | None, period_option(help="How long a claimed message stays hidden (30s; 1s to 12h).")
+    ] = None,
+    max_attempts: Annotated[
+        int | None, typer.Option(metavar="N", help="After so many a message is dead (5; 1 to 100).", show_default=False)
+    ] = None,
+    dlq: Annotated[
+        bool | None,
+        typer.Option(
+            "--dlq/--no-dlq", help="Keep the dead ones as dead letters, or delete them (keep).", show_default=False
+        ),
+    ] = None,
+    dead_letter_expired: Annotated[bool, typer.Option("--dead-letter-expired", help="Keep expired ones, too.")] = False,
+    backoff_base: Annotated[timedelta | None, period_option(help="The wait after the first failure (1s).")] = None,
+    backoff_factor: Annotated[
+        float | None,
+        typer.Option(metavar="FACTOR", help="How much longer each further wait is (2).", show_default=False),
+    ] = None,
+    backoff_max: Annotated[timedelta | None, period_option(help="The longest wait (10m).")] = None,
+    backoff_jitter: Annotated[
+        float | None,
+        typer.Option(metavar="PART", help="How much of a wait is left to chance (0.2; 0 to 1).", show_default=False),
+    ] = None,
+    max_payload_bytes: Annotated[
+        int | None, typer.Option(metavar="N", help="The largest payload or body (262144).", show_default=False)
+    ] = None,
+    dedicated: Annotated[bool, typer.Option("--dedicated", help="A table of its own, for the heavy few.")] = False,
+    if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Leave a queue that exists as it is.")] = False,
+) -> None:
+    """Create a queue: 1 to 128 of a-z, 0-9, hyphen and underscore."""
+    with session.queue(queue) as verbs:
+        info = verbs.create_queue(
+            visibility_timeout=visibility_timeout,
+            max_attempts=max_attempts,
+            dlq_enabled=dlq,
+            dedicated=dedicated or None,
+            dead_letter_expired=dead_letter_expired or None,
+            max_payload_bytes=max_payload_bytes,
+            backoff_base=backoff_base,
+            backoff_factor=backoff_factor,
+            backoff_max=backoff_max,
+            backoff_jitter=backoff_jitter,
+            if_not_exists=if_not_exists or None,
+        )
+    if session.json:
+        session.lines([info])
+    else:
+        fate = "to the dead letters" if info.dlq_enabled else "deleted"
+        attempts = "1 attempt" if info.max_attempts == 1 else f"{info.max_attempts} attempts"
+        hidden = period(info.visibility_timeout)
+        session.say(f"queue {info.name}: visibility timeout {hidden}, {attempts}, then {fate}")
+
+
+def list_(session: Session) -> None:
+    """The queues and their settings, by name."""
+    with session.queues() as verbs:
+        queues = verbs.list_queues()
+    if not queues and not session.json:
+        session.note("there is no queue: pgqueue create makes one")
+
+    def row(info: QueueInfo) -> list[object]:
+        return [
+            info.name,
+            info.visibility_timeout,
+            info.max_attempts,
+            info.dlq_enabled,
+            f"{period(info.backoff_base)}-{period(info.backoff_max)}",
+            info.dedicated,
+            f"for {ago(info.paused_at)}" if info.paused_at else "",
+        ]
+
+    session.show(queues, ["queue", ">timeout", ">attempts", "dlq", "backoff", "dedicated", "paused"], row)
+
+
+def stats(
+    session: Session,
+    queue: Annotated[str | None, typer.Argument(metavar="QUEUE", help="Only this queue.", show_default=False)] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
+    interval: Annotated[timedelta, period_option(help="How often --watch looks (2s).")] = timedelta(seconds=2),
+) -> None:
+    """How many messages are in which state.
+
+    Figures with ~ are estimated. With --watch and --json, or where stdout is no terminal, each look adds lines.
+    """
+    with session.queues() as verbs:
+        if not watch:
+            session.show(verbs.stats(queue), _STATS, _stats_row)
+            return
+        with suppress(KeyboardInterrupt):
+            _watch(session, lambda: verbs.stats(queue), interval)
+
+
+_STATS = ["queue", ">ready", ">in flight", ">scheduled", ">dead", ">oldest", ""]
+
+
+def _stats_row(found: QueueStats) -> list[object]:
+    def figure(name: str) -> str:
+        return f"{'~' if name in found.estimates else ''}{getattr(found, name):,}"
+
+    return [
+        found.queue_name,
+        *map(figure, ("ready_messages", "inflight_messages", "scheduled_messages", "dead_messages")),
+        ago(found.oldest_age_seconds),
+        "paused" if found.paused else "",
+    ]
+
+
+def _watch(session: Session, look: Callable[[], list[QueueStats]], interval: timedelta) -> NoReturn:
+    seconds = max(interval.total_seconds(), 0.1)
+    is_screen = session.out.is_interactive and not session.json
+    with Live(console=session.out, auto_refresh=False) if is_screen else nullcontext() as live:
+        while True:
+            found = look()
+            if live:
+                live.update(table(_STATS, map(_stats_row, found)), refresh=True)
+            elif session.json:
+                at = datetime.now(UTC)
+                session.lines({"at": at} | asdict(stats) for stats in found)
+            else:
+                session.show(found, _STATS, _stats_row)
+            sys.stdout.flush()
+            time.sleep(seconds)
+
+
+def pause(session: Session, queue: QueueName) -> None:
+    """Hand out no messages until resume; sending and settling go on."""
+    with session.queue(queue) as verbs:
+        changed = verbs.pause_queue()
+    session.say(f"queue {queue} is {'now' if changed else 'already'} paused", paused=True, changed=changed)
+
+
+def resume(session: Session, queue: QueueName) -> None:
+    """Hand out messages again."""
+    with session.queue(queue) as verbs:
+        changed = verbs.resume_queue()
+    session.say(f"queue {queue} {'runs again' if changed else 'was not paused'}", paused=False, changed=changed)
+
+
+def drop(session: Session, queue: QueueName, yes: Yes = False) -> None:
+    """Drop a queue with all its messages, dead letters included.
+
+    Asks, unless --yes.
+    """
+    with session.queue(queue) as verbs:
+        if not yes:
+            found = verbs.stats()
+            live = found.ready_messages + found.inflight_messages + found.scheduled_messages
+            session.confirm(f"Drop queue {queue} with {live:,} messages and {found.dead_messages:,} dead letters?")
+        dropped = verbs.drop_queue()
+    session.say(f"queue {queue} and its {dropped:,} messages are gone", dropped=dropped)
+
+
+def doctor(
+    session: Session,
+    peek_delay: Annotated[
+        timedelta | None, period_option(help="How often the consumers look, if they poll (1s).")
+    ] = None,
+) -> None:
+    """Say what hurts, and the statement that repairs it.
+
+    The exit status is 3 where anything worse than an info is found.
+    """
+    with session.queues() as verbs:
+        findings = verbs.doctor(peek_delay)
+    if session.json:
+        session.lines(findings)
+    elif findings:
+        for finding in findings:
+            session.out.print(_finding(finding), soft_wrap=True)
+    else:
+        session.say("all is well")
+    if any(finding.severity != "info" for finding in findings):
+        raise typer.Exit(Status.NO)
+
+
+def _finding(finding: Finding) -> Text:
+    style = {"error": "bold red", "warning": "bold yellow"}.get(finding.severity, "bold")
+    where = f" in queue {finding.queue_name}" if finding.queue_name is not None else ""
+    text = Text.assemble((finding.severity, style), f" {finding.finding}{printable(where)}\n")
+    text.append(f"    {printable(finding.detail)}\n")
+    if finding.repair is not None:
+        text.append(f"    repair: {printable(finding.repair)}\n")
+    return text

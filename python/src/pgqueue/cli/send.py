@@ -1,0 +1,300 @@
+"""`send`: messages from arguments, or from JSON Lines, into a queue."""
+
+import errno
+import json
+import os
+import signal
+import stat
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple, Self
+
+import psycopg
+import typer
+from psycopg.types.json import Jsonb
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from ..client import Queue
+from ..errors import InvalidArgument, PayloadTooLarge
+from .frame import Failure, Session, Status, explain
+from .values import QueueName, headers, period_option
+
+__all__ = ["send"]
+
+_STDIN: Final = "-"
+_BATCH = 1000  # messages of a statement
+_BATCH_BYTES = 4 * 1024 * 1024
+_REFUSED = (psycopg.DataError, PayloadTooLarge, psycopg.errors.ProgramLimitExceeded, psycopg.errors.StatementTooComplex)
+
+
+class Input(NamedTuple):
+    """A message to send, and where it stands."""
+
+    where: str
+    content: Jsonb | bytes
+    size: int
+
+
+class Bad(Exception):
+    """An input that cannot be sent: where it stands and why, and perhaps a hint."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message, hint)
+
+
+def send(
+    session: Session,
+    queue: QueueName,
+    payload: Annotated[
+        list[str] | None, typer.Argument(metavar="PAYLOAD", help="Each a JSON document.", show_default=False)
+    ] = None,
+    file: Annotated[
+        list[str] | None,
+        typer.Option("--file", "-f", metavar="FILE", help="A file of JSON Lines; - is standard input."),
+    ] = None,
+    body: Annotated[
+        bool, typer.Option("--body", help="Bytes, not JSON: each argument a message, and each file as a whole.")
+    ] = False,
+    header: Annotated[
+        list[str] | None,
+        typer.Option("--header", "-H", metavar="NAME=VALUE", help="In all of them.", show_default=False),
+    ] = None,
+    delay: Annotated[timedelta | None, period_option(help="Deliver them after that.")] = None,
+    expires_in: Annotated[timedelta | None, period_option(help="Drop them if not consumed by then.")] = None,
+    commit_every: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="A transaction for every N.", show_default=False)
+    ] = None,
+) -> None:
+    """Send messages: arguments, or lines of JSON.
+
+    Without arguments each line of the files, or of standard input, is a message; empty lines are skipped.
+
+    All or none: they share a transaction, and a line that cannot be sent ends it; its file and number are told. With
+    --commit-every there are several transactions: those before the bad line stay, and it is told how far they reach.
+    """
+    if payload and file:
+        raise typer.BadParameter("not together with payloads.", param_hint="'--file'")
+    if not payload and not file:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise typer.BadParameter("nothing to send: give payloads, --file, or JSON Lines on standard input.")
+        file = [_STDIN]
+    paths = [_path(name) for name in file or ()]
+    own_headers = headers(header or [])
+    try:
+        given = [_argument(number, text, body) for number, text in enumerate(payload or (), 1)]
+    except Bad as bad:
+        raise Failure(
+            bad.args[0], """A string is JSON in quotes, as in '"text"'; --body sends bytes.""", Status.USAGE
+        ) from None
+
+    with session.connect() as connection, _Meter(session, paths) as meter:
+        verbs = Queue(connection, queue)
+
+        def enqueue(inputs: Sequence[Input]) -> list[int]:
+            contents: list[Any] = [each.content for each in inputs]
+            return verbs.enqueue_batch(
+                payloads=None if body else contents,
+                bodies=contents if body else None,
+                headers=[own_headers] * len(inputs) if own_headers else None,
+                delay=delay,
+                expires_in=expires_in,
+            )
+
+        inputs = chain(given, (each for path in paths for each in _read(path, body, meter)))
+        shipment = _Shipment(session, connection, enqueue)
+        shipment.send(inputs, commit_every)
+    if session.json:
+        return
+    if shipment.sent == 1:
+        session.say(f"message {shipment.first} sent to {queue}")
+    else:
+        ids = f", ids {shipment.first} to {shipment.last}" if shipment.sent else ""
+        session.say(f"{shipment.sent:,} messages sent to {queue}{ids}")
+
+
+class _Shipment:
+    """Inputs in transactions of statements, and an account of what is sent."""
+
+    def __init__(
+        self, session: Session, connection: psycopg.Connection[Any], enqueue: Callable[[Sequence[Input]], list[int]]
+    ) -> None:
+        self._session = session
+        self._connection = connection
+        self._enqueue = enqueue
+        self._pending = 0  # in the transaction that is open
+        self._ids: list[int] = []  # of these, if they are to be shown
+        self._where = ""
+        self._account = "Nothing was sent."
+        self.sent = 0
+        self.first: int | None = None
+        self.last: int | None = None
+
+    def send(self, inputs: Iterator[Input], commit_every: int | None) -> None:
+        """Send all inputs. Whatever ends this, it is said what is sent."""
+        try:
+            for batch in _batches(inputs, commit_every):
+                self._add(batch)
+                if self._pending == commit_every:
+                    self._commit()
+            self._commit()
+        except KeyboardInterrupt:
+            raise Failure("interrupted", self._account, 128 + signal.SIGINT) from None
+        except (Bad, psycopg.Error, OSError) as error:
+            message, hint = error.args if isinstance(error, Bad) else explain(error)
+            raise Failure(message, f"{hint} {self._account}" if hint else self._account) from error
+
+    def _add(self, batch: list[Input]) -> None:
+        if not self._pending:
+            self._connection.execute("begin")  # so that the blocks below are savepoints in it
+        try:
+            with self._connection.transaction():
+                ids = self._enqueue(batch)
+        except _REFUSED as error:
+            if isinstance(error, InvalidArgument) or "headers" in (error.diag.message_primary or ""):
+                raise  # what all of them have in common
+            ids = [self._add_alone(each) for each in batch]
+        self.first, self.last = self.first or ids[0], ids[-1]
+        self._pending += len(ids)
+        self._where = batch[-1].where
+        if self._session.json:
+            self._ids += ids
+
+    def _add_alone(self, one: Input) -> int:
+        try:
+            with self._connection.transaction():
+                return self._enqueue([one])[0]
+        except _REFUSED as error:
+            message, hint = explain(error)
+            raise Bad(f"{one.where}: {message}", hint) from None
+
+    def _commit(self) -> None:
+        doubt = f"It is not known whether the {self._pending:,} up to {self._where} were sent: look before you repeat."
+        sure, self._account = self._account, doubt
+        self._connection.commit()
+        self.sent += self._pending
+        self._account = (
+            f"The first {self.sent:,} were sent, up to {self._where}; nothing after that." if self.sent else sure
+        )
+        self._session.lines({"id": each} for each in self._ids)
+        self._pending, self._ids = 0, []
+
+
+def _batches(inputs: Iterator[Input], commit_every: int | None) -> Iterator[list[Input]]:
+    """Lists of inputs for a statement each; none goes beyond the end of a transaction."""
+    batch: list[Input] = []
+    size = count = 0
+    for one in inputs:
+        batch.append(one)
+        size += one.size
+        count += 1
+        if len(batch) == _BATCH or size >= _BATCH_BYTES or count == commit_every:
+            yield batch
+            batch, size = [], 0
+            count = 0 if count == commit_every else count
+    if batch:
+        yield batch
+
+
+def _argument(number: int, text: str, body: bool) -> Input:
+    content = os.fsencode(text)
+    return Input(f"argument {number}", content if body else _json(text, f"argument {number}"), len(content))
+
+
+def _path(name: str) -> Path | None:
+    """A file that can be read; None is standard input."""
+    if name == _STDIN:
+        return None
+    path = Path(name)
+    try:  # without opening it: it may be a pipe
+        is_directory, is_readable = stat.S_ISDIR(path.stat().st_mode), os.access(path, os.R_OK)
+    except OSError as error:
+        raise typer.BadParameter(f"{name}: {error.strerror}.", param_hint="'--file'") from None
+    if is_directory or not is_readable:
+        reason = os.strerror(errno.EISDIR if is_directory else errno.EACCES)
+        raise typer.BadParameter(f"{name}: {reason}.", param_hint="'--file'")
+    return path
+
+
+def _read(path: Path | None, body: bool, meter: "_Meter") -> Iterator[Input]:
+    name = "standard input" if path is None else str(path)
+    with nullcontext(sys.stdin.buffer) if path is None else path.open("rb") as lines:
+        if body:
+            content = lines.read()
+            meter.advance(len(content))
+            yield Input(name, content, len(content))
+            return
+        for number, line in enumerate(lines, 1):
+            meter.advance(len(line))
+            if text := line.strip():
+                where = f"{name}:{number}"
+                try:
+                    yield Input(where, _json(text.decode("utf-8-sig" if number == 1 else "utf-8"), where), len(text))
+                except UnicodeDecodeError as error:
+                    raise Bad(f"{where}: not UTF-8 at byte {error.start + 1}") from None
+
+
+def _json(text: str, where: str) -> Jsonb:
+    """JSON as text, looked at so that what is wrong has a place; figures are the server's to judge."""
+    try:
+        json.loads(text, parse_constant=_no_constant, parse_int=len, parse_float=len)
+    except json.JSONDecodeError as error:
+        raise Bad(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    except ValueError as error:
+        raise Bad(f"{where}: not JSON: {error}") from None
+    except RecursionError:
+        pass  # deep, but perhaps not too deep for the server
+    return Jsonb(text, dumps=str)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"there is no {name}")
+
+
+class _Meter:
+    """A progress bar, where files are read and somebody is there to see it."""
+
+    def __init__(self, session: Session, files: list[Path | None]) -> None:
+        self._count = 0
+        self._progress: Progress | None = None
+        if not files or session.quiet or not session.err.is_interactive:
+            return
+        self._progress = Progress(
+            TextColumn("sending"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[count]:,} messages"),
+            TimeRemainingColumn(),
+            console=session.err,
+            transient=True,
+        )
+        sizes = [_size(path) for path in files]
+        known = [size for size in sizes if size is not None]
+        self._task = self._progress.add_task("", total=sum(known) if len(known) == len(sizes) else None, count=0)
+
+    def advance(self, size: int) -> None:
+        """One input more has been read."""
+        if self._progress is not None:
+            self._count += 1
+            self._progress.update(self._task, advance=size, count=self._count)
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _size(path: Path | None) -> int | None:
+    """The bytes of a file, if that is known before it is read."""
+    try:
+        status = os.fstat(sys.stdin.fileno()) if path is None else path.stat()
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None

@@ -1,0 +1,133 @@
+"""How results look: JSON Lines for programs, tables for people, and nothing that a terminal would obey."""
+
+import base64
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Self
+from uuid import UUID
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["RawJson", "ago", "content", "json_line", "moment", "period", "printable", "table"]
+
+# Control characters, and those that reverse or break a line: they could forge what is seen.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CELL = 200  # characters of a text; a terminal shows as many as it has columns
+
+
+class RawJson(str):
+    """JSON as the server wrote it: nothing is rounded or written in another way."""
+
+    __slots__ = ()
+
+    @classmethod
+    def loads(cls, data: str | bytes) -> Self:
+        """What psycopg calls instead of json.loads."""
+        return cls(data if isinstance(data, str) else data.decode())
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text in which everything is escaped that is not to be printed, but for the characters to keep."""
+    return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else _escaped(found), text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
+
+
+def json_line(record: Any) -> str:
+    """A record as JSON on one line: durations in seconds, moments in UTC, bytes in base64."""
+    if is_dataclass(record) and not isinstance(record, type):
+        record = {field.name: getattr(record, field.name) for field in fields(record)}
+    # What is escaped here can only be inside of strings: it stays the same JSON.
+    return _UNPRINTABLE.sub(_escaped, _json(record))
+
+
+def _json(value: Any) -> str:
+    match value:
+        case RawJson():
+            return value
+        case dict():
+            return "{" + ", ".join(f"{json.dumps(name)}: {_json(member)}" for name, member in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(map(_json, value)) + "]"
+        case timedelta():
+            seconds = value.total_seconds()
+            return json.dumps(int(seconds) if seconds.is_integer() else seconds)
+        case datetime():
+            return json.dumps(value.astimezone(UTC).isoformat())
+        case UUID():
+            return json.dumps(str(value))
+        case bytes():
+            return json.dumps(base64.b64encode(value).decode())
+    return json.dumps(value, ensure_ascii=False)
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """A table. `>` before a heading marks figures, `…` what is cut where the terminal ends."""
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    for place, heading in enumerate(headings):
+        made.add_column(
+            heading.lstrip(">…"),
+            justify="right" if heading.startswith(">") else "left",
+            # What may wrap gives way first: the names of queues, and what is cut.
+            no_wrap=place > 0 and not heading.startswith("…"),
+            overflow="fold",
+        )
+    for row in rows:
+        made.add_row(*(_cell(value, heading.startswith("…")) for value, heading in zip(row, headings, strict=True)))
+    return made
+
+
+def _cell(value: object, is_cut: bool) -> Text:
+    match value:
+        case None:
+            text = ""
+        case bool():
+            text = "yes" if value else "no"
+        case int():
+            text = f"{value:,}"
+        case timedelta():
+            text = period(value)
+        case datetime():
+            text = moment(value)
+        case _:
+            text = str(value)
+    text = printable(text if len(text) <= _CELL else f"{text[:_CELL]}…")
+    return Text(text, no_wrap=is_cut, overflow="ellipsis" if is_cut else None)
+
+
+def content(payload: object, body: bytes | None) -> str:
+    """What a message carries, for a cell of a table."""
+    return str(payload) if body is None else f"a body of {len(body):,} bytes"
+
+
+def moment(at: datetime) -> str:
+    """A moment, in local time."""
+    return f"{at.astimezone():%Y-%m-%d %H:%M:%S}"
+
+
+def ago(at: datetime | float | None) -> str:
+    """How long ago, in the two largest units; a moment, or seconds."""
+    seconds = (datetime.now(UTC) - at).total_seconds() if isinstance(at, datetime) else at
+    return "" if seconds is None else period(timedelta(seconds=int(max(seconds, 0))))
+
+
+def period(length: timedelta) -> str:
+    """A duration as the command line reads it, in its two largest units."""
+    seconds = length.total_seconds()
+    if 0 < seconds < 1:
+        return f"{seconds * 1000:.3g}ms"
+    if seconds < 60 and not seconds.is_integer():
+        return f"{seconds:.3g}s"
+    parts, rest = [], int(seconds)
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        if rest >= size:
+            parts.append(f"{rest // size}{unit}")
+            rest %= size
+    return "".join(parts[:2]) or "0s"

@@ -1,0 +1,73 @@
+"""How values are written on the command line, and the options that several commands share."""
+
+import re
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Annotated, TypeVar
+
+import typer
+
+from ..message import DeadMessage, Message
+
+__all__ = ["After", "All", "Ids", "Max", "QueueName", "Yes", "duration", "headers", "pages", "period_option"]
+
+M = TypeVar("M", Message, DeadMessage)
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+_PART = re.compile(rf"({_NUMBER.pattern})(ms|[smhd])")
+
+
+def duration(text: str | timedelta) -> timedelta:
+    """Read 30s, 5m, 1h30m, 250ms, 7d, or 90: seconds."""
+    if isinstance(text, timedelta):
+        return text
+    whole = f"{text}s" if _NUMBER.fullmatch(text) else text
+    parts: list[tuple[str, str]] = _PART.findall(whole)
+    if not parts or "".join(number + unit for number, unit in parts) != whole:
+        raise typer.BadParameter(f"{text!r} is not a duration: write 30s, 5m, 1h30m, 250ms, 7d, or seconds.")
+    try:
+        return timedelta(seconds=sum(float(number) * _UNITS[unit] for number, unit in parts))
+    except OverflowError:
+        raise typer.BadParameter(f"{text!r} is longer than any duration can be.") from None
+
+
+period_option = partial(typer.Option, parser=duration, metavar="DURATION", show_default=False)
+
+
+def headers(pairs: list[str]) -> dict[str, str] | None:
+    """Read name=value, each name once; None where there is none."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise typer.BadParameter(f"{pair!r} is not NAME=VALUE.", param_hint="'--header'")
+        if name in found:
+            raise typer.BadParameter(f"{name!r} is given twice.", param_hint="'--header'")
+        pair.encode()  # JSON would hide what is not UTF-8
+        found[name] = value
+    return found or None
+
+
+QueueName = Annotated[str, typer.Argument(metavar="QUEUE", help="The name of a queue.", show_default=False)]
+Ids = Annotated[list[int] | None, typer.Argument(metavar="ID", help="Only these.", show_default=False)]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Max = Annotated[int, typer.Option(min=1, metavar="N", help="The most messages.")]
+After = Annotated[int, typer.Option(metavar="ID", help="Begin behind this one.", show_default=False)]
+All = Annotated[bool, typer.Option("--all", help="All of them, whatever --max says.")]
+
+_PAGE = 1000
+
+
+def pages(look: Callable[[int, int], list[M]], limit: int | None, after: int) -> Iterator[M]:
+    """Up to so many messages, page by page."""
+    left = limit
+    while left is None or left > 0:
+        size = _PAGE if left is None else min(left, _PAGE)
+        page = look(size, after)
+        yield from page
+        if len(page) < size:
+            return
+        after = page[-1].id
+        left = None if left is None else left - size

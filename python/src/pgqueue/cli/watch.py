@@ -1,0 +1,162 @@
+"""What `work` sees while it runs: the live line, whether the queue is empty, and the sum at the end."""
+
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+from rich.live import Live
+from rich.text import Text
+
+from ..client import Queue
+from ..message import QueueStats
+from .frame import Session
+from .show import period
+
+if TYPE_CHECKING:
+    from ..consumer import AsyncConsumer, Consumer
+
+__all__ = ["Watch"]
+
+_TICK: Final = 0.1
+_LOOK: Final = 0.5  # between looks at the queue
+_RATE_OVER: Final = 5.0  # seconds
+
+
+class Watch:
+    """Looks at a consumer and its queue from a thread and a connection of its own."""
+
+    def __init__(
+        self,
+        session: Session,
+        conninfo: str,
+        queue_name: str,
+        consumer: "Consumer | AsyncConsumer",
+        look_ahead: timedelta | None,
+    ) -> None:
+        """Describe a watch; with `look_ahead` it stops the consumer when the queue is empty."""
+        self.signals = 0
+        self._session = session
+        self._conninfo = conninfo
+        self._queue_name = queue_name
+        self._consumer = consumer
+        self._look_ahead = look_ahead
+        self._is_live = session.err.is_interactive and not session.quiet
+        self._over = threading.Event()
+        self._connection: psycopg.Connection[Any] | None = None
+        self._depth: QueueStats | None = None
+        self._done: deque[tuple[float, int]] = deque()
+
+    @contextmanager
+    def __call__(self, stop: Callable[[], object]) -> Iterator[None]:
+        """Watch while the consumer runs, which `stop` ends; then tell what it did."""
+        started = time.monotonic()
+        thread = threading.Thread(target=self._watch, args=(stop,), name="pgqueue-watch", daemon=True)
+        live = Live(
+            get_renderable=self._line,
+            console=self._session.err,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        with live if self._is_live else nullcontext():
+            thread.start()
+            try:
+                yield
+            finally:
+                self._over.set()
+                thread.join(2)  # a database that does not answer keeps it, but not us
+        self._sum_up(timedelta(seconds=time.monotonic() - started))
+
+    def _watch(self, stop: Callable[[], object]) -> None:
+        is_told = False
+        empty = 0
+        looked_at = 0.0
+        while not self._over.wait(_TICK):
+            if self.signals and not is_told:
+                is_told = True
+                running = self._consumer.stats.running
+                self._session.note(f"stopping, with {running} still running; a second signal forces it")
+            wants = self._look_ahead is not None and self._is_idle()
+            empty = empty if wants else 0
+            pause = _LOOK if self._is_live or wants else math.inf
+            if time.monotonic() - looked_at < (_TICK if empty else pause):
+                continue
+            looked_at = time.monotonic()
+            try:
+                is_empty = self._look() and wants
+            except psycopg.Error:
+                self._hang_up()
+                is_empty = False
+            empty = empty + 1 if is_empty else 0
+            if empty == 2:  # twice, as a message that moves during a look may escape it
+                stop()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(psycopg.Error):
+                connection.close()
+
+    def _is_idle(self) -> bool:
+        stats = self._consumer.stats
+        return not (stats.running or stats.prefetched)
+
+    def _look(self) -> bool:
+        """Look at the queue; says whether nothing is left, or what is left is for later."""
+        if self._connection is None:
+            self._connection = psycopg.connect(self._conninfo, autocommit=True)
+        queue = Queue(self._connection, self._queue_name)
+        self._depth = depth = queue.stats()
+        if self._look_ahead is None or depth.ready_messages or depth.inflight_messages or queue.peek(1):
+            return False
+        due_at = queue.next_due_at()
+        return due_at is None or due_at > datetime.now(UTC) + self._look_ahead
+
+    def _line(self) -> Text:
+        stats, depth, now = self._consumer.stats, self._depth, time.monotonic()
+        done = stats.succeeded
+        self._done.append((now, done))
+        while now - self._done[0][0] > _RATE_OVER:
+            self._done.popleft()
+        since, before = self._done[0]
+        rate = (done - before) / (now - since) if now > since else 0.0
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"{self._queue_name}", style="bold")
+        if stats.circuit != "closed":
+            line.append("  database trouble", style="bold red")
+        elif self.signals:
+            line.append("  stopping", style="bold yellow")
+        line.append(f"  {rate:,.0f}/s", style="green")
+        if depth is not None:
+            for name, figure in (
+                ("ready", depth.ready_messages),
+                ("in flight", depth.inflight_messages),
+                ("dead", depth.dead_messages),
+            ):
+                estimated = "~" if f"{name.replace(' ', '')}_messages" in depth.estimates else ""
+                line.append(f"  {name} {estimated}{figure:,}")
+        line.append(f"  running {stats.running}  done {done:,}")
+        if stats.failed:
+            line.append(f"  failed {stats.failed:,}", style="red")
+        return line
+
+    def _sum_up(self, took: timedelta) -> None:
+        stats, depth = self._consumer.stats, self._depth
+        if self._session.json:
+            self._session.lines([{"queue_name": self._queue_name} | asdict(stats)])
+        else:
+            told = f"{stats.succeeded:,} messages done"
+            for what, figure in (("failed", stats.failed), ("dead", stats.dead), ("lost", stats.lost)):
+                told += f", {figure:,} {what}" if figure else ""
+            how = "by force " if self.signals > 1 else ""
+            self._session.note(f"stopped {how}after {period(took)}: {told}")
+        if self._look_ahead is not None and depth is not None and depth.scheduled_messages:
+            self._session.note(f"left for later: {depth.scheduled_messages:,} scheduled")

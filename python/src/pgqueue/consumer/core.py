@@ -1,0 +1,169 @@
+"""What all parts of a running consumer share: its settings, its signal, its statements, and how it reports."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import psycopg
+
+from .._calls import Bound
+from .breaker import CircuitBreaker, CircuitState
+from .delivery import ConsumerStats, Event, EventKind
+from .links import Link, Opener, is_conflict, is_trouble
+from .settings import Settings
+
+__all__ = ["Core"]
+
+T = TypeVar("T")
+logger = logging.getLogger("pgqueue.consumer")
+
+_SHORTEST_REST = 0.01
+
+
+class Core:
+    """One run of a consumer, as its parts see it. Lives on the event loop."""
+
+    def __init__(self, settings: Settings, stats: ConsumerStats) -> None:
+        self.settings = settings
+        self.stats = stats
+        self.opener = Opener(settings.conninfo, f"pgqueue {settings.queue_name}")
+        # A claim that a crash of the server forgets is a redelivery: it need not wait for the disk. All else does.
+        self.taking = Link(self.opener, self._calm, "set synchronous_commit = off")
+        self.settling = Link(self.opener, self._calm)
+        self.breaker = CircuitBreaker(settings.circuit_breaker_after.total_seconds(), self._circuit)
+        self.stops = 0  # 1: take nothing more, 2: break off
+        self.grace = settings.grace_period.total_seconds()
+        self._signal = asyncio.Event()
+        self._not_before = 0.0
+
+    @property
+    def limit(self) -> int:
+        """How many handlers may run now."""
+        return 1 if self.breaker.state == "open" else self.settings.concurrency
+
+    @property
+    def stopping(self) -> bool:
+        """Whether to take nothing more."""
+        return self.stops > 0
+
+    @property
+    def forced(self) -> bool:
+        """Whether to break off."""
+        return self.stops > 1
+
+    # Waiting
+
+    def signal(self) -> None:
+        """Let all who wait look whether it has happened."""
+        self._signal.set()
+
+    async def until(self, happened: Callable[[], bool], at: float | None = None) -> None:
+        """Wait until something has happened, or for a moment of the monotonic clock."""
+        while not happened():
+            seconds = None if at is None else at - time.monotonic()
+            if seconds is not None and seconds <= 0:
+                return
+            signal = self._signal
+            try:
+                async with asyncio.timeout(seconds):
+                    await signal.wait()
+            except TimeoutError:
+                return
+            # One event wakes all who wait; whoever waits next waits for another one.
+            if signal is self._signal:
+                self._signal = asyncio.Event()
+
+    async def rest(self) -> None:
+        """Pause after a failure."""
+        await self.until(lambda: self.forced, max(self._not_before, time.monotonic() + _SHORTEST_REST))
+
+    async def _calm(self) -> None:
+        await self.until(lambda: self.forced, self._not_before)
+
+    # Statements
+
+    async def run(self, call: Bound[T], kind: str) -> list[Any]:
+        """Execute a statement, of the kind peek, claim or settle. Raises `psycopg.Error`, `OSError`."""
+        try:
+            rows = await (self.settling if kind == "settle" else self.taking).run(call)
+        except (psycopg.Error, OSError) as error:
+            self.trouble(kind, error)
+            raise
+        self.fine(kind)
+        self.breaker.succeeded("connection")
+        self.breaker.succeeded("pump")
+        return rows
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.taking.close()
+        await self.settling.close()
+
+    def fine(self, kind: str) -> None:
+        """Note that a kind of work succeeded."""
+        self.breaker.succeeded(kind)
+
+    def trouble(self, kind: str, error: BaseException) -> None:
+        """Note that a kind of work failed, for the breaker to judge; a conflict is no failure."""
+        if is_conflict(error):
+            return
+        if kind != "work" and is_trouble(error):
+            kind = "connection"
+        level = logging.WARNING if self.breaker.state == "closed" else logging.DEBUG
+        self.log(level, f"{type(error).__name__}: {str(error).strip()}")
+        self._not_before = time.monotonic() + self.breaker.failed(kind)
+
+    def keep_up(self, what: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Do something for good: begin it again when it fails, and say so."""
+
+        async def keep_up() -> None:
+            while True:
+                try:
+                    return await work()
+                except (psycopg.Error, OSError) as error:
+                    self.log(logging.DEBUG, f"{what}: {error}")
+                except Exception as error:
+                    self.trouble("pump", error)
+                    self.critical(error, f"{what} failed, and is begun again")
+                await self.rest()
+
+        return asyncio.create_task(keep_up(), name=f"pgqueue {self.settings.queue_name} {what}")
+
+    # Reports
+
+    def log(self, level: int, text: str, error: BaseException | None = None, **extra: Any) -> None:
+        """Log about the queue; `extra` says more, by name."""
+        if logger.isEnabledFor(level):
+            extra["queue"] = self.settings.queue_name
+            logger.log(level, "%s: %s", self.settings.queue_name, text, exc_info=error, extra=extra)
+
+    def critical(self, error: BaseException | None, text: str) -> None:
+        """Report what a person should know."""
+        if self.settings.on_critical is None:
+            self.log(logging.CRITICAL, text, error)
+        else:
+            self._call(self.settings.on_critical, error, text)
+
+    def event(self, kind: EventKind, count: int = 1, **more: Any) -> None:
+        """Tell who observes."""
+        if self.settings.observe is not None:
+            self._call(self.settings.observe, Event(kind, self.settings.queue_name, count, **more))
+
+    def _circuit(self, state: CircuitState) -> None:
+        self.stats.circuit = state
+        self.event("circuit", detail=state)
+        if self.settings.on_circuit is not None:
+            self._call(self.settings.on_circuit, state)
+        if state == "open":
+            self.critical(None, f"nothing has succeeded for {self.settings.circuit_breaker_after}: slowed down to one")
+        elif state == "closed":
+            self.log(logging.INFO, "works again")
+        self.signal()
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:
+            self.log(logging.ERROR, f"{getattr(function, '__name__', 'a callback')} raised", error)

@@ -1,0 +1,310 @@
+"""Claims that are ours: kept by heartbeats, acknowledged in batches, given back when they are not used."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import psycopg
+from psycopg.rows import scalar_row, tuple_row
+
+from .. import _calls
+from .._calls import Bound
+from ..message import Exchanged, Message
+from .core import Core
+from .delivery import Held
+from .links import is_trouble
+from .transactions import Result
+
+__all__ = ["Leases"]
+
+_COMPANY_SECONDS = 0.01
+_MOST_ACKS = 5_000
+
+# What belongs to several claims goes in one statement.
+_CLAIMS = (
+    b"(select u.token, array_agg(u.id order by u.id) as ids"
+    b" from unnest(%s::bigint[], %s::uuid[]) as u(id, token) group by u.token) as c"
+)
+_ACK = (
+    b"select c.token, pgqueue.ack_batch(queue_name => %s::text, ids => c.ids, claim_token => c.token) from " + _CLAIMS
+)
+_EXTEND = (
+    b"select e.id from " + _CLAIMS + b", lateral pgqueue.extend_batch(queue_name => %s::text, ids => c.ids,"
+    b" claim_token => c.token, visibility_timeout => %s::interval) as e(id)"
+)
+_RELEASE = b"select pgqueue.release(queue_name => %s::text, ids => c.ids, claim_token => c.token) from " + _CLAIMS
+_COLUMNS = len(fields(Message))
+
+
+class LostAck(NamedTuple):
+    """A row of `exchange` for an acknowledgement that came too late."""
+
+    id: int
+
+
+def _exchanged(_cursor: Any) -> Callable[[Any], Message | LostAck]:
+    return lambda values: LostAck(values[0]) if values[-1] else Message(*values[:_COLUMNS])
+
+
+assert fields(Exchanged)[-1].name == "lost"  # noqa: S101
+
+
+@dataclass(slots=True)
+class _Lease:
+    held: dict[int, Held]
+    renew_at: float
+
+
+@dataclass(slots=True)
+class _Letter:
+    """A settlement on its way: the statement, one to fall back to, and what it means if it succeeds."""
+
+    statement: Bound[Any]
+    plain: Bound[Any] | None
+    result: Result | None
+
+
+class Leases:
+    """Holds claims, and the settlements on their way to the server. Lives on the event loop."""
+
+    def __init__(self, core: Core, settled: Callable[[Result], None], lost: Callable[[Held], None]) -> None:
+        self._core = core
+        self._settings = settings = core.settings
+        self._run = core.run
+        self._critical = core.critical
+        self._settled = settled
+        self._lost = lost
+        self._leases: dict[UUID | None, _Lease] = {}
+        self._acks: dict[UUID | None, list[Result]] = {}
+        self._ack_count = 0
+        self._letters: deque[_Letter] = deque()
+        self._unsure: set[int] = set()  # acknowledged when the connection broke: perhaps already done
+        self._turn = asyncio.Lock()
+        self._mail = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._any = asyncio.Event()
+        self.visibility_timeout = settings.visibility_timeout or timedelta(seconds=30)
+
+    # What is held
+
+    def add(self, held: list[Held], claimed_at: float) -> None:
+        """Hold messages, claimed not before `claimed_at` of the monotonic clock."""
+        seconds = self.visibility_timeout.total_seconds()
+        renew_at = claimed_at + seconds / 3
+        for message in held:
+            message.until = claimed_at + seconds
+            lease = self._leases.get(message.token)
+            if lease is None:
+                lease = self._leases[message.token] = _Lease({}, renew_at)
+            lease.held[message.id] = message
+        self._any.set()
+
+    def drop(self, held: Held) -> None:
+        """Hold a message no longer."""
+        lease = self._leases.get(held.token)
+        if lease is not None and lease.held.pop(held.id, None) is not None and not lease.held:
+            del self._leases[held.token]
+
+    async def beat(self) -> None:
+        """Extend what is held, each claim when a third of its time has passed."""
+        while True:
+            if not self._leases:
+                self._any.clear()
+                await self._any.wait()
+            wait = min(lease.renew_at for lease in self._leases.values()) - time.monotonic()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            else:
+                await self._extend()
+
+    async def _extend(self) -> None:
+        seconds = self.visibility_timeout.total_seconds()
+        now = time.monotonic()
+        due = [lease for lease in self._leases.values() if lease.renew_at <= now + seconds / 12]
+        held = sorted(
+            (held for lease in due for held in lease.held.values() if not held.settling), key=lambda held: held.id
+        )
+        if held:
+            ids, tokens = [message.id for message in held], [message.token for message in held]
+            kept = await self._run(
+                Bound(_EXTEND, [ids, tokens, self._settings.queue_name, self.visibility_timeout], scalar_row), "settle"
+            )
+            self._core.stats.extended += len(kept)
+            self._core.event("extended", len(kept))
+            still_ours = set(kept)
+            for message in held:
+                if message.id in still_ours:
+                    message.until = now + seconds
+                elif not message.settling:
+                    self._lose(message)
+        for lease in due:
+            lease.renew_at = now + seconds / 3
+
+    def _lose(self, held: Held) -> None:
+        lease = self._leases.get(held.token)
+        if lease is None or held.id not in lease.held or held.lost:
+            return  # Settled while the question was on its way.
+        self.drop(held)
+        held.lost = True
+        self._lost(held)
+
+    # What is settled
+
+    def acknowledge(self, result: Result) -> None:
+        """Acknowledge a message, soon and in company."""
+        result.held.sent = True
+        self._acks.setdefault(result.held.token, []).append(result)
+        self._ack_count += 1
+        self._mail.set()
+        if self._ack_count >= _MOST_ACKS:
+            self._hurry.set()
+
+    def send(self, statement: Bound[Any], result: Result | None, plain: Bound[Any] | None = None) -> None:
+        """Settle a message by a statement that answers whether it was still ours; else by `plain`."""
+        if result is not None:
+            result.held.sent = True
+        self._letters.append(_Letter(statement, plain, result))
+        self._mail.set()
+
+    def hurry(self) -> None:
+        """Send what there is: no company is to be expected."""
+        if self._ack_count or self._letters:
+            self._hurry.set()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is on its way."""
+        return not self._ack_count and not self._letters and not self._turn.locked()
+
+    async def deliver(self, rest: Callable[[], Awaitable[None]]) -> None:
+        """Send settlements, for good; `rest` is the pause after a failure."""
+        while True:
+            await self._mail.wait()
+            try:
+                async with asyncio.timeout(_COMPANY_SECONDS):
+                    await self._hurry.wait()
+            except TimeoutError:
+                pass
+            self._mail.clear()
+            self._hurry.clear()
+            try:
+                await self.flush()
+            except (psycopg.Error, OSError):
+                self._mail.set()
+                await rest()
+
+    async def flush(self) -> None:
+        """Send what is to be settled. Raises `psycopg.Error`: what was not settled is kept then."""
+        async with self._turn:
+            await self._post()
+            acks, self._acks, self._ack_count = self._acks, {}, 0
+            if acks:
+                await self._acknowledge([result for results in acks.values() for result in results])
+
+    async def claim(self, wanted: int, more: bool) -> list[Any]:
+        """Claim up to `wanted` messages; where still more are to be had, acknowledge in the same statement.
+
+        Returns the rows. Raises `psycopg.Error`: what was not acknowledged is kept then.
+        """
+        settings = self._settings
+        terms = (wanted, self.visibility_timeout, settings.claimed_by)
+        if more and self._acks and not self._turn.locked():
+            async with self._turn:
+                if self._acks:
+                    return await self._exchange(terms)
+        return await self._run(_calls.claim(settings.queue_name, *terms), "claim")
+
+    async def _exchange(self, terms: tuple[int, timedelta, str]) -> list[Any]:
+        token = max(self._acks, key=lambda token: len(self._acks[token]))
+        done = self._acks.pop(token)
+        self._ack_count -= len(done)
+        ids = sorted(result.held.id for result in done)
+        call = _calls.exchange(self._settings.queue_name, ids, token, *terms)
+        try:
+            rows = await self._run(Bound(call.text, call.values, _exchanged), "settle")
+        except BaseException:
+            self._keep(done)
+            raise
+        gone = {row.id for row in rows if isinstance(row, LostAck)}
+        self._done(done, gone)
+        return [row for row in rows if not isinstance(row, LostAck)] if gone else rows
+
+    async def _acknowledge(self, done: list[Result]) -> None:
+        ids, tokens = [result.held.id for result in done], [result.held.token for result in done]
+        try:
+            counts = await self._run(Bound(_ACK, [self._settings.queue_name, ids, tokens], tuple_row), "settle")
+        except BaseException as error:
+            if isinstance(error, psycopg.Error) and not is_trouble(error):
+                for result in done:
+                    self.drop(result.held)
+                self._critical(error, f"{len(done)} messages could not be acknowledged: they will be delivered again")
+            else:
+                self._keep(done)
+            raise
+        gone: set[int] = set()
+        for token, count in counts:
+            asked = [result.held.id for result in done if result.held.token == token]
+            if count != len(asked):
+                gone |= set(asked) if not count else await self._held_by_others(asked)
+        self._done(done, gone)
+
+    async def _held_by_others(self, ids: list[int]) -> set[int]:
+        """Which of the messages of a claim were lost, when not all were: those that are still there."""
+        call = _calls.browse(self._settings.queue_name, "inflight", 10_000, min(ids) - 1)
+        return {row.id for row in await self._run(call, "settle")} & set(ids)
+
+    def _done(self, done: list[Result], gone: set[int]) -> None:
+        now = time.monotonic()
+        for result in done:
+            held = result.held
+            self.drop(held)
+            # Not there any more: by our first try, if nobody else can have had it.
+            was_done = held.id in self._unsure and now < held.until
+            is_lost = held.id in gone and not was_done
+            self._unsure.discard(held.id)
+            if not held.lost:
+                self._settled(result._replace(kind="lost") if is_lost else result)
+
+    def _keep(self, done: list[Result]) -> None:
+        """Acknowledge once more what may not have arrived."""
+        self._unsure.update(result.held.id for result in done)
+        for result in done:
+            self.acknowledge(result)
+
+    async def _post(self) -> None:
+        while self._letters:
+            letter = self._letters[0]
+            try:
+                rows = await self._run(letter.statement, "settle")
+            except psycopg.Error as error:
+                if is_trouble(error):
+                    raise
+                if letter.plain is None:
+                    self._letters.popleft()
+                    self._critical(error, "a message could not be settled: it is left to be delivered again")
+                    if letter.result is not None:
+                        self.drop(letter.result.held)
+                else:
+                    letter.statement, letter.plain = letter.plain, None
+                continue
+            self._letters.popleft()
+            if letter.result is not None:
+                self.drop(letter.result.held)
+                if not letter.result.held.lost:
+                    self._settled(letter.result if rows[0] else letter.result._replace(kind="lost"))
+
+    async def release(self, held: list[Held]) -> int:
+        """Give messages back as they were before the claim; returns how many were still ours."""
+        for message in held:
+            self.drop(message)
+        held = sorted((one for one in held if not one.lost), key=lambda one: one.id)
+        if not held:
+            return 0
+        ids, tokens = [message.id for message in held], [message.token for message in held]
+        call: Bound[int] = Bound(_RELEASE, [self._settings.queue_name, ids, tokens], scalar_row)
+        return sum(await self._run(call, "settle"))

@@ -1,0 +1,322 @@
+"""Connections: opened with limits on how long silence may last, kept while idle, dropped when they break."""
+
+import asyncio
+import inspect
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+import psycopg
+from psycopg import AsyncConnection, AsyncCursor, Connection
+from psycopg.adapt import AdaptersMap, Transformer
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import TransactionStatus
+from psycopg.rows import BaseRowFactory, scalar_row
+
+from .._calls import Bound
+
+__all__ = [
+    "Link",
+    "Opener",
+    "Stack",
+    "Unreadable",
+    "begin_of",
+    "in_no_transaction",
+    "is_async",
+    "is_conflict",
+    "is_trouble",
+    "rows_of",
+    "sever",
+]
+
+T = TypeVar("T")
+C = TypeVar("C", Connection[Any], AsyncConnection[Any])
+Source = str | Callable[[], Any]
+
+# A peer that vanished without a word is noticed within half a minute, whatever the settings of the system.
+_DEFAULTS = {
+    "connect_timeout": "10",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
+}
+_CONFLICTS = ("40001", "40P01")  # serialization failure, deadlock
+
+
+def is_conflict(error: BaseException | None) -> bool:
+    """Whether a deadlock or a serialization failure lies behind an exception: nobody's fault, do it again."""
+    seen = 0
+    while error is not None and seen < 20:
+        if isinstance(error, psycopg.Error) and error.sqlstate in _CONFLICTS:
+            return True
+        error = error.__cause__
+        seen += 1
+    return False
+
+
+def is_trouble(error: BaseException) -> bool:
+    """Whether the same statement may well succeed later: the connection broke, the server is busy or restarts."""
+    if not isinstance(error, psycopg.Error):
+        return isinstance(error, OSError)
+    state = error.sqlstate
+    if state is None:
+        return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
+    # Connection, conflict, resources, intervention by an operator, lock not available, read-only after a failover.
+    return is_conflict(error) or state[:2] in ("08", "53", "57", "58") or state in ("55P03", "25006")
+
+
+class Unreadable:
+    """A claimed message that this client cannot decode, and why."""
+
+    def __init__(self, id: int, claim_token: Any, attempt_count: int, error: Exception) -> None:
+        self.id = id
+        self.claim_token = claim_token
+        self.attempt_count = attempt_count
+        self.error = error
+
+
+def salvage(cursor: Any, row: BaseRowFactory[T]) -> list[T | Unreadable]:
+    """The rows of a result one by one, so that one that cannot be decoded does not take the others with it.
+
+    Raises `KeyError` if it is no result of messages.
+    """
+    result = cursor.pgresult
+    columns = {(result.fname(place) or b"").decode(): place for place in range(result.nfields)}
+    number, token, attempt = (columns[name] for name in ("id", "claim_token", "attempt_count"))
+    decoder = Transformer(cursor)
+    decoder.set_pgresult(result)
+    make = row(cursor)
+    rows: list[T | Unreadable] = []
+    for place in range(result.ntuples):
+        try:
+            rows.append(decoder.load_row(place, make))
+        except Exception as error:
+            text = result.get_value(place, token)
+            rows.append(
+                Unreadable(
+                    int(result.get_value(place, number)),
+                    None if text is None else text.decode(),
+                    int(result.get_value(place, attempt) or 0),
+                    error,
+                )
+            )
+    return rows
+
+
+def rows_of(cursor: Any, row: BaseRowFactory[T], error: Exception) -> list[T | Unreadable]:
+    """What can be had of a result whose decoding raised `error`."""
+    try:
+        return salvage(cursor, row)
+    except KeyError:
+        raise error from None
+
+
+def sever(connection: Connection[Any] | AsyncConnection[Any]) -> None:
+    """Cut a connection that another thread may be using: its statement fails, its transaction is rolled back.
+
+    This may block for as long as connecting may.
+    """
+    with suppress(psycopg.Error):
+        connection.pgconn.get_cancel().cancel()
+    with suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(connection.pgconn.socket)) as twin:
+        twin.shutdown(socket.SHUT_RDWR)
+
+
+def is_broken(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
+    """Whether a connection is closed, as far as can be told without asking the server."""
+    try:
+        connection.pgconn.consume_input()  # The server's last words, if there are any, …
+        connection.pgconn.is_busy()
+        connection.pgconn.consume_input()  # … and the end that follows them.
+    except psycopg.Error:
+        return True
+    return connection.closed
+
+
+def in_no_transaction(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
+    """Whether a transaction has ended by itself: the connection broke, or somebody ended it by SQL."""
+    return is_broken(connection) or connection.pgconn.transaction_status == TransactionStatus.IDLE
+
+
+def begin_of(connection: Connection[Any] | AsyncConnection[Any]) -> bytes:
+    """The statement that begins a transaction as the connection wants its transactions to be."""
+    text = "begin"
+    if connection.isolation_level is not None:
+        text += f" isolation level {connection.isolation_level.name.replace('_', ' ').lower()}"
+    if connection.read_only is not None:
+        text += " read only" if connection.read_only else " read write"
+    if connection.deferrable is not None:
+        text += " deferrable" if connection.deferrable else " not deferrable"
+    return text.encode()
+
+
+def is_idle(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
+    """Whether a connection is open, as far as is known, and in no transaction."""
+    return not is_broken(connection) and connection.pgconn.transaction_status == TransactionStatus.IDLE
+
+
+class Opener:
+    """Opens connections in autocommit mode, by conninfo or by the user's function."""
+
+    def __init__(self, source: Source, application: str) -> None:
+        self._source = source
+        self._conninfo = ""
+        if isinstance(source, str):
+            given = conninfo_to_dict(source)
+            extra = {name: value for name, value in _DEFAULTS.items() if name not in given}
+            self._conninfo = make_conninfo(source, **extra, fallback_application_name=application)
+        self.proxied: bool | None = None  # None: not known yet
+
+    def open(self) -> Connection[Any]:
+        """A new connection. Raises what connecting raises."""
+        if callable(self._source):
+            connection: Connection[Any] = self._source()
+        else:
+            connection = Connection.connect(self._conninfo, autocommit=True)
+        try:
+            if not connection.autocommit:
+                connection.commit()
+                connection.autocommit = True
+        except BaseException:
+            connection.close()
+            raise
+        if self.proxied:
+            connection.prepare_threshold = None
+        return connection
+
+    async def open_async(self) -> AsyncConnection[Any]:
+        """The same for the event loop; a connection that the user's function made for threads is taken over."""
+        if not callable(self._source):
+            connection: AsyncConnection[Any] = await AsyncConnection.connect(self._conninfo, autocommit=True)
+        elif is_async(self._source):
+            connection = await self._source()
+        else:
+            made = await asyncio.to_thread(self._source)
+            if inspect.isawaitable(made):
+                made = await made
+            connection = made if isinstance(made, AsyncConnection) else _taken_over(made)
+        try:
+            if not connection.autocommit:
+                await connection.commit()
+                await connection.set_autocommit(True)
+            if self.proxied is None:
+                cursor = AsyncCursor(connection, row_factory=scalar_row)
+                await cursor.execute("select pg_catalog.pg_backend_pid()")
+                self.proxied = await cursor.fetchone() != connection.pgconn.backend_pid
+        except BaseException:
+            await connection.close()
+            raise
+        if self.proxied:
+            # A statement prepared on one server connection is unknown on the next.
+            connection.prepare_threshold = None
+        return connection
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a function, or an object that is called like one, is asynchronous."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _taken_over(connection: Connection[Any]) -> AsyncConnection[Any]:
+    twin: AsyncConnection[Any] = AsyncConnection(connection.pgconn)
+    twin._adapters = AdaptersMap(connection.adapters)
+    twin._autocommit = connection.autocommit
+    twin.prepare_threshold = connection.prepare_threshold
+    twin._origin = connection  # type: ignore[attr-defined]  # It must not be collected before its twin is closed.
+    return twin
+
+
+class Stack(Generic[C]):
+    """Idle connections, the one used last on top. Whoever takes one is its only user."""
+
+    def __init__(self) -> None:
+        self._idle: list[C] = []
+
+    def take(self) -> tuple[C | None, list[C]]:
+        """An idle connection if there is one, and those that were found broken, to be closed."""
+        broken: list[C] = []
+        while self._idle:
+            connection = self._idle.pop()
+            if is_idle(connection):
+                return connection, broken
+            broken.append(connection)
+        return None, broken
+
+    def put(self, connection: C, most: int) -> bool:
+        """Keep a connection that is fit for use, if fewer than `most` are kept; else the caller closes it."""
+        if len(self._idle) < most and is_idle(connection):
+            self._idle.append(connection)
+            return True
+        return False
+
+    def clear(self) -> list[C]:
+        """All of them, no longer kept."""
+        idle, self._idle = self._idle, []
+        return idle
+
+
+class Link:
+    """A connection of the event loop that statements share, one at a time; opened when needed, reopened when broken."""
+
+    def __init__(
+        self, opener: Opener, pause: Callable[[], Awaitable[None]], setting: str | None = None, deadline: float = 30.0
+    ) -> None:
+        self._opener = opener
+        self._setting = None if setting is None else setting.encode()
+        self._pause = pause
+        self._deadline = deadline
+        self._connection: AsyncConnection[Any] | None = None
+        self._turn = asyncio.Lock()
+
+    async def run(self, call: Bound[T]) -> list[T | Unreadable]:
+        """Execute a statement. Raises `psycopg.Error`; a statement that takes too long is one that failed."""
+        async with self._turn:
+            connection = await self._open()
+            cursor = AsyncCursor(connection, row_factory=call.row)
+            try:
+                async with asyncio.timeout(self._deadline):
+                    await cursor.execute(call.text, call.values)
+            except TimeoutError:
+                await connection.close()
+                raise psycopg.OperationalError(f"no answer from the server within {self._deadline:g} s") from None
+            except psycopg.Error:
+                if connection.pgconn.transaction_status != TransactionStatus.IDLE:
+                    await connection.close()
+                raise
+            except BaseException:
+                # Cancelled in the middle: what the server did with it is unknown.
+                if connection.pgconn.transaction_status != TransactionStatus.IDLE:
+                    await connection.close()
+                raise
+            try:
+                return list(await cursor.fetchall())
+            except Exception as error:
+                return rows_of(cursor, call.row, error)
+
+    async def _open(self) -> AsyncConnection[Any]:
+        connection = self._connection
+        if connection is not None and is_idle(connection):
+            return connection
+        if connection is not None:
+            await connection.close()
+        self._connection = None
+        await self._pause()
+        connection = await self._opener.open_async()
+        # Through a pooler a setting would stay behind, for others to find.
+        if self._setting is not None and not self._opener.proxied:
+            try:
+                await AsyncCursor(connection).execute(self._setting)
+            except BaseException:
+                await connection.close()
+                raise
+        self._connection = connection
+        return connection
+
+    async def close(self) -> None:
+        """Close the connection; the next statement opens another."""
+        if self._connection is not None:
+            await self._connection.close()
+            self._connection = None

@@ -1,0 +1,97 @@
+"""What a consumer is told when it is made, checked."""
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+from .delivery import Event
+from .policy import Retries
+
+__all__ = ["Mode", "Settings"]
+
+Mode = Literal["lease", "receive"]
+
+_MOST_MESSAGES = 10_000
+
+
+def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise ValueError(f"invalid {name}: {value!r}; must be a whole number {bounds}")
+
+
+def checked_concurrency(value: int) -> int:
+    """A number of handlers. Raises `ValueError`."""
+    _whole("concurrency", value, 1)
+    return value
+
+
+@dataclass(slots=True)
+class Settings:
+    """The arguments of a consumer. Raises `ValueError` or `TypeError` for what makes no sense."""
+
+    conninfo: str | Callable[[], Any]
+    queue_name: str
+    handler: Callable[[Any], Any]
+    mode: Mode
+    transactional: bool
+    concurrency: int
+    batch_size: int | None
+    visibility_timeout: timedelta | None
+    prefetch: int
+    peek_delay: timedelta
+    peek_batch_size: int | None
+    listen: bool
+    retries: Retries | None
+    on_failure: Callable[[Any], Any] | None
+    on_critical: Callable[[Exception | None, str], None] | None
+    on_circuit: Callable[[str], None] | None
+    circuit_breaker_after: timedelta
+    grace_period: timedelta
+    claimed_by: str = ""
+    observe: Callable[[Event], None] | None = None
+    peek_seconds: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.conninfo, str) and not callable(self.conninfo):
+            raise TypeError("invalid conninfo: must be a string or a function that returns a new connection")
+        if not callable(self.handler):
+            raise TypeError("invalid handler: must be callable")
+        if self.mode not in ("lease", "receive"):
+            raise ValueError(f"invalid mode: {self.mode!r}; must be 'lease' or 'receive'")
+        checked_concurrency(self.concurrency)
+        if self.batch_size is not None:
+            _whole("batch_size", self.batch_size, 1, _MOST_MESSAGES)
+        _whole("prefetch", self.prefetch, 0, _MOST_MESSAGES)
+        if self.prefetch and self.in_transaction:
+            raise ValueError("invalid prefetch: messages are prefetched in lease mode only, and not with transactional")
+        if self.peek_batch_size is not None:
+            _whole("peek_batch_size", self.peek_batch_size, 1, _MOST_MESSAGES)
+        if self.peek_delay < timedelta(milliseconds=100):
+            raise ValueError(f"invalid peek_delay: {self.peek_delay}; must be from 100 ms to 10 s")
+        if self.visibility_timeout is not None and not (
+            timedelta(seconds=1) <= self.visibility_timeout <= timedelta(hours=12)
+        ):
+            raise ValueError(f"invalid visibility_timeout: {self.visibility_timeout}; must be from 1 s to 43200 s")
+        for name in ("grace_period", "circuit_breaker_after"):
+            if getattr(self, name) < timedelta(0):
+                raise ValueError(f"invalid {name}: {getattr(self, name)}; must not be negative")
+        self.claimed_by = self.claimed_by or f"{socket.gethostname()}:{os.getpid()}:{self.queue_name}"
+        self.peek_seconds = self.peek_delay.total_seconds()
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether the handler works in a transaction of ours."""
+        return self.transactional or self.mode == "receive"
+
+    @property
+    def delivers_copies(self) -> bool:
+        """Whether a message may have to be shown again as it was, after a handler had it."""
+        return self.in_transaction or self.batch_size is not None or self.on_failure is not None
+
+    def argument(self, deliveries: list[Any]) -> Any:
+        """What the handler is called with."""
+        return deliveries[0] if self.batch_size is None else deliveries

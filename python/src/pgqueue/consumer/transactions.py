@@ -1,0 +1,393 @@
+"""The transactions of a consumer, as scripts: a handler's work and its settlement, a failure and its policy."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from psycopg import AsyncClientCursor, AsyncConnection, ClientCursor, OperationalError, sql
+from psycopg.errors import DivisionByZero, InFailedSqlTransaction
+from psycopg.pq import TransactionStatus
+from psycopg.rows import scalar_row
+
+from .. import _calls
+from .._calls import Bound
+from .delivery import Delivery, Held
+from .evidence import describe, evidence, obituary
+from .links import Unreadable, begin_of, in_no_transaction, is_conflict
+from .policy import Decision, Failure, Handled, Reject, Retry, checked, decide
+from .settings import Settings
+from .steps import Answer, Run, Script, Seat, Workers
+
+__all__ = ["Attempt", "Job", "Result", "Transactions"]
+
+ResultKind = Literal["succeeded", "retried", "dead", "lost"]
+_CONFLICTS = 20
+
+
+def _statement(text: bytes) -> Bound[Any]:
+    return Bound(text, [], scalar_row)
+
+
+_COMMIT, _ROLLBACK = _statement(b"commit"), _statement(b"rollback")
+_SAVE, _GO_BACK = _statement(b"savepoint pgqueue"), _statement(b"rollback to savepoint pgqueue")
+_PART = (
+    _statement(b"savepoint pgqueue_policy"),
+    _statement(b"release savepoint pgqueue_policy"),
+    _statement(b"rollback to savepoint pgqueue_policy"),
+)
+
+
+class Result(NamedTuple):
+    """What became of a message."""
+
+    held: Held
+    kind: ResultKind
+    seconds: float | None = None
+    error: BaseException | None = None
+
+
+class Attempt(NamedTuple):
+    """How a call of the handler ended.
+
+    done: settled, as the results say. failed: nothing was settled, and error says why. lost: a claim was lost, and
+    nothing was settled. cancelled: the consumer was forced to stop. undone: the transaction that held the claim
+    is gone. empty: nothing was received.
+    """
+
+    kind: Literal["done", "failed", "lost", "cancelled", "undone", "empty"]
+    results: Sequence[Result] = ()
+    error: BaseException | None = None
+    seconds: float | None = None
+
+
+class Job:
+    """A slot's work: a call of the handler, and all that follows from it."""
+
+    def __init__(self, held: list[Held], received: Callable[[int], None] = lambda _: None) -> None:
+        self.held = held
+        self.unfit: list[tuple[Any, Exception]] = []  # received, but not to be handed to anybody
+        self.cancelled = False
+        self.received = received
+        self.seat = Seat()
+        self.task: asyncio.Task[None] | None = None
+
+    def is_cancelled(self) -> bool:
+        """Whether what the handler does still counts; asked in threads."""
+        return self.cancelled
+
+    def cancel(self) -> None:
+        """Let what the handler does no longer count."""
+        self.cancelled = True
+        for held in self.held:
+            held.cancelled = True
+
+
+class Transactions:
+    """Makes the scripts. They run where handlers run: what they touch of the pump's, they tell it."""
+
+    def __init__(
+        self, settings: Settings, workers: Workers, critical: Callable[[BaseException | None, str], None]
+    ) -> None:
+        self._settings = settings
+        self._workers = workers
+        self._critical = critical
+        self._claims: dict[tuple[int, bytes], Bound[Any]] = {}
+        self._name = sql.quote(settings.queue_name)
+
+    def settlement(self, held: Held, error: BaseException, answer: Decision | None) -> tuple[Decision, Bound[Any]]:
+        """What is decided about a failed message, and the statement that carries it out."""
+        message, name, by = held.message, self._settings.queue_name, self._settings.claimed_by
+        decision = decide(error, answer, message.attempt_count, self._settings.retries)
+        if isinstance(decision, Handled):
+            return decision, _calls.ack(name, held.id, held.token)
+        if isinstance(decision, Reject):
+            headers = evidence(message, error, by, dies=True)
+            return decision, _calls.reject(name, held.id, held.token, describe(error, decision), headers)
+        headers = evidence(message, error, by, dies=held.last_attempt)
+        text = describe(error, decision)
+        return decision, _calls.nack(name, held.id, held.token, decision.after, text, headers)
+
+    def record(self, held: Held, error: BaseException) -> Bound[bool]:
+        """The statement that counts an attempt whose transaction is gone."""
+        decision = decide(error, None, held.message.attempt_count, self._settings.retries)
+        return _calls.record_failure(
+            self._settings.queue_name,
+            held.id,
+            held.message.attempt_count,
+            decision.after if isinstance(decision, Retry) else None,
+            describe(error, decision),
+            evidence(held.message, error, self._settings.claimed_by, dies=held.last_attempt),
+        )
+
+    def attempt(self, job: Job, held: list[Held], connection: Any) -> Script[Attempt]:
+        """The handler and the acknowledgement in one transaction, under claims that are committed."""
+        conflicts = 0
+        while True:
+            yield _statement(begin_of(connection))
+            deliveries, answer, seconds = yield from self._handle(held, connection)
+            error = answer.error
+            if job.is_cancelled() or all(message.gone for message in held):
+                yield from _undo(connection)
+                return Attempt("cancelled" if job.is_cancelled() else "lost")
+            if error is None:
+                _settling(held, True)
+                try:
+                    return Attempt("done", (yield from self._settle(held, deliveries, seconds, b"commit")))
+                except _Lost:
+                    yield from _undo(connection)
+                    yield from self._find_lost(held)
+                    return Attempt("lost")
+                except Exception as failure:
+                    error = failure
+                finally:
+                    _settling(held, False)
+            yield from _undo(connection)
+            if not is_conflict(error) or conflicts >= _CONFLICTS:
+                return Attempt("failed", error=error, seconds=seconds)
+            conflicts += 1
+            yield from self._conflict(conflicts)
+
+    def receive(self, job: Job, wanted: int, connection: Any) -> Script[Attempt]:
+        """The claim, the handler and the settlement in one transaction, which alone holds the messages."""
+        conflicts = 0
+        while True:
+            try:
+                attempt = yield from self._receive(job, wanted, connection, conflicts < _CONFLICTS)
+            except Exception as fault:
+                # Whatever this was, the transaction is over, or as good as over.
+                yield from _undo(connection)
+                if job.is_cancelled():
+                    return Attempt("cancelled")
+                if not is_conflict(fault):
+                    if not job.held:
+                        raise
+                    return Attempt("undone", error=fault.__cause__ if isinstance(fault, _Undone) else fault)
+            else:
+                if attempt is not None:
+                    return attempt
+                yield from _undo(connection)
+            conflicts += 1
+            if conflicts > _CONFLICTS + 5:
+                return Attempt("empty")
+            yield from self._conflict(conflicts)
+            job.held = []
+
+    def _receive(self, job: Job, wanted: int, connection: Any, again: bool) -> Script[Attempt | None]:
+        rows = yield self._claim(wanted, connection)
+        job.held, job.unfit = sorted_out(rows)
+        for row, reason in job.unfit:
+            yield rejection(self._settings.queue_name, row, reason)
+        self._workers.tell(job.received, len(rows))
+        if job.is_cancelled():
+            job.cancel()
+            yield from _undo(connection)
+            return Attempt("cancelled")
+        if not job.held:
+            yield _COMMIT
+            return Attempt("empty")
+        if job.unfit:
+            yield _SAVE
+        results, error, seconds = yield from self._work(job, job.held, connection, b"commit")
+        if error is not None:
+            results = []
+            for held in job.held:
+                if len(job.held) > 1 and not job.is_cancelled():
+                    # One of them is to blame: each by itself, so that only that one fails.
+                    yield _SAVE
+                    one, error, seconds = yield from self._work(job, [held], connection, b"release savepoint pgqueue")
+                    results += one
+                if is_conflict(error) and again:
+                    return None
+                if error is not None and not job.is_cancelled():
+                    results.append((yield from self.fail(job, held, error, seconds, connection)))
+            if not job.is_cancelled():
+                yield _COMMIT
+        if job.is_cancelled() and not in_no_transaction(connection):
+            yield _ROLLBACK
+            return Attempt("cancelled")
+        return Attempt("done", results)
+
+    def _claim(self, wanted: int, connection: Any) -> Bound[Any]:
+        """The claim within a transaction and ahead of a savepoint, in one go."""
+        begin = begin_of(connection)
+        call = self._claims.get((wanted, begin))
+        if call is None:
+            claim = _calls.claim(self._settings.queue_name, wanted, None, self._settings.claimed_by)
+            kind = AsyncClientCursor if isinstance(connection, AsyncConnection) else ClientCursor
+            text = kind(connection).mogrify(claim.text, claim.values).encode(connection.info.encoding)
+            text = begin + b"; " + text + b"; savepoint pgqueue"
+            call = self._claims[wanted, begin] = Bound(text, [], claim.row)
+        return call
+
+    def _work(
+        self, job: Job, held: list[Held], connection: Any, end: bytes
+    ) -> Script[tuple[list[Result], BaseException | None, float]]:
+        """The handler and the settlement, from the savepoint on: whatever fails goes back to it."""
+        results: list[Result] = []
+        deliveries, answer, seconds = yield from self._handle(held, connection)
+        error = answer.error
+        if job.is_cancelled():
+            return results, None, seconds
+        if error is None:
+            try:
+                # Deferred constraints speak up while there is still something to go back to.
+                last = b"set constraints all immediate; " + end
+                results = yield from self._settle(held, deliveries, seconds, last)
+            except Exception as failure:
+                error = failure
+        if error is not None:
+            if in_no_transaction(connection):
+                raise _Undone from error
+            yield _GO_BACK
+        return results, error, seconds
+
+    def fail(
+        self, job: Job, held: Held, error: BaseException, seconds: float | None, connection: Any
+    ) -> Script[Result]:
+        """A failed message: the policy and what it decides, in one transaction, or in a part of one."""
+        begin, commit, undo = _PART
+        if in_no_transaction(connection):
+            begin, commit, undo = _statement(begin_of(connection)), _COMMIT, _ROLLBACK
+        answer: Decision | None = None
+        yield begin
+        if self._settings.on_failure is not None and not isinstance(error, (Retry, Reject)):
+            for _ in range(2):
+                failure = Failure(held.deliver(connection, True), error, held.message.attempt_count, connection)
+                said: Answer = yield Run(self._settings.on_failure, failure)
+                if job.is_cancelled():
+                    break
+                fault = said.error
+                if fault is None and connection.pgconn.transaction_status == TransactionStatus.INERROR:
+                    fault = InFailedSqlTransaction("on_failure went on after a statement of its had failed")
+                if fault is None:
+                    try:
+                        answer = checked(said.value)
+                        break
+                    except TypeError as mistake:
+                        fault = mistake
+                if connection.closed:
+                    raise OperationalError("the connection was lost while on_failure ran") from fault
+                yield undo
+                name = type(fault).__name__
+                self._workers.tell(self._critical, fault, f"on_failure raised {name} for message {held.id}")
+                yield begin
+        if job.is_cancelled():
+            yield undo
+            return Result(held, "lost")
+        decision, statement = self.settlement(held, error, answer)
+        _settling([held], True)
+        try:
+            kept = yield statement
+            yield commit if kept[0] else undo
+        finally:
+            _settling([held], False)
+        return Result(held, kind_of(decision, held) if kept[0] else "lost", seconds, error)
+
+    def _handle(self, held: list[Held], connection: Any) -> Script[tuple[list[Delivery], Answer, float]]:
+        deliveries = [message.deliver(connection, True) for message in held]
+        started = time.monotonic()
+        answer = yield Run(self._settings.handler, self._settings.argument(deliveries))
+        seconds = time.monotonic() - started
+        if answer.error is None and in_no_transaction(connection):
+            answer = Answer(error=_ended(connection))
+        return deliveries, answer, seconds
+
+    def _settle(self, held: list[Held], deliveries: list[Delivery], seconds: float, end: bytes) -> Script[list[Result]]:
+        """Acknowledge what is done, do with the others as they are marked, and end as told. Raises `_Lost`."""
+        name = self._settings.queue_name
+        results: list[Result] = []
+        statements: dict[int, Bound[Any]] = {}
+        for message, delivery in zip(held, deliveries, strict=True):
+            if delivery.outcome is None:
+                results.append(Result(message, "succeeded", seconds))
+            else:
+                decision, statements[message.id] = self.settlement(message, delivery.outcome, None)
+                results.append(Result(message, kind_of(decision, message), seconds, delivery.outcome))
+        if statements or len({message.token for message in held}) > 1:
+            # One by one, by id: in the order in which heartbeats lock.
+            for message in sorted(held, key=lambda message: message.id):
+                kept = yield statements.get(message.id) or _calls.ack(name, message.id, message.token)
+                if not kept[0]:
+                    raise _Lost
+            yield _statement(end)
+            return results
+        # All or nothing, in one go: what is not ours makes it fail before it ends.
+        ids = ",".join([str(int(message.id)) for message in held])
+        text = (
+            f"select 1 / (pgqueue.ack_batch(queue_name => {self._name}, ids => '{{{ids}}}',"
+            f" claim_token => '{held[0].token}') = {len(held)})::int; "
+        )
+        try:
+            yield _statement(text.encode() + end)
+        except DivisionByZero:
+            raise _Lost("the message was not there any more to be acknowledged") from None
+        return results
+
+    def _find_lost(self, held: list[Held]) -> Script[None]:
+        if len(held) == 1:
+            held[0].lost = True
+            return
+        for token in {message.token for message in held}:
+            ids = [message.id for message in held if message.token == token]
+            kept = yield _calls.extend_batch(self._settings.queue_name, ids, token, self._settings.visibility_timeout)
+            for message in held:
+                if message.token == token and message.id not in kept:
+                    message.lost = True
+
+    def _conflict(self, number: int) -> Script[None]:
+        # Two that met should not meet again.
+        yield Run(self._workers.nap, random.uniform(0, min(0.005 * number, 0.1)))  # noqa: S311
+
+
+class _Undone(Exception):
+    """The transaction is gone; the cause is what the handler raised, if it did."""
+
+
+class _Lost(Exception):
+    """The message is not ours any more, or the handler has settled it itself."""
+
+
+def _undo(connection: Any) -> Script[None]:
+    if not in_no_transaction(connection):
+        yield _ROLLBACK
+
+
+def _ended(connection: Any) -> Exception:
+    if connection.closed:
+        return OperationalError("the connection was lost while the handler ran")
+    return RuntimeError("the handler ended the transaction that its work and the message share")
+
+
+def sorted_out(rows: list[Any]) -> tuple[list[Held], list[tuple[Any, Exception]]]:
+    """The messages that can be handled, and those that cannot, each with the reason."""
+    held: list[Held] = []
+    unfit: list[tuple[Any, Exception]] = []
+    for row in rows:
+        if isinstance(row, Unreadable):
+            unfit.append((row, row.error))
+        elif row.headers is not None and not isinstance(row.headers, dict):
+            unfit.append((row, TypeError(f"the headers are no JSON object but {type(row.headers).__name__}")))
+        else:
+            held.append(Held(row))
+    return held, unfit
+
+
+def rejection(queue_name: str, row: Any, error: Exception) -> Bound[bool]:
+    """The statement that sends a message that cannot be read to the dead letters, as it is."""
+    return _calls.reject(
+        queue_name, row.id, row.claim_token, describe(error), obituary(queue_name, row.attempt_count, error)
+    )
+
+
+def kind_of(decision: Decision, held: Held) -> ResultKind:
+    """What a decision makes of a message."""
+    if isinstance(decision, Handled):
+        return "succeeded"
+    return "dead" if isinstance(decision, Reject) or held.last_attempt else "retried"
+
+
+def _settling(held: list[Held], settling: bool) -> None:
+    for message in held:
+        message.settling = settling

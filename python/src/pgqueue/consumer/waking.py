@@ -1,0 +1,180 @@
+"""When to look at a queue: at once on a notification, at the next due time, else every peek delay."""
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import psycopg
+from psycopg import AsyncConnection, sql
+from psycopg.rows import scalar_row
+
+from .. import _calls
+from .._calls import Bound
+from .links import Opener
+
+__all__ = ["Ears", "Pace"]
+
+logger = logging.getLogger("pgqueue.consumer")
+
+_WAIT_SECONDS = 60.0
+_SHORTEST_WAIT = 0.1
+_PROBE_SECONDS = 5.0
+_PROXY_PROBE_SECONDS = 0.3
+_LONGEST_PAUSE = 30.0
+
+# How many seconds to wait at most, by the server's clock: the client's may differ.
+_PREPARE_WAIT = (
+    b"select pg_catalog.date_part('epoch',"
+    b" pgqueue.prepare_wait(queue_name => %s::text, timeout => %s::interval) - pg_catalog.clock_timestamp())"
+)
+
+
+def prepare_wait(queue_name: str) -> Bound[float]:
+    """The statement that arms the register, and says for how many seconds nothing is due."""
+    return Bound(_PREPARE_WAIT, [queue_name, f"{_WAIT_SECONDS:g} s"], scalar_row)
+
+
+class Pace:
+    """Says when the next look is due. Pure: it neither looks nor waits.
+
+    After an empty look the next one follows after `delay` seconds, or at the earliest due time it was told, and shortly
+    after that once more, as somebody may hold the message. What a look promised in vain is looked for after 0.1, 0.2,
+    0.4 … s, up to the delay. Every so many looks one is to be a claim.
+    """
+
+    def __init__(self, delay: float, clock: Callable[[], float] = time.monotonic, claim_every: int = 10) -> None:
+        self._delay = delay
+        self._clock = clock
+        self._claim_every = claim_every
+        self._looked_at = clock()
+        self._due_at: float | None = None
+        self._armed_until: float | None = None
+        self._misses = 0
+        self._empty = 0
+
+    def found(self) -> None:
+        """Note that a look found something."""
+        self._misses = self._empty = 0
+        self.disarm()
+
+    def empty(self) -> None:
+        """Note that a look found nothing."""
+        self._looked_at = now = self._clock()
+        self._empty += 1
+        if self._due_at is not None and self._due_at <= now:
+            self._due_at = None
+            if self._misses:
+                self._misses = 0
+            else:
+                self._retry()
+
+    def fruitless(self) -> None:
+        """Note that a look promised something that was not to be had."""
+        self._looked_at = self._clock()
+        self._retry()
+
+    def _retry(self) -> None:
+        self._due_at = self._looked_at + min(_SHORTEST_WAIT * 2.0 ** min(self._misses, 20), self._delay)
+        self._misses += 1
+
+    def due(self, at: float) -> None:
+        """Note a moment of the clock at which something comes due; the earliest counts."""
+        if self._due_at is None or at < self._due_at:
+            self._due_at = at
+
+    def armed(self, seconds: float) -> None:
+        """Note that the next sender notifies, and that something comes due in so many seconds."""
+        now = self._clock()
+        self._armed_until = now + _WAIT_SECONDS
+        self.due(now + max(seconds, 0.0))
+
+    def disarm(self) -> None:
+        """Note that the next sender does not notify: somebody was notified, or found something."""
+        self._armed_until = self._due_at = None
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether the next sender notifies."""
+        return self._armed_until is not None and self._clock() < self._armed_until
+
+    @property
+    def claims(self) -> bool:
+        """Whether the next look is to be a claim, which buries what is spent and finds what a peek overlooks."""
+        return self._empty % self._claim_every == self._claim_every - 1
+
+    @property
+    def next_look_at(self) -> float:
+        """The moment of the clock at which to look again."""
+        at = self._looked_at + self._delay
+        return at if self._due_at is None else min(at, self._due_at)
+
+
+class Ears:
+    """A connection that listens. Where that does not work the pump goes on polling, and a warning says so, once."""
+
+    def __init__(
+        self,
+        queue_name: str,
+        opener: Opener,
+        run: Callable[[Bound[Any]], Awaitable[list[Any]]],
+        woken: Callable[[], None],
+    ) -> None:
+        self._queue_name = queue_name
+        self._opener = opener
+        self._run = run
+        self._woken = woken
+        self._warned = False
+        self.listening = False
+
+    async def listen(self) -> None:
+        """Listen for good, on one connection after another."""
+        failures = 0
+        while True:
+            try:
+                connection = await self._opener.open_async()
+            except (psycopg.Error, OSError) as error:
+                self._warn(f"cannot listen: {str(error).strip()}")
+            else:
+                try:
+                    if await self._prepare(connection):
+                        failures = 0
+                        self.listening = True
+                        self._woken()  # What was sent before is not notified.
+                        async with aclosing(connection.notifies()) as notifications:
+                            async for _ in notifications:
+                                self._woken()
+                    self._warn("LISTEN brings no notifications, as through a pooler by transaction")
+                    failures += 6
+                except (psycopg.Error, OSError) as error:
+                    self._warn(f"stopped listening: {str(error).strip()}")
+                finally:
+                    self.listening = False
+                    await connection.close()
+            self._woken()
+            pause = min(_SHORTEST_WAIT * 2.0 ** min(failures, 20), _LONGEST_PAUSE)
+            failures += 1
+            await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
+
+    async def _prepare(self, connection: AsyncConnection[Any]) -> bool:
+        (channel,) = await self._run(_calls.channel(self._queue_name))
+        probe = f"pgqueue_probe_{uuid.uuid4().hex}"
+        for name in (channel, probe):
+            await connection.execute(sql.SQL("listen {}").format(sql.Identifier(name)))
+        await self._run(Bound(b"select pg_catalog.pg_notify(%s, '')", [probe], scalar_row))
+        patience = _PROXY_PROBE_SECONDS if self._opener.proxied else _PROBE_SECONDS
+        heard = False
+        async with aclosing(connection.notifies(timeout=patience, stop_after=1)) as notifications:
+            async for notification in notifications:
+                heard = heard or notification.channel == probe
+        await connection.execute(sql.SQL("unlisten {}").format(sql.Identifier(probe)))
+        return heard
+
+    def _warn(self, text: str) -> None:
+        level = logging.DEBUG if self._warned else logging.WARNING
+        self._warned = True
+        logger.log(level, "%s: %s; polling instead", self._queue_name, text, extra={"queue": self._queue_name})

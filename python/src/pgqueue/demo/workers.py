@@ -1,0 +1,162 @@
+"""The child processes. Each tells the parent what it did by a pipe, and ends when the parent says so or is gone."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from itertools import islice
+from multiprocessing.connection import Connection as Pipe
+from typing import Any, Final, NamedTuple
+
+import psycopg
+from psycopg.conninfo import make_conninfo
+
+from ..client import Queue
+from ..consumer import Consumer, Delivery, Event
+from .flights import Failure, Flight, flights, minutes_late, minutes_late_or_cancelled, totals_of
+
+QUEUE: Final = "flights"
+PRODUCERS: Final = 2
+CONSUMERS: Final = 4
+SENT_AT_ONCE: Final = 1000
+CLAIMED_AT_ONCE: Final = 200
+
+WRITE_EFFECTS: Final = """
+insert into pgqueue_demo.effects
+select * from unnest(%s::bigint[], %s::int[], %s::int[], %s::boolean[])
+"""
+WRITE_DELAYS: Final = """
+insert into pgqueue_demo.delays as d (consumer, carrier, flights, minutes_late, cancelled)
+select %s, * from unnest(%s::text[], %s::int[], %s::int[], %s::int[])
+on conflict (carrier, consumer) do update
+set flights = d.flights + excluded.flights,
+    minutes_late = d.minutes_late + excluded.minutes_late,
+    cancelled = d.cancelled + excluded.cancelled
+"""
+
+
+class Report(NamedTuple):
+    """What a process did in one step."""
+
+    at: float
+    sent: int = 0
+    processed: int = 0
+    failed: int = 0
+    died: int = 0
+    lost: int = 0
+    held: tuple[int, ...] = ()
+    error: str | None = None
+
+
+def process(run: Callable[..., None], pipe: Pipe, dsn: str, name: str, *arguments: Any) -> None:
+    """The life of a child process: run, and tell of what goes wrong."""
+    logging.getLogger("pgqueue.consumer").setLevel(logging.ERROR)  # the cancelled flights fail by the thousand
+    with suppress(BrokenPipeError, EOFError):
+        try:
+            run(dsn, pipe, name, *arguments)
+        except (psycopg.Error, Failure) as error:
+            pipe.send(Report(time.monotonic(), error=f"{name}: {error}"))
+
+
+def produce(dsn: str, pipe: Pipe, name: str, records: int, share: int) -> None:
+    """Send one share of the records, 1,000 a transaction."""
+    with psycopg.connect(dsn, autocommit=True, application_name=f"pgqueue demo, {name}") as connection:
+        queue = Queue(connection, QUEUE)
+        mine = flights(records, share, PRODUCERS)
+        pipe.send(Report(time.monotonic()))
+        while batch := list(islice(mine, SENT_AT_ONCE)):
+            sent = len(queue.enqueue_batch(batch))
+            pipe.send(Report(time.monotonic(), sent=sent))
+
+
+def consume(dsn: str, pipe: Pipe, name: str, fixed: bool, hold_at: int) -> None:
+    """Work on flights until told to stop."""
+    work = Work(pipe, name, minutes_late_or_cancelled if fixed else minutes_late, hold_at)
+    consumer = Consumer(
+        make_conninfo(dsn, application_name=f"pgqueue demo, {name}"),
+        QUEUE,
+        work,
+        transactional=True,
+        batch_size=CLAIMED_AT_ONCE,
+        concurrency=1,
+        peek_delay=timedelta(milliseconds=200),
+        claimed_by=name,
+        observe=work.observe,
+    )
+    with consumer:
+        work.tell(Report(time.monotonic()))
+        try:
+            while pipe.recv() != "stop":
+                work.go_on.set()
+        finally:
+            work.go_on.set()
+
+
+class Work:
+    """The handler: it writes what flights amount to, in the transaction in which they are acknowledged.
+
+    In its step `hold_at`, or a later one that is well filled, it asks in the middle of its work whether to go on.
+    """
+
+    def __init__(self, pipe: Pipe, name: str, late: Callable[[Flight], int | None], hold_at: int) -> None:
+        self.go_on = threading.Event()
+        self._pipe = pipe
+        self._telling = threading.Lock()
+        self._name = name
+        self._late = late
+        self._hold_at = hold_at
+        self._steps = 0
+
+    def __call__(self, deliveries: list[Delivery]) -> None:
+        """Handle a batch. A flight that cannot be handled fails alone."""
+        done: list[tuple[Delivery, int | None]] = []
+        for delivery in deliveries:
+            try:
+                done.append((delivery, self._late(delivery.message.payload)))
+            except ValueError as error:
+                delivery.retry(error=str(error))
+        if done:
+            write(done, self._name)
+        self._steps += 1
+        filled = len(deliveries) > CLAIMED_AT_ONCE // 2 or self._steps >= 2 * self._hold_at
+        if 0 < self._hold_at <= self._steps and filled:
+            self._hold_at = 0
+            # Not acknowledged yet, nor committed: go on, or be killed.
+            self.tell(Report(time.monotonic(), held=tuple(delivery.message.id for delivery in deliveries)))
+            self.go_on.wait()
+
+    def observe(self, event: Event) -> None:
+        """Report what was committed."""
+        match event.kind:
+            case "succeeded":
+                self.tell(Report(time.monotonic(), processed=event.count))
+            case "retried":
+                self.tell(Report(time.monotonic(), failed=event.count))
+            case "dead":
+                self.tell(Report(time.monotonic(), failed=event.count, died=event.count))
+            case "lost":
+                self.tell(Report(time.monotonic(), lost=event.count))
+
+    def tell(self, report: Report) -> None:
+        """Send a report, from whichever thread."""
+        with self._telling:
+            self._pipe.send(report)
+
+
+def write(done: list[tuple[Delivery, int | None]], name: str) -> None:
+    """The effects: a row for each message, and the delays of each carrier."""
+    connection = done[0][0].connection
+    messages = [delivery.message for delivery, _ in done]
+    connection.execute(
+        WRITE_EFFECTS,
+        [
+            [message.id for message in messages],
+            [message.payload["record"] for message in messages],
+            [message.attempt_count for message in messages],
+            [late is None for _, late in done],
+        ],
+    )
+    totals = totals_of((delivery.message.payload["carrier"], late) for delivery, late in done)
+    connection.execute(WRITE_DELAYS, [name, list(totals), *map(list, zip(*totals.values(), strict=True))])

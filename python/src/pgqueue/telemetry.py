@@ -1,0 +1,112 @@
+"""OpenTelemetry for producers and consumers: a trace goes from who sends a message to who handles it.
+
+The context travels in the headers of a message (`traceparent`, `tracestate`, as W3C names them). Where
+`opentelemetry-api` is not installed (`pip install pgqueue[otel]`), everything here does nothing.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from .consumer import AsyncConsumer, Consumer, Delivery, Event
+
+    AnyConsumer = TypeVar("AnyConsumer", Consumer, AsyncConsumer)
+
+try:
+    from opentelemetry import metrics, propagate, trace
+    from opentelemetry.trace import Link, SpanKind
+except ImportError:
+    _is_installed = False
+else:
+    _is_installed = True
+
+__all__ = ["inject", "instrument"]
+
+
+def inject(headers: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A copy of a message's headers with the current trace context, for `enqueue(…, headers=inject(…))`."""
+    carrier = dict(headers or {})
+    if _is_installed:
+        propagate.inject(carrier)
+    return carrier
+
+
+def instrument(consumer: "AnyConsumer") -> "AnyConsumer":
+    """Let a consumer, before it starts, run each handler in a span, and count its events; returns the consumer.
+
+    The span `process <queue>` is a child of the one that sent the message; that of a batch is linked to those of all
+    its messages. An exception of the handler is recorded in it. Metrics are `messaging.client.consumed.messages`, by
+    outcome, and `messaging.process.duration`, in seconds.
+    """
+    if _is_installed:
+        consumer.handler = _traced(consumer.handler, consumer.queue_name)
+        consumer.observe = _measured(consumer.observe)
+    return consumer
+
+
+def _traced(handler: Callable[[Any], Any], queue_name: str) -> Callable[[Any], Any]:
+    tracer = trace.get_tracer("pgqueue")
+
+    def span(argument: "Delivery | list[Delivery]") -> Any:
+        attributes: dict[str, Any] = {
+            "messaging.system": "pgqueue",
+            "messaging.operation.type": "process",
+            "messaging.destination.name": queue_name,
+        }
+        links: list[Link] = []
+        context = None
+        if isinstance(argument, list):
+            attributes["messaging.batch.message_count"] = len(argument)
+            sent = [trace.get_current_span(_context(delivery)).get_span_context() for delivery in argument]
+            links = [Link(one) for one in sent if one.is_valid]
+        else:
+            attributes["messaging.message.id"] = str(argument.message.id)
+            attributes["pgqueue.attempt"] = argument.attempt
+            context = _context(argument)
+        return tracer.start_as_current_span(
+            f"process {queue_name}", context=context, kind=SpanKind.CONSUMER, attributes=attributes, links=links
+        )
+
+    if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__):
+
+        @wraps(handler)
+        async def handle_async(argument: Any) -> Any:
+            with span(argument):
+                return await handler(argument)
+
+        return handle_async
+
+    @wraps(handler)
+    def handle(argument: Any) -> Any:
+        with span(argument):
+            return handler(argument)
+
+    return handle
+
+
+def _context(delivery: "Delivery") -> Any:
+    headers = delivery.message.headers or {}
+    return propagate.extract({name: value for name, value in headers.items() if isinstance(value, str)})
+
+
+def _measured(observe: "Callable[[Event], None] | None") -> "Callable[[Event], None]":
+    meter = metrics.get_meter("pgqueue")
+    messages = meter.create_counter("messaging.client.consumed.messages", "{message}", "What became of messages.")
+    seconds = meter.create_histogram("messaging.process.duration", "s", "How long handlers ran.")
+
+    def measure(event: "Event") -> None:
+        attributes = {
+            "messaging.system": "pgqueue",
+            "messaging.destination.name": event.queue_name,
+            "pgqueue.outcome": event.kind,
+        }
+        if event.count:
+            messages.add(event.count, attributes)
+        if event.seconds is not None:
+            seconds.record(event.seconds, attributes)
+        if observe is not None:
+            observe(event)
+
+    return measure

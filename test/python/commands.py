@@ -1,0 +1,178 @@
+"""How tests run the command line: in this process, in one of its own, or on a terminal."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from typer.testing import CliRunner
+
+from pgqueue.cli import app
+
+COMMAND = [sys.executable, "-m", "pgqueue"]
+ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+class Done(NamedTuple):
+    """What a command left behind."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of --json."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+def environment(**variables: str | Path) -> dict[str, str]:
+    """What this process has, but for databases and the looks of terminals, and more."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "COLUMNS", "NO_COLOR"))}
+    return kept | {"TERM": "xterm"} | {name: str(value) for name, value in variables.items()}
+
+
+def in_process(dsn: str, *words: str, stdin: str | bytes | None = None) -> Done:
+    """Run a command in this process."""
+    done = CliRunner().invoke(app, words, input=stdin, env={"PGQUEUE_DSN": dsn}, prog_name="pgqueue")
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return Done(done.exit_code, done.stdout, done.stderr)
+
+
+def run(*words: str | bytes, stdin: bytes = b"", cwd: Path | None = None, **variables: str | Path) -> Done:
+    """Run a command in a process of its own."""
+    done = subprocess.run(
+        [*COMMAND, *words], input=stdin, capture_output=True, env=environment(**variables), cwd=cwd, timeout=60
+    )
+    return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+class Running:
+    """A command that goes on, with what it has said so far in files."""
+
+    def __init__(self, words: tuple[str, ...], directory: Path, stdin: Any, cwd: Path | None, variables: Any) -> None:
+        self._out, self._err = directory / "out", directory / "err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [*COMMAND, *words], stdin=stdin, stdout=out, stderr=err, env=environment(**variables), cwd=cwd
+            )
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    def wait_for(self, look: Callable[[], Any], seconds: float = 30) -> Any:
+        """Wait until something is seen; fails where the command ends before."""
+        deadline = time.monotonic() + seconds
+        while not (seen := look()):
+            assert self.process.poll() is None, f"ended with {self.process.returncode}\n{self.out}\n{self.err}"
+            assert time.monotonic() < deadline, f"not seen in {seconds} s\n{self.out}\n{self.err}"
+            time.sleep(0.01)
+        return seen
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> Done:
+        """Wait for its end."""
+        self.process.wait(60)
+        return Done(self.process.returncode, self.out, self.err)
+
+
+@contextmanager
+def running(
+    *words: str, directory: Path, stdin: Any = subprocess.DEVNULL, cwd: Path | None = None, **variables: str | Path
+) -> Iterator[Running]:
+    """Start a command, and kill it where it does not end."""
+    command = Running(words, directory, stdin, cwd, variables)
+    try:
+        yield command
+    finally:
+        if command.process.stdin is not None:
+            command.process.stdin.close()
+        if command.process.poll() is None:
+            command.process.kill()
+            command.process.wait()
+
+
+class Terminal:
+    """A command on a pseudo-terminal of 80 columns. `seen` is what it shows, without colours."""
+
+    def __init__(self, words: tuple[str, ...], cwd: Path | None, variables: Any) -> None:
+        self.pid, self._master = pty.fork()
+        if self.pid == 0:
+            try:
+                os.chdir(cwd or ".")
+                os.execve(COMMAND[0], [*COMMAND, *words], environment(**variables))
+            finally:
+                os._exit(127)
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.raw = b""
+        self.status: int | None = None
+
+    @property
+    def seen(self) -> str:
+        return ANSI.sub("", self.raw.decode(errors="replace")).replace("\r", "")
+
+    def _read(self, seconds: float) -> bool:
+        if not select.select([self._master], [], [], seconds)[0]:
+            return True
+        try:
+            read = os.read(self._master, 65536)
+        except OSError:  # the other end is closed
+            return False
+        self.raw += read
+        return bool(read)
+
+    def wait_for(self, pattern: str, seconds: float = 30) -> re.Match[str]:
+        """Wait until something is shown."""
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.seen)):
+            assert time.monotonic() < deadline, f"no {pattern!r} in\n{self.seen}"
+            assert self._read(0.1), f"ended without {pattern!r}:\n{self.seen}"
+        return found
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def end(self, seconds: float = 30) -> int:
+        """Wait for its end; returns the exit status."""
+        deadline = time.monotonic() + seconds
+        while self._read(0.1):
+            assert time.monotonic() < deadline, f"does not end:\n{self.seen}"
+        _, status = os.waitpid(self.pid, 0)
+        self.status = os.waitstatus_to_exitcode(status)
+        return self.status
+
+    def close(self) -> None:
+        os.close(self._master)
+        if self.status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+@contextmanager
+def terminal(*words: str, cwd: Path | None = None, **variables: str | Path) -> Iterator[Terminal]:
+    """Start a command on a terminal, and kill it where it does not end."""
+    made = Terminal(words, cwd, variables)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,797 @@
+"""The command line, on the test server: what it prints, what it does to the queue, and how it ends."""
+
+import base64
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import typer
+from commands import Done, environment, in_process, run, running, terminal
+
+import pgqueue
+from pgqueue.cli import app
+from pgqueue.cli.show import period
+from pgqueue.cli.values import duration
+
+HOSTILE = "\x1b[31m\u202e[red]x[/]\x07"
+
+
+@pytest.fixture(autouse=True)
+def no_other_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PGQUEUE_DSN", "PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def cli(database: str) -> Callable[..., Done]:
+    """Runs a command in this process on the database of the tests."""
+
+    def invoke(*words: str, stdin: str | bytes | None = None) -> Done:
+        return in_process(database, *words, stdin=stdin)
+
+    return invoke
+
+
+@pytest.fixture
+def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
+    """A new queue."""
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue()
+    return queue
+
+
+def payloads(queue: pgqueue.Queue, state: str = "ready") -> list[Any]:
+    return [message.payload for message in queue.browse(state, 10000)]
+
+
+def kill_letters(queue: pgqueue.Queue, number: int, error: str | None = None) -> list[int]:
+    """That many dead letters; returns their ids."""
+    queue.enqueue_batch([{"n": n} for n in range(number)])
+    messages = queue.claim(number)
+    for message in messages:
+        queue.reject(message.id, message.claim_token, error)
+    return [message.id for message in messages]
+
+
+# Queues
+
+
+def test_a_queue_is_created_listed_and_dropped(cli: Callable[..., Done], name: str) -> None:
+    done = cli("create", name, "--visibility-timeout", "1m30s", "--max-attempts", "1", "--no-dlq")
+    assert done == (0, f"queue {name}: visibility timeout 1m30s, 1 attempt, then deleted\n", "")
+    (listed,) = [queue for queue in cli("list", "--json").records if queue["name"] == name]
+    assert list(listed) == [field.name for field in fields(pgqueue.QueueInfo)]
+    assert (listed["visibility_timeout"], listed["max_attempts"], listed["dlq_enabled"]) == (90, 1, False)
+    assert re.search(rf"^{name} +1m30s +1 +no ", cli("list").out, re.MULTILINE)
+    assert cli("drop", name, "--yes").out == f"queue {name} and its 0 messages are gone\n"
+    assert cli("drop", name, "--yes").status == 1
+
+
+def test_every_setting_of_a_queue_has_an_option(cli: Callable[..., Done], name: str) -> None:
+    done = cli(
+        *("create", name, "--json", "--visibility-timeout", "2h", "--max-attempts", "7", "--dlq"),
+        *("--dead-letter-expired", "--max-payload-bytes", "1000", "--backoff-base", "250ms", "--backoff-factor", "1.5"),
+        *("--backoff-max", "1d", "--backoff-jitter", "0", "--dedicated", "--if-not-exists"),
+    )
+    (made,) = done.records
+    expected = {
+        "name": name,
+        "visibility_timeout": 7200,
+        "max_attempts": 7,
+        "dlq_enabled": True,
+        "dead_letter_expired": True,
+        "max_payload_bytes": 1000,
+        "backoff_base": 0.25,
+        "backoff_factor": 1.5,
+        "backoff_max": 86400,
+        "backoff_jitter": 0,
+        "dedicated": True,
+        "paused_at": None,
+    }
+    assert {key: made[key] for key in expected} == expected
+    assert datetime.fromisoformat(made["created_at"]).utcoffset() == timedelta(0)
+    assert cli("drop", name, "-y").status == 0
+
+
+def test_a_queue_that_exists_is_left_as_it_is_only_if_that_is_said(cli: Callable[..., Done], name: str) -> None:
+    assert cli("create", name).status == 0
+    again = cli("create", name)
+    assert again.status == 1
+    assert again.err == f"pgqueue: queue '{name}' already exists\nhint: With --if-not-exists it is left as it is.\n"
+    assert cli("create", name, "--max-attempts", "9", "--if-not-exists", "--json").records[0]["max_attempts"] == 5
+
+
+def test_a_paused_queue_hands_out_nothing_until_it_is_resumed(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    orders.enqueue(1)
+    assert cli("pause", orders.name).out == f"queue {orders.name} is now paused\n"
+    assert cli("pause", orders.name, "--json").records == [{"paused": True, "changed": False}]
+    assert cli("claim", orders.name).status == 3
+    assert re.search(rf"^{orders.name} .*paused$", cli("stats", orders.name).out, re.MULTILINE)
+    assert cli("resume", orders.name, "--json").records == [{"paused": False, "changed": True}]
+    assert cli("resume", orders.name).out == f"queue {orders.name} was not paused\n"
+    assert cli("claim", orders.name).status == 0
+
+
+def test_stats_count_by_state(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    kill_letters(orders, 1)
+    orders.enqueue_batch([1, 2, 3])
+    orders.claim()
+    orders.enqueue(4, delay=timedelta(hours=1))
+    (found,) = cli("stats", orders.name, "--json").records
+    assert list(found) == [field.name for field in fields(pgqueue.QueueStats)]
+    counts = [found[f"{state}_messages"] for state in ("ready", "inflight", "scheduled", "dead")]
+    assert counts == [2, 1, 1, 1]
+    assert re.search(rf"^{orders.name} +2 +1 +1 +1 +\d", cli("stats", orders.name).out, re.MULTILINE)
+    assert orders.name in [each["queue_name"] for each in cli("stats", "--json").records]
+
+
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_stats_are_watched_until_an_interrupt(
+    database: str, orders: pgqueue.Queue, tmp_path: Path, options: list[str]
+) -> None:
+    words = ["stats", orders.name, "--watch", "--interval", "100ms", *options]
+    with running(*words, directory=tmp_path, PGQUEUE_DSN=database) as command:
+        command.wait_for(lambda: orders.name in command.out)
+        orders.enqueue(1)
+        one = '"ready_messages": 1' if options else f"{orders.name} +1 "
+        command.wait_for(lambda: re.search(one, command.out))
+        command.signal(signal.SIGINT)
+        done = command.end()
+    assert (done.status, done.err) == (0, "")
+    if options:
+        moments = [record["at"] for record in done.records]
+        assert moments == sorted(set(moments))
+
+
+# Sending
+
+
+def test_arguments_are_sent_and_stay_the_json_that_they_are(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    done = cli("send", orders.name, '{"price": 1.10, "big": 12345678901234567890.5}', "null", '"Zoë"')
+    assert re.fullmatch(rf"3 messages sent to {orders.name}, ids \d+ to \d+\n", done.out)
+    browsed = cli("browse", orders.name, "--json").out.splitlines()
+    # Figures as PostgreSQL has them, not as Python would round them.
+    assert '"payload": {"big": 12345678901234567890.5, "price": 1.10}' in browsed[0]
+    assert '"payload": null, "body": null' in browsed[1]
+    assert '"payload": "Zoë"' in browsed[2]
+    assert cli("send", orders.name, "1").out == f"message {orders.browse()[-1].id} sent to {orders.name}\n"
+
+
+def test_lines_of_json_are_sent_from_standard_input(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    lines = b'\xef\xbb\xbf{"a": 1}\r\n\n  \n"two"\n[3]'
+    done = cli("send", orders.name, "--json", stdin=lines)
+    assert [record["id"] for record in done.records] == [message.id for message in orders.browse()]
+    assert payloads(orders) == [{"a": 1}, "two", [3]]
+    assert cli("send", orders.name, stdin="").out == f"0 messages sent to {orders.name}\n"
+
+
+def test_lines_of_json_are_sent_from_files(cli: Callable[..., Done], orders: pgqueue.Queue, tmp_path: Path) -> None:
+    (tmp_path / "one").write_text("".join(f"{n}\n" for n in range(2500)))
+    (tmp_path / "two").write_text('"last"\n')
+    done = cli("send", orders.name, "-f", str(tmp_path / "one"), "-f", "-", "-f", str(tmp_path / "two"), stdin='"in"')
+    assert done.status == 0
+    assert payloads(orders) == [*range(2500), "in", "last"]
+
+
+def test_bodies_are_sent_byte_for_byte(database: str, orders: pgqueue.Queue, tmp_path: Path) -> None:
+    everything = bytes(range(256)) + b"\n\n"
+    (tmp_path / "picture").write_bytes(everything)
+    for words, stdin in (
+        (("tea", b"\xff"), b""),
+        (("--file", str(tmp_path / "picture")), b""),
+        ((), everything),
+    ):
+        done = run("send", orders.name, "--body", *words, stdin=stdin, PGQUEUE_DSN=database)
+        assert done.status == 0, done.err
+    assert [message.body for message in orders.browse()] == [b"tea", b"\xff", everything, everything]
+    browsed = run("browse", orders.name, "--json", PGQUEUE_DSN=database).records
+    assert base64.b64decode(browsed[2]["body"]) == everything
+    assert "a body of 258 bytes" in run("browse", orders.name, PGQUEUE_DSN=database).out
+
+
+def test_headers_delay_and_expiry_are_given_to_every_message(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    options = ("-H", "event=created", "--header", "note=a=b", "--delay", "1h", "--expires-in", "2h")
+    assert cli("send", orders.name, "1", "2", *options).status == 0
+    for message in orders.browse("scheduled"):
+        assert message.headers == {"event": "created", "note": "a=b"}
+        assert message.expires_at is not None
+        assert message.expires_at - message.enqueued_at == timedelta(hours=2)
+        assert timedelta(minutes=59) < message.visible_at - message.enqueued_at <= timedelta(hours=1)
+
+
+BAD_LINES = {
+    b'{"a":': "not JSON: Expecting value at column 6",
+    b"NaN": "not JSON: there is no NaN",
+    b"1 2": "not JSON: Extra data at column 3",
+    b'"\xff"': "not UTF-8 at byte 2",
+    b'"\\u0000"': "unsupported Unicode escape sequence",
+    b'"\\ud800"': "invalid input syntax for type json",
+    b"1e400000": "value overflows numeric format",
+    b"[" * 20000 + b"]" * 20000: "stack depth limit exceeded",
+    b'"' + b"x" * 300_000 + b'"': "payload of 300002 bytes is over the limit of 262144 bytes",
+}
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
+def test_a_bad_line_is_named_and_nothing_is_sent(
+    cli: Callable[..., Done], orders: pgqueue.Queue, tmp_path: Path, line: bytes, reason: str
+) -> None:
+    file = tmp_path / "orders.jsonl"
+    file.write_bytes(b"0\n" * 1500 + b"\n" + line + b"\n" + b"1\n" * 3)
+    done = cli("send", orders.name, "--file", str(file))
+    assert done.status == 1
+    assert done.out == ""
+    assert done.err.startswith(f"pgqueue: {file}:1502: {reason}")
+    assert "Nothing was sent." in done.err.splitlines()[-1]
+    assert "Traceback" not in done.err
+    assert payloads(orders) == []
+
+
+def test_what_was_committed_before_a_bad_line_is_told_and_stays(
+    cli: Callable[..., Done], orders: pgqueue.Queue
+) -> None:
+    lines = "".join(f"{n}\n" for n in range(2400)) + "oops\n"
+    done = cli("send", orders.name, "--commit-every", "1100", "--json", stdin=lines)
+    assert done.status == 1
+    assert "pgqueue: standard input:2401: not JSON" in done.err
+    assert "The first 2,200 were sent, up to standard input:2200; nothing after that." in done.err
+    assert payloads(orders) == list(range(2200))
+    assert [record["id"] for record in done.records] == [message.id for message in orders.browse("ready", 10000)]
+
+
+def test_with_commit_every_lines_arrive_while_the_stream_goes_on(
+    database: str, orders: pgqueue.Queue, tmp_path: Path
+) -> None:
+    words = ("send", orders.name, "--commit-every", "1")
+    with running(*words, directory=tmp_path, stdin=subprocess.PIPE, PGQUEUE_DSN=database) as command:
+        assert command.process.stdin is not None
+        for number in range(3):
+            command.process.stdin.write(b"%d\n" % number)
+            command.process.stdin.flush()
+            command.wait_for(lambda number=number: payloads(orders) == list(range(number + 1)))
+        command.process.stdin.close()
+        assert command.end().status == 0
+
+
+def test_an_interrupt_sends_nothing_and_says_so(
+    database: str, orders: pgqueue.Queue, connection: psycopg.Connection[Any], tmp_path: Path
+) -> None:
+    with running("send", orders.name, directory=tmp_path, stdin=subprocess.PIPE, PGQUEUE_DSN=database) as command:
+        assert command.process.stdin is not None
+        command.process.stdin.write(b"1\n" * 1500)
+        command.process.stdin.flush()
+        command.wait_for(
+            lambda: (
+                connection.execute(
+                    "select exists (select from pg_stat_activity where application_name = 'pgqueue'"
+                    " and state = 'idle in transaction' and datname = current_database())"
+                ).fetchone()
+                == (True,)
+            )
+        )
+        command.signal(signal.SIGINT)
+        done = command.end()
+    assert done == (130, "", "pgqueue: interrupted\nhint: Nothing was sent.\n")
+    assert payloads(orders) == []
+
+
+def test_a_connection_lost_during_the_commit_leaves_a_doubt_that_is_told(
+    cli: Callable[..., Done], orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(_: psycopg.Connection[Any]) -> None:
+        raise psycopg.OperationalError("the connection is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(psycopg.Connection, "commit", lose)
+        done = cli("send", orders.name, stdin="1\n2\n")
+    assert done.status == 1
+    assert "It is not known whether the 2 up to standard input:2 were sent" in done.err
+
+
+def test_a_refusal_that_is_not_about_a_line_blames_none(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    for words, message in (
+        ((orders.name, "--delay", "4000d"), "invalid delay: '4000 days'"),
+        ((orders.name, "-H", f"x={'y' * 70000}"), "headers of 70009 bytes is over the limit of 65536 bytes"),
+        (("no-such-queue",), "queue 'no-such-queue' does not exist"),
+    ):
+        done = cli("send", *words, stdin="1\n")
+        assert done.status == 1
+        assert done.err.startswith(f"pgqueue: {message}")
+        assert "Nothing was sent." in done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["hello"],
+        ["1", "{"],
+        ["1", "--file", "-"],
+        ["1", "--header", "x"],
+        ["1", "--header", "=x"],
+        ["1", "--header", "x=1", "--header", "x=2"],
+        ["1", "--delay", "soon"],
+        ["1", "--commit-every", "0"],
+        ["--file", "/no/such/file"],
+        ["--file", "/"],
+    ],
+)
+def test_wrong_usage_is_refused_before_anything_runs(words: list[str]) -> None:
+    done = in_process("host=/nowhere", "send", "orders", *words)
+    assert done.status == 2
+    assert done.out == ""
+    assert done.err
+
+
+# Taking and settling
+
+
+def test_messages_are_claimed_and_acknowledged(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    orders.enqueue_batch([{"n": 1}, {"n": 2}])
+    done = cli("claim", orders.name, "--max", "5", "--visibility-timeout", "10m", "--claimed-by", "me", "--json")
+    assert [list(record) for record in done.records] == [[field.name for field in fields(pgqueue.Message)]] * 2
+    first, second = done.records
+    assert (first["payload"], first["attempt_count"], first["claimed_by"]) == ({"n": 1}, 1, "me")
+    token = first["claim_token"]
+    assert cli("ack", orders.name, token, str(first["id"]), str(second["id"])).out == "2 done\n"
+    again = cli("ack", orders.name, token, str(first["id"]), "--json")
+    assert (again.status, again.records) == (3, [{"id": first["id"], "settled": False}])
+    assert again.err.startswith(f"pgqueue: not ours: {first['id']}\n")
+    nothing = cli("claim", orders.name)
+    assert nothing == (3, "", f"pgqueue: no message of queue {orders.name} is ready\n")
+
+
+def test_the_table_of_a_claim_ends_with_the_command_that_settles_it(
+    cli: Callable[..., Done], orders: pgqueue.Queue
+) -> None:
+    orders.enqueue_batch([1, 2])
+    claimed = cli("claim", orders.name, "--max", "2").out.splitlines()
+    assert claimed[0].split() == ["id", "attempt", "sent", "ago", "message"]
+    assert cli(*claimed[-1].partition(": pgqueue ")[2].split()).out == "2 done\n"
+
+
+def test_messages_are_given_back_and_rejected(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    ids = orders.enqueue_batch([1, 2, 3])
+    token = str(orders.claim(3)[0].claim_token)
+    assert cli("nack", orders.name, token, str(ids[0]), "--delay", "1h", "--error", "later").out == "1 given back\n"
+    assert [message.last_error for message in orders.browse("scheduled")] == ["later"]
+    assert cli("nack", orders.name, token, str(ids[1]), "--reject", "--error", "never").out == "1 rejected\n"
+    assert [(letter.id, letter.reason) for letter in orders.browse_dead_messages()] == [(ids[1], "rejected")]
+    assert cli("nack", orders.name, token, str(ids[2]), "--reject", "--delay", "1s").status == 2
+    partly = cli("nack", orders.name, token, str(ids[2]), str(ids[0]), "--delay", "0")
+    assert (partly.status, partly.out) == (3, "1 given back\n")
+    assert str(ids[0]) in partly.err
+
+
+def test_messages_are_browsed_page_by_page(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    ids = orders.enqueue_batch(list(range(2100)))
+
+    def browsed(*words: str) -> list[int]:
+        return [record["id"] for record in cli("browse", orders.name, "--json", *words).records]
+
+    assert browsed() == ids[:100]
+    assert browsed("--max", "1500") == ids[:1500]
+    assert browsed("--max", "2", "--after", str(ids[1999])) == ids[2000:2002]
+    assert browsed("--all") == ids
+    assert browsed("--state", "inflight") == browsed("--state", "scheduled") == []
+    assert cli("browse", orders.name, "--state", "dead").status == 2
+
+
+def test_purge_spares_the_dead_and_expired_is_expired_only(
+    cli: Callable[..., Done], orders: pgqueue.Queue, connection: psycopg.Connection[Any]
+) -> None:
+    kill_letters(orders, 1)
+    orders.enqueue_batch([1, 2])
+    connection.execute(
+        "update pgqueue.messages set expires_at = '2000-01-01' where queue_name = %s and payload = '1'", [orders.name]
+    )
+    assert cli("purge", orders.name, "--expired").out == f"1 messages of queue {orders.name} are gone\n"
+    assert payloads(orders) == [2]
+    assert cli("purge", orders.name, "--yes", "--json").records == [{"purged": 1}]
+    assert len(orders.browse_dead_messages()) == 1
+
+
+# Dead letters
+
+
+def test_dead_letters_are_listed_and_shown(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    (number,) = kill_letters(orders, 1, "ValueError: no such card\n\nTraceback:\n  line 1")
+    (listed,) = cli("dead", "list", orders.name, "--json").records
+    assert list(listed) == [field.name for field in fields(pgqueue.DeadMessage)]
+    assert re.search(
+        rf"^ *{number} .* rejected +1 +ValueError: no such card *$", cli("dead", "list", orders.name).out, re.MULTILINE
+    )
+    assert cli("dead", "show", orders.name, str(number), "--json").records == [listed]
+    shown = cli("dead", "show", orders.name, str(number)).out
+    assert '    {"n": 0}\n' in shown
+    assert "last error\n    ValueError: no such card\n" in shown
+    assert cli("dead", "show", orders.name, str(number + 1)).status == 3
+
+
+def test_the_failures_that_a_consumer_recorded_are_told_one_by_one(
+    cli: Callable[..., Done], orders: pgqueue.Queue
+) -> None:
+    failure = {"failed_at": "2026-01-01T00:00:00+00:00", "exception_type": "ValueError", "consumer": "host:1:orders"}
+    headers = {
+        "event": "created",
+        "pgqueue.stack_trace": "long",
+        "pgqueue.failures": [
+            failure | {"attempt": 1, "exception_message": "first\nmore"},
+            failure | {"attempt": 2, "exception_message": "second"},
+            "hostile",
+        ],
+    }
+    number = orders.enqueue(None, headers=headers, body=b"\x00\xff")
+    orders.reject(number, orders.claim()[0].claim_token)
+    shown = cli("dead", "show", orders.name, str(number)).out
+    assert "    1. 2026-01-01T00:00:00+00:00 ValueError: first (by host:1:orders)\n" in shown
+    assert "    2. 2026-01-01T00:00:00+00:00 ValueError: second (by host:1:orders)\n" in shown
+    assert 'headers\n    {"event": "created"}\n' in shown
+    assert "2 bytes, the first of them 00 ff" in shown
+
+
+def test_dead_letters_are_redriven_all_or_by_id(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    ids = kill_letters(orders, 5)
+    assert cli("dead", "redrive", orders.name, str(ids[2])).out == "1 dead letters are ready again\n"
+    partly = cli("dead", "redrive", orders.name, str(ids[2]), str(ids[3]), "--json")
+    assert (partly.status, partly.records) == (3, [{"redriven": 1}])
+    assert cli("dead", "redrive", orders.name, "--max", "1", "--json").records == [{"redriven": 1}]
+    assert cli("dead", "redrive", orders.name, "--json").records == [{"redriven": 2}]
+    none = cli("dead", "redrive", orders.name, "--json")
+    assert (none.status, none.records) == (0, [{"redriven": 0}])
+    assert orders.peek() == 5
+
+
+def test_dead_letters_are_purged_all_or_by_id(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    ids = kill_letters(orders, 3)
+    assert cli("dead", "purge", orders.name, str(ids[0]), "--json").records == [{"purged": 1}]
+    assert cli("dead", "purge", orders.name, str(ids[0])).status == 3
+    assert cli("dead", "purge", orders.name).status == 2
+    assert cli("dead", "purge", orders.name, "--yes").out == f"2 dead letters of queue {orders.name} are gone\n"
+
+
+# Asking
+
+
+@pytest.mark.parametrize("words", [["drop"], ["purge"], ["dead", "purge"]], ids=" ".join)
+def test_nothing_is_deleted_unasked(cli: Callable[..., Done], orders: pgqueue.Queue, words: list[str]) -> None:
+    kill_letters(orders, 1)
+    orders.enqueue(1)
+    done = cli(*words, orders.name, stdin="y\n")
+    assert (done.status, done.out) == (2, "")
+    assert done.err == "pgqueue: this deletes, and nobody is there to be asked\nhint: Say --yes.\n"
+    assert (orders.peek(), len(orders.browse_dead_messages())) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "question"),
+    [
+        (["drop"], r"Drop queue {} with 1 messages and 1 dead letters\?"),
+        (["purge"], r"Delete 1 messages of queue {}\?"),
+        (["dead", "purge"], r"Delete all 1 dead letters of queue {}\?"),
+    ],
+    ids=["drop", "purge", "dead purge"],
+)
+def test_a_person_is_asked_and_obeyed(database: str, orders: pgqueue.Queue, words: list[str], question: str) -> None:
+    kill_letters(orders, 1)
+    orders.enqueue(1)
+    with terminal(*words, orders.name, PGQUEUE_DSN=database) as screen:
+        screen.wait_for(question.format(orders.name) + r" \[y/N\]:")
+        screen.type("n\n")
+        assert screen.end() == 1
+        assert "pgqueue: nothing was changed" in screen.seen
+    assert (orders.peek(), len(orders.browse_dead_messages())) == (1, 1)
+    with terminal(*words, orders.name, PGQUEUE_DSN=database) as screen:
+        screen.wait_for(r"\[y/N\]:")
+        screen.type("y\n")
+        assert screen.end() == 0
+        assert " gone" in screen.seen
+
+
+# What is seen
+
+
+def test_a_terminal_is_not_commanded_by_what_a_queue_holds(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    orders.enqueue({HOSTILE: HOSTILE}, headers={HOSTILE: HOSTILE})
+    orders.enqueue(body=f"{HOSTILE}\x85\x9b".encode())
+    seen = cli("browse", orders.name).out + cli("claim", orders.name, "--max", "2", "--claimed-by", HOSTILE).out
+    for message in orders.browse("inflight"):
+        orders.reject(message.id, message.claim_token, f"{HOSTILE}\n{HOSTILE}")
+        seen += cli("dead", "show", orders.name, str(message.id)).out
+    seen += cli("dead", "list", orders.name).out
+    seen += cli("dead", "list", orders.name, "--json").out + cli("stats", HOSTILE).err + cli("drop", HOSTILE, "-y").err
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", seen)
+    assert "[red]x[/]" in seen
+    records = cli("dead", "list", orders.name, "--json").records
+    assert records[0]["payload"] == records[0]["headers"] == {HOSTILE: HOSTILE}
+    assert records[0]["last_error"] == f"{HOSTILE}\n{HOSTILE}"
+
+
+def test_tables_fit_a_terminal_and_figures_stay_whole(database: str, orders: pgqueue.Queue) -> None:
+    kill_letters(orders, 1, "y" * 500)
+    orders.enqueue({"text": "x" * 500})
+    for words in (["list"], ["stats"], ["browse", orders.name], ["dead", "list", orders.name]):
+        with terminal(*words, PGQUEUE_DSN=database) as screen:
+            assert screen.end() == 0
+            lines = screen.seen.splitlines()
+        assert max(map(len, lines)) <= 80, screen.seen
+        # Names are shown whole, and what is cut ends so.
+        assert any(line.startswith(orders.name) or line.endswith("…") for line in lines), screen.seen
+    assert " rejected " in screen.seen
+
+
+@pytest.mark.parametrize(("variables", "is_coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_colour_is_for_terminals_that_want_it(database: str, variables: dict[str, str], is_coloured: bool) -> None:
+    with terminal("stats", "no-such-queue", PGQUEUE_DSN=database, **variables) as screen:
+        assert screen.end() == 1
+    assert (b"\x1b[1;31m" in screen.raw) is is_coloured
+    assert "\x1b" not in run("stats", "no-such-queue", PGQUEUE_DSN=database).err
+
+
+def test_a_file_on_a_terminal_has_a_progress_bar(database: str, orders: pgqueue.Queue, tmp_path: Path) -> None:
+    file = tmp_path / "many.jsonl"
+    file.write_text("1\n" * 30000)
+    with terminal("send", orders.name, "--file", str(file), PGQUEUE_DSN=database) as screen:
+        assert screen.end() == 0
+    assert re.search(r"sending .* [\d,]+ messages", screen.seen)
+    assert "30,000 messages sent" in screen.seen
+    assert "sending" not in run("send", orders.name, "--file", str(file), PGQUEUE_DSN=database).err
+
+
+def test_nothing_to_send_on_a_terminal_is_wrong_usage_not_a_wait(database: str) -> None:
+    with terminal("send", "orders", PGQUEUE_DSN=database) as screen:
+        assert screen.end() == 2
+        assert "nothing to send" in screen.seen
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(database: str, orders: pgqueue.Queue) -> None:
+    orders.enqueue_batch([{"text": "x" * 1000}] * 1000)
+    browse = f"'{sys.executable}' -m pgqueue browse {orders.name} --all --json"
+    done = subprocess.run(
+        ["bash", "-c", f"{browse} | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}"],
+        env=environment(PGQUEUE_DSN=database),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_what_a_terminal_cannot_show_is_spelt_out(database: str, orders: pgqueue.Queue) -> None:
+    orders.enqueue("Zoë …")
+    done = run("browse", orders.name, PGQUEUE_DSN=database, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert done.status == 0
+    assert '"Zo\\xeb \\u2026"' in done.out
+
+
+# Errors
+
+
+@pytest.fixture(scope="module")
+def bare(empty_database: Callable[[], str]) -> str:
+    """A database without pgqueue."""
+    return empty_database()
+
+
+def test_a_database_without_pgqueue_is_told_and_how_to_change_that(bare: str) -> None:
+    done = in_process(bare, "list")
+    assert done == (1, "", "pgqueue: pgqueue is not installed in this database\nhint: pgqueue install does that.\n")
+
+
+def test_an_older_pgqueue_is_told(empty_database: Callable[[], str]) -> None:
+    dsn = empty_database()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        pgqueue.install(connection)
+        connection.execute("drop function pgqueue.stats(text)")
+    done = in_process(dsn, "stats")
+    assert done.status == 1
+    assert "function pgqueue.stats() does not exist" in done.err
+    assert "another version" in done.err
+
+
+def test_a_role_without_access_is_told(empty_database: Callable[[], str]) -> None:
+    dsn = empty_database()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        pgqueue.install(connection)
+        connection.execute("create role pgqueue_test_nobody")
+        try:
+            done = in_process(f"{dsn} options='-c role=pgqueue_test_nobody'", "list")
+        finally:
+            connection.execute("drop role pgqueue_test_nobody")
+    assert done.status == 1
+    assert done.err.startswith("pgqueue: permission denied")
+    assert "grant_access" in done.err
+
+
+def test_no_traceback_unless_asked_for(tmp_path: Path) -> None:
+    for words in (("--dsn", f"host={tmp_path}", "list"), ("list", "--dsn", f"host={tmp_path}")):
+        done = in_process("", *words)
+        assert done.status == 1
+        assert done.err.startswith("pgqueue: connection")
+        assert "Traceback" not in done.err
+        assert "Traceback" in in_process("", *words, "--debug").err
+
+
+def test_an_unexpected_error_is_told_without_a_traceback(
+    cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: pgqueue.Queues) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(pgqueue.Queues, "list_queues", fail)
+    done = cli("list")
+    assert done == (
+        1,
+        "",
+        "pgqueue: unexpected ZeroDivisionError: by zero\nhint: --debug shows where it comes from.\n",
+    )
+
+
+@pytest.mark.parametrize("dsn", ["nonsense", "host=x hots=y", "postgresql://[::1"])
+def test_a_dsn_that_is_none_is_wrong_usage(dsn: str) -> None:
+    done = in_process("", "list", "--dsn", dsn)
+    assert done.status == 2
+    assert done.err.startswith("pgqueue: bad DSN: ")
+    assert "hint: Write it as libpq has it" in done.err
+
+
+def test_an_argument_that_is_not_utf8_is_told(database: str) -> None:
+    for words in ((b"stats", b"\xff"), (b"send", b"x", b"1", b"-H", b"a=\xff"), (b"send", b"x", b'"\xff"')):
+        done = run(*words, PGQUEUE_DSN=database)
+        assert done.status == 2
+        assert done.err.startswith("pgqueue: an argument is not valid UTF-8")
+
+
+def test_an_id_beyond_all_ids_is_an_error_of_the_database(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    done = cli("dead", "redrive", orders.name, str(2**64))
+    assert done.status == 1
+    assert "Traceback" not in done.err
+
+
+def test_the_database_is_that_of_the_option_then_of_pgqueue_dsn_then_of_libpq(
+    database: str, orders: pgqueue.Queue, bare: str
+) -> None:
+    given = psycopg.conninfo.conninfo_to_dict(database)
+    libpq = {
+        "PGHOST": str(given["host"]),
+        "PGPORT": str(given.get("port", 5432)),
+        "PGUSER": str(given.get("user", "postgres")),
+        "PGDATABASE": str(given["dbname"]),
+    }
+    if "password" in given:
+        libpq["PGPASSWORD"] = str(given["password"])
+    stats = ("stats", orders.name)
+    assert run(*stats, **libpq).status == 0
+    assert run(*stats, PGQUEUE_DSN=bare, **libpq).status == 1
+    assert run(*stats, "--dsn", database, PGQUEUE_DSN=bare).status == 0
+    assert run("--dsn", database, *stats, PGQUEUE_DSN=bare).status == 0
+    assert run("--dsn", bare, *stats, "--dsn", database).status == 0
+    assert run(*stats, "--dsn", "", PGQUEUE_DSN=bare, **libpq).status == 0
+    assert run(*stats, PGQUEUE_DSN="", **libpq).err == ""
+
+
+# The database
+
+
+def test_install_takes_the_extension_where_the_server_has_it(empty_database: Callable[[], str]) -> None:
+    dsn = empty_database()
+    assert in_process("", "install", dsn, "--json").records == [{"version": "0.1.0", "installed": True}]
+    assert in_process(dsn, "install", "--json").records == [{"version": "0.1.0", "installed": False}]
+    with psycopg.connect(dsn) as connection:
+        has_files, is_extension = connection.execute(
+            "select exists (select from pg_available_extensions where name = 'pgqueue' and default_version = '0.1.0'),"
+            " exists (select from pg_extension where extname = 'pgqueue')"
+        ).fetchall()[0]
+    assert has_files == is_extension
+
+
+def test_doctor_says_no_where_something_hurts(empty_database: Callable[[], str]) -> None:
+    dsn = empty_database()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        pgqueue.install(connection)
+        queue = pgqueue.Queue(connection, "orders")
+        queue.create_queue()
+        queue.pause_queue()
+        assert in_process(dsn, "doctor").status == 0  # an info is no harm
+        connection.execute("alter sequence pgqueue.message_id cache 10")
+        done = in_process(dsn, "doctor", "--peek-delay", "5s")
+        found = in_process(dsn, "doctor", "--json")
+        connection.execute("alter sequence pgqueue.message_id cache 1")
+        queue.resume_queue()
+        healthy = in_process(dsn, "doctor")
+    assert done.status == found.status == 3
+    assert "error sequence_cache\n" in done.out
+    assert "repair: alter sequence pgqueue.message_id cache 1;\n" in done.out
+    assert "info paused_queue in queue orders\n" in done.out
+    assert list(found.records[0]) == [field.name for field in fields(pgqueue.Finding)]
+    assert {record["finding"] for record in found.records} >= {"sequence_cache", "paused_queue"}
+    if healthy.status == 0:  # other tests may pin the horizon just now
+        assert healthy.out == "all is well\n"
+
+
+# Values and help
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [
+        ("0", timedelta(0)),
+        ("90", timedelta(seconds=90)),
+        ("1.5", timedelta(seconds=1.5)),
+        ("250ms", timedelta(milliseconds=250)),
+        ("30s", timedelta(seconds=30)),
+        ("5m", timedelta(minutes=5)),
+        ("1h30m", timedelta(hours=1, minutes=30)),
+        ("0.5h", timedelta(minutes=30)),
+        ("7d", timedelta(days=7)),
+        ("1d2h3m4s5ms", timedelta(days=1, hours=2, minutes=3, seconds=4, milliseconds=5)),
+    ],
+)
+def test_durations_are_read(text: str, length: timedelta) -> None:
+    assert duration(text) == length
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "s", "5 m", "5min", "-5s", "+5", "1h30", "1e3", "inf", "nan", "5M", "٥s", "5m ", "9" * 400, "9" * 15 + "d"],
+)
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="duration"):
+        duration(text)
+
+
+@pytest.mark.parametrize("text", ["0s", "250ms", "1.5s", "30s", "1m30s", "2h", "7d", "7d12h"])
+def test_durations_are_shown_as_they_are_written(text: str) -> None:
+    assert period(duration(text)) == text
+
+
+def commands() -> list[list[str]]:
+    """Every command there is."""
+    alone = [info.name or info.callback.__name__ for info in app.registered_commands if info.callback]
+    groups = [(group.name, group.typer_instance) for group in app.registered_groups]
+    below = [[name, each.name] for name, group in groups if group for each in group.registered_commands]
+    return [[], *([name] for name in alone), *([name] for name, _ in groups), *below]
+
+
+def test_all_commands_have_their_place() -> None:
+    assert {" ".join(words) for words in commands()} == {
+        *("", "install", "create", "list", "stats", "pause", "resume", "drop", "send", "claim", "ack", "nack"),
+        *("browse", "purge", "work", "doctor", "dead", "dead list", "dead show", "dead redrive", "dead purge"),
+    }
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_help_is_complete_and_fits_a_terminal(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = in_process("", *words, "--help")
+    assert done.status == 0
+    lines = done.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any(line.endswith("...") for line in lines if not line.startswith("Usage:"))
+    if not words:
+        for status in ("0", "1", "2", "3", "128 \\+ n"):
+            assert re.search(rf"^    {status} ", done.out, re.MULTILINE)
+    elif words != ["dead"]:
+        for option in ("--dsn", "--json", "--quiet", "--debug"):
+            assert option in done.out
+        if any(word in done.out for word in ("exit status", "Exit status")):
+            assert re.search(r"exit\s+status\s+is\s+[03]", done.out, re.IGNORECASE)
+
+
+def test_the_version_is_told() -> None:
+    assert in_process("", "--version").out == "pgqueue 0.1.0\n"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from pgqueue.__main__ import main; sys.exit(main(['list']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"pgqueue: the command line needs {missing}: pip install pgqueue[cli]\n"

@@ -1,0 +1,409 @@
+"""`pgqueue work`, in processes of its own: what it runs, what it shows, and how it stops."""
+
+import json
+import re
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from clients import wait_for
+from commands import ANSI, Done, in_process, run, running, terminal
+
+import pgqueue
+
+HANDLERS = '''
+import asyncio, threading, time
+from pathlib import Path
+from pgqueue import Reject, Retry
+
+def note(delivery):
+    print(f"got {delivery.message.payload}\\n", end="", flush=True)
+
+async def note_async(delivery):
+    await asyncio.sleep(0)
+    print(f"got {delivery.message.payload}\\n", end="", flush=True)
+
+class Notes:
+    async def __call__(self, delivery):
+        await note_async(delivery)
+    def method(self, delivery):
+        note(delivery)
+notes = Notes()
+
+def note_batch(deliveries):
+    print("got", [delivery.message.payload for delivery in deliveries], flush=True)
+
+def insert(delivery):
+    delivery.connection.execute("insert into effects values (%s)", [delivery.message.id])
+
+def fail(delivery):
+    raise ValueError(f"attempt {delivery.attempt}\\nof many")
+
+def fail_once(delivery):
+    if delivery.attempt == 1:
+        raise ValueError("first")
+    note(delivery)
+
+def where(delivery):
+    print("in", threading.current_thread() is threading.main_thread(), flush=True)
+
+def gate(delivery):
+    """Works until a file is there."""
+    print("begun", flush=True)
+    while not Path("open").exists():
+        time.sleep(0.01)
+    print("done", flush=True)
+
+async def gate_async(delivery):
+    print("begun", flush=True)
+    while not Path("open").exists():
+        await asyncio.sleep(0.01)
+    print("done", flush=True)
+
+def never(delivery):
+    print("begun", flush=True)
+    time.sleep(600)
+
+async def never_async(delivery):
+    print("begun", flush=True)
+    await asyncio.to_thread(time.sleep, 600)
+
+def generate(delivery):
+    yield
+
+number = 1
+'''
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    """A directory with a package of handlers."""
+    directory = tmp_path / "shop"
+    (directory / "orders").mkdir(parents=True)
+    (directory / "orders/__init__.py").touch()
+    (directory / "orders/tasks.py").write_text(HANDLERS)
+    (directory / "broken.py").write_text("import json\n\nraise KeyError('settings')\n")
+    (directory / "missing.py").write_text("import no_such_library\n")
+    (directory / "unfinished.py").write_text("def handle(:\n")
+    return directory
+
+
+@pytest.fixture
+def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
+    """A new queue whose messages come back at once, three times."""
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue(max_attempts=3, backoff_base=timedelta(0))
+    return queue
+
+
+def left(queue: pgqueue.Queue) -> tuple[int, int, int, int]:
+    """How many messages are ready, in flight, scheduled and dead."""
+    found = queue.stats()
+    return found.ready_messages, found.inflight_messages, found.scheduled_messages, found.dead_messages
+
+
+def work(queue: pgqueue.Queue, handler: str, *options: str, dsn: str, cwd: Path) -> Done:
+    return run("work", queue.name, f"orders.tasks:{handler}", *options, cwd=cwd, PGQUEUE_DSN=dsn)
+
+
+@pytest.mark.parametrize("handler", ["note", "note_async", "notes", "notes.method"])
+def test_a_handler_of_either_kind_works_until_the_queue_is_empty(
+    database: str, orders: pgqueue.Queue, shop: Path, handler: str
+) -> None:
+    orders.enqueue_batch(list(range(20)))
+    done = work(orders, handler, "--until-empty", dsn=database, cwd=shop)
+    assert done.status == 0, done.err
+    assert sorted(done.out.splitlines()) == sorted(f"got {n}" for n in range(20))
+    assert re.search(r"^pgqueue: stopped after [\dms.]+: 20 messages done$", done.err, re.MULTILINE)
+    assert left(orders) == (0, 0, 0, 0)
+
+
+def test_an_empty_queue_ends_it_at_once_and_a_missing_one_is_an_error(
+    database: str, orders: pgqueue.Queue, shop: Path
+) -> None:
+    assert work(orders, "note", "--until-empty", dsn=database, cwd=shop).status == 0
+    done = run("work", "no-such-queue", "orders.tasks:note", cwd=shop, PGQUEUE_DSN=database)
+    assert done.status == 1
+    assert done.err.startswith("pgqueue: queue 'no-such-queue' does not exist\n")
+
+
+def test_until_empty_waits_for_retries_and_leaves_what_is_for_later(
+    database: str, orders: pgqueue.Queue, shop: Path
+) -> None:
+    orders.alter_queue(backoff_base=timedelta(milliseconds=700), backoff_jitter=0)
+    orders.enqueue("retried")
+    orders.enqueue("later", delay=timedelta(hours=1))
+    done = work(orders, "fail_once", "--until-empty", "--json", dsn=database, cwd=shop)
+    assert done.status == 0
+    assert done.out.startswith("got retried\n")
+    (summary,) = [json.loads(line) for line in done.out.splitlines()[1:]]
+    assert summary["queue_name"] == orders.name
+    assert (summary["received"], summary["succeeded"], summary["failed"]) == (2, 1, 1)
+    assert "pgqueue: left for later: 1 scheduled\n" in done.err
+    assert left(orders) == (0, 0, 1, 0)
+
+
+def test_until_empty_waits_as_far_ahead_as_it_is_told(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+    orders.enqueue("soon", delay=timedelta(seconds=1.5))
+    none = work(orders, "note", "--until-empty", "--look-ahead", "0", dsn=database, cwd=shop)
+    assert (none.status, none.out) == (0, "")
+    done = work(orders, "note", "--until-empty", "--look-ahead", "5s", dsn=database, cwd=shop)
+    assert (done.status, done.out) == (0, "got soon\n")
+
+
+def test_until_empty_waits_for_what_others_hold(
+    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path
+) -> None:
+    orders.enqueue("held")
+    (held,) = orders.claim(visibility_timeout=timedelta(minutes=10))
+    words = ("work", orders.name, "orders.tasks:note", "--until-empty", "--log-level", "debug")
+    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
+        with pytest.raises(AssertionError, match="not seen"):
+            command.wait_for(lambda: "stopped" in command.err, seconds=2)
+        orders.nack(held.id, held.claim_token, timedelta(0))
+        done = command.end()
+    assert (done.status, done.out) == (0, "got held\n")
+
+
+def test_modes_reach_the_consumer(
+    database: str, connection: psycopg.Connection[Any], orders: pgqueue.Queue, shop: Path
+) -> None:
+    connection.execute("create table if not exists effects (id bigint)")
+    for options in (["--transactional"], ["--mode", "receive"]):
+        ids = orders.enqueue_batch([1, 2, 3])
+        done = work(orders, "insert", *options, "--until-empty", dsn=database, cwd=shop)
+        assert done.status == 0, done.err
+        effects = connection.execute("select id from effects where id = any (%s) order by id", [ids]).fetchall()
+        assert [effect for (effect,) in effects] == ids
+    orders.enqueue_batch([1, 2, 3])
+    batches = work(
+        orders, "note_batch", "--batch-size", "5", "--concurrency", "1", "--until-empty", dsn=database, cwd=shop
+    )
+    assert batches.out == "got [1, 2, 3]\n"
+
+
+def test_every_option_is_taken(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+    orders.enqueue(1)
+    options = (
+        *("--mode", "lease", "--concurrency", "3", "--prefetch", "5", "--visibility-timeout", "1m", "--no-listen"),
+        *("--grace-period", "5s", "--claimed-by", "me", "--peek-delay", "100ms", "--peek-batch-size", "7"),
+        *("--circuit-breaker-after", "10s", "--immediate-retries", "1", "--delayed-retries", "1"),
+        *("--retry-delay", "1s", "--retry-delay", "2s", "--log-level", "error", "--quiet", "--until-empty"),
+    )
+    assert work(orders, "note", *options, dsn=database, cwd=shop) == (0, "got 1\n", "")
+
+
+def test_retries_are_those_that_are_told(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+    orders.enqueue(1)
+    options = ("--immediate-retries", "1", "--delayed-retries", "0", "--until-empty")
+    done = work(orders, "fail", *options, dsn=database, cwd=shop)
+    assert done.status == 0
+    assert [letter.attempt_count for letter in orders.browse_dead_messages()] == [2]
+    shown = in_process(database, "dead", "show", orders.name, str(orders.browse_dead_messages()[0].id)).out
+    assert re.search(r"\n    1\. .* ValueError: attempt 1 \(by .*\)\n    2\. .* ValueError: attempt 2 \(by ", shown)
+    assert "last error\n" in shown
+
+
+@pytest.mark.parametrize("options", [[], ["--log-json"]])
+def test_failures_are_logged_with_message_and_attempt(
+    database: str, orders: pgqueue.Queue, shop: Path, options: list[str]
+) -> None:
+    number = orders.enqueue(1)
+    done = work(orders, "fail", "--until-empty", "--quiet", *options, dsn=database, cwd=shop)
+    assert done.out == ""
+    if options:
+        records = [json.loads(line) for line in done.err.splitlines()]
+        failures = [record for record in records if "failed on attempt" in record["text"] or "traceback" in record]
+        assert [record["attempt"] for record in failures] == [1, 2, 3]
+        assert {(record["queue"], record["message_id"], record["logger"]) for record in failures} == {
+            (orders.name, number, "pgqueue.consumer")
+        }
+        assert "ValueError: attempt 1" in failures[0]["traceback"]
+    else:
+        assert re.search(rf"^[\d:.]+ \w+ pgqueue.consumer: {orders.name}: ", done.err, re.MULTILINE)
+        assert f" message_id={number} attempt=3" in done.err
+
+
+# Handlers and values that cannot be
+
+
+@pytest.mark.parametrize(
+    ("handler", "reason"),
+    [
+        ("orders.tasks", "'orders.tasks' is not MODULE:HANDLER, as in shop.orders:handle."),
+        ("orders.tasks:", "is not MODULE:HANDLER"),
+        (":note", "is not MODULE:HANDLER"),
+        ("orders.tasks:nope", "module 'orders.tasks' has no 'nope'."),
+        ("orders.tasks:note.nope", "module 'orders.tasks' has no 'note.nope'."),
+        ("orders.nope:note", "there is no module 'orders.nope'"),
+        ("nope.tasks:note", "there is no module 'nope'"),
+        ("orders.tasks:number", "'orders.tasks:number' is no function."),
+        ("orders.tasks:Notes", "'orders.tasks:Notes' is no function."),
+        ("orders.tasks:generate", "is a generator: calling it would do nothing."),
+    ],
+)
+def test_a_handler_that_is_none_is_wrong_usage(shop: Path, handler: str, reason: str) -> None:
+    done = run("work", "orders", handler, cwd=shop, PGQUEUE_DSN="host=/nowhere")
+    assert done.status == 2
+    assert reason in " ".join(done.err.split())
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("module", "reason", "place"),
+    [
+        ("broken", "KeyError: 'settings'", "broken.py:3"),
+        ("missing", "ModuleNotFoundError: No module named 'no_such_library'", "missing.py:1"),
+        ("unfinished", "SyntaxError: ", "unfinished.py:1"),
+    ],
+)
+def test_a_module_that_does_not_load_is_told_with_the_place(shop: Path, module: str, reason: str, place: str) -> None:
+    done = run("work", "orders", f"{module}:handle", cwd=shop, PGQUEUE_DSN="host=/nowhere")
+    assert done.status == 1
+    assert done.err.startswith(f"pgqueue: module {module} does not load: {reason}")
+    assert place in done.err
+    assert "Traceback" not in done.err
+    debug = run("work", "orders", f"{module}:handle", "--debug", cwd=shop, PGQUEUE_DSN="host=/nowhere")
+    assert "Traceback" in debug.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--peek-delay", "50ms"],
+        ["--prefetch", "5", "--transactional"],
+        ["--visibility-timeout", "13h"],
+        ["--retry-delay", "25h"],
+        ["--concurrency", "0"],
+        ["--mode", "steal"],
+        ["--grace-period", "long"],
+        ["--log-level", "loud"],
+    ],
+    ids=" ".join,
+)
+def test_values_are_refused_before_anything_runs(shop: Path, options: list[str]) -> None:
+    done = run("work", "orders", "orders.tasks:note", *options, cwd=shop, PGQUEUE_DSN="host=/nowhere")
+    assert (done.status, done.out) == (2, "")
+    assert "Invalid value" in done.err
+    assert "Traceback" not in done.err
+
+
+# Stopping
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("handler", ["gate", "gate_async"])
+def test_a_signal_lets_handlers_finish(
+    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path, handler: str, number: signal.Signals
+) -> None:
+    orders.enqueue_batch([1, 2])
+    words = ("work", orders.name, f"orders.tasks:{handler}", "--concurrency", "1")
+    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
+        command.wait_for(lambda: "begun" in command.out)
+        command.signal(number)
+        command.wait_for(lambda: "pgqueue: stopping, with 1 still running" in command.err)
+        (shop / "open").touch()
+        done = command.end()
+    assert (done.status, done.out) == (0, "begun\ndone\n")
+    assert "1 messages done" in done.err
+    assert left(orders) == (1, 0, 0, 0)
+
+
+@pytest.mark.parametrize("options", [[], ["--transactional"], ["--mode", "receive"]], ids=" ".join)
+@pytest.mark.parametrize("handler", ["gate_async", "never", "never_async"])
+def test_a_second_signal_forces_and_costs_no_attempt(
+    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path, handler: str, options: list[str]
+) -> None:
+    orders.enqueue(1)
+    words = ("work", orders.name, f"orders.tasks:{handler}", "--visibility-timeout", "1h", *options)
+    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
+        command.wait_for(lambda: "begun" in command.out)
+        command.signal(signal.SIGINT)
+        command.wait_for(lambda: "pgqueue: stopping" in command.err)
+        command.signal(signal.SIGTERM)
+        done = command.end()
+    assert done.status == 128 + signal.SIGTERM, done.err
+    assert "pgqueue: stopped by force" in done.err
+    (message,) = wait_for(orders.claim, 5)  # the server has to notice that a connection is gone
+    assert (message.attempt_count, message.last_error) == (1, None)
+
+
+def test_a_third_signal_waits_for_nothing(database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path) -> None:
+    orders.enqueue(1)
+    words = ("work", orders.name, "orders.tasks:never")
+    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
+        command.wait_for(lambda: "begun" in command.out)
+        # Stopped, it gets all three at once, one of each kind that is pending; so one after the other.
+        for _ in range(3):
+            command.signal(signal.SIGINT)
+            time.sleep(0.05)
+        assert command.end().status == 128 + signal.SIGINT
+
+
+def test_the_grace_period_bounds_a_graceful_stop(
+    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path
+) -> None:
+    orders.enqueue(1)
+    words = ("work", orders.name, "orders.tasks:never", "--grace-period", "200ms", "--visibility-timeout", "1h")
+    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
+        command.wait_for(lambda: "begun" in command.out)
+        command.signal(signal.SIGTERM)
+        assert command.end().status == 0
+    (message,) = wait_for(orders.claim, 5)
+    assert message.attempt_count == 1
+
+
+def test_a_signal_before_there_is_work_stops_it_too(
+    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path
+) -> None:
+    words = ("work", orders.name, "orders.tasks:note", "--log-level", "debug")
+    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
+        # It is up when it looks.
+        looking = "select exists (select from pg_stat_activity where application_name = %s and query like '%%peek%%')"
+        command.wait_for(lambda: orders.connection.execute(looking, [f"pgqueue {orders.name}"]).fetchone() == (True,))
+        command.signal(signal.SIGTERM)
+        done = command.end()
+    assert done.status == 0
+    assert "0 messages done" in done.err
+
+
+# On a terminal
+
+
+def test_a_live_line_shows_where_things_stand(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+    orders.enqueue_batch(list(range(8)))
+    words = ("work", orders.name, "orders.tasks:gate", "--concurrency", "2")
+    with terminal(*words, cwd=shop, PGQUEUE_DSN=database) as screen:
+        screen.wait_for(rf"{orders.name}  0/s  ready 6  in flight 2  dead 0  running 2  done 0")
+        assert re.search(r"^begun$", screen.seen, re.MULTILINE)  # what handlers print stands above it
+        (shop / "open").touch()
+        screen.wait_for(rf"{orders.name}  [1-9]\d*/s  ready 0  in flight 0  dead 0  running 0  done 8")
+        screen.type("\x03")
+        assert screen.end() == 0
+    assert screen.seen.rstrip().endswith("8 messages done")
+    frames = re.split(r"\x1b\[2K|\r|\n", screen.raw.decode())
+    assert max(len(ANSI.sub("", frame)) for frame in frames) <= 80
+    assert screen.raw.count(b"\x1b[?25l") == screen.raw.count(b"\x1b[?25h")  # the cursor is back
+
+
+def test_control_c_on_a_terminal_stops_and_again_forces(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+    orders.enqueue(1)
+    with terminal("work", orders.name, "orders.tasks:never", cwd=shop, PGQUEUE_DSN=database) as screen:
+        screen.wait_for("begun")
+        screen.type("\x03")
+        screen.wait_for("stopping, with 1 still running")
+        screen.type("\x03")
+        assert screen.end() == 130
+    assert "stopped by force" in screen.seen
+
+
+def test_with_quiet_a_terminal_sees_only_handlers_and_logs(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+    orders.enqueue(1)
+    words = ("work", orders.name, "orders.tasks:note", "--quiet", "--until-empty", "--log-level", "error")
+    with terminal(*words, cwd=shop, PGQUEUE_DSN=database) as screen:
+        assert screen.end() == 0
+    assert screen.seen == "got 1\n"

@@ -1,0 +1,562 @@
+"""What the consumer decides without a database: retries, evidence, circuit breaker, when to look again."""
+
+import asyncio
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pgqueue import AsyncConsumer, Consumer, Handled, Message, Reject, Retries, Retry
+from pgqueue.consumer.breaker import CircuitBreaker
+from pgqueue.consumer.evidence import FAILURES, describe, evidence, failures_of, without_evidence
+from pgqueue.consumer.links import is_conflict, is_trouble
+from pgqueue.consumer.policy import checked, decide
+from pgqueue.consumer.waking import Pace
+
+SECONDS = timedelta(seconds=1)
+NOW = datetime.now(UTC)
+
+
+def message(headers: Any = None, attempt: int = 1, max_attempts: int = 5) -> Message:
+    return Message(
+        7, "q", {"n": 1}, None, headers, None, attempt, max_attempts, NOW, NOW, None, "consumer", uuid4(), None
+    )
+
+
+def raised(error: BaseException) -> BaseException:
+    """An exception with a traceback."""
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# Retries
+
+
+def test_the_transport_s_retries_are_24_attempts() -> None:
+    retries = Retries()
+    decisions = [retries.decide(attempt) for attempt in range(1, 25)]
+    assert retries.total == 24
+    assert [d.after.total_seconds() for d in decisions[:-1] if isinstance(d, Retry) and d.after is not None] == (
+        [0] * 5 + [10] + [0] * 5 + [20] + [0] * 5 + [30] + [0] * 5
+    )
+    assert isinstance(decisions[-1], Reject)
+    assert isinstance(retries.decide(1000), Reject)
+
+
+def test_the_last_delay_repeats() -> None:
+    retries = Retries(immediate=0, delayed=4, delays=[1 * SECONDS, 5 * SECONDS])
+    after = [decision.after for attempt in range(1, 5) if isinstance(decision := retries.decide(attempt), Retry)]
+    assert after == [1 * SECONDS, 5 * SECONDS, 5 * SECONDS, 5 * SECONDS]
+    assert isinstance(retries.decide(5), Reject)
+
+
+def test_no_retries_are_one_attempt() -> None:
+    assert Retries(immediate=0, delayed=0, delays=()).total == 1
+    assert isinstance(Retries(immediate=0, delayed=0, delays=()).decide(1), Reject)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"immediate": -1},
+        {"delayed": -1},
+        {"delays": ()},
+        {"delays": [timedelta(hours=24, microseconds=1)]},
+        {"delays": [timedelta(seconds=-1)]},
+    ],
+)
+def test_retries_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="invalid"):
+        Retries(**arguments)
+
+
+def test_a_day_between_retries_is_allowed() -> None:
+    assert Retries(delays=[timedelta(hours=24)]).delays == [timedelta(hours=24)]
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.lists(st.integers(0, 100), min_size=1, max_size=7))
+def test_retries_end_after_their_total(immediate: int, delayed: int, delays: list[int]) -> None:
+    retries = Retries(immediate, delayed, [number * SECONDS for number in delays])
+    decisions = [retries.decide(attempt) for attempt in range(1, retries.total + 1)]
+    assert [isinstance(decision, Retry) for decision in decisions] == [True] * (retries.total - 1) + [False]
+    late = [decision.after for decision in decisions[immediate : -1 : immediate + 1] if isinstance(decision, Retry)]
+    assert late == [delays[min(place, len(delays) - 1)] * SECONDS for place in range(delayed)]
+
+
+# Decisions
+
+
+def test_a_policy_s_answer_goes_before_the_handler_s_word_and_that_before_the_retries() -> None:
+    retries = Retries(immediate=0, delayed=1, delays=[7 * SECONDS])
+    error, wish = ValueError(), Retry(3 * SECONDS)
+    handled = Handled()
+    assert decide(error, handled, 1, retries) is handled
+    assert decide(wish, handled, 1, retries) is handled
+    assert decide(wish, None, 1, retries) is wish
+    refusal = Reject("no")
+    assert decide(refusal, None, 1, retries) is refusal
+    default = decide(error, None, 1, retries)
+    assert isinstance(default, Retry)
+    assert default.after == 7 * SECONDS
+    default = decide(error, None, 1, None)
+    assert isinstance(default, Retry)
+    assert default.after is None
+
+
+def test_a_retry_without_a_delay_takes_that_of_the_retries() -> None:
+    decision = decide(Retry(error="busy"), None, 1, Retries(immediate=0, delayed=1, delays=[7 * SECONDS]))
+    assert isinstance(decision, Retry)
+    assert (decision.after, decision.error) == (7 * SECONDS, "busy")
+    decision = decide(ValueError(), Retry(), 2, Retries(immediate=0, delayed=1, delays=[7 * SECONDS]))
+    assert isinstance(decision, Reject)
+
+
+def test_a_negative_delay_is_refused() -> None:
+    with pytest.raises(ValueError, match="must not be negative"):
+        Retry(timedelta(seconds=-1))
+
+
+def test_what_is_no_decision_is_refused() -> None:
+    assert checked(None) is None
+    assert isinstance(checked(Handled), Handled)
+    assert isinstance(checked(Retry), Retry)
+    for answer in (True, "retry", Reject, ValueError()):
+        with pytest.raises(TypeError, match="must be a Retry, Reject, Handled or None"):
+            checked(answer)
+
+
+# Evidence
+
+
+def test_a_failure_is_described_by_type_message_and_traceback() -> None:
+    text = describe(raised(ValueError("broken")))
+    assert text.startswith("ValueError: broken\n\nTraceback (most recent call last):\n")
+    assert text.rstrip().endswith("ValueError: broken")
+
+
+def test_the_word_of_who_decided_comes_first() -> None:
+    error = raised(ValueError("broken"))
+    assert describe(error, Reject("not ours")).startswith("not ours\n\nValueError: broken\n\nTraceback")
+    assert describe(error, Retry(error="later")).startswith("later\n\nValueError: broken\n\nTraceback")
+    assert describe(Reject("not ours"), Reject("not ours")) == "not ours"
+    assert describe(Retry(), Retry()) == "try again"
+
+
+def test_the_cause_of_a_retry_is_what_failed() -> None:
+    def fail() -> None:
+        try:
+            raise KeyError("id")
+        except KeyError as cause:
+            raise Retry(5 * SECONDS) from cause
+
+    with pytest.raises(Retry) as caught:
+        fail()
+    assert describe(caught.value, caught.value).startswith("KeyError: 'id'\n\n")
+    assert evidence(message(), caught.value, "c", dies=False)[FAILURES][0]["exception_type"] == "KeyError"
+
+
+def test_a_failure_leaves_its_record() -> None:
+    headers = evidence(message({"a": 1}, attempt=3), raised(ValueError("broken")), "host:1:q", dies=False)
+    assert list(headers) == [FAILURES]
+    [entry] = headers[FAILURES]
+    assert datetime.fromisoformat(entry.pop("failed_at")).tzinfo is not None
+    assert entry == {
+        "attempt": 3,
+        "exception_type": "ValueError",
+        "exception_message": "broken",
+        "consumer": "host:1:q",
+    }
+
+
+def test_a_dead_letter_tells_everything() -> None:
+    past = evidence(message(), raised(KeyError("x")), "c", dies=False)
+    headers = evidence(message(past, attempt=2), raised(psycopg.OperationalError("gone")), "c", dies=True)
+    assert [entry["attempt"] for entry in headers[FAILURES]] == [1, 2]
+    assert headers["pgqueue.failed_queue"] == "q"
+    assert headers["pgqueue.exception_type"] == "psycopg.OperationalError"
+    assert headers["pgqueue.exception_message"] == "gone"
+    assert headers["pgqueue.stack_trace"].startswith("Traceback (most recent call last):")
+    assert headers["pgqueue.attempts"] == 2
+    assert headers["pgqueue.failed_at"] == headers[FAILURES][-1]["failed_at"]
+
+
+def test_the_history_keeps_the_last_20_attempts() -> None:
+    one = message()
+    for attempt in range(1, 31):
+        one = replace(one, attempt_count=attempt)
+        one = replace(one, headers=evidence(one, ValueError(str(attempt)), "c", dies=False))
+    assert [entry["attempt"] for entry in failures_of(one)] == list(range(11, 31))
+
+
+def test_a_handler_does_not_see_the_records() -> None:
+    headers = {"a": 1} | evidence(message(), ValueError(), "c", dies=True)
+    assert without_evidence(message(headers)).headers == {"a": 1}
+    assert without_evidence(message(evidence(message(), ValueError(), "c", dies=True))).headers is None
+    plain = message({"a": 1})
+    assert without_evidence(plain) is plain
+    assert without_evidence(message({})).headers == {}
+
+
+@pytest.mark.parametrize("records", [None, 1, "x", {}, [1, None, "x"], [[{}]]])
+def test_records_that_are_not_ours_do_no_harm(records: Any) -> None:
+    headers = evidence(message({FAILURES: records}), ValueError("x"), "c", dies=True)
+    assert [entry["attempt"] for entry in headers[FAILURES]] == [1]
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_an_exception_that_cannot_say_what_it_is_is_recorded_all_the_same() -> None:
+    headers = evidence(message(), raised(Mute()), "c", dies=True)
+    assert "RuntimeError" in headers["pgqueue.exception_message"]
+    assert headers["pgqueue.exception_type"].endswith("Mute")
+    assert describe(raised(Mute()))
+
+
+def endless(depth: int) -> int:
+    return endless(depth + 1) + 1
+
+
+def deep() -> BaseException:
+    try:
+        endless(0)
+    except RecursionError as error:
+        return error
+    raise AssertionError
+
+
+@given(
+    st.one_of(st.text(), st.text("\0\ud800\udfff😀ä\\\"'\n", min_size=3).map(lambda text: text * 9000)),
+    st.one_of(st.none(), st.dictionaries(st.text(), st.text(), max_size=3)),
+    st.integers(0, 65_000),
+)
+def test_evidence_is_bounded_and_fit_to_be_stored(text: str, headers: Any, bulk: int) -> None:
+    one = message((headers or {}) | {"bulk": "x" * bulk} if bulk else headers)
+    for attempt in range(1, 4):
+        error = raised(ValueError(text))
+        words = evidence(replace(one, attempt_count=attempt), error, text, dies=attempt == 3)
+        one = replace(one, headers=(one.headers or {}) | words)
+        stored = json.dumps(words, ensure_ascii=False)
+        assert "\\u0000" not in stored
+        assert len(stored.encode("utf8")) <= 65_536
+        assert all(len(entry["exception_message"]) <= 500 for entry in words[FAILURES])
+        assert words[FAILURES][-1]["attempt"] == attempt
+        last_error = describe(error)
+        assert "\0" not in last_error
+        last_error.encode("utf8")
+        assert len(last_error) <= 65_536
+    assert len(words["pgqueue.stack_trace"]) <= 16_384
+    assert len(words["pgqueue.exception_message"]) <= 4_096
+    if bulk < 60_000:
+        own = {name: value for name, value in (one.headers or {}).items() if name not in words}
+        assert len(json.dumps(own | words, ensure_ascii=False).encode("utf8", "replace")) <= 65_536
+
+
+def test_a_deep_stack_is_cut() -> None:
+    words = evidence(message(), deep(), "c", dies=True)
+    assert "RecursionError" in words["pgqueue.stack_trace"]
+    assert len(words["pgqueue.stack_trace"]) <= 16_384
+
+
+# 50: the circuit breaker
+
+
+def breaker(after: float = 30.0) -> tuple[CircuitBreaker, Clock, list[str]]:
+    clock, states = Clock(), list[str]()
+    return CircuitBreaker(after, states.append, clock, lambda: 0.5), clock, states
+
+
+def test_the_first_failure_arms() -> None:
+    circuit, _, states = breaker()
+    assert circuit.state == "closed"
+    circuit.failed()
+    circuit.failed()
+    assert (circuit.state, states) == ("armed", ["armed"])
+
+
+def test_it_opens_when_nothing_has_succeeded_for_long_enough() -> None:
+    circuit, clock, states = breaker()
+    circuit.failed()
+    clock.now += 29.9
+    circuit.failed()
+    assert states == ["armed"]
+    clock.now += 0.1
+    circuit.failed()
+    circuit.failed()
+    assert (circuit.state, states) == ("open", ["armed", "open"])
+
+
+def test_it_opens_by_the_clock_alone() -> None:
+    circuit, clock, states = breaker()
+    circuit.look()
+    circuit.failed()
+    clock.now += 30
+    circuit.look()
+    circuit.look()
+    assert states == ["armed", "open"]
+
+
+def test_a_success_disarms() -> None:
+    circuit, clock, states = breaker()
+    circuit.failed()
+    circuit.succeeded()
+    clock.now += 31
+    circuit.look()
+    circuit.failed()
+    assert states == ["armed", "closed", "armed"]
+
+
+def test_a_success_closes_an_open_one() -> None:
+    circuit, clock, states = breaker(0)
+    circuit.failed()
+    assert states == ["armed", "open"]
+    clock.now += 1
+    circuit.succeeded()
+    circuit.succeeded()
+    assert states == ["armed", "open", "closed"]
+
+
+def test_what_succeeds_says_nothing_about_what_fails() -> None:
+    circuit, clock, states = breaker()
+    for _ in range(31):
+        circuit.failed("claim")
+        circuit.succeeded("peek")
+        clock.now += 1
+    assert states == ["armed", "open"]
+    circuit.failed("peek")
+    circuit.succeeded("claim")
+    assert circuit.state == "open"
+    circuit.succeeded("peek")
+    assert circuit.state == "closed"
+
+
+def test_the_pauses_double_to_a_second_and_are_ten_while_open() -> None:
+    circuit, clock, _ = breaker()
+    assert [circuit.failed() for _ in range(7)] == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1, 1])
+    clock.now += 30
+    assert circuit.failed() == pytest.approx(10)
+    circuit.succeeded()
+    assert circuit.failed() == pytest.approx(0.05)
+
+
+@given(st.floats(0, 1, exclude_max=True))
+def test_pauses_vary_by_a_quarter(chance: float) -> None:
+    circuit = CircuitBreaker(30, clock=Clock(), chance=lambda: chance)
+    pauses = [circuit.failed() for _ in range(20)]
+    assert 0.75 <= pauses[-1] <= 1.25
+    assert pauses[0] <= 0.0625
+
+
+def test_the_pauses_of_failures_add_up() -> None:
+    circuit, clock, states = breaker()
+    pause = 0.0
+    while circuit.state != "open":
+        clock.now += pause
+        pause = circuit.failed()
+    assert 30 <= clock.now - 100 <= 31
+    assert states == ["armed", "open"]
+
+
+def test_a_thousand_failures_at_once_arm_once() -> None:
+    circuit, _, states = breaker()
+
+    async def fail(gate: asyncio.Event) -> float:
+        await gate.wait()
+        return circuit.failed()
+
+    async def run() -> list[float]:
+        gate = asyncio.Event()
+        tasks = [asyncio.create_task(fail(gate)) for _ in range(1000)]
+        await asyncio.sleep(0)
+        gate.set()
+        return await asyncio.gather(*tasks)
+
+    assert max(asyncio.run(run())) <= 1.25
+    assert states == ["armed"]
+    circuit.succeeded()
+    assert states == ["armed", "closed"]
+
+
+def test_conflicts_and_trouble_are_told_from_mistakes() -> None:
+    deadlock, mistake = psycopg.errors.DeadlockDetected("x"), psycopg.errors.UndefinedTable("x")
+    wrapped = ValueError("orm")
+    wrapped.__cause__ = psycopg.errors.SerializationFailure("x")
+    assert is_conflict(deadlock)
+    assert is_conflict(wrapped)
+    assert not is_conflict(mistake)
+    assert not is_conflict(None)
+    for error in (deadlock, psycopg.OperationalError("gone"), psycopg.errors.AdminShutdown("x"), OSError()):
+        assert is_trouble(error)
+    assert not is_trouble(mistake)
+    assert not is_trouble(ValueError())
+
+
+# 51: when to look again
+
+
+def pace(delay: float = 10.0) -> tuple[Pace, Clock]:
+    clock = Clock()
+    return Pace(delay, clock), clock
+
+
+def test_an_empty_look_is_followed_by_another_after_the_delay() -> None:
+    looks, clock = pace()
+    looks.empty()
+    assert looks.next_look_at == clock.now + 10
+
+
+def test_an_earlier_due_time_wins() -> None:
+    looks, clock = pace()
+    looks.empty()
+    looks.armed(3)
+    assert looks.next_look_at == clock.now + 3
+    looks.due(clock.now + 2)
+    looks.due(clock.now + 5)
+    assert looks.next_look_at == clock.now + 2
+
+
+def test_a_due_time_that_brought_nothing_is_looked_at_once_more() -> None:
+    looks, clock = pace(1)
+    looks.armed(0.5)
+    waits = []
+    for _ in range(4):
+        waits.append(looks.next_look_at - clock.now)
+        clock.now = looks.next_look_at
+        looks.empty()
+    assert waits == pytest.approx([0.5, 0.1, 1, 1])
+    assert looks.is_armed
+
+
+def test_what_was_found_has_to_be_asked_for_again() -> None:
+    looks, clock = pace(1)
+    looks.armed(0.5)
+    looks.found()
+    assert not looks.is_armed
+    assert looks.next_look_at == clock.now + 1
+
+
+def test_what_a_look_promised_in_vain_is_looked_for_ever_longer() -> None:
+    looks, clock = pace(1)
+    waits = []
+    for _ in range(5):
+        looks.fruitless()
+        waits.append(looks.next_look_at - clock.now)
+        clock.now = looks.next_look_at
+    assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8, 1])
+
+
+def test_the_register_is_armed_once_a_minute() -> None:
+    looks, clock = pace()
+    assert not looks.is_armed
+    looks.armed(60)
+    clock.now += 59
+    looks.empty()
+    assert looks.is_armed
+    clock.now += 1
+    assert not looks.is_armed
+    looks.armed(60)
+    looks.disarm()
+    assert not looks.is_armed
+
+
+def test_every_tenth_look_is_a_claim() -> None:
+    looks, _ = pace()
+    kinds = []
+    for _ in range(30):
+        kinds.append(looks.claims)
+        looks.empty()
+    assert [place for place, claims in enumerate(kinds, 1) if claims] == [10, 20, 30]
+
+
+def test_a_thousand_due_times_at_once_keep_the_earliest() -> None:
+    looks, clock = pace()
+    looks.empty()
+    gate = threading.Barrier(8)
+
+    def tell(part: int) -> None:
+        gate.wait()
+        for number in range(125):
+            looks.due(clock.now + 1 + (number * 8 + part) / 1000)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(tell, range(8)))
+    assert looks.next_look_at == pytest.approx(clock.now + 1, abs=0.009)
+
+
+# Arguments
+
+
+def nothing(_: Any) -> None:
+    pass
+
+
+async def nothing_async(_: Any) -> None:
+    pass
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"peek_delay": timedelta(milliseconds=99)}, "100 ms to 10 s"),
+    ({"peek_batch_size": 0}, "peek_batch_size"),
+    ({"concurrency": 0}, "concurrency"),
+    ({"concurrency": True}, "concurrency"),
+    ({"batch_size": 0}, "batch_size"),
+    ({"batch_size": 10_001}, "batch_size"),
+    ({"prefetch": -1}, "prefetch"),
+    ({"prefetch": 1, "transactional": True}, "prefetch"),
+    ({"prefetch": 1, "mode": "receive"}, "prefetch"),
+    ({"mode": "other"}, "mode"),
+    ({"visibility_timeout": timedelta(milliseconds=999)}, "visibility_timeout"),
+    ({"visibility_timeout": timedelta(hours=12, seconds=1)}, "visibility_timeout"),
+    ({"grace_period": timedelta(seconds=-1)}, "grace_period"),
+    ({"circuit_breaker_after": timedelta(seconds=-1)}, "circuit_breaker_after"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), BAD)
+def test_arguments_out_of_bounds_are_refused_by_name(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Consumer("", "q", nothing, **arguments)
+    with pytest.raises(ValueError, match=named):
+        AsyncConsumer("", "q", nothing_async, **arguments)
+
+
+def test_handlers_of_the_other_kind_are_refused() -> None:
+    with pytest.raises(TypeError, match="AsyncConsumer"):
+        Consumer("", "q", nothing_async)
+    with pytest.raises(TypeError, match="use Consumer"):
+        AsyncConsumer("", "q", nothing)
+    with pytest.raises(TypeError, match="callable"):
+        Consumer("", "q", None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="conninfo"):
+        Consumer(None, "q", nothing)  # type: ignore[arg-type]
+
+
+def test_the_bounds_themselves_are_allowed() -> None:
+    consumer = Consumer("", "q", nothing, peek_delay=timedelta(milliseconds=100), peek_batch_size=1, concurrency=1)
+    consumer.concurrency = 5
+    assert consumer.concurrency == 5
+    with pytest.raises(ValueError, match="concurrency"):
+        consumer.concurrency = 0
+    assert all(getattr(consumer.stats, field.name) in (0, "closed", False) for field in fields(consumer.stats))
+    consumer.stop()
+    consumer.request_stop()

@@ -1,0 +1,161 @@
+"""The embedded server that commands share: its data stays, it serves all who ask, and it stops by itself."""
+
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import psycopg
+import pytest
+from clients import wait_for
+from commands import environment, run, running
+
+import pgqueue
+from pgqueue.embedded import EmbeddedServerError, _locked, default_home, shared_server
+
+
+def keepers(home: Path) -> list[int]:
+    """The processes that keep a server on this data."""
+    found = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    return [int(line.split()[0]) for line in found.splitlines() if line.endswith(f"-m pgqueue.embedded {home}")]
+
+
+def postmaster(home: Path) -> int:
+    return int((home / "data/postmaster.pid").read_text().split()[0])
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    """A place for data, and no process on it at the end."""
+    tmp_path.chmod(0o755)
+    yield tmp_path / "home"
+    for keeper in keepers(tmp_path / "home"):
+        os.kill(keeper, signal.SIGTERM)
+    wait_for(lambda: not keepers(tmp_path / "home"))
+
+
+def test_commands_without_a_dsn_share_data_that_stays(home: Path) -> None:
+    made = run("create", "orders", PGQUEUE_HOME=home)
+    assert made.status == 0, made.err
+    assert made.err == f"pgqueue: no --dsn, so this is the embedded database in {home}, made now: a moment\n"
+    assert run("send", "orders", '{"a": 1}', "--quiet", PGQUEUE_HOME=home).err == ""
+    (keeper,) = keepers(home)
+    listed = run("list", "--json", PGQUEUE_HOME=home)
+    assert [queue["name"] for queue in listed.records] == ["orders"]
+    assert listed.err == f"pgqueue: no --dsn, so this is the embedded database in {home}\n"
+    assert keepers(home) == [keeper]
+    # Stopped, and started again by who comes next.
+    os.kill(keeper, signal.SIGTERM)
+    wait_for(lambda: not keepers(home))
+    assert not (home / "data/postmaster.pid").exists()
+    assert run("browse", "orders", "--json", PGQUEUE_HOME=home).records[0]["payload"] == {"a": 1}
+
+
+def test_commands_that_come_at_once_start_one_server(home: Path) -> None:
+    def create(number: int) -> str:
+        return run("create", f"queue-{number}", PGQUEUE_HOME=home).err
+
+    with ThreadPoolExecutor(4) as pool:
+        said = list(pool.map(create, range(4)))
+    assert all(line.startswith("pgqueue: no --dsn") and line.count("\n") == 1 for line in said), said
+    assert len(keepers(home)) == 1
+    assert len(run("list", "--json", PGQUEUE_HOME=home).records) == 4
+
+
+def test_a_keeper_that_is_killed_takes_its_server_along_and_is_replaced(home: Path) -> None:
+    run("create", "orders", PGQUEUE_HOME=home)
+    (keeper,) = keepers(home)
+    os.kill(keeper, signal.SIGKILL)
+    # At once, so that the old server may still be about to stop.
+    done = run("send", "orders", "1", PGQUEUE_HOME=home)
+    assert done.status == 0, done.err
+    assert run("stats", "--json", PGQUEUE_HOME=home).records[0]["ready_messages"] == 1
+    (another,) = keepers(home)
+    assert another != keeper
+
+
+def test_a_server_that_is_killed_is_started_again(home: Path) -> None:
+    run("create", "orders", PGQUEUE_HOME=home)
+    os.kill(postmaster(home), signal.SIGKILL)
+    done = run("send", "orders", "1", PGQUEUE_HOME=home)
+    assert done.status == 0, done.err
+    assert run("stats", "--json", PGQUEUE_HOME=home).records[0]["ready_messages"] == 1
+
+
+def test_the_server_stays_while_it_has_users_and_stops_after_the_last(home: Path, tmp_path: Path) -> None:
+    home.mkdir()
+    code = (
+        "import sys; from pathlib import Path; from pgqueue import embedded\n"
+        "embedded._LINGER_SECONDS = 0.2; embedded._keep(Path(sys.argv[-1]))"
+    )
+    command_line = [sys.executable, "-c", code, "-m", "pgqueue.embedded", home]
+    with ExitStack() as stack:
+        with _locked(home / "users.lock", fcntl.LOCK_SH):
+            keeper = stack.enter_context(subprocess.Popen(command_line, stdout=subprocess.PIPE, env=environment()))
+            stack.callback(keeper.kill)
+            assert keeper.stdout is not None
+            dsn = keeper.stdout.readline().decode().removeprefix("ready ").strip()
+            with psycopg.connect(dsn) as connection:
+                pgqueue.Queue(connection, "orders").create_queue()
+            words = ("stats", "--watch", "--json")
+            command = stack.enter_context(running(*words, directory=tmp_path, PGQUEUE_HOME=home))
+            command.wait_for(lambda: command.out)
+            with shared_server(home) as shared:
+                assert shared == dsn
+        with pytest.raises(subprocess.TimeoutExpired):
+            keeper.wait(1)
+        command.process.kill()  # a user that dies has left, too
+        assert keeper.wait(20) == 0
+    assert not (home / "data/postmaster.pid").exists()
+    with pytest.raises(psycopg.OperationalError):
+        psycopg.connect(dsn)
+
+
+def test_what_keeps_the_server_from_starting_is_told(home: Path) -> None:
+    (home / "data").mkdir(parents=True)
+    (home / "data/PG_VERSION").write_text("9.6\n")
+    (home / "data").chmod(0o700)
+    done = run("list", PGQUEUE_HOME=home)
+    assert done.status == 1
+    assert "the server did not start" in done.err
+    assert "hint: --dsn names a server of yours, PGQUEUE_HOME another place" in done.err
+    assert "Traceback" not in done.err
+    with pytest.raises(EmbeddedServerError, match="did not start"), shared_server(home):
+        pass
+
+
+def test_a_place_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run("list", PGQUEUE_HOME=tmp_path / "file/home")
+    assert done.status == 1
+    assert re.search(r"^pgqueue: .*/file/home: Not a directory$", done.err, re.MULTILINE)
+
+
+def test_the_server_has_the_extension_and_is_durable(home: Path) -> None:
+    with shared_server(home) as dsn, psycopg.connect(dsn) as connection:
+        assert connection.execute("select extversion from pg_extension where extname = 'pgqueue'").fetchone() == (
+            "0.1.0",
+        )
+        assert connection.execute("show fsync").fetchone() == ("on",)
+
+
+def test_the_home_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("PGQUEUE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert default_home() == tmp_path / ".local/share/pgqueue"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert default_home() == Path("/var/lib/pgqueue")
+    monkeypatch.setenv("XDG_DATA_HOME", "relative")  # which the standard says to ignore
+    assert default_home() == Path("/var/lib/pgqueue")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert default_home() == tmp_path / "data/pgqueue"
+    monkeypatch.setenv("PGQUEUE_HOME", str(tmp_path / "own"))
+    assert default_home() == tmp_path / "own"

@@ -1,0 +1,723 @@
+"""What the transport tests as logic or not at all: time, limits, isolation, trouble with the server, a pooler."""
+
+import logging
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from clients import connect, is_empty, wait_for
+from consumers import (
+    FORMS,
+    NOW,
+    SECOND,
+    THREADS,
+    TRANSACTIONAL,
+    Form,
+    Step,
+    beside,
+    cut,
+    each,
+    each_transactional,
+    prepare,
+    rows,
+    together,
+    waits,
+)
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+import pgqueue
+from pgqueue import Queue
+from pgqueue.consumer import breaker
+from pgqueue.embedded import EmbeddedServer, _identity
+
+Connection = psycopg.Connection[Any]
+
+
+# 50: the circuit breaker
+
+
+class Line:
+    """Connections that can be cut, and not be had again until they are mended."""
+
+    def __init__(self, form: Form, dsn: str, name: str) -> None:
+        self.dsn = make_conninfo(dsn, application_name=name)
+        self.name = name
+        self.down = False
+        self.tries = 0
+        self.connect: Callable[[], Any] = self._connect_async if form.is_async else self._connect
+
+    def _check(self) -> None:
+        if self.down:
+            self.tries += 1
+            raise psycopg.OperationalError("the line is down")
+
+    def _connect(self) -> Any:
+        self._check()
+        return psycopg.Connection.connect(self.dsn)
+
+    async def _connect_async(self) -> Any:
+        self._check()
+        return await psycopg.AsyncConnection.connect(self.dsn)
+
+    def cut(self, connection: Connection) -> None:
+        self.down = True
+        cut(connection, self.name)
+
+
+def test_the_circuit_is_armed_opens_and_closes_again(
+    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert breaker._OPEN_PAUSE == 10
+    monkeypatch.setattr(breaker, "_OPEN_PAUSE", 2.0)
+    forms = [Form(is_async, mode) for is_async in (False, True) for mode in ("lease", "receive")]
+    with ExitStack() as stack:
+        runs = []
+        for form in forms:
+            queue = prepare(connection, f"{name}-{form}")
+            line = Line(form, database, queue.name)
+            run = stack.enter_context(
+                form.consuming(line.connect, queue.name, concurrency=8, circuit_breaker_after=SECOND / 2)
+            )
+            queue.enqueue("before")
+            runs.append((run, line, queue))
+        for run, _, _ in runs:
+            wait_for(lambda: run.returned == ["before"])  # noqa: B023
+            assert [state for state in run.circuits if state != "closed"] == []
+            run.circuits.clear()
+        for _, line, queue in runs:
+            line.cut(connection)
+            queue.enqueue_batch(list(range(20)))
+        for run, _, _ in runs:
+            wait_for(lambda: run.circuits[-1:] == ["open"], 10)  # noqa: B023
+            assert run.circuits[-2:] == ["armed", "open"]
+        tries = [line.tries for _, line, _ in runs]
+        for _, line, _ in runs:
+            line.down = False
+        for run, _, queue in runs:
+            wait_for(lambda: run.circuits[-1] == "closed")  # noqa: B023
+            assert run.circuits[-3:] == ["armed", "open", "closed"]
+            assert run.circuits.count("open") == 1
+            wait_for(lambda: is_empty(connection, queue.name))  # noqa: B023
+        for (run, _, _), number in zip(runs, tries, strict=True):
+            assert sorted(run.returned[1:]) == list(range(20))
+            assert len(run.criticals) == 1
+            assert 2 <= number <= 30, "it knocks at a closed door without a pause"
+            assert [event.kind for event in run.events].count("circuit") >= 3
+            assert run.failures == []
+            assert set(run.attempts) == {1}
+
+
+@together(FORMS)
+def test_a_success_in_time_closes_the_circuit(form: Form, database: str, connection: Connection, name: str) -> None:
+    queue = prepare(connection, name)
+    line = Line(form, database, name)
+    with form.consuming(line.connect, name, circuit_breaker_after=30 * SECOND) as run:
+        queue.enqueue(1)
+        wait_for(lambda: run.returned == [1])
+        run.circuits.clear()
+        line.cut(connection)
+        wait_for(lambda: line.tries and run.circuits[-1] == "armed")
+        line.down = False
+        queue.enqueue(2)
+        wait_for(lambda: 2 in run.returned, 10)
+        wait_for(lambda: run.circuits[-1] == "closed")
+    # A connection that was just being made when the line was cut may have been of use for a moment.
+    assert run.circuits in (["armed", "closed"], ["armed", "closed"] * 2)
+    assert run.criticals == []
+
+
+@each
+def test_what_handlers_raise_never_touches_the_circuit(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=1)
+    queue.enqueue_batch([0, 1, 2, 3])
+    errors = [
+        psycopg.OperationalError("the handler's own connection is lost"),
+        psycopg.errors.AdminShutdown("somebody else's"),
+        ConnectionError("not the database"),
+        pgqueue.QueueNotFound("another queue"),
+    ]
+
+    async def work(step: Step) -> None:
+        raise errors[step.message.payload]
+
+    with form.consuming(database, name, work, circuit_breaker_after=NOW) as run:
+        wait_for(lambda: queue.stats().dead_messages == 4)
+        queue.enqueue(3)
+        wait_for(lambda: queue.stats().dead_messages == 5)
+    assert (run.circuits, run.criticals) == ([], [])
+
+
+# H1, H2, H3, H6, H7, H8: the engine's clock, numbers and order
+
+
+def test_delays_and_expiry_run_from_the_send_in_a_long_transaction(
+    database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name)
+    with psycopg.connect(database) as sender:
+        sender.execute("select now(), pg_sleep(0.3)")
+        queue = Queue(sender, name)
+        queue.enqueue("expires", expires_in=SECOND / 4)
+        queue.enqueue("delayed", delay=SECOND / 4)
+        assert rows(
+            sender,
+            "select count(*) from pgqueue.scheduled_messages"
+            " where queue_name = %s and due_at between now() + interval '0.5 s' and clock_timestamp() + interval '1 s'",
+            name,
+        ) == [(1,)]
+        assert rows(
+            sender,
+            "select expires_at - enqueued_at from pgqueue.messages where queue_name = %s",
+            name,
+        ) == [(SECOND / 4,)]
+    assert "expires" in [message.payload for message in Queue(connection, name).claim(10)]
+
+
+ZONES = ["UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asia/Kathmandu", "Pacific/Apia"]
+
+
+def test_moments_are_the_same_in_every_time_zone(connection: Connection, name: str) -> None:
+    prepare(connection, name)
+    # An hour before clocks change in Berlin; in a transaction of its own, so that nobody else's stands still.
+    with connection.transaction(force_rollback=True):
+        connection.execute(
+            "create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe"
+            " as $$ select timestamptz '2030-03-31 00:00+00' $$"
+        )
+        roles = []
+        for zone in ZONES:
+            role = sql.Identifier(f"{name} {zone}")
+            connection.execute(sql.SQL("create role {} superuser").format(role))
+            connection.execute(sql.SQL("alter role {} set timezone = {}").format(role, sql.Literal(zone)))
+            roles.append(role)
+        for zone, role in zip(ZONES, roles, strict=True):
+            connection.execute(sql.SQL("set local role {}").format(role))
+            connection.execute("select set_config('timezone', %s, true)", (zone,))
+            queue = Queue(connection, name)
+            queue.enqueue("delayed", delay=timedelta(days=1), expires_in=timedelta(days=2))
+            queue.enqueue("expires", expires_in=timedelta(days=300))
+            queue.enqueue("claimed")
+            assert len(queue.claim(10, visibility_timeout=timedelta(hours=12))) == 2
+        connection.execute("set local timezone = 'UTC'; reset role")
+        for table, columns in (("scheduled_messages", "due_at, expires_at"), ("messages", "visible_at, expires_at")):
+            found = rows(
+                connection,
+                f"select payload, {columns}, count(*) from pgqueue.{table} where queue_name = %s group by 1, 2, 3",
+                name,
+            )
+            assert [row[-1] for row in found] == [len(ZONES)] * (1 if table == "scheduled_messages" else 2), found
+        # However the session is set, a day has 24 hours.
+        assert rows(
+            connection,
+            "select distinct due_at - pgqueue._now(), expires_at - pgqueue._now() from pgqueue.scheduled_messages"
+            " where queue_name = %s",
+            name,
+        ) == [(timedelta(days=1), timedelta(days=2))]
+
+
+@together(FORMS)
+def test_ids_go_on_past_the_32nd_bit(form: Form, empty_database: Callable[[], str]) -> None:
+    dsn = empty_database()
+    with connect(dsn) as connection:
+        connection.execute("create extension pgqueue")
+        queue = prepare(connection, "q")
+        queue.enqueue(0)
+        connection.execute("select setval('pgqueue.message_id', (2^31 - 2)::bigint)")
+        assert queue.enqueue_batch([1, 2, 3]) == [2**31 - 1, 2**31, 2**31 + 1]
+        assert queue.peek() == 4
+        assert queue.stats().ready_messages == 4
+        connection.execute("select setval('pgqueue.message_id', (2^62)::bigint)")
+        queue.enqueue(4, delay=timedelta(milliseconds=10))
+
+        async def work(step: Step) -> None:
+            if step.attempt == 1:
+                raise ValueError
+
+        with form.consuming(dsn, "q", work) as run:
+            wait_for(lambda: is_empty(connection, "q"))
+        assert sorted(run.returned) == [0, 1, 2, 3, 4]
+        assert max(call.message.id for call in run.calls) == 2**62 + 1
+
+
+def test_long_delays_and_lives_are_kept_to_the_microsecond(connection: Connection, name: str) -> None:
+    queue = prepare(connection, name)
+    span = timedelta(days=1234, seconds=5, microseconds=6)
+    queue.enqueue(1, delay=span, expires_in=2 * span)
+    queue.enqueue(2, expires_in=span)
+    [scheduled] = queue.browse("scheduled")
+    assert scheduled.visible_at - scheduled.enqueued_at == span
+    assert scheduled.expires_at is not None
+    assert scheduled.expires_at - scheduled.enqueued_at == 2 * span
+    [ready] = queue.browse()
+    assert ready.expires_at is not None
+    assert ready.expires_at - ready.enqueued_at == span
+
+
+def test_many_claimers_of_what_came_due_share_nothing_and_wait_for_nobody(
+    database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    sent = queue.enqueue_batch(list(range(400)), delay=timedelta(microseconds=1))
+    claimed: list[int] = []
+
+    def take() -> None:
+        with connect(database) as consumer:
+            consumer.execute("set statement_timeout = '2 s'")
+            while not is_empty(consumer, name):
+                messages = Queue(consumer, name).claim(7)
+                claimed.extend(message.id for message in messages)
+                if messages:
+                    Queue(consumer, name).ack_batch([message.id for message in messages], messages[0].claim_token)
+                elif held:
+                    return
+
+    held = True
+    with psycopg.connect(database) as holder:
+        # Somebody who moved some of them sits on his transaction.
+        first = [message.id for message in Queue(holder, name).claim(20)]
+        assert len(first) == 20
+        for taking in [beside(take) for _ in range(4)]:
+            taking.result(20)
+        assert sorted(claimed) == sorted(set(sent) - set(first))
+        holder.rollback()
+    held = False
+    take()
+    assert sorted(claimed) == sent
+
+
+def test_what_came_due_first_is_claimed_first(connection: Connection, name: str) -> None:
+    queue = prepare(connection, name)
+    milliseconds = [50, 10, 40, 20, 30]
+    queue.enqueue_batch(milliseconds, delays=[timedelta(milliseconds=number) for number in milliseconds])
+    wait_for(lambda: queue.peek() == 5)
+    assert [message.payload for _ in milliseconds for message in queue.claim()] == sorted(milliseconds)
+
+
+def test_peeks_hide_nothing_from_who_receives(database: str, connection: Connection, name: str) -> None:
+    queue = prepare(connection, name)
+    sent = queue.enqueue_batch([1] * 500)
+    stop = threading.Event()
+    peeks = 0
+
+    def look() -> None:
+        nonlocal peeks
+        with connect(database) as watcher:
+            while not stop.is_set():
+                Queue(watcher, name).peek(1)
+                peeks += 1
+
+    looking = [beside(look) for _ in range(2)]
+    wait_for(lambda: peeks)
+    received = [[message.id for message in queue.receive()] for _ in sent]
+    stop.set()
+    for look_ends in looking:
+        look_ends.result(10)
+    assert received == [[new_id] for new_id in sent]
+
+
+# H5: an error that the handler swallows
+
+
+@each_transactional
+def test_a_swallowed_error_is_never_an_acknowledgement_that_was_rolled_back(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    queue.enqueue(1)
+    connection.execute(f'create table "{name}" (n int)')
+
+    async def work(step: Step) -> None:
+        await step.execute(f'insert into "{name}" values (%s)', (step.attempt,))
+        if step.attempt == 1:
+            with suppress(pgqueue.QueueNotFound):
+                await step.send(f"{name}-nowhere")
+
+    with form.consuming(database, name, work) as run:
+        wait_for(lambda: is_empty(connection, name))
+    # Reported, and tried again; an acknowledgement without the work would be worse.
+    assert run.attempts == [1, 2]
+    assert rows(connection, f'select n from "{name}"') == [(2,)]
+    stats = run.consumer.stats
+    assert (stats.succeeded, stats.failed) == (1, 1)
+
+
+@each_transactional
+def test_an_error_within_a_savepoint_is_harmless(form: Form, database: str, connection: Connection, name: str) -> None:
+    queue = prepare(connection, name)
+    queue.enqueue(1)
+    connection.execute(f'create table "{name}" (n int)')
+
+    async def work(step: Step) -> None:
+        await step.execute(f'insert into "{name}" values (%s)', (step.attempt,))
+        try:
+            async with step.savepoint():
+                await step.send(f"{name}-nowhere")
+        except pgqueue.QueueNotFound:
+            pass
+
+    with form.consuming(database, name, work) as run:
+        wait_for(lambda: is_empty(connection, name))
+    assert run.attempts == [1]
+    assert rows(connection, f'select n from "{name}"') == [(1,)]
+
+
+@pytest.mark.parametrize("verb", ["commit", "rollback"])
+@together(TRANSACTIONAL)
+def test_a_handler_that_ends_the_transaction_is_found_out(
+    form: Form, verb: str, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=2, visibility_timeout=SECOND)
+    queue.enqueue_batch([1, 2])
+    connection.execute(f'create table "{name}" (n int)')
+
+    async def work(step: Step) -> None:
+        await step.execute(f'insert into "{name}" values (%s)', (step.message.payload,))
+        if step.message.payload == 1:
+            await step.execute(verb)
+
+    with form.consuming(database, name, work, concurrency=1) as run:
+        wait_for(lambda: 2 in run.returned)
+        wait_for(lambda: is_empty(connection, name))
+    # No message is gone without its work, and nobody else's work is lost.
+    worked = [n for (n,) in rows(connection, f'select n from "{name}"')]
+    assert worked.count(2) == 1
+    if verb == "rollback":
+        assert 1 in [dead.payload for dead in queue.browse_dead_messages()]
+    else:
+        assert 1 in worked
+
+
+# H9, H10: who runs it, and how isolated
+
+one_at_a_time = threading.Lock()
+
+
+@together(FORMS)
+def test_a_consumer_needs_no_more_than_the_access_of_one(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=2, visibility_timeout=SECOND)
+    role = sql.Identifier(f"{name} consumer")
+    connection.execute(sql.SQL("create role {}").format(role))
+    try:
+        with one_at_a_time:  # PostgreSQL refuses two grants on one object at the same time
+            pgqueue.Queues(connection).grant_access(f"{name} consumer", "consumer")
+        connection.execute(sql.SQL("grant {} to current_user").format(role))
+        gate = threading.Event()
+
+        async def work(step: Step) -> None:
+            if step.message.payload == "fails":
+                raise ValueError
+            if step.message.payload == "rejected":
+                raise pgqueue.Reject("no")
+            if step.message.payload == "waits":
+                await step.until(gate.is_set)
+
+        dsn = make_conninfo(database, options=f"-c role={name}\\ consumer")
+        more = {"prefetch": 5} if form.mode == "lease" else {}
+        with form.consuming(dsn, name, work, concurrency=3, **more) as run:
+            wait_for(lambda: waits(connection, name))
+            queue.enqueue_batch(["works", "fails", "rejected"])
+            wait_for(lambda: queue.stats().dead_messages == 2 and run.returned == ["works"])
+            wait_for(lambda: is_empty(connection, name))
+            queue.enqueue("waits")
+            wait_for(lambda: run.running == 1)
+            time.sleep(1.2)  # longer than the claim, so that it is extended
+            gate.set()
+            wait_for(lambda: is_empty(connection, name))
+        assert run.attempts.count(2) == 1
+        assert (run.criticals, run.circuits) == ([], [])
+        assert rows(connection, "select count(*) from pgqueue.messages where queue_name = %s", name) == [(0,)]
+    finally:
+        with one_at_a_time:
+            pgqueue.Queues(connection).revoke_access(f"{name} consumer", "consumer")
+        connection.execute(sql.SQL("drop role {}").format(role))
+
+
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+@together(FORMS)
+def test_serialization_failures_are_tried_again_and_not_counted(
+    form: Form, level: str, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name, max_attempts=1).enqueue_batch(list(range(30)))
+    connection.execute(f'create table "{name}" (n int); insert into "{name}" values (0)')
+
+    async def work(step: Step) -> None:
+        if step.connection is not None:
+            await step.execute(f'update "{name}" set n = n + 1')
+
+    dsn = make_conninfo(database, options=f"-c default_transaction_isolation={level.replace(' ', chr(92) + ' ')}")
+    with form.consuming(dsn, name, work, concurrency=4) as run:
+        wait_for(lambda: is_empty(connection, name), 20)
+    assert Queue(connection, name).stats().dead_messages == 0
+    assert set(run.returned) == set(range(30))
+    assert set(run.attempts) == {1}
+    assert run.failures == []
+    assert run.circuits == []
+    if form.is_transactional:
+        assert rows(connection, f'select n from "{name}"') == [(30,)]
+
+
+@together(TRANSACTIONAL)
+def test_a_deadlock_is_tried_again_and_not_counted(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name, max_attempts=1).enqueue_batch([0, 1])
+    connection.execute(f'create table "{name}" (n int); insert into "{name}" values (0), (1)')
+    locked = [threading.Event(), threading.Event()]
+
+    async def work(step: Step) -> None:
+        mine = step.message.payload
+        await step.execute("set local deadlock_timeout = '20 ms'")
+        await step.execute(f'select from "{name}" where n = %s for update', (mine,))
+        locked[mine].set()
+        await step.until(locked[1 - mine].is_set)
+        await step.execute(f'select from "{name}" where n = %s for update', (1 - mine,))
+
+    with form.consuming(database, name, work, concurrency=2) as run:
+        wait_for(lambda: is_empty(connection, name))
+    assert sorted(run.returned) == [0, 1]
+    errors = [call.raised for call in run.calls if call.raised is not None]
+    assert [type(error) for error in errors] == [psycopg.errors.DeadlockDetected]
+    assert run.attempts == [1, 1, 1]
+    assert (run.failures, run.circuits) == ([], [])
+    assert run.consumer.stats.failed == 0
+
+
+@together(TRANSACTIONAL)
+def test_a_handler_that_always_meets_a_serialization_failure_ends_in_the_dead_letters(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=2)
+    queue.enqueue_batch(["poison", "good"])
+
+    async def work(step: Step) -> None:
+        if step.message.payload == "poison":
+            await step.execute("do $$ begin raise exception 'never' using errcode = '40001'; end $$")
+
+    with form.consuming(database, name, work, concurrency=1) as run:
+        wait_for(lambda: queue.stats().dead_messages == 1, 20)
+        wait_for(lambda: is_empty(connection, name))
+    assert run.returned == ["good"]
+    assert run.circuits == []
+
+
+# H14: the server goes away
+
+
+@pytest.fixture(scope="module")
+def restarted() -> Iterator[EmbeddedServer]:
+    """A server that is restarted."""
+    with EmbeddedServer(durable=False, settings={"max_connections": "60"}) as server:
+        with connect(server.dsn) as connection:
+            connection.execute("create extension pgqueue")
+        yield server
+
+
+@pytest.mark.parametrize("immediate", [False, True])
+def test_a_restart_of_the_server_loses_nothing_and_repeats_nothing(
+    restarted: EmbeddedServer, name: str, immediate: bool
+) -> None:
+    forms = [Form(is_async, mode) for is_async in (False, True) for mode in ("lease", "transactional", "receive")]
+    names = [f"{name}-{form}" for form in forms]
+    with connect(restarted.dsn) as connection:
+        for queue in names:
+            prepare(connection, queue, visibility_timeout=SECOND, max_attempts=20).enqueue_batch(list(range(150)))
+        connection.execute("create table if not exists effects (queue text, n int)")
+
+    with ExitStack() as stack:
+        runs = []
+        for form, queue in zip(forms, names, strict=True):
+
+            async def work(step: Step) -> None:
+                if step.connection is not None:
+                    await step.execute(
+                        "insert into effects values (%s, %s)", (step.delivery.queue_name, step.message.payload)
+                    )
+
+            runs.append(stack.enter_context(form.consuming(restarted.dsn, queue, work, concurrency=2)))
+        wait_for(lambda: all(len(run.returned) > 10 for run in runs))
+        restarted.restart(immediate=immediate)
+        with connect(restarted.dsn) as connection:
+            for run, queue in zip(runs, names, strict=True):
+                wait_for(lambda: is_empty(connection, queue), 30)  # noqa: B023
+                assert set(run.returned) == set(range(150))
+                assert Queue(connection, queue).stats().dead_messages == 0
+                if run.form.is_transactional:
+                    found = rows(connection, "select n from effects where queue = %s order by n", queue)
+                    assert found == [(n,) for n in range(150)]
+                assert "open" not in run.circuits
+
+
+@together(FORMS)
+def test_killed_connections_lose_nothing_and_repeat_nothing(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name, visibility_timeout=SECOND, max_attempts=20).enqueue_batch(list(range(300)))
+    connection.execute(f'create table "{name}" (n int)')
+
+    async def work(step: Step) -> None:
+        if step.connection is not None:
+            await step.execute(f'insert into "{name}" values (%s)', (step.message.payload,))
+
+    with form.consuming(database, name, work, concurrency=4) as run:
+        wait_for(lambda: len(run.returned) > 20)
+        assert cut(connection, name)
+        wait_for(lambda: is_empty(connection, name), 20)
+    assert set(run.returned) == set(range(300))
+    if form.is_transactional:
+        assert rows(connection, f'select n from "{name}" order by n') == [(n,) for n in range(300)]
+    assert Queue(connection, name).stats().dead_messages == 0
+
+
+@together(FORMS)
+def test_a_queue_that_is_dropped_and_made_again_is_consumed_again(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    with form.consuming(database, name) as run:
+        queue.enqueue(1)
+        wait_for(lambda: is_empty(connection, name))
+        queue.drop_queue()
+        wait_for(lambda: "armed" in run.circuits)
+        prepare(connection, name).enqueue(2)
+        wait_for(lambda: run.returned == [1, 2], 10)
+    assert run.criticals == []
+
+
+@together(THREADS)
+def test_a_paused_queue_is_left_alone_and_taken_up_again(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    with form.consuming(database, name) as run:
+        queue.pause_queue()
+        queue.enqueue(1)
+        looks = run.consumer.stats.empty_receives
+        time.sleep(0.3)  # there is nothing to wait for
+        assert run.calls == []
+        assert run.consumer.stats.empty_receives - looks <= 2
+        queue.resume_queue()
+        wait_for(lambda: run.returned == [1], 5)
+
+
+# H11: pgbouncer
+
+CACHE = Path(__file__).resolve().parents[2] / ".cache" / "debs" / "root"
+
+
+@pytest.fixture(scope="module")
+def bouncer(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """How to connect to the database by way of a pgbouncer that pools transactions over two connections."""
+    program = shutil.which("pgbouncer", path=f"{CACHE / 'usr/sbin'}:{os.environ['PATH']}:/usr/sbin")
+    if program is None:
+        pytest.skip("pgbouncer is missing: make test-tools fetches it on Debian")
+    identity = _identity()
+    home = tmp_path_factory.mktemp("b", numbered=True)
+    if identity.uid is not None:
+        home = Path("/tmp") / f"pgqueue-bouncer-{os.getpid()}"
+        home.mkdir(mode=0o755)
+        os.chown(home, identity.uid, identity.uid)
+    server = conninfo_to_dict(database)
+    target = " ".join(f"{key}={server[key]}" for key in ("host", "port", "user", "password") if key in server)
+    (home / "pgbouncer.ini").write_text(
+        f"[databases]\n* = {target}\n[pgbouncer]\nlisten_addr =\nunix_socket_dir = {home}\nlisten_port = 6432\n"
+        "auth_type = any\npool_mode = transaction\ndefault_pool_size = 2\nmax_client_conn = 100\n"
+    )
+    libraries = [str(path) for path in CACHE.glob("usr/lib/*-linux-gnu")]
+    with (home / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*identity.prefix, program, str(home / "pgbouncer.ini")],
+            stderr=log,
+            user=identity.uid,
+            env=os.environ | {"LD_LIBRARY_PATH": ":".join(libraries)},
+        )
+    dsn = make_conninfo(host=str(home), port=6432, dbname=server["dbname"], user=server.get("user", "postgres"))
+
+    def answers() -> bool:
+        assert process.poll() is None, (home / "log").read_text()
+        try:
+            psycopg.connect(dsn, connect_timeout=2).close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+    try:
+        wait_for(answers, 10)
+        yield dsn
+    finally:
+        process.terminate()
+        process.wait(10)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@together(FORMS)
+def test_through_a_transaction_pooler_it_polls_and_says_so_once(
+    form: Form, bouncer: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = prepare(connection, name, max_attempts=2)
+    connection.execute(f'create table "{name}" (n int)')
+
+    async def work(step: Step) -> None:
+        if step.connection is not None:
+            await step.execute(f'insert into "{name}" values (%s)', (step.message.payload,))
+        if step.message.payload % 10 == 7 and step.attempt == 1:
+            raise ValueError
+
+    def said() -> list[str]:
+        ours = [record for record in caplog.records if getattr(record, "queue", None) == name]
+        texts = [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
+        return [text for text in texts if "listen" in text.lower()]
+
+    with form.consuming(bouncer, name, work, concurrency=4) as run:
+        queue.enqueue_batch(list(range(60)))
+        wait_for(lambda: is_empty(connection, name), 15)
+        for number in range(60, 65):
+            queue.enqueue(number)
+            wait_for(lambda: number in run.returned, 2)  # noqa: B023
+        wait_for(said, 8)
+        wait_for(lambda: is_empty(connection, name))
+    assert sorted(run.returned) == list(range(65))
+    assert sorted(run.attempts) == [1] * 65 + [2] * 6
+    if form.is_transactional:
+        assert rows(connection, f'select n from "{name}" order by n') == [(n,) for n in range(65)]
+    assert (run.criticals, run.circuits) == ([], [])
+    assert len(said()) == 1, said()
+
+
+@together(THREADS)
+def test_a_listener_that_is_lost_is_replaced_or_done_without(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    with form.consuming(database, name, peek_delay=SECOND) as run:
+        for number in range(3):
+            wait_for(lambda: waits(connection, name))
+            cut(connection, name)
+            queue.enqueue(number)
+            wait_for(lambda: number in run.returned, 6)  # noqa: B023
+        wait_for(lambda: is_empty(connection, name))
+    assert set(run.returned) == {0, 1, 2}
+
+
+@together(THREADS)
+def test_without_listening_it_polls(form: Form, database: str, connection: Connection, name: str) -> None:
+    queue = prepare(connection, name)
+    with form.consuming(database, name, listen=False) as run:
+        for number in range(3):
+            queue.enqueue(number)
+            wait_for(lambda: number in run.returned, 2)  # noqa: B023
+        assert not waits(connection, name)
+    assert run.attempts == [1, 1, 1]

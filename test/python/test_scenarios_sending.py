@@ -1,0 +1,750 @@
+"""The transport's scenarios of peeking, sending, delays, expiry and poison, in the engine and every consumer."""
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from clients import connect, is_empty, wait_for
+from consumers import (
+    FORMS,
+    NOW,
+    SECOND,
+    Form,
+    Step,
+    each,
+    each_mode,
+    each_transactional,
+    failing,
+    prepare,
+    rows,
+    together,
+    waits,
+)
+from psycopg import sql
+from psycopg.rows import dict_row
+
+import pgqueue
+from pgqueue import Queue, QueueNotFound
+
+Connection = psycopg.Connection[Any]
+
+MILLISECOND = timedelta(milliseconds=1)
+INJECTION = "x\"'; drop table victims; --"
+
+
+def die(connection: Connection, name: str) -> pgqueue.DeadMessage:
+    """Wait for the one dead letter of a queue, and for nothing else to be left."""
+    [dead] = wait_for(lambda: Queue(connection, name).browse_dead_messages())
+    wait_for(lambda: is_empty(connection, name))
+    return dead
+
+
+# 22, 34: peek
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_a_peek_counts_what_is_there_and_nobody_holds(
+    database: str, connection: Connection, name: str, dedicated: bool
+) -> None:
+    queue = prepare(connection, name, dedicated=dedicated)
+    assert queue.peek() == 0
+    queue.enqueue(1)
+    assert queue.peek() == 1
+    queue.enqueue(2)
+    with psycopg.connect(database) as consumer:
+        assert [message.payload for message in Queue(consumer, name).receive()] == [1]
+        assert queue.peek() == 1
+        queue.enqueue_batch([3, 4])
+        consumer.execute("select from pgqueue.messages where queue_name = %s and payload = '3' for update", (name,))
+        assert queue.peek() == 2, "there is a gap in the middle"
+        assert len(Queue(consumer, name).receive(10)) == 3
+        assert queue.peek() == 0, "all are held"
+        consumer.rollback()
+    assert queue.peek() == 4
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_nothing_waits_for_a_long_receive(database: str, connection: Connection, name: str, dedicated: bool) -> None:
+    queue = prepare(connection, name, dedicated=dedicated)
+    queue.enqueue_batch([1, 2, 3])
+    with psycopg.connect(database) as consumer:
+        assert len(Queue(consumer, name).receive()) == 1
+        connection.execute("set statement_timeout = '2 s'")
+        assert queue.peek() == 2
+        assert queue.stats().ready_messages in (2, 3)
+        assert len(queue.browse()) in (2, 3)
+        assert queue.next_due_at() is not None
+        queue.enqueue(4)
+        queue.enqueue(5, delay=SECOND)
+        prepare(connection, f"{name}-new")
+        assert len(queue.claim(1)) == 1
+        assert queue.pause_queue()
+        assert queue.resume_queue()
+        # What needs it all for itself says so, and does not wait.
+        with pytest.raises(pgqueue.QueueBusy):
+            queue.purge_queue()
+        with pytest.raises(pgqueue.QueueBusy):
+            queue.drop_queue()
+        consumer.commit()
+
+
+def test_a_peek_in_a_transaction_keeps_nobody_waiting(database: str, connection: Connection, name: str) -> None:
+    queue = prepare(connection, name)
+    queue.enqueue_batch([1, 2])
+    connection.execute("set statement_timeout = '2 s'")
+    with psycopg.connect(database) as watcher:
+        assert Queue(watcher, name).peek() == 2
+        assert len(queue.receive()) == 1
+        queue.enqueue(3)
+        assert queue.purge_queue() == 2
+        assert Queue(watcher, name).peek() == 0
+
+
+# 23, 42: delays
+
+
+@together(FORMS)
+def test_a_delayed_message_comes_when_its_delay_is_over(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    with form.consuming(database, name, peek_delay=10 * SECOND) as run:
+        wait_for(lambda: waits(connection, name))
+        queue.enqueue("in a day", delay=timedelta(days=1))
+        sent_at = time.monotonic()
+        queue.enqueue("soon", delay=500 * MILLISECOND)
+        wait_for(lambda: run.calls, 5)
+        assert 0.5 <= time.monotonic() - sent_at <= 1.5
+        wait_for(lambda: run.returned == ["soon"])
+    assert [message.payload for message in queue.browse("scheduled")] == ["in a day"]
+
+
+def test_what_was_visible_in_the_past_is_delivered_now(connection: Connection, name: str) -> None:
+    queue = prepare(connection, name)
+    with pytest.raises(pgqueue.InvalidArgument):
+        queue.enqueue(1, delay=-MILLISECOND)
+    queue.enqueue(1, delay=NOW)
+    connection.execute(
+        "insert into pgqueue.messages (queue_name, payload, visible_at) values (%s, '2', '1999-12-31')", (name,)
+    )
+    assert [message.payload for message in queue.claim(10)] == [1, 2]
+
+
+# 26: poison
+
+RAW: dict[str, tuple[str, Any]] = {
+    "no payload and no body": ("payload", None),
+    "headers null": ("headers", "null"),
+    "headers []": ("headers", "[]"),
+    "headers text": ("headers", '"x"'),
+    "headers number": ("headers", "1"),
+    "headers of our names": ("headers", '{"pgqueue.failures": "mine", "pgqueue.attempts": []}'),
+    "failures of strange form": ("headers", '{"pgqueue.failures": [1, null, {"attempt": "x"}]}'),
+    "deep payload": ("payload", "[" * 5000 + "]" * 5000),
+    "deep headers": ("headers", '{"a": ' + "[" * 5000 + "]" * 5000 + "}"),
+    "endless number": ("payload", "1e100000"),
+    "endless number in headers": ("headers", '{"n": 1e100000}'),
+    "sent after the year 10000": ("enqueued_at", "20000-01-01"),
+    "sent before our time": ("enqueued_at", "1000-01-01 BC"),
+    "sent at no time": ("enqueued_at", "-infinity"),
+    "visible since ever": ("visible_at", "-infinity"),
+    "never expires": ("expires_at", "infinity"),
+    "expires too late": ("expires_at", "200000-01-01"),
+    "payload and body": ("body", "\\x00"),
+    "many attempts": ("max_attempts", 2**31 - 1),
+}
+
+
+# What must be the same in the dead letter as in the message, by the text that the database has for it.
+EVIDENCE = """
+    select id, payload::text, body, expires_at::text, enqueued_at::text, max_attempts, case
+        when jsonb_typeof(headers) = 'object' then nullif(headers - array(
+            select k from jsonb_object_keys(headers) as k where k like 'pgqueue.%%'), '{{}}')::text
+        else headers::text end
+    from pgqueue.{} where queue_name = %s
+"""
+
+
+@together(FORMS)
+def test_no_raw_row_stops_those_behind_it(
+    form: Form,
+    database: str,
+    connection: Connection,
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    queue = prepare(connection, name)
+    for column, value in RAW.values():
+        payload = {} if column == "payload" else {"payload": '"raw"'}
+        values = {"queue_name": name, "max_attempts": 2, **payload, column: value}
+        connection.execute(
+            f"insert into pgqueue.messages ({', '.join(values)}) values ({', '.join(['%s'] * len(values))})",
+            list(values.values()),
+        )
+    before = {row[0]: row for row in rows(connection, EVIDENCE.format("messages"), name)}
+    assert len(before) == len(RAW)
+    queue.enqueue_batch(["good"] * 20)
+
+    async def work(step: Step) -> None:
+        if step.message.payload != "good":
+            raise ValueError("poison")
+
+    async def policy(step: Step) -> Any:
+        return pgqueue.Reject("given up") if step.failure.attempt > 1 else None
+
+    with form.consuming(database, name, work, policy=policy, concurrency=2) as run:
+        wait_for(lambda: run.returned == ["good"] * 20, 10)
+        wait_for(lambda: is_empty(connection, name), 15)
+        queue.enqueue("good")
+        wait_for(lambda: run.returned == ["good"] * 21, 5)
+    dead = {row[0]: row for row in rows(connection, EVIDENCE.format("dead_messages"), name)}
+    assert dead == before
+    assert run.circuits == []
+    assert all(record.levelno < logging.CRITICAL for record in caplog.records)
+
+
+@together(FORMS)
+def test_a_raw_row_under_the_id_of_a_dead_letter_can_die_too(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=1)
+    first = queue.enqueue("first")
+    with form.consuming(database, name, failing(), concurrency=1) as run:
+        wait_for(queue.browse_dead_messages)
+        connection.execute(
+            "insert into pgqueue.messages (id, queue_name, payload, max_attempts) values (%s, %s, '\"again\"', 1)",
+            (first, name),
+        )
+        queue.enqueue("last")
+        wait_for(lambda: len(run.calls) == 3 and is_empty(connection, name))
+    assert sorted(dead.payload for dead in queue.browse_dead_messages()) in (["first", "last"], ["again", "last"])
+
+
+# 27, 32, 33: queues that do not exist
+
+
+def test_a_delayed_message_to_no_queue_is_refused_when_it_is_sent(connection: Connection, name: str) -> None:
+    with pytest.raises(QueueNotFound, match=name):
+        Queue(connection, name).enqueue(1, delay=5 * SECOND)
+    queue = prepare(connection, name)
+    queue.enqueue(1, delay=5 * SECOND)
+    assert queue.drop_queue() == 1
+
+
+def test_what_is_sent_in_one_transaction_arrives_as_a_whole_or_not_at_all(
+    database: str, connection: Connection, name: str
+) -> None:
+    one, two = prepare(connection, name), prepare(connection, f"{name}-two")
+    with psycopg.connect(database) as sender:
+        Queue(sender, one.name).enqueue(1)
+        Queue(sender, two.name).enqueue(1)
+    assert (one.peek(), two.peek()) == (1, 1)
+    sender = psycopg.connect(database)
+    Queue(sender, one.name).enqueue(2)
+    with pytest.raises(QueueNotFound, match=f"{name}-nowhere"):
+        Queue(sender, f"{name}-nowhere").enqueue(2)
+    sender.commit()
+    sender.close()
+    assert one.peek() == 1
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+@together(FORMS)
+def test_what_a_handler_sends_arrives_as_a_whole_or_not_at_all(
+    form: Form, isolated: bool, database: str, connection: Connection, name: str
+) -> None:
+    if not form.is_transactional and not isolated:
+        isolated = True  # it has no other connection
+    one, two = prepare(connection, f"{name}-one"), prepare(connection, f"{name}-two")
+    prepare(connection, name, max_attempts=1).enqueue_batch(["two", "nowhere"])
+
+    async def work(step: Step) -> None:
+        names = (one.name, f"{name}-{step.message.payload}")
+        if isolated:
+            with psycopg.connect(database) as sender:
+                for queue in names:
+                    Queue(sender, queue).enqueue(step.message.payload)
+        else:
+            for queue in names:
+                await step.send(queue, f'"{step.message.payload}"')
+
+    with form.consuming(database, name, work):
+        dead = die(connection, name)
+    assert (dead.payload, dead.reason) == ("nowhere", "attempts_exhausted")
+    assert dead.last_error.startswith("pgqueue.errors.QueueNotFound: ") or dead.last_error.startswith("QueueNotFound: ")
+    assert f"{name}-nowhere" in dead.last_error
+    assert [message.payload for message in one.browse()] == ["two"]
+    assert [message.payload for message in two.browse()] == ["two"]
+
+
+# 30: whose connection
+
+
+@each
+def test_connections_come_from_where_the_user_says(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=2)
+    made: list[Any] = []
+
+    class Mine(psycopg.Connection[Any]):
+        pass
+
+    class AsyncMine(psycopg.AsyncConnection[Any]):
+        pass
+
+    def connected() -> Any:
+        made.append(Mine.connect(database, row_factory=dict_row, application_name=name))
+        return made[-1]
+
+    async def async_connected() -> Any:
+        made.append(await AsyncMine.connect(database, row_factory=dict_row, application_name=name))
+        return made[-1]
+
+    async def work(step: Step) -> None:
+        if step.connection is not None:
+            assert step.connection in made
+        if step.attempt == 1:
+            raise ValueError
+
+    with form.consuming(async_connected if form.is_async else connected, name, work) as run:
+        queue.enqueue_batch([1, 2, 3])
+        wait_for(lambda: is_empty(connection, name))
+        backends = rows(connection, "select 1 from pg_stat_activity where application_name = %s", name)
+        assert 1 <= len(backends) <= len(made)
+    assert sorted(run.attempts) == [1, 1, 1, 2, 2, 2]
+    assert all(own.closed for own in made)
+    wait_for(lambda: not rows(connection, "select 1 from pg_stat_activity where application_name = %s", name))
+
+
+# 35: empty receives
+
+
+@pytest.fixture
+def spied(empty_database: Callable[[], str]) -> str:
+    """A database that notes what is asked of peek, and counts the calls of every verb."""
+    dsn = empty_database()
+    with connect(dsn) as connection:
+        connection.execute(
+            """
+            create extension pgqueue;
+            create schema honest;
+            alter function pgqueue.peek(text, int) set schema honest;
+            create table peeks (asked int, answer int, at timestamptz default clock_timestamp());
+            create sequence lies start 1;
+            create function pgqueue.peek(queue_name text, max_records int default 100) returns int
+            language plpgsql security definer as $$
+            declare
+                answer int := honest.peek(queue_name, max_records);
+            begin
+                if answer > 0 and nextval('public.lies') = 1 then
+                    answer := 1000;
+                end if;
+                insert into public.peeks (asked, answer) values (max_records, answer);
+                return answer;
+            end
+            $$;
+            """
+        )
+        database = connection.info.dbname
+        connection.execute(sql.SQL("alter database {} set track_functions = 'pl'").format(sql.Identifier(database)))
+    return dsn
+
+
+def called(dsn: str) -> dict[str, int]:
+    """How often each verb was called, once nobody else is connected."""
+    with connect(dsn) as connection:
+        wait_for(
+            lambda: (
+                not rows(
+                    connection,
+                    "select 1 from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
+                    " and backend_type = 'client backend'",
+                )
+            )
+        )
+        return dict(rows(connection, "select funcname, calls from pg_stat_user_functions where schemaname = 'pgqueue'"))
+
+
+@each
+@pytest.mark.parametrize("concurrency", [1, 10])
+def test_an_estimate_that_is_too_high_costs_two_empty_receives_at_most(
+    form: Form, concurrency: int, spied: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "pgqueue.consumer")
+    with connect(spied) as connection:
+        prepare(connection, "q").enqueue_batch(list(range(46)))
+        with form.consuming(spied, "q", concurrency=concurrency, peek_delay=10 * SECOND, listen=False) as run:
+            wait_for(lambda: is_empty(connection, "q"))
+            # The look after the batch finds nothing, and ends it for good.
+            wait_for(lambda: rows(connection, "select answer from peeks order by at desc limit 1") == [(0,)])
+        assert rows(connection, "select count(*) from peeks where answer = 1000") == [(1,)]
+    stats = run.consumer.stats
+    assert stats.empty_receives <= 2
+    calls = called(spied)
+    taken = calls.get("claim", 0) + calls.get("receive", 0)
+    exchanged = calls.get("exchange", 0)
+    assert taken <= 46 + 2
+    if form.mode == "receive":
+        assert taken >= 46
+        assert taken - 46 <= 2
+    else:
+        assert taken + exchanged <= 2 * 46 + 2
+    assert sorted(run.returned) == list(range(46))
+    assert set(run.attempts) == {1}
+    assert run.circuits == []
+    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+@each_mode
+def test_a_peek_asks_for_no_more_than_it_may(form: Form, spied: str) -> None:
+    with connect(spied) as connection:
+        prepare(connection, "q").enqueue_batch(list(range(9)))
+        connection.execute("select nextval('lies')")
+        with form.consuming(spied, "q", concurrency=2, peek_batch_size=3, listen=False) as run:
+            wait_for(lambda: is_empty(connection, "q"))
+            wait_for(lambda: rows(connection, "select 1 from peeks where answer = 0"))
+        assert {asked for (asked,) in rows(connection, "select asked from peeks")} == {3}
+        full = rows(connection, "select count(*) from peeks where answer > 0")[0][0]
+        if form.mode == "receive":
+            assert full >= 3, "one batch took more than its peek had promised"
+    assert sorted(run.returned) == list(range(9))
+
+
+@each_mode
+def test_by_default_a_peek_asks_for_ten_times_the_concurrency(form: Form, spied: str) -> None:
+    with connect(spied) as connection:
+        prepare(connection, "q").enqueue(1)
+        with form.consuming(spied, "q", concurrency=3):
+            wait_for(lambda: is_empty(connection, "q"))
+        assert {asked for (asked,) in rows(connection, "select asked from peeks")} == {30}
+
+
+@pytest.mark.parametrize("form", [Form(False, "lease"), Form(True, "receive")], ids=str)
+def test_an_idle_consumer_asks_little(form: Form, spied: str) -> None:
+    with connect(spied) as connection:
+        prepare(connection, "q")
+        start = time.monotonic()
+        with form.consuming(spied, "q", concurrency=4):
+            wait_for(lambda: rows(connection, "select count(*) > 10 from peeks") == [(True,)])
+            peeks = rows(connection, "select count(*) from peeks")[0][0]
+            assert peeks <= (time.monotonic() - start) / 0.1 + 3
+            start_of_all, end = rows(connection, "select min(at), max(at) from peeks")[0]
+    calls = called(spied)
+    looks = (end - start_of_all) / timedelta(seconds=0.1)
+    assert calls["peek"] <= looks + 3
+    # Every tenth look is a claim, for what only a claim buries.
+    assert calls.get("claim", 0) + calls.get("receive", 0) + calls.get("exchange", 0) <= calls["peek"] / 8 + 2
+    assert calls.get("prepare_wait", 0) <= 3
+
+
+# 36, 39, 40, 56: time to live
+
+
+def test_expiry_is_the_sender_s_word_and_the_database_s_clock(connection: Connection, name: str) -> None:
+    queue = prepare(connection, name)
+    queue.enqueue(1)
+    queue.enqueue(2, headers={"NServiceBus.TimeToBeReceived": "00:00:00.001"})
+    queue.enqueue(3, expires_in=NOW)
+    connection.execute(
+        "insert into pgqueue.messages (queue_name, payload, expires_at)"
+        " values (%s, '4', clock_timestamp() - interval '1 min')",
+        (name,),
+    )
+    with pytest.raises(pgqueue.InvalidArgument):
+        queue.enqueue(5, expires_in=timedelta(minutes=-1))
+    assert [message.payload for message in queue.browse()] == [1, 2]
+    assert [(message.payload, message.expires_at) for message in queue.receive(10)] == [(1, None), (2, None)]
+    queue.receive()
+    assert is_empty(connection, name)
+
+
+@together(FORMS)
+def test_what_expired_is_not_handled_and_does_not_stay(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    queue.enqueue("expires", expires_in=MILLISECOND)
+    queue.enqueue("stays")
+    expired = "select 1 from pgqueue.messages where queue_name = %s and expires_at < clock_timestamp()"
+    wait_for(lambda: rows(connection, expired, name))
+    with form.consuming(database, name) as run:
+        wait_for(lambda: is_empty(connection, name), 5)
+        queue.enqueue("expires", expires_in=NOW)
+        wait_for(lambda: is_empty(connection, name), 5)
+    assert run.returned == ["stays"]
+    assert queue.stats().dead_messages == 0
+    assert run.failures == []
+
+
+@pytest.mark.parametrize("batch_size", [9, 10, 11])
+def test_a_purge_of_the_expired_leaves_the_living_and_waits_for_nobody(
+    database: str, connection: Connection, name: str, batch_size: int
+) -> None:
+    queue = prepare(connection, name)
+    queue.enqueue_batch(["expired"] * 5, expires_in=NOW)
+    queue.enqueue_batch(["living"] * 3, expires_in=SECOND * 3600)
+    queue.enqueue_batch(["expired"] * 5, expires_in=NOW)
+    queue.enqueue("living")
+    with psycopg.connect(database) as holder:
+        statement = "select id from pgqueue.messages where queue_name = %s order by id limit 1 for update"
+        assert holder.execute(statement, (name,)).fetchone()
+        connection.execute("set statement_timeout = '2 s'")
+        assert queue.purge_expired(batch_size) == 9
+        assert queue.purge_expired(batch_size) == 0
+    assert queue.purge_expired() == 1
+    assert [message.payload for message in queue.browse()] == ["living"] * 4
+    assert queue.purge_expired() == 0
+
+
+@together(FORMS)
+def test_a_dead_letter_does_not_expire(form: Form, database: str, connection: Connection, name: str) -> None:
+    queue = prepare(connection, name, max_attempts=1)
+    new_id = queue.enqueue(1, expires_in=timedelta(hours=1))
+    with form.consuming(database, name, failing()):
+        die(connection, name)
+        # Its time passes.
+        connection.execute(
+            "update pgqueue.dead_messages set expires_at = clock_timestamp() - interval '1 s' where id = %s", (new_id,)
+        )
+        queue.enqueue(2)
+        wait_for(lambda: queue.stats().dead_messages == 2)
+    assert queue.purge_expired() == 0
+    queue.claim(10)
+    assert len(queue.browse_dead_messages(after_id=new_id - 1)) == 2
+    assert queue.redrive(1) == 1
+    assert [(message.id, message.expires_at) for message in queue.claim()] == [(new_id, None)]
+
+
+# 43, 44: hostile names
+
+
+@each
+def test_a_hostile_reply_address_is_a_queue_that_nobody_has(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    connection.execute("create table if not exists victims (n int)")
+    queue = prepare(connection, name, max_attempts=1)
+    queue.enqueue(1, headers={"reply_to": INJECTION})
+
+    async def work(step: Step) -> None:
+        reply_to = step.message.headers["reply_to"]
+        if step.connection is not None:
+            await step.send(reply_to)
+        else:
+            with connect(database) as sender:
+                Queue(sender, reply_to).enqueue(1)
+
+    with form.consuming(database, name, work):
+        dead = die(connection, name)
+    assert "QueueNotFound" in dead.last_error
+    assert "drop table victims" in dead.last_error
+    assert rows(connection, "select count(*) from victims") == [(0,)]
+
+
+@each_mode
+def test_a_consumer_of_a_hostile_name_is_refused(form: Form, database: str, connection: Connection) -> None:
+    connection.execute("create table if not exists victims (n int)")
+    for bad in (INJECTION, "", "a\nb", "Größe"):
+        with pytest.raises((QueueNotFound, ValueError)), form.consuming(database, bad):
+            pass
+    assert rows(connection, "select count(*) from victims") == [(0,)]
+
+
+@pytest.mark.parametrize("special", ["-", "--", "0-0", "q" * 128, "_" * 54, "-" * 55])
+@pytest.mark.parametrize("form", [Form(False, "lease"), Form(True, "receive")], ids=str)
+def test_a_consumer_of_a_strange_name_is_notified(
+    form: Form, special: str, database: str, connection: Connection
+) -> None:
+    queue = Queue(connection, special)
+    queue.create_queue(if_not_exists=True)
+    try:
+        with form.consuming(database, special, peek_delay=10 * SECOND) as run:
+            wait_for(lambda: waits(connection, special))
+            queue.enqueue(1)
+            wait_for(lambda: run.returned == [1], 2)
+    finally:
+        queue.drop_queue()
+
+
+# 46, 47, 57, 58: whose transaction
+
+
+@each
+def test_a_transaction_of_the_handler_s_own_decides_for_itself(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name, max_attempts=1).enqueue(1)
+    kept, taken_back = prepare(connection, f"{name}-a"), prepare(connection, f"{name}-b")
+
+    async def work(_: Step) -> None:
+        with psycopg.connect(database) as sender:
+            Queue(sender, taken_back.name).enqueue(1)
+            sender.rollback()
+            Queue(sender, kept.name).enqueue(1)
+            sender.commit()
+        raise ValueError
+
+    with form.consuming(database, name, work):
+        die(connection, name)
+    assert (kept.peek(), taken_back.peek()) == (1, 0)
+
+
+def test_a_transaction_of_the_caller_decides(database: str, connection: Connection, name: str) -> None:
+    queue = prepare(connection, name)
+    with psycopg.connect(database) as sender:
+        Queue(sender, name).enqueue_batch([1, 2])
+        queue.enqueue(3)
+        assert [message.payload for message in queue.claim(10)] == [3]
+        sender.rollback()
+        Queue(sender, name).enqueue_batch([4, 5])
+        assert queue.claim(10) == []
+        sender.commit()
+    seen: list[Any] = []
+    wait_for(lambda: seen.extend(message.payload for message in queue.claim(10)) or len(seen) == 2)
+    assert seen == [4, 5]
+
+
+@each
+def test_the_handler_s_connection_is_that_of_its_acknowledgement(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=1)
+    queue.enqueue_batch([1, 2])
+    connection.execute(f'create table "{name}" (n int, transaction xid8)')
+
+    async def work(step: Step) -> None:
+        if not form.is_transactional:
+            assert step.connection is None
+            return
+        kind = psycopg.AsyncConnection if form.is_async else psycopg.Connection
+        assert isinstance(step.connection, kind)
+        assert not step.connection.autocommit or step.connection.info.transaction_status == 2
+        await step.execute(f'insert into "{name}" values (%s, pg_current_xact_id())', (step.message.payload,))
+        if step.message.payload == 2:
+            raise ValueError
+
+    with form.consuming(database, name, work) as run:
+        wait_for(lambda: len(run.calls) == 2 and is_empty(connection, name))
+    found = rows(connection, f'select n from "{name}"')
+    assert found == ([(1,)] if form.is_transactional else [])
+
+
+@each
+def test_what_is_sent_by_who_fails_for_good(form: Form, database: str, connection: Connection, name: str) -> None:
+    prepare(connection, name, max_attempts=2).enqueue(1)
+    joined, beside = prepare(connection, f"{name}-a"), prepare(connection, f"{name}-b")
+
+    async def work(step: Step) -> None:
+        if step.connection is not None:
+            await step.send(joined.name)
+        with connect(database) as sender:
+            Queue(sender, beside.name).enqueue(step.attempt)
+        raise ValueError
+
+    with form.consuming(database, name, work):
+        dead = die(connection, name)
+    assert (dead.reason, dead.attempt_count) == ("attempts_exhausted", 2)
+    assert joined.peek() == 0
+    assert [message.payload for message in beside.browse()] == [1, 2]
+
+
+@each_transactional
+def test_two_queues_each_get_what_the_attempt_that_succeeded_sent(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name).enqueue(1)
+    others = [prepare(connection, f"{name}-{letter}") for letter in "ab"]
+
+    async def work(step: Step) -> None:
+        for other in others:
+            await step.send(other.name, str(step.attempt))
+        if step.attempt == 1:
+            raise ValueError
+
+    with form.consuming(database, name, work):
+        wait_for(lambda: is_empty(connection, name))
+    assert [[message.payload for message in other.browse()] for other in others] == [[2], [2]]
+
+
+# 61, and other configurations that make no sense
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"peek_delay": timedelta(milliseconds=99)},
+        {"peek_delay": -SECOND},
+        {"peek_batch_size": 0},
+        {"peek_batch_size": -1},
+        {"concurrency": 0},
+        {"concurrency": -1},
+        {"batch_size": 0},
+        {"prefetch": -1},
+        {"mode": "sometimes"},
+        {"mode": "receive", "prefetch": 1},
+        {"prefetch": 1, "transactional": True},
+        {"visibility_timeout": timedelta(milliseconds=999)},
+        {"visibility_timeout": timedelta(hours=12, seconds=1)},
+        {"grace_period": -SECOND},
+        {"circuit_breaker_after": -SECOND},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["Consumer", "AsyncConsumer"])
+def test_what_makes_no_sense_is_refused_at_once(kind: str, wrong: dict[str, Any]) -> None:
+    async def handle_async(delivery: Any) -> None: ...
+    def handle(delivery: Any) -> None: ...
+
+    with pytest.raises(ValueError, match="|".join(wrong)):
+        getattr(pgqueue, kind)("dbname=nowhere", "q", handle_async if kind == "AsyncConsumer" else handle, **wrong)
+
+
+def test_a_peek_delay_out_of_bounds_names_them() -> None:
+    with pytest.raises(ValueError, match=r"100 ms.*10 s"):
+        pgqueue.Consumer("dbname=nowhere", "q", print, peek_delay=timedelta(milliseconds=99.999))
+
+
+@each_mode
+def test_a_peek_delay_over_ten_seconds_is_warned_of(
+    form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare(connection, name)
+    for delay, warned in ((0.1, False), (10, False), (10.001, True), (3600, True)):
+        caplog.clear()
+        with form.consuming(database, name, peek_delay=timedelta(seconds=delay)):
+            pass
+        said = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert bool(said) == warned, said
+        assert len(said) <= 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"immediate": -1},
+        {"delayed": -1},
+        {"delays": [timedelta(hours=24, microseconds=1)]},
+        {"delays": [SECOND, timedelta(hours=25)]},
+        {"delays": [-SECOND]},
+        {"delays": []},
+    ],
+    ids=str,
+)
+def test_retries_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong)).removesuffix("s")):
+        pgqueue.Retries(**wrong)
+
+
+def test_a_handler_of_the_wrong_kind_is_refused() -> None:
+    async def coroutine(delivery: Any) -> None: ...
+    def function(delivery: Any) -> None: ...
+
+    with pytest.raises(TypeError):
+        pgqueue.Consumer("dbname=nowhere", "q", coroutine)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        pgqueue.AsyncConsumer("dbname=nowhere", "q", function)  # type: ignore[arg-type]

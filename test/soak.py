@@ -1,0 +1,960 @@
+"""The soak: consumers, producers and a server are killed, cut off, paused and restarted while every process writes
+down what it saw; a checker proves from those histories what became of every message.
+
+`run` starts a server, child processes of this file, and the trouble, by a seed; it drains the queues, sends once
+more in peace, and returns what was violated. A seed fixes what is done to whom, not how processes interleave.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import make_conninfo
+from psycopg.types.json import Jsonb
+
+import pgqueue
+from pgqueue.embedded import EmbeddedServer
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message as its producer meant it: `kind` is what the handler is told to do with it.
+
+    good: succeed. slow: succeed after a while; long: after more than a claim lasts. flaky: fail `fails` times.
+    poison: always raise. reject: be rejected. killer: kill the process that handles it. An `outbox` message shares
+    its transaction with a row of `sent`. A `calm` one was sent in peace, when nothing was killed any more.
+    """
+
+    key: int
+    kind: str = "good"
+    fails: int = 0
+    outbox: bool = False
+    calm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A handler began: written to a file before anything else is done.
+
+    Its claim was committed then, or else, in receive mode, may have been rolled back since as if it had never been.
+    """
+
+    key: int
+    attempt: int
+    token: str | None = None
+    committed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """A row that a handler wrote, in the transaction that settles its message."""
+
+    key: int
+    attempt: int
+    token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """A dead letter."""
+
+    key: int
+    reason: str
+    attempt_count: int
+    max_attempts: int
+    last_error: str | None = None
+    headers: dict[str, Any] | None = None
+
+
+@dataclass
+class History:
+    """All that is known of one queue. Where not `exactly_once`, effects are not in the database: `finished` counts."""
+
+    exactly_once: bool
+    attempted: dict[int, Send] = field(default_factory=dict)
+    confirmed: set[int] = field(default_factory=set)  # the commit was answered
+    withdrawn: set[int] = field(default_factory=set)  # rolled back by the producer
+    sent: set[int] = field(default_factory=set)  # rows of the outbox's transactions
+    starts: list[Start] = field(default_factory=list)
+    finished: Counter[int] = field(default_factory=Counter)  # handlers that came to their end, before any ack
+    acked: Counter[int] = field(default_factory=Counter)  # acknowledgements that were answered with success
+    lost: set[int] = field(default_factory=set)  # somebody said that its claim was lost
+    effects: list[Effect] = field(default_factory=list)
+    counted: int = 0  # a counter that each effect raises by one
+    dead: list[Dead] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)  # still in the queue at the end
+
+
+STOP_SECONDS = 15
+DOOMED = frozenset({"poison", "reject", "killer"})
+FINAL_HEADERS = ("failed_queue", "exception_type", "exception_message", "stack_trace", "failed_at", "attempts")
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A promise that was broken, for which message, and what shows it."""
+
+    kind: str
+    key: int | None
+    detail: str = ""
+
+
+def check(history: History) -> list[Violation]:
+    """What a history proves to be wrong; empty where every message was dealt with as promised."""
+    h = history
+    found: list[Violation] = []
+    starts: dict[int, list[Start]] = defaultdict(list)
+    effects: dict[int, list[Effect]] = defaultdict(list)
+    dead: dict[int, list[Dead]] = defaultdict(list)
+    for start in h.starts:
+        starts[start.key].append(start)
+    for effect in h.effects:
+        effects[effect.key].append(effect)
+    for letter in h.dead:
+        dead[letter.key].append(letter)
+    left = Counter(h.left)
+
+    # The outbox decides for its messages; of the others, one that was not confirmed may be there or not.
+    exists = {key for key in h.confirmed if not h.attempted[key].outbox} | h.sent
+    found += [Violation("lost", key, "confirmed, not committed") for key in h.confirmed - exists]
+    for key in starts.keys() | effects.keys() | dead.keys() | left.keys() | h.acked.keys() | h.finished.keys():
+        if key not in h.attempted:
+            found.append(Violation("never sent", key))
+        elif key in h.withdrawn or (h.attempted[key].outbox and key not in h.sent):
+            found.append(Violation("never committed", key))
+        else:
+            exists.add(key)
+
+    for key in sorted(exists & h.attempted.keys()):
+        found += _check_message(h, h.attempted[key], starts[key], effects[key], dead[key], left[key])
+    if h.exactly_once and h.counted != len(h.effects):
+        found.append(Violation("miscounted", None, f"{h.counted} counted, {len(h.effects)} effects"))
+    return found
+
+
+def _check_message(
+    h: History, send: Send, starts: list[Start], effects: list[Effect], dead: list[Dead], left: int
+) -> Iterator[Violation]:
+    """Did it end, once, and by nobody who had lost it?"""
+    key = send.key
+    done = len(effects) if h.exactly_once else h.finished[key]
+    last = max((start.attempt for start in starts if start.committed), default=0)
+    if left:
+        yield Violation("unsettled", key, "still in the queue")
+    elif not done and not dead:
+        yield Violation("lost", key, f"{len(starts)} starts, not in the queue, no trace")
+    if len(dead) + left > 1:
+        yield Violation("multiplied", key, f"{len(dead)} dead letters, {left} left")
+    if h.acked[key] > 1:
+        yield Violation("acknowledged twice", key, f"{h.acked[key]} times")
+    if h.acked[key] and (dead or left):
+        yield Violation("acknowledged in vain", key, "dead" if dead else "still in the queue")
+    if h.acked[key] and not done:
+        yield Violation("acknowledged undone", key)
+    if h.exactly_once and done > 1:
+        yield Violation("double effect", key, f"attempts {[effect.attempt for effect in effects]}")
+    if h.exactly_once and done and dead:
+        yield Violation("effect of a dead letter", key, dead[0].reason)
+    for effect in effects:
+        if effect.attempt < last:
+            yield Violation("stale effect", key, f"of attempt {effect.attempt}, when attempt {last} had been claimed")
+        if not any((start.attempt, start.token) == (effect.attempt, effect.token) for start in starts):
+            yield Violation("effect without start", key, f"attempt {effect.attempt}")
+        if effect.attempt <= send.fails:
+            yield Violation("effect of a failure", key, f"attempt {effect.attempt}")
+    if send.kind in DOOMED and not dead and not left:
+        yield Violation("survived", key, send.kind)
+    # A batch that failed is handled again, which is no second attempt.
+    attempts = {start.attempt for start in starts}
+    if send.calm and send.kind in ("good", "slow") and len(attempts) > 1 and key not in h.lost:
+        yield Violation("repeated in peace", key, f"attempts {attempts}")
+    for letter in dead:
+        yield from _check_dead(send, letter, starts)
+
+
+def _check_dead(send: Send, letter: Dead, starts: list[Start]) -> Iterator[Violation]:
+    """Was it right that it died, and is there evidence?"""
+    headers = letter.headers or {}
+    failures = headers.get("pgqueue.failures") or []
+    attempts = sorted({start.attempt for start in starts})
+    if letter.reason == "attempts_exhausted":
+        if letter.attempt_count < letter.max_attempts:
+            yield Violation("dead too early", send.key, f"{letter.attempt_count} of {letter.max_attempts} attempts")
+    elif letter.reason != "rejected" or send.kind != "reject":
+        yield Violation("dead for no reason", send.key, f"{send.kind}, {letter.reason}")
+    if attempts and attempts[-1] > letter.max_attempts:
+        yield Violation("too many attempts", send.key, f"{attempts[-1]} of {letter.max_attempts}")
+    if send.calm and letter.reason == "attempts_exhausted" and attempts != list(range(1, letter.max_attempts + 1)):
+        yield Violation("dead too early", send.key, f"attempts {attempts} of {letter.max_attempts}")
+
+    # A consumer that was killed, or cut off, left no last words; one that rejects, or fails in peace, does.
+    missing = []
+    words, last_error = f"{send.kind} {send.key}", letter.last_error or ""
+    if send.kind == "poison" and not any(one.get("exception_message") == words for one in failures):
+        missing.append("pgqueue.failures")
+    if letter.reason == "rejected" or (send.calm and send.kind == "poison"):
+        missing += [f"pgqueue.{name}" for name in FINAL_HEADERS if not headers.get(f"pgqueue.{name}")]
+        if words not in last_error or ("Traceback" not in last_error and send.kind == "poison"):
+            missing.append("last_error")
+    if send.calm and send.kind == "poison" and [one.get("attempt") for one in failures] != attempts[-20:]:
+        missing.append(f"every attempt in pgqueue.failures: {[one.get('attempt') for one in failures]}")
+    if missing:
+        yield Violation("no evidence", send.key, ", ".join(missing))
+
+
+class Log:
+    """An append-only file of JSON lines. What was written survives a SIGKILL of the writer."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(self, *what: Any) -> None:
+        """Append a line that ends with the moment, of the clock that all processes share."""
+        os.write(self._file, json.dumps([*what, round(time.monotonic(), 4)]).encode() + b"\n")
+
+    @staticmethod
+    def read(path: Path) -> Iterator[list[Any]]:
+        for line in path.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):  # else its writer was killed within the line, and did nothing after it
+                yield json.loads(line)[:-1]
+
+
+class Orders:
+    """What the parent says on standard input: stop, or force. End of file: it died, and so do we."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+        self.forced = False
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in sys.stdin:
+            self.forced = line.strip() == "force"
+            self.stopped.set()
+        os._exit(1)
+
+
+def produce(settings: dict[str, Any], orders: Orders) -> None:
+    """Send by every verb, at a rate with bursts; some roll back."""
+    chance = random.Random(settings["seed"])
+    log = Log(settings["history"])
+    keys = iter(range(settings["first_key"], sys.maxsize))
+    due = time.monotonic()
+    while not orders.stopped.is_set():
+        with suppress(psycopg.OperationalError), psycopg.connect(settings["dsn"], autocommit=True) as connection:
+            while not orders.stopped.wait(max(0, due - time.monotonic())):
+                due = max(due, time.monotonic() - 1)
+                queue = pgqueue.Queue(connection, chance.choice(list(settings["queues"])))
+                number = chance.choice([1, 1, 1, 1, 5, 20])
+                due += number / settings["rate"]
+                send(chance, log, queue, [next(keys) for _ in range(number)], settings["queues"][queue.name])
+        orders.stopped.wait(0.05)
+
+
+def send(
+    chance: random.Random, log: Log, queue: pgqueue.Queue, keys: list[int], kinds: dict[str, float], calm: bool = False
+) -> None:
+    """Send one message per key, all or none, and write down what was meant and what was answered."""
+    outbox = not calm and chance.random() < 0.3
+    withdrawn = not calm and chance.random() < 0.05
+    tasks = []
+    pace: dict[str, list[float]] = {"slow": [0.1, 0.5], "long": [3]}
+    for key in keys:
+        (kind,) = chance.choices(list(kinds), list(kinds.values()))
+        tasks.append({"key": key, "kind": kind, "seconds": chance.choice(pace.get(kind, [0, 0.005, 0.02]))})
+        if kind == "flaky":
+            tasks[-1]["fails"] = chance.randint(1, 3)
+        log.write("attempted", queue.name, key, kind, tasks[-1].get("fails", 0), outbox, calm)
+    if withdrawn:
+        log.write("withdrawn", queue.name, keys)
+    with ExitStack() as stack:
+        if outbox or withdrawn:
+            stack.enter_context(queue.connection.transaction(force_rollback=withdrawn))
+        if outbox:
+            for key in keys:
+                queue.connection.execute("insert into sent values (%s, %s)", (queue.name, key))
+        _send(chance, queue, tasks)
+    if not withdrawn:
+        log.write("confirmed", queue.name, keys)
+
+
+def _send(chance: random.Random, queue: pgqueue.Queue, tasks: list[dict[str, Any]]) -> None:
+    delay = timedelta(seconds=chance.choice([0, 0.01, 0.3])) if chance.random() < 0.2 else None
+    way = chance.random()
+    kinds = {task["kind"] for task in tasks}
+    if "killer" in kinds or ("poison" in kinds and way < 0.7):
+        # Fewer attempts than the queue gives, as plain SQL may say.
+        with queue.connection.transaction():
+            for task in tasks:
+                limit = {"poison": 4, "killer": 2}.get(task["kind"], 25)
+                queue.connection.execute(
+                    "insert into pgqueue.messages (queue_name, payload, max_attempts) values (%s, %s, %s)",
+                    (queue.name, Jsonb(task), limit),
+                )
+            pgqueue.Queue(queue.connection, queue.name).wake()
+    elif len(tasks) == 1 and way < 0.9:
+        queue.enqueue(tasks[0], delay=delay)
+    elif len(tasks) == 1:
+        queue.enqueue(body=json.dumps(tasks[0]).encode(), delay=delay)
+    elif way < 0.8:
+        queue.enqueue_batch(tasks, delay=delay)
+    else:
+        queue.enqueue_copy(tasks)
+
+
+class Poison(Exception):
+    """What a handler raises."""
+
+
+class Handler:
+    """What consumers are given: does what a message's payload says. Sync and async, one by one and in batches."""
+
+    def __init__(self, log: Log, spec: dict[str, Any]) -> None:
+        self._log = log
+        self._queue = spec["queue"]
+        self._committed = spec["options"].get("mode") != "receive"
+
+    def __call__(self, given: Any) -> None:
+        batch = given if isinstance(given, list) else [given]
+        tasks = [self._start(delivery) for delivery in batch]
+        time.sleep(max(task["seconds"] for task in tasks))
+        for delivery, task in zip(batch, tasks, strict=True):
+            if not self._is_rejected(delivery, task, given):
+                if delivery.connection is not None:
+                    for statement, values in self._effect(delivery, task):
+                        delivery.connection.execute(statement, values)
+                self._end(delivery, task)
+
+    async def call(self, given: Any) -> None:
+        batch = given if isinstance(given, list) else [given]
+        tasks = [self._start(delivery) for delivery in batch]
+        await asyncio.sleep(max(task["seconds"] for task in tasks))
+        for delivery, task in zip(batch, tasks, strict=True):
+            if not self._is_rejected(delivery, task, given):
+                if delivery.connection is not None:
+                    for statement, values in self._effect(delivery, task):
+                        await delivery.connection.execute(statement, values)
+                self._end(delivery, task)
+
+    def _start(self, delivery: Any) -> dict[str, Any]:
+        message = delivery.message
+        task: dict[str, Any] = json.loads(message.body) if message.body is not None else message.payload
+        token = str(message.claim_token) if message.claim_token else None
+        self._log.write("start", self._queue, task["key"], message.id, delivery.attempt, token, self._committed)
+        if task["kind"] == "killer":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return task
+
+    def _is_rejected(self, delivery: Any, task: dict[str, Any], given: Any) -> bool:
+        if task["kind"] != "reject":
+            return False
+        if not isinstance(given, list):
+            raise pgqueue.Reject(f"reject {task['key']}")
+        delivery.reject(f"reject {task['key']}")
+        return True
+
+    def _effect(self, delivery: Any, task: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        token = str(delivery.message.claim_token) if delivery.message.claim_token else None
+        yield "insert into effects values (%s, %s, %s, %s)", (self._queue, task["key"], delivery.attempt, token)
+        # Few rows, in no order: batches meet deadlocks here.
+        yield "update counters set n = n + 1 where queue = %s and shard = %s", (self._queue, task["key"] % 64)
+
+    def _end(self, delivery: Any, task: dict[str, Any]) -> None:
+        """Fail, behind the effect, which must then not be seen; or write down that the work was done."""
+        if task["kind"] == "poison" or delivery.attempt <= task.get("fails", 0):
+            raise Poison(f"{task['kind']} {task['key']}")
+        if delivery.connection is None:
+            self._log.write("finish", self._queue, task["key"])
+
+
+class Naive:
+    """A consumer of thirty lines over the client, for comparison: in one transaction it is right. A `careless` one
+    commits the work before it acknowledges, which is wrong, and the checker has to see it.
+    """
+
+    def __init__(self, dsn: str, queue: str, handler: Handler, *, careless: bool = False) -> None:
+        self._dsn, self._queue, self._handler, self._careless = dsn, queue, handler, careless
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, force: bool = False) -> None:  # noqa: ARG002
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            with suppress(psycopg.OperationalError), psycopg.connect(self._dsn, autocommit=True) as connection:
+                queue = pgqueue.Queue(connection, self._queue)
+                while not self._stopped.is_set():
+                    messages = queue.claim(10)
+                    for message in messages:
+                        self._settle(queue, message)
+                    if self._careless and messages:
+                        time.sleep(0.2)  # so that whatever cuts it off does so here
+                        queue.ack_batch([message.id for message in messages], messages[0].claim_token)
+                    self._stopped.wait(0 if messages else 0.02)
+            self._stopped.wait(0.05)
+
+    def _settle(self, queue: pgqueue.Queue, message: pgqueue.Message) -> None:
+        try:
+            with queue.connection.transaction():
+                self._handler(_Delivery(message, queue.connection, message.attempt_count))
+                if not self._careless and not queue.ack(message.id, message.claim_token):
+                    raise psycopg.Rollback
+        except Poison as error:
+            queue.nack(message.id, message.claim_token, error=str(error))
+
+
+@dataclass
+class _Delivery:
+    message: pgqueue.Message
+    connection: psycopg.Connection[Any]
+    attempt: int
+
+
+def consume(settings: dict[str, Any], orders: Orders) -> None:
+    """Run consumers, all sync or all async, until told to stop."""
+    log = Log(settings["history"])
+
+    def observe(event: Any) -> None:
+        if event.message_id is not None or event.kind != "succeeded":
+            log.write("event", event.queue_name, event.kind, event.message_id, event.count)
+
+    def made(kind: Callable[..., Any], spec: dict[str, Any], handler: Any, **more: Any) -> Any:
+        durations = {"visibility_timeout", "peek_delay", "grace_period", "circuit_breaker_after"}
+        options = {k: timedelta(seconds=v) if k in durations else v for k, v in spec["options"].items()}
+        return kind(settings["dsn"], spec["queue"], handler, **options, **more)
+
+    async def run_async() -> None:
+        consumers = [
+            made(pgqueue.AsyncConsumer, spec, Handler(log, spec).call, observe=observe)
+            for spec in settings["consumers"]
+        ]
+        for consumer in consumers:
+            while not orders.stopped.is_set():
+                # The server may be down, which is an error for who starts, and none for who has started.
+                with suppress(psycopg.OperationalError):
+                    await consumer.start()
+                    break
+                await asyncio.sleep(0.1)
+        await asyncio.to_thread(orders.stopped.wait)
+        await asyncio.gather(*(consumer.stop(force=orders.forced) for consumer in consumers))
+
+    if settings["flavour"] == "async":
+        asyncio.run(run_async())
+        return
+    naive = settings["flavour"] == "naive"
+    consumers = [
+        made(
+            Naive if naive else pgqueue.Consumer,
+            spec,
+            Handler(log, spec),
+            **({} if naive else {"observe": observe}),
+        )
+        for spec in settings["consumers"]
+    ]
+    for consumer in consumers:
+        while not orders.stopped.is_set():
+            with suppress(psycopg.OperationalError):
+                consumer.start()
+                break
+            time.sleep(0.1)
+    orders.stopped.wait()
+    stops = [threading.Thread(target=consumer.stop, kwargs={"force": orders.forced}) for consumer in consumers]
+    for stop in stops:
+        stop.start()
+    for stop in stops:
+        stop.join()
+
+
+@dataclass
+class Plan:
+    """Who takes part, and what is done to them. Times are seconds; windows are parts of a cycle, 0 to 1."""
+
+    seed: int
+    seconds: float = 16  # of a cycle
+    cycles: int = 1
+    rate: float = 200  # messages per second of each producer
+    producers: int = 2
+    # Of each process: its flavour (sync, async, naive), and per consumer a queue and the options of its constructor.
+    processes: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = field(default_factory=list)
+    exactly_once: dict[str, bool] = field(default_factory=dict)  # by queue: are all its consumers transactional?
+    kinds: dict[str, float] = field(
+        default_factory=lambda: {"good": 84, "slow": 12, "flaky": 3, "poison": 0.5, "reject": 0.5}
+    )
+    killers: list[str] = field(default_factory=list)  # queues that also get messages that kill their consumer
+    kill_every: float = 1.2
+    terminate: tuple[float, float] = (0, 0.55)
+    pin: tuple[float, float] = (0.25, 0.8)
+    restart_at: float | None = 0.45
+    # Not where everything is terminated: a process that was paused would find its connections closed.
+    pause: tuple[float, float] = (0.5, 1)
+    pause_seconds: tuple[float, float] = (2.2, 3.5)
+    visibility_timeout: float = 2
+    drain_seconds: float = 30
+    calm_messages: int = 60
+
+
+@dataclass
+class Outcome:
+    """What was found, and what was done, so that a soak that did nothing is not taken for a proof."""
+
+    violations: list[tuple[str, Violation]]  # with their queues
+    figures: dict[str, Any]
+    home: str
+
+    def __str__(self) -> str:
+        lines = [f"{queue}: {one.kind}: message {one.key}: {one.detail}" for queue, one in self.violations[:40]]
+        kinds = Counter(f"{queue}: {one.kind}" for queue, one in self.violations)
+        figures = ", ".join(f"{name} {value}" for name, value in self.figures.items())
+        return "\n".join([f"violations: {dict(kinds)}", *lines, figures, f"histories in {self.home}"])
+
+
+def everything(seed: int, **changes: Any) -> Plan:
+    """Four processes with every mode, sync and async: on one queue effects happen once, on the other at least once."""
+    once, least = "once", "least"
+    transactional = {"transactional": True, "concurrency": 4, "peek_delay": 0.2}
+    receive = {"mode": "receive", "concurrency": 4, "peek_delay": 0.2}
+    lease = {"concurrency": 4, "peek_delay": 0.2}
+    processes = [
+        ("sync", [(once, transactional), (least, lease)]),
+        ("async", [(once, receive), (least, lease | {"batch_size": 5})]),
+        ("sync", [(once, receive | {"listen": False}), (least, lease | {"prefetch": 10})]),
+        ("async", [(once, transactional | {"batch_size": 5}), (least, lease | {"prefetch": 10})]),
+    ]
+    plan = {"processes": processes, "exactly_once": {once: True, least: False}, "killers": [least]}
+    return Plan(seed=seed, **(plan | changes))
+
+
+class _Child:
+    """A process of this file: told to stop by a line, killed, paused."""
+
+    def __init__(self, role: str, settings: dict[str, Any], log: Path) -> None:
+        self.role, self.log, self.history = role, log, Path(settings["history"]).stem
+        self.killed = False
+        self.told_at: float | None = None  # to stop
+        self.paused_until: float | None = None
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, role, json.dumps(settings)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def is_up(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        self.killed = True
+        self.process.kill()
+
+    def pause(self, seconds: float) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        self.paused_until = time.monotonic() + seconds
+
+    def resume(self) -> None:
+        self.paused_until = None
+        if self.is_up():
+            self.process.send_signal(signal.SIGCONT)
+        if self.told_at is not None:
+            self.told_at = time.monotonic()
+
+    def tell(self, order: str) -> None:
+        self.told_at = time.monotonic()
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(f"{order}\n".encode())
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        """End it, if it has not ended, and leave nothing open."""
+        if self.is_up():
+            self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+
+class Soak:
+    """One run of a plan."""
+
+    def __init__(self, plan: Plan, home: Path) -> None:
+        self.plan, self.home = plan, home
+        self.chance = random.Random(plan.seed)
+        self.log = Log(str(home / "trouble.log"))
+        self.figures: Counter[str] = Counter()
+        self.violations: list[tuple[str, Violation]] = []
+        self._names = iter(range(sys.maxsize))
+        self._consumers: list[_Child | None] = [None] * len(plan.processes)
+        self._producers: list[_Child | None] = [None] * plan.producers
+        self._restarts: list[tuple[float, list[_Child | None], int]] = []  # when, and which place to fill again
+        self._leaving = False  # the consumers too
+        self._pin: psycopg.Connection[Any] | None = None
+        self.server = EmbeddedServer(
+            settings={"max_connections": "200", "deadlock_timeout": "100ms", "autovacuum_naptime": "5s"}
+        )
+
+    def run(self) -> Outcome:
+        began = time.monotonic()
+        with self.server:
+            try:
+                self._connect()
+                self._prepare()
+                for place in range(len(self._consumers)):
+                    self._fill(self._consumers, place)
+                for place in range(len(self._producers)):
+                    self._fill(self._producers, place)
+                self._trouble()
+                self._peace()
+                self._collect()
+            finally:
+                self._close()
+        self.figures["seconds"] = round(time.monotonic() - began)
+        return Outcome(self.violations, dict(self.figures), str(self.home))
+
+    # The stage.
+
+    def _connect(self) -> None:
+        self.connection = psycopg.connect(self.server.dsn, autocommit=True)
+
+    def _prepare(self) -> None:
+        self.connection.execute("create extension pgqueue")
+        for queue in self.plan.exactly_once:
+            pgqueue.Queue(self.connection, queue).create_queue(
+                visibility_timeout=timedelta(seconds=self.plan.visibility_timeout),
+                max_attempts=25,
+                backoff_base=timedelta(milliseconds=20),
+                backoff_max=timedelta(milliseconds=100),
+            )
+        self.connection.execute("create table sent (queue text, key bigint)")
+        # No constraint: what happens twice must be seen twice.
+        self.connection.execute("create table effects (queue text, key bigint, attempt int, token text)")
+        self.connection.execute("create table counters (queue text, shard int, n bigint, primary key (queue, shard))")
+        with self.connection.cursor() as cursor:
+            cursor.executemany(
+                "insert into counters select %s, shard, 0 from generate_series(0, 63) as shard",
+                [(queue,) for queue in self.plan.exactly_once],
+            )
+
+    def _fill(self, places: list[_Child | None], place: int) -> None:
+        """Start the process of a place, with a history of its own."""
+        number = next(self._names)
+        settings: dict[str, Any] = {"dsn": make_conninfo(self.server.dsn, application_name=f"soak {number}")}
+        if places is self._producers:
+            role = "produce"
+            # What takes three seconds never ends in a transaction that is cut off every second.
+            kinds = {True: self.plan.kinds, False: self.plan.kinds | {"long": 0.3}}
+            settings |= {
+                "queues": {queue: kinds[once] for queue, once in self.plan.exactly_once.items()},
+                "rate": self.plan.rate,
+                "seed": self.plan.seed * 1000 + number,
+                "first_key": number * 10_000_000,
+            }
+        else:
+            role = "consume"
+            flavour, specs = self.plan.processes[place]
+            settings |= {
+                "flavour": flavour,
+                "consumers": [{"queue": queue, "options": options} for queue, options in specs],
+            }
+        settings["history"] = str(self.home / f"{role}-{place}-{number}.jsonl")
+        places[place] = _Child(role, settings, self.home / f"{role}-{place}.log")
+
+    # The trouble.
+
+    def _trouble(self) -> None:
+        start = time.monotonic()
+        next_kill = next_terminate = start + 1
+        next_pause = start
+        restarts = [] if self.plan.restart_at is None else [n + self.plan.restart_at for n in range(self.plan.cycles)]
+        while (cycle := (time.monotonic() - start) / self.plan.seconds) < self.plan.cycles:
+            part, now = cycle % 1, time.monotonic()
+            self._supervise()
+            if now >= next_kill and self.plan.kill_every:
+                next_kill = now + self.chance.uniform(0.5, 1.5) * self.plan.kill_every
+                self._strike()
+            if now >= next_terminate and _within(part, self.plan.terminate):
+                next_terminate = now + 1
+                self._terminate()
+            if now >= next_pause and _within(part, self.plan.pause):
+                next_pause = now + self.chance.uniform(0.2, 0.6)
+                self._pause()
+            if _within(part, self.plan.pin) and self._pin is None:
+                self._pin = psycopg.connect(self.server.dsn, application_name="soak pin")
+                self._pin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+                self._pin.execute("select pg_current_xact_id(), count(*) from pg_class")
+                self._did("pins")
+            if not _within(part, self.plan.pin) and self._pin is not None:
+                self._unpin()
+            if restarts and cycle >= restarts[0]:
+                del restarts[0]
+                self._restart()
+            time.sleep(0.02)
+        self._unpin()
+
+    def _supervise(self, calm: bool = False) -> None:
+        """Bury who ended, wake who was paused, start who is due again."""
+        now = time.monotonic()
+        for places in (self._consumers, self._producers):
+            for place, child in enumerate(places):
+                if child is None:
+                    continue
+                if not child.is_up():
+                    self._bury(child)
+                    places[place] = None
+                    self._restarts.append((now + self.chance.uniform(0, 0.5), places, place))
+                elif child.paused_until is not None:
+                    if calm or now >= child.paused_until:
+                        child.resume()
+                elif child.told_at is not None and now > child.told_at + STOP_SECONDS and not child.killed:
+                    self._violated("did not stop", f"{child.role} within {STOP_SECONDS} s")
+                    child.kill()
+        for due, places, place in list(self._restarts):
+            if calm or now >= due:
+                self._restarts.remove((due, places, place))
+                if (places is self._consumers and not self._leaving) or not calm:
+                    self._fill(places, place)
+
+    def _bury(self, child: _Child) -> None:
+        code = child.process.wait()
+        # A message that kills is a SIGKILL like ours.
+        if code != -signal.SIGKILL and not (code == 0 and child.told_at is not None):
+            tail = child.log.read_text(errors="replace")[-3000:]
+            self._violated("died by itself", f"{child.role} with exit code {code}: {tail}")
+        self.figures["killed by a message"] += code == -signal.SIGKILL and not child.killed
+        child.close()
+
+    def _strike(self) -> None:
+        """Kill a process, or stop it by force. Mostly consumers."""
+        kind = self.chance.random()
+        places = self._consumers if kind > 0.15 or not self._producers else self._producers
+        child = self.chance.choice(places)
+        if child is None or not child.is_up() or child.told_at is not None or child.paused_until is not None:
+            return
+        if places is self._consumers and kind > 0.8:
+            self._did("forced stops", child.history)
+            child.tell("force")
+            return
+        self._did("kills", child.history)
+        child.kill()
+        if places is self._consumers and self.plan.killers and self.chance.random() < 0.3:
+            self._plant()
+
+    def _plant(self) -> None:
+        """Send a message that kills who handles it."""
+        with suppress(psycopg.OperationalError), psycopg.connect(self.server.dsn, autocommit=True) as connection:
+            number = next(self._names)
+            log = Log(str(self.home / f"plant-{number}.jsonl"))
+            queue = pgqueue.Queue(connection, self.chance.choice(self.plan.killers))
+            send(self.chance, log, queue, [number * 10_000_000], {"killer": 1}, calm=True)
+
+    def _pause(self) -> None:
+        """Stop a consumer's clock for longer than its claims last: what it does next, it does with stale claims."""
+        child = self.chance.choice(self._consumers)
+        if child is not None and child.is_up() and child.paused_until is None:
+            seconds = self.chance.uniform(*self.plan.pause_seconds)
+            child.pause(seconds)
+            self._did("pauses", child.history, seconds)
+
+    def _terminate(self) -> None:
+        spared = [self.connection.info.backend_pid, *([self._pin.info.backend_pid] if self._pin else [])]
+        row = self.connection.execute(
+            "select count(*) filter (where pg_terminate_backend(a.pid)) from pg_stat_activity a"
+            " where a.backend_type = 'client backend' and a.pid <> all(%s)",
+            (spared,),
+        ).fetchone()
+        self._did("terminations")
+        self.figures["backends terminated"] += row[0] if row else 0
+
+    def _restart(self) -> None:
+        """The server crashes, and recovers from its WAL."""
+        self._unpin()
+        self.connection.close()
+        if self.chance.random() < 0.5:
+            self.server.kill()
+            self.server.start()
+        else:
+            self.server.restart(immediate=True)
+        self._connect()
+        self._did("restarts")
+
+    def _unpin(self) -> None:
+        if self._pin is not None:
+            self._pin.close()
+            self._pin = None
+
+    # The end.
+
+    def _peace(self) -> None:
+        """Producers stop, what is left is drained; then a last few messages, and everybody stops."""
+        for producer in self._producers:
+            if producer is not None:
+                producer.tell("stop")
+        self._settle()
+        log = Log(str(self.home / "peace.jsonl"))
+        number = next(self._names)
+        calm = {"good": 80.0, "flaky": 8, "poison": 6, "reject": 6}
+        kinds = {kind: weight for kind, weight in calm.items() if kind in self.plan.kinds}
+        keys = iter(range(number * 10_000_000, sys.maxsize))
+        self.figures["calm"] = 0
+        for queue in self.plan.exactly_once:
+            client = pgqueue.Queue(self.connection, queue)
+            for size in [1] * (self.plan.calm_messages // 2) + [self.plan.calm_messages // 2]:
+                send(self.chance, log, client, [next(keys) for _ in range(size)], kinds, calm=True)
+                self.figures["calm"] += size
+        self._settle()
+        self._leaving = True
+        for consumer in self._consumers:
+            if consumer is not None:
+                consumer.tell("stop")
+        while any(self._consumers):
+            self._supervise(calm=True)
+            time.sleep(0.02)
+
+    def _settle(self) -> None:
+        """Wait until every queue is empty and the producers have ended."""
+        deadline = time.monotonic() + self.plan.drain_seconds
+        while time.monotonic() < deadline:
+            self._supervise(calm=True)
+            row = self.connection.execute(
+                "select (select count(*) from pgqueue.messages) + (select count(*) from pgqueue.scheduled_messages)"
+            ).fetchone()
+            if not any(self._producers) and row == (0,):
+                return
+            time.sleep(0.05)
+
+    def _collect(self) -> None:
+        """Put the histories together, and check them."""
+        histories = {queue: History(exactly_once) for queue, exactly_once in self.plan.exactly_once.items()}
+        ids: dict[tuple[str, int], int] = {}
+        told: list[tuple[str, str, int]] = []
+        for path in sorted(self.home.glob("*.jsonl")):
+            for what, queue, *rest in Log.read(path):
+                h = histories[queue]
+                match what:
+                    case "attempted":
+                        key, kind, fails, outbox, calm = rest
+                        # What kills is sent amid the trouble, like nothing else that has no producer.
+                        h.attempted[key] = Send(key, kind, fails, outbox, calm and kind != "killer")
+                    case "confirmed":
+                        h.confirmed.update(rest[0])
+                    case "withdrawn":
+                        h.withdrawn.update(rest[0])
+                    case "start":
+                        key, number, *start = rest
+                        h.starts.append(Start(key, *start))
+                        ids[queue, number] = key
+                    case "finish":
+                        h.finished[rest[0]] += 1
+                    case "event":
+                        kind, number, count = rest
+                        self.figures[f"{kind} ({queue})"] += count
+                        if kind in ("succeeded", "lost"):
+                            told.append((kind, queue, number))
+        for kind, queue, number in told:
+            key = ids.get((queue, number))
+            if kind == "succeeded" and key is None:
+                self.violations.append((queue, Violation("acknowledged, never started", None, f"id {number}")))
+            elif kind == "succeeded" and key is not None:
+                histories[queue].acked[key] += 1
+            elif key is not None:
+                histories[queue].lost.add(key)
+        for queue, h in histories.items():
+            self._read_tables(queue, h)
+            self.violations += [(queue, one) for one in check(h)]
+            self._sum_up(h)
+
+    def _read_tables(self, queue: str, h: History) -> None:
+        def rows(statement: str) -> Iterable[tuple[Any, ...]]:
+            return self.connection.execute(statement, {"queue": queue}).fetchall()
+
+        key = "coalesce(payload->>'key', convert_from(body, 'UTF8')::jsonb->>'key')::bigint"
+        h.sent.update(row[0] for row in rows("select key from sent where queue = %(queue)s"))
+        h.effects += [Effect(*row) for row in rows("select key, attempt, token from effects where queue = %(queue)s")]
+        h.counted = sum(row[0] for row in rows("select n from counters where queue = %(queue)s"))
+        h.dead += [
+            Dead(*row)
+            for row in rows(
+                f"select {key}, reason, attempt_count, max_attempts, last_error, headers"
+                " from pgqueue.dead_messages where queue_name = %(queue)s"
+            )
+        ]
+        for table in ("messages", "scheduled_messages"):
+            h.left += [row[0] for row in rows(f"select {key} from pgqueue.{table} where queue_name = %(queue)s")]
+        (stats,) = pgqueue.Queues(self.connection).stats(queue)
+        left = stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
+        estimated = "dead_messages" in stats.estimates
+        if left != len(h.left) or (stats.dead_messages != len(h.dead) and not estimated):
+            found = f"{len(h.left)} left and {len(h.dead)} dead letters, and stats says {stats}"
+            self.violations.append((queue, Violation("miscounted", None, found)))
+
+    def _sum_up(self, h: History) -> None:
+        exists = h.sent | {key for key in h.confirmed if not h.attempted[key].outbox}
+        self.figures["messages"] += len(exists)
+        self.figures["unconfirmed"] += len(h.attempted.keys() - h.confirmed - h.withdrawn)
+        self.figures["withdrawn"] += len(h.withdrawn)
+        self.figures["dead"] += len(h.dead)
+        self.figures["innocent dead"] += sum(
+            one.key in h.attempted and h.attempted[one.key].kind not in DOOMED for one in h.dead
+        )
+        self.figures["effects"] += len(h.effects)
+        self.figures["counted"] += h.counted
+        self.figures["starts"] += len(h.starts)
+        attempts = Counter(start.key for start in h.starts)
+        self.figures["started again"] += sum(number > 1 for number in attempts.values())
+
+    def _did(self, what: str, *whom: Any) -> None:
+        self.figures[what] += 1
+        self.log.write(what, *whom)
+
+    def _violated(self, kind: str, detail: str) -> None:
+        self.violations.append(("", Violation(kind, None, detail)))
+
+    def _close(self) -> None:
+        self._unpin()
+        for child in [*self._consumers, *self._producers]:
+            if child is not None:
+                child.close()
+        self.connection.close()
+
+
+def _within(part: float, window: tuple[float, float]) -> bool:
+    return window[0] <= part < window[1]
+
+
+def run(plan: Plan, home: Path | None = None) -> Outcome:
+    """Run a plan; the histories stay in `home`."""
+    if home is None:
+        home = Path(tempfile.mkdtemp(prefix="pgqueue-soak-"))
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "plan.json").write_text(json.dumps(asdict(plan), indent=1))
+    return Soak(plan, home).run()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A process of the soak; test/bench/consumer.py starts one by hand.")
+    parser.add_argument("role", choices=["produce", "consume"])
+    parser.add_argument("settings", type=json.loads)
+    arguments = parser.parse_args()
+    {"produce": produce, "consume": consume}[arguments.role](arguments.settings, Orders())
