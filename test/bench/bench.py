@@ -227,8 +227,8 @@ def measure(bench: Bench, options: argparse.Namespace, console: Console) -> dict
 
 def circumstances(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     """What the figures hold for."""
-    commit = _output("git", "rev-parse", "--short", "HEAD") or "unknown"
-    changed = _output("git", "status", "--porcelain", "--", "sql", "extension")
+    commit = output_of("git", "rev-parse", "--short", "HEAD") or "unknown"
+    changed = output_of("git", "status", "--porcelain", "--", "sql", "extension")
     (version,) = bench.connection.execute("select split_part(version(), ' ', 2)").fetchone() or ("?",)
     settings = ", ".join(f"{name} = {value}" for name, value in SETTINGS.items())
     return {
@@ -236,20 +236,20 @@ def circumstances(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "postgresql": version,
         "pgmq": bench.pgmq,
-        "client": f"pgbench {_output(bench.pgbench, '--version').split()[-1]}, {options.clients} clients, prepared",
+        "client": f"pgbench {output_of(bench.pgbench, '--version').split()[-1]}, {options.clients} clients, prepared",
         "settings": f"{settings}, fsync on, everything else as PostgreSQL has it",
-        "machine": f"{os.cpu_count()} cores ({_cpu()}), {platform.system()} {platform.release()}, Unix socket",
+        "machine": f"{os.cpu_count()} cores ({cpu()}), {platform.system()} {platform.release()}, Unix socket",
         "rounds": options.rounds,
         "seconds": options.seconds,
         "load_before": round(os.getloadavg()[0], 2),
     }
 
 
-def _output(*command: object) -> str:
+def output_of(*command: object) -> str:
     return subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
-def _cpu() -> str:
+def cpu() -> str:
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     return found[1] if found else platform.machine()

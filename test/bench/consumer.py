@@ -1,0 +1,507 @@
+"""Measures the consumer on a server of its own: how soon it wakes, what it asks while idle, how much it gets done.
+
+README.md in this directory says what is measured, and how to read it. Each part replaces its own figures in the JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from bench import PAYLOAD, SETTINGS, cpu, output_of
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+from rich.console import Console
+from rich.table import Table
+
+import pgqueue
+from pgqueue.embedded import EmbeddedServer
+
+sys.path.append(str(Path(__file__).parents[1]))
+import soak
+
+RESULTS = Path(__file__).parent / "results/consumer.json"
+PARTS = ("latency", "idle", "throughput", "soak")
+CONTEXT = multiprocessing.get_context("spawn")
+MODES: dict[str, dict[str, Any]] = {
+    "lease": {},
+    "lease, transactional": {"transactional": True},
+    "receive": {"mode": "receive"},
+}
+TARGETS = {"p50": 5.0, "p99": 20.0}  # milliseconds
+IDLE_TARGET = 70  # statements a minute
+QUANTILES = [*(n / 100 for n in range(100)), 0.999, 1.0]
+
+
+class Database:
+    """A database with pgqueue and one queue."""
+
+    _numbers = count(1)
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        self.name = f"bench_{next(self._numbers)}"
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            connection.execute(sql.SQL("create database {}").format(sql.Identifier(self.name)))
+        self.dsn = make_conninfo(server.dsn, dbname=self.name)
+        self.connection = psycopg.connect(self.dsn, autocommit=True)
+        self.connection.execute("create extension pgqueue")
+        self.connection.execute("select pgqueue.create_queue('orders')")
+
+    def fill(self, messages: int) -> None:
+        """Start anew, with that many messages and nothing to tidy up."""
+        self.connection.execute("select pgqueue.drop_queue('orders'), pgqueue.create_queue('orders')")
+        self.connection.execute(
+            "insert into pgqueue.messages (queue_name, max_attempts, payload)"
+            f" select 'orders', 5, {PAYLOAD} from generate_series(1, {messages})".encode()
+        )
+        self.connection.execute("vacuum analyze pgqueue.messages")
+        self.connection.execute("checkpoint")
+
+    def close(self) -> None:
+        """Drop it, so that it takes no memory or vacuum from the next."""
+        self.connection.close()
+        with psycopg.connect(make_conninfo(self.dsn, dbname="postgres"), autocommit=True) as connection:
+            connection.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(self.name)))
+
+
+class Work:
+    """A consumer's process: it notes when each handler begins, and answers to what is asked through a pipe."""
+
+    def __init__(self, dsn: str, flavour: str, options: dict[str, Any]) -> None:
+        self.pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=consume, args=(dsn, flavour, options, theirs))
+        self.process.start()
+        assert self.pipe.recv() == "started"
+
+    def ask(self, what: str) -> Any:
+        """`count`: messages handled so far, and when. `stop`: (number, moment) of every one that has a number."""
+        self.pipe.send(what)
+        return self.pipe.recv()
+
+    def close(self) -> Any:
+        answer = self.ask("stop")
+        self.process.join()
+        return answer
+
+
+def consume(dsn: str, flavour: str, options: dict[str, Any], pipe: Any) -> None:
+    """Run one consumer with a handler that does nothing but look at the clock."""
+    seen: list[tuple[int, float]] = []
+
+    def handle(delivery: Any) -> None:
+        seen.append((delivery.message.payload.get("number", 0), time.monotonic()))
+
+    async def handle_async(delivery: Any) -> None:
+        handle(delivery)
+
+    def answer() -> None:
+        """Until told to stop."""
+        pipe.send("started")
+        while pipe.recv() == "count":
+            pipe.send((len(seen), time.monotonic()))
+
+    async def run() -> None:
+        async with pgqueue.AsyncConsumer(dsn, "orders", handle_async, **options):
+            await asyncio.to_thread(answer)
+
+    if flavour == "async":
+        asyncio.run(run())
+    else:
+        with pgqueue.Consumer(dsn, "orders", handle, **options):
+            answer()
+    pipe.send([one for one in seen if one[0]])
+
+
+# Wake-up latency: two streams of messages, each a process with a connection of its own.
+
+
+def send_evenly(dsn: str, seconds: float, every: tuple[float, float], first: int) -> list[tuple[int, float, float]]:
+    """One message a transaction, at intervals; returns the number, when it was sent, when its commit was answered."""
+    return _send(dsn, seconds, every, 1, first)
+
+
+def send_bursts(dsn: str, seconds: float, every: tuple[float, float], first: int) -> list[tuple[int, float, float]]:
+    """Twenty messages a transaction, at intervals."""
+    return _send(dsn, seconds, every, 20, first)
+
+
+def _send(
+    dsn: str, seconds: float, every: tuple[float, float], size: int, first: int
+) -> list[tuple[int, float, float]]:
+    chance = random.Random(first)
+    numbers = count(first)
+    sent: list[tuple[int, float, float]] = []
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        queue = pgqueue.Queue(connection, "orders")
+        due = start = time.monotonic()
+        while due < start + seconds:
+            due += chance.uniform(*every)
+            time.sleep(max(0, due - time.monotonic()))
+            batch = [next(numbers) for _ in range(size)]
+            called = time.monotonic()
+            if size == 1:
+                queue.enqueue({"number": batch[0]})
+            else:
+                queue.enqueue_batch([{"number": number} for number in batch])
+            answered = time.monotonic()
+            sent += [(number, called, answered) for number in batch]
+    return sent
+
+
+LOADS: dict[str, list[tuple[Callable[..., Any], tuple[float, float]]]] = {
+    # 600 a second evenly, and 400 in bursts of 20.
+    "1,000/s with bursts": [(send_evenly, (1 / 600, 1 / 600)), (send_bursts, (0.02, 0.08))],
+    # Every message finds the consumer asleep.
+    "10/s, one by one": [(send_evenly, (0.05, 0.15))],
+}
+
+
+def latency(server: EmbeddedServer, options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """From the commit of an enqueue to the handler, in milliseconds."""
+    results = []
+    for load, streams in LOADS.items():
+        for mode, settings in MODES.items():
+            for flavour in ("sync", "async"):
+                database = Database(server)
+                work = Work(database.dsn, flavour, settings | {"concurrency": options.concurrency})
+                time.sleep(1)
+                with CONTEXT.Pool(len(streams)) as pool:
+                    pending = [
+                        pool.apply_async(send, (database.dsn, options.seconds, every, 1 + place * 10_000_000))
+                        for place, (send, every) in enumerate(streams)
+                    ]
+                    sent = [one for stream in pending for one in stream.get()]
+                drained(database)
+                handled = dict(work.close())
+                database.close()
+                assert len(handled) == len(sent), f"{len(sent)} sent, {len(handled)} handled"
+                by_answer = sorted(max(0, handled[number] - answered) * 1000 for number, _, answered in sent)
+                by_call = sorted((handled[number] - called) * 1000 for number, called, _ in sent)
+                result = {
+                    "load": load,
+                    "mode": mode,
+                    "flavour": flavour,
+                    "concurrency": options.concurrency,
+                    "rate": round(len(sent) / options.seconds),
+                    **{name: round(_quantile(by_answer, part), 2) for name, part in _QUANTILES.items()},
+                    "from_call": {name: round(_quantile(by_call, part), 2) for name, part in _QUANTILES.items()},
+                    "quantiles": [round(_quantile(by_answer, part), 3) for part in QUANTILES],
+                }
+                results.append(result)
+                console.print(f"[dim]{load}, {mode}, {flavour}: p50 {result['p50']} ms, p99 {result['p99']} ms")
+    return results
+
+
+_QUANTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+
+
+def _quantile(ordered: list[float], part: float) -> float:
+    return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
+
+
+def drained(database: Database) -> None:
+    """Wait until the queue is empty."""
+    deadline = time.monotonic() + 60
+    while database.connection.execute("select exists (select from pgqueue.messages)").fetchone() != (False,):
+        assert time.monotonic() < deadline, "the queue was not drained within a minute"
+        time.sleep(0.02)
+
+
+def idle(server: EmbeddedServer, options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """What a consumer asks of the server while its queue is empty, all at once, each in a database of its own."""
+    kinds = [(mode, flavour, listen) for mode in MODES for flavour in ("sync", "async") for listen in (True, False)]
+    databases = [Database(server) for _ in kinds]
+    workers = [
+        Work(database.dsn, flavour, MODES[mode] | {"listen": listen})
+        for database, (mode, flavour, listen) in zip(databases, kinds, strict=True)
+    ]
+    statement = """
+        select s.query, sum(s.calls)::int from pg_stat_statements s join pg_database d on d.oid = s.dbid
+        where d.datname = %s and s.toplevel group by s.query order by 2 desc
+    """
+    with psycopg.connect(server.dsn, autocommit=True) as connection:
+        connection.execute("create extension if not exists pg_stat_statements")
+        time.sleep(5)
+        connection.execute("select pg_stat_statements_reset()")
+        console.print(f"[dim]{len(kinds)} consumers idle for {options.idle_seconds} s")
+        time.sleep(options.idle_seconds)
+        asked = [connection.execute(statement, (database.name,)).fetchall() for database in databases]
+    for worker, database in zip(workers, databases, strict=True):
+        worker.close()
+        database.close()
+    return [
+        {
+            "mode": mode,
+            "flavour": flavour,
+            "listen": listen,
+            "per_minute": round(sum(calls for _, calls in queries) * 60 / options.idle_seconds, 1),
+            "statements": dict(queries),
+        }
+        for (mode, flavour, listen), queries in zip(kinds, asked, strict=True)
+    ]
+
+
+# Throughput: raw statements, in threads where each message has a transaction of its own.
+
+
+def raw(dsn: str, mode: str, concurrency: int, seconds: float) -> float:
+    """Messages per second of the same verbs, without a consumer: a claim of as many messages as the consumer runs
+    handlers, and one ack of them all; where work has a transaction, as many threads with one message each.
+    """
+    done: list[int] = []
+    stop = threading.Event()
+
+    def lease(connection: psycopg.Connection[Any], queue: pgqueue.Queue) -> int:  # noqa: ARG001
+        messages = queue.claim(concurrency)
+        return queue.ack_batch([message.id for message in messages], messages[0].claim_token)
+
+    def transactional(connection: psycopg.Connection[Any], queue: pgqueue.Queue) -> int:
+        (message,) = queue.claim()
+        with connection.transaction():
+            queue.ack(message.id, message.claim_token)
+        return 1
+
+    def receive(connection: psycopg.Connection[Any], queue: pgqueue.Queue) -> int:
+        with connection.transaction():
+            return len(queue.receive())
+
+    step = {"lease": lease, "lease, transactional": transactional, "receive": receive}[mode]
+
+    def repeat() -> None:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            queue = pgqueue.Queue(connection, "orders")
+            while not stop.is_set():
+                done.append(step(connection, queue))
+
+    threads = [threading.Thread(target=repeat) for _ in range(1 if mode == "lease" else concurrency)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    before, start = sum(done), time.monotonic()
+    time.sleep(seconds)
+    rate = (sum(done) - before) / (time.monotonic() - start)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    return rate
+
+
+def consumed(dsn: str, flavour: str, settings: dict[str, Any], seconds: float) -> float:
+    """Messages per second of a consumer whose handler does nothing."""
+    work = Work(dsn, flavour, settings)
+    time.sleep(1)
+    before, start = work.ask("count")
+    time.sleep(seconds)
+    after, end = work.ask("count")
+    work.close()
+    return float((after - before) / (end - start))
+
+
+def throughput(server: EmbeddedServer, options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """Messages per second in each mode, raw and by the consumers, which take turns within a round."""
+    results: list[dict[str, Any]] = []
+    database = Database(server)
+    kinds = MODES | {"lease, prefetch": {}}
+    seconds = options.seconds / 2
+    for concurrency in (1, 8, 32):
+        for mode, settings in kinds.items():
+            more = {"prefetch": 4 * concurrency} if mode == "lease, prefetch" else {}
+            rates: dict[str, list[float]] = {"raw": [], "sync": [], "async": []}
+            for number in range(options.rounds):
+                for system in rates if number % 2 == 0 else reversed(rates):
+                    database.fill(int(20_000 * (seconds + 2)))
+                    if system == "raw":
+                        rate = raw(database.dsn, "lease" if more else mode, concurrency, seconds)
+                    else:
+                        every = settings | more | {"concurrency": concurrency}
+                        rate = consumed(database.dsn, system, every, seconds)
+                    left = database.connection.execute("select exists (select from pgqueue.messages)").fetchone()
+                    assert left == (True,), "the queue ran dry"
+                    rates[system].append(round(rate))
+            results.append({"mode": mode, "concurrency": concurrency, **rates})
+            console.print(f"[dim]{mode}, {concurrency}: {rates}")
+    database.close()
+    return results
+
+
+def soaked(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """The long soak: cycles of a minute, each with every trouble. The histories stay where it says."""
+    seed = random.SystemRandom().randrange(1_000_000) if options.seed is None else options.seed
+    cycles = max(1, round(options.minutes))
+    seconds = options.minutes * 60 / cycles
+    home = Path(tempfile.mkdtemp(prefix="pgqueue-soak-"))
+    console.print(f"[dim]soak of {options.minutes:g} minutes, seed {seed}, histories in {home}")
+    plan = soak.everything(seed, seconds=seconds, cycles=cycles, drain_seconds=120)
+    outcome = soak.run(plan, home)
+    violations = [f"{queue}: {one.kind}: message {one.key}: {one.detail}" for queue, one in outcome.violations]
+    for line in violations[:100]:
+        console.print(f"[red]{line}")
+    return {"minutes": options.minutes, "seed": seed, "violations": violations, **outcome.figures}
+
+
+def circumstances(server: EmbeddedServer) -> dict[str, Any]:
+    """What the figures of a part hold for."""
+    changed = output_of("git", "status", "--porcelain", "--", "sql", "extension", "python/src")
+    with psycopg.connect(server.dsn) as connection:
+        (version,) = connection.execute("select split_part(version(), ' ', 2)").fetchone() or ("?",)
+    return {
+        "commit": (output_of("git", "rev-parse", "--short", "HEAD") or "unknown")
+        + (" with changes" if changed else ""),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "postgresql": version,
+        "python": platform.python_version(),
+        "settings": "fsync and synchronous_commit on",
+        "machine": f"{os.cpu_count()} cores ({cpu()}), {platform.system()} {platform.release()}, Unix socket",
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def tables(report: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Titles, headings and rows of all tables."""
+    if "latency" in report:
+        headings = ["from commit to handler, ms", "", "", "p50", "p99", "max", "p50 / p99 from the call", "targets"]
+        rows = []
+        for one in report["latency"]["figures"]:
+            met = all(one[name] < bound for name, bound in TARGETS.items())
+            row = [one["load"], one["mode"], one["flavour"], *(f"{one[name]:.1f}" for name in _QUANTILES)]
+            row.append(" / ".join(f"{one['from_call'][name]:.1f}" for name in TARGETS))
+            rows.append([*row, "met" if met else "missed"])
+        yield "Wake-up latency", headings, rows
+    if "idle" in report:
+        rows = []
+        for one in report["idle"]["figures"]:
+            waits, met = "listens" if one["listen"] else "polls", one["per_minute"] <= IDLE_TARGET
+            row = [one["mode"], one["flavour"], waits, f"{one['per_minute']:.0f}"]
+            rows.append([*row, "met" if met else "missed"])
+        yield "Statements of an idle consumer", ["", "", "", "per minute", f"at most {IDLE_TARGET}"], rows
+    if "throughput" in report:
+        headings = ["messages per second", "concurrency", "raw statements", "Consumer", "AsyncConsumer"]
+        rows = [
+            [one["mode"], str(one["concurrency"])]
+            + [f"{statistics.median(one[system]):,.0f}" for system in ("raw", "sync", "async")]
+            for one in report["throughput"]["figures"]
+        ]
+        yield "Throughput, with a handler that does nothing", headings, rows
+    if "soak" in report:
+        figures = dict(report["soak"]["figures"])
+        violations = figures.pop("violations")
+        rows = [["violations", str(len(violations))], *([name, str(value)] for name, value in figures.items())]
+        yield "Soak", ["", ""], rows
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print the tables for a terminal."""
+    for title, headings, rows in tables(report):
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for place, heading in enumerate(headings):
+            table.add_column(heading, justify="right" if rows and _is_figure(rows[0][place]) else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    for part in (part for part in PARTS if part in report):
+        console.print(
+            f"{part}: {', '.join(f'{name} {value}' for name, value in report[part]['circumstances'].items())}"
+        )
+
+
+def _is_figure(text: str) -> bool:
+    return text.replace(",", "").replace(".", "").isdigit()
+
+
+def plot(report: dict[str, Any], path: Path) -> bool:
+    """Draw how the latencies are distributed; False where matplotlib is not installed, or nothing was measured."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return False
+    if "latency" not in report:
+        return False
+    mpl.use("svg")
+    from matplotlib import pyplot
+
+    loads = list(LOADS)
+    figure, axes = pyplot.subplots(1, len(loads), figsize=(6 * len(loads), 4.5), sharey=True, layout="constrained")
+    for axis, load in zip(axes, loads, strict=True):
+        for one in (one for one in report["latency"]["figures"] if one["load"] == load):
+            label = f"{'Async' if one['flavour'] == 'async' else ''}Consumer, {one['mode']}"
+            style = "--" if one["flavour"] == "async" else "-"
+            colour = f"C{list(MODES).index(one['mode'])}"
+            axis.plot([max(ms, 0.1) for ms in one["quantiles"]], QUANTILES, style, color=colour, label=label)
+        for name, bound in TARGETS.items():
+            axis.axvline(bound, color="grey", linewidth=0.8, linestyle=":")
+            axis.text(bound, 0.02, f" {name} < {bound:g} ms", color="grey", fontsize=8)
+        axis.set(xscale="log", title=load, xlabel="ms from the commit of the enqueue to the handler", ylim=(0, 1.01))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("part of the messages")
+    axes[0].legend(fontsize=8, loc="upper left")
+    figure.savefig(path)
+    pyplot.close(figure)
+    return True
+
+
+@contextmanager
+def started() -> Iterator[EmbeddedServer]:
+    """A durable server that counts statements."""
+    settings = SETTINGS | {
+        "shared_preload_libraries": "pg_stat_statements",
+        "pg_stat_statements.track": "top",
+        "max_connections": "300",
+    }
+    with EmbeddedServer(settings=settings) as server:
+        yield server
+
+
+def main() -> None:
+    """Measure what the command line names, or print what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {PARTS}")
+    parser.add_argument(
+        "--long", action="store_true", help="half an hour, for figures to publish, instead of 5 minutes"
+    )
+    parser.add_argument("--seconds", type=float, help="of each cell of latency (3, long: 20), half of it of throughput")
+    parser.add_argument("--rounds", type=int, help="of throughput (1, long: 3)")
+    parser.add_argument("--concurrency", type=int, default=16, help="of latency (16)")
+    parser.add_argument("--idle-seconds", type=float, help="(30, long: 120)")
+    parser.add_argument("--minutes", type=float, help="of the soak (0.5, long: 10)")
+    parser.add_argument("--seed", type=int, help="of the soak")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="where the JSON goes")
+    parser.add_argument("--show", action="store_true", help="measure nothing, print and plot what the JSON holds")
+    options = parser.parse_args()
+    usual = {"seconds": (3, 20), "rounds": (1, 3), "idle_seconds": (30, 120), "minutes": (0.5, 10)}
+    for name, values in usual.items():
+        if getattr(options, name) is None:
+            setattr(options, name, values[options.long])
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    report: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
+    for part in () if options.show else options.only:
+        with started() as server:
+            about = circumstances(server)
+            measure = {"latency": latency, "idle": idle, "throughput": throughput}.get(part)
+            figures = measure(server, options, console) if measure else None
+        report[part] = {"circumstances": about, "figures": figures or soaked(options, console)}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    show(report, console)
+    if not plot(report, options.output.with_suffix(".svg")):
+        console.print("[dim]no plot: matplotlib is not installed, or no latency was measured")
+    if report.get("soak", {}).get("figures", {}).get("violations") and "soak" in options.only:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
