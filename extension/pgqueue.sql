@@ -27,7 +27,9 @@ create type pgqueue.queue as (
     dedicated boolean,
     paused_at timestamptz,
     created_at timestamptz,
-    updated_at timestamptz
+    updated_at timestamptz,
+    archive_for interval,
+    expires_after_idle interval
 );
 comment on type pgqueue.queue is
 'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';
@@ -90,6 +92,32 @@ create type pgqueue.dead_message as (
 comment on type pgqueue.dead_message is
 'A dead letter: the message, its last error, and why and when it died.';
 
+create type pgqueue.archived_message as (
+    id bigint,
+    queue_name text,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    message_id uuid,
+    attempt_count int,
+    max_attempts int,
+    enqueued_at timestamptz,
+    claimed_at timestamptz,
+    finished_at timestamptz,
+    expires_at timestamptz,
+    claimed_by text,
+    last_error text
+);
+comment on type pgqueue.archived_message is
+'A message that was acknowledged: when it was sent, claimed and finished, and the attempt that it took; claimed_at is null where it was received.';
+
+create type pgqueue.archive_change as (
+    day date,
+    change text
+);
+comment on type pgqueue.archive_change is
+'What maintain_archive did with a day (UTC) of the archive: made, emptied, dropped, or busy where it gave way.';
+
 create type pgqueue.queue_stats as (
     queue_name text,
     ready_messages bigint,
@@ -128,10 +156,11 @@ create type pgqueue.stream as (
     replays int,
     claimed_at timestamptz,
     claimed_until timestamptz,
-    last_id bigint
+    last_id bigint,
+    on_ack text
 );
 comment on type pgqueue.stream is
-'A stream, as stream_open and list_streams return it: the batch it acknowledged last, by number and token, and the open one, whose columns from claim_token to claimed_until are null where there is none. last_id is the highest message id given out so far.';
+'A stream, as stream_open and list_streams return it: the batch it acknowledged last, by number and token, and the open one, whose columns from claim_token to claimed_until are null where there is none. last_id is the highest message id given out so far. on_ack is archive, delete, or null where that is as the queue says.';
 
 create type pgqueue.stream_batch as (
     queue_name text,
@@ -147,6 +176,14 @@ create type pgqueue.stream_batch as (
 );
 comment on type pgqueue.stream_batch is
 'A batch that is reserved for a stream, named by seq and claim_token. lost has the ids that were found to be no longer the stream''s.';
+
+create type pgqueue.subscription as (
+    topic text,
+    queue_name text,
+    subscribed_at timestamptz
+);
+comment on type pgqueue.subscription is
+'That a queue has a copy of what is published to a topic, or to the topics that a pattern matches.';
 -- Where messages live. The column names are a public contract: raw SQL on these tables is a
 -- supported way to send, claim and settle. New columns go last.
 
@@ -174,6 +211,8 @@ create table pgqueue.queues (
     sweep_register regclass not null,
     due_register regclass not null,
     waiting_register regclass not null,
+    archive_for interval,
+    expires_after_idle interval,
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -187,10 +226,16 @@ create table pgqueue.queues (
         and backoff_max between '0 s' and '30 days'
         and backoff_factor between 1 and 100
         and backoff_jitter between 0 and 1
-    )
+    ),
+    constraint queues_archive_for_is_bounded check (archive_for between '1 day' and '10 years'),
+    constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '10 years')
 );
 comment on table pgqueue.queues is
 'One row a queue. Rarely written, so that claims read one clean row; what changes with every claim is kept in registers.';
+comment on column pgqueue.queues.archive_for is
+'How long at least what was acknowledged stays in archived_messages; null: it does not get there.';
+comment on column pgqueue.queues.expires_after_idle is
+'How long the queue stays though nobody uses it and it holds no message; null: for good.';
 comment on column pgqueue.queues.fresh_register is
 'Register: no message below this id was never claimed, but for late commits. A hint.';
 comment on column pgqueue.queues.swept_register is
@@ -221,12 +266,24 @@ create table pgqueue.messages (
     body bytea,
     headers jsonb,
     claimed_by text,
-    last_error text
+    last_error text,
+    claimed_at timestamptz,
+    transport_headers text,
+    transport_id uuid,
+    transport_seq bigint
 ) partition by list (queue_name);
 comment on table pgqueue.messages is
 'Messages that are ready (visible_at has come) or in flight (claimed, visible_at is the end of the claim). A message has a payload or a body.';
 comment on column pgqueue.messages.claimed_attempt is
 'The attempt_count that claim_token was given for: a later claim by plain SQL, which sets no token, thereby ends the token''s power.';
+comment on column pgqueue.messages.transport_headers is
+'The headers as a transport wrote them, or reads them; null where none does.';
+comment on column pgqueue.messages.transport_id is
+'The id of the message in the relation that expose_transport made; null where there is none.';
+comment on column pgqueue.messages.transport_seq is
+'Its place in that relation. Of its own, as ids of all queues are one sequence and may lie further apart than a transport counts.';
+comment on column pgqueue.messages.claimed_at is
+'When the claim was made that claimed_attempt speaks of; an extension leaves it as it is.';
 
 -- The primary key is the only index, and nothing that a claim writes is in it: claims are HOT updates. A second
 -- index, even a partial one that holds no row, costs every insert and every claim 2.5 microseconds of about 10
@@ -265,6 +322,7 @@ create table pgqueue.scheduled_messages (
     headers jsonb,
     claimed_by text,
     last_error text,
+    transport_headers text,
     constraint scheduled_messages_pkey primary key (queue_name, id),
     constraint scheduled_messages_due_at_fits_a_register
     check (due_at between '1970-01-02 00:00+00' and '9999-12-31 00:00+00')
@@ -293,6 +351,7 @@ create table pgqueue.dead_messages (
     headers jsonb,
     claimed_by text,
     last_error text,
+    transport_headers text,
     reason text not null,
     constraint dead_messages_pkey primary key (queue_name, id),
     constraint dead_messages_reason_is_known
@@ -300,6 +359,51 @@ create table pgqueue.dead_messages (
 );
 comment on table pgqueue.dead_messages is
 'Messages that were given up, with the reason, the last error and the moment.';
+
+-- A day of UTC is a partition, made days ahead. There is no default partition: attaching a day beside one locks it
+-- against everybody who reads the archive, for as long as the transaction lasts, and fails the acknowledgement that
+-- is just on its way there. What meets no partition goes to unfiled_messages instead.
+-- No unique key: that somebody put a message back under its old id must not keep it from being acknowledged. The
+-- index is declared on each partition, not on the parent: pg_dump could not restore a partition whose parent comes
+-- from the extension with an index.
+create table pgqueue.archived_messages (
+    id bigint not null,
+    queue_name text collate "C" not null,
+    enqueued_at timestamptz not null,
+    claimed_at timestamptz,
+    finished_at timestamptz not null default clock_timestamp(),
+    attempt_count int not null,
+    max_attempts int not null,
+    expires_at timestamptz,
+    message_id uuid,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    claimed_by text,
+    last_error text
+) partition by range (finished_at);
+comment on table pgqueue.archived_messages is
+'Messages that were acknowledged, of queues that have archive_for. A partition a day (UTC), dropped as a whole.';
+comment on column pgqueue.archived_messages.claimed_at is
+'When the claim that was acknowledged was made; null for a receive, which takes and finishes at once.';
+comment on column pgqueue.archived_messages.finished_at is
+'When it was acknowledged, by the clock, before the commit.';
+
+create table pgqueue.unfiled_messages (like pgqueue.archived_messages including all);
+comment on table pgqueue.unfiled_messages is
+'Archived messages of days that had no partition, so that no acknowledgement fails for want of one: sweeps and maintain_archive file them.';
+
+create sequence pgqueue.archive_look;
+comment on sequence pgqueue.archive_look is
+'Register: when a sweep looks after the partitions of the archive again, in microseconds since 1970. A hint; never called where nothing is archived.';
+
+create table pgqueue.archive_promises (
+    queue_name text collate "C" not null,
+    archive_for interval not null,
+    ends_at timestamptz not null
+);
+comment on table pgqueue.archive_promises is
+'Queues that were dropped, or archive no longer: until ends_at, what they archived is kept as long as they said.';
 
 create table pgqueue.returns (
     queue_name text collate "C" not null,
@@ -347,12 +451,14 @@ create table pgqueue.streams (
     claimed_until timestamptz,
     replays int,
     begun_epoch bigint,
+    on_ack text,
     constraint streams_pkey primary key (queue_name, stream_name),
     constraint streams_stream_name_is_plain check (stream_name ~ '^[a-z0-9_-]{1,128}$'),
     constraint streams_batch_is_whole check (
         num_nulls(claim_token, ids, left_out, partitions, visibility_timeout, claimed_at, claimed_until, replays)
         in (0, 8)
-    )
+    ),
+    constraint streams_on_ack_is_known check (on_ack in ('archive', 'delete'))
 ) with (fillfactor = 50, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.streams is
 'One row a stream: how far it has acknowledged, and the batch that it has claimed since, of which there is one at most.';
@@ -366,6 +472,95 @@ comment on column pgqueue.streams.left_out is
 'Those of ids that are no longer part of the batch: skipped, or lost and given up.';
 comment on column pgqueue.streams.begun_epoch is
 'The epoch in which the open batch was begun last; null until it is.';
+
+create unlogged table pgqueue.staged_attempts (
+    token uuid not null,
+    run uuid not null,
+    partition int not null,
+    attempt bigint not null,
+    queue_name text collate "C" not null,
+    staged_by name not null,
+    staged_at timestamptz not null,
+    constraint staged_attempts_pkey primary key (token)
+);
+create index staged_attempts_run on pgqueue.staged_attempts (run);
+comment on table pgqueue.staged_attempts is
+'Who stages rows of a run, one row an attempt at a partition. Unlogged, as what it speaks of: a crash of the server empties both.';
+comment on column pgqueue.staged_attempts.token is
+'Known only to whoever stages: with it one adds rows, and names the attempt that won.';
+
+create unlogged table pgqueue.staged_messages (
+    token uuid not null,
+    row_number int not null,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    message_id uuid,
+    delay interval,
+    expires_in interval,
+    bytes int generated always as (coalesce(octet_length(body), octet_length(payload::text))) stored,
+    constraint staged_messages_pkey primary key (token, row_number)
+) with (autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_scale_factor = 0);
+comment on table pgqueue.staged_messages is
+'Messages that wait for sink_commit: nobody can claim them, and what is wrong with them is said then.';
+comment on column pgqueue.staged_messages.bytes is
+'The size of payload or body, measured by the writers, of which there are many, and not by the one that commits.';
+
+create table pgqueue.sink_commits (
+    app_id text collate "C" not null,
+    version bigint not null,
+    run uuid not null,
+    messages bigint not null,
+    committed_by name not null,
+    committed_at timestamptz not null,
+    forgotten_version bigint,
+    constraint sink_commits_pkey primary key (app_id, version)
+);
+comment on table pgqueue.sink_commits is
+'The ledger of sink_commit: what is in it is not sent again. A run that has no app_id goes by its own id.';
+comment on column pgqueue.sink_commits.forgotten_version is
+'Of this app_id, versions up to this one were swept from the ledger: whether they were committed is not known.';
+
+create table pgqueue.subscriptions (
+    topic text collate "C" not null,
+    queue_name text collate "C" not null,
+    subscribed_at timestamptz not null default clock_timestamp(),
+    endpoint text collate "C" not null,
+    queue_address text not null,
+    is_pattern boolean not null generated always as (topic ~ '(^|\.)[*#](\.|$)') stored,
+    constraint subscriptions_pkey primary key (endpoint, topic)
+);
+create index subscriptions_topic on pgqueue.subscriptions (topic, queue_name);
+create index subscriptions_words on pgqueue.subscriptions ((topic || '.')) where is_pattern;
+create index subscriptions_queue_name on pgqueue.subscriptions (queue_name, topic);
+comment on table pgqueue.subscriptions is
+'Which queue has a copy of what is published to which topic, or to the topics that a pattern matches.';
+comment on column pgqueue.subscriptions.endpoint is
+'Whose subscription it is: the queue, unless a transport that shares the queue said otherwise.';
+comment on column pgqueue.subscriptions.queue_address is
+'The queue as a transport addresses it.';
+
+create table pgqueue.transports (
+    queue_name text collate "C" not null,
+    relation regclass not null,
+    seq_register regclass not null,
+    head bigint not null default 1,
+    next_at timestamptz not null default '-infinity',
+    settled_seq bigint not null default 0,
+    bound_seq bigint not null default 0,
+    writers text[] not null default '{}',
+    constraint transports_pkey primary key (queue_name)
+) with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
+comment on table pgqueue.transports is
+'The relations that expose_transport made. Written at most once a second, by who looks at one.';
+comment on column pgqueue.transports.seq_register is
+'The sequence that transport_seq is taken from.';
+comment on column pgqueue.transports.head is
+'No message has a lower transport_seq, nor will one: there the statements of the transport begin to read.';
+comment on column pgqueue.transports.next_at is
+'When advance_transport is due again.';
+comment on column pgqueue.transports.settled_seq is
+'No transaction that took a transport_seq up to this one is running any more; bound_seq and writers as in sweeps.';
 -- Every error that the product raises, each in one place: SQLSTATE, message, hint.
 
 create function pgqueue._raise_invalid(argument text, given text, expected text)
@@ -449,6 +644,36 @@ end;
 $$;
 comment on function pgqueue._raise_queue_busy(text, text) is
 'Raises PQ004 queue_busy.';
+
+create function pgqueue._raise_exposed(queue_name text, relation regclass)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'duplicate_object',
+        message = format('queue %L is exposed already, as %s', queue_name, relation),
+        hint = format('Take the relation away first: select pgqueue.unexpose_transport(%L).', queue_name);
+end;
+$$;
+comment on function pgqueue._raise_exposed(text, regclass) is
+'Raises 42710: a queue has one relation at most.';
+
+create function pgqueue._raise_not_allowed(role_name name, deed text, object text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'insufficient_privilege',
+        message = format('role %I may not %s %I', role_name, deed, object),
+        hint = 'Its owner can grant the right.';
+end;
+$$;
+comment on function pgqueue._raise_not_allowed(name, text, text) is
+'Raises 42501: the caller lacks a right that the function itself has.';
 
 create function pgqueue._raise_stream_not_found(queue_name text, stream_name text)
 returns void
@@ -540,6 +765,41 @@ $$;
 comment on function pgqueue._raise_stream_poisoned(pgqueue.streams) is
 'Raises PQ009 stream_poisoned.';
 
+create function pgqueue._raise_staged_messages_lost(
+    run uuid, partition int, expected bigint, remaining bigint
+)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ010',
+        message = format('run %s staged %s messages in partition %s, and %s are there', run, expected,
+            coalesce(partition::text, 'unknown'), remaining),
+        detail = 'Nothing was sent.',
+        hint = 'The server crashed since, sweep_staged or sink_abort removed them, or another role staged them. Run the job, or the micro-batch, again.';
+end;
+$$;
+comment on function pgqueue._raise_staged_messages_lost(uuid, int, bigint, bigint) is
+'Raises PQ010 staged_messages_lost.';
+
+create function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = code,
+        message = format('row %s of partition %s: %s', row_number, partition, error),
+        detail = 'Nothing was sent.',
+        hint = hint;
+end;
+$$;
+comment on function pgqueue._raise_in_row(text, int, int, text, text) is
+'Raises an error of one message again, with the row it is about.';
+
 create function pgqueue._some(ids bigint[])
 returns text
 language sql immutable parallel safe
@@ -579,6 +839,13 @@ language sql stable parallel safe
 as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._after(timestamptz, interval) is
 'The moment that lies a span later. A day is 24 hours: added as a day it would be 23 or 25 where the clocks of the session''s TimeZone change.';
+
+create function pgqueue._is_first_statement()
+returns boolean
+language sql stable parallel safe
+as $$ select statement_timestamp() - transaction_timestamp() < interval '5 ms' $$;
+comment on function pgqueue._is_first_statement() is
+'Whether the transaction began with this statement or just before, and so may commit right behind it. Not by equality: a driver sends a statement as several messages, each of which has a time of its own.';
 -- Registers: sequences used as words of shared memory that survive a crash. A sequence is updated in
 -- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs
 -- time, never a message.
@@ -705,7 +972,7 @@ as $$
     select row(
         q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
         q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
-        q.dedicated, q.paused_at, q.created_at, q.updated_at
+        q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public(pgqueue.queues) is
@@ -766,6 +1033,13 @@ begin
     if q.backoff_jitter is null or q.backoff_jitter not between 0 and 1 then
         perform pgqueue._raise_invalid('backoff_jitter', q.backoff_jitter::text, 'a number from 0 to 1');
     end if;
+    if not pgqueue._is_within(q.archive_for, '1 day', '10 years') then
+        perform pgqueue._raise_invalid('archive_for', q.archive_for::text, 'an interval from 1 day to 10 years');
+    end if;
+    if not pgqueue._is_within(q.expires_after_idle, '1 s', '10 years') then
+        perform pgqueue._raise_invalid('expires_after_idle', q.expires_after_idle::text,
+            'an interval from 1 s to 10 years, or null for never');
+    end if;
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
     end if;
@@ -789,7 +1063,9 @@ create function pgqueue.create_queue(
     backoff_factor double precision default 2,
     backoff_max interval default '10 min',
     backoff_jitter double precision default 0.2,
-    if_not_exists boolean default false
+    if_not_exists boolean default false,
+    archive_for interval default null,
+    expires_after_idle interval default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -816,6 +1092,8 @@ begin
     q.backoff_factor := backoff_factor;
     q.backoff_max := backoff_max;
     q.backoff_jitter := backoff_jitter;
+    q.archive_for := archive_for;
+    q.expires_after_idle := expires_after_idle;
     perform pgqueue._check_settings(q);
 
     -- Looked up before the lock, which would wait for those who use an existing queue, and again
@@ -839,13 +1117,18 @@ begin
         if not if_not_exists then
             perform pgqueue._raise_queue_exists(queue_name);
         end if;
+        if q.expires_after_idle is not null then
+            -- Who asks for it uses it.
+            perform setval(q.sweep_register, pgqueue._micros(pgqueue._now()));
+        end if;
         return pgqueue._public(q);
     end if;
 
     insert into pgqueue.queues (
         name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes,
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
-        fresh_register, swept_register, sweep_register, due_register, waiting_register
+        fresh_register, swept_register, sweep_register, due_register, waiting_register, archive_for,
+        expires_after_idle
     )
     values (
         create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
@@ -856,20 +1139,30 @@ begin
         pgqueue._create_register(q.queue_id, 'swept'),
         pgqueue._create_register(q.queue_id, 'sweep'),
         pgqueue._create_register(q.queue_id, 'due'),
-        pgqueue._create_register(q.queue_id, 'waiting')
+        pgqueue._create_register(q.queue_id, 'waiting'),
+        create_queue.archive_for,
+        create_queue.expires_after_idle
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
         q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
     ]) as r;
     insert into pgqueue.sweeps (queue_name) values (create_queue.queue_name);
+    if q.archive_for is not null then
+        perform pgqueue._begin_archive(q);
+    end if;
+    -- Not in a transaction that may go on for long, and hold what it dropped.
+    if pgqueue._is_first_statement() then
+        perform pgqueue._drop_idle_queues(10, false);
+    end if;
     return pgqueue._public(q);
 end;
 $$;
 comment on function pgqueue.create_queue(
-    text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision, boolean
+    text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision, boolean, interval,
+    interval
 ) is
-'Creates a queue and returns it. queue_name is 1 to 128 of a-z, 0-9, hyphen and underscore. visibility_timeout (1 s to 43200 s) is how long a claimed message stays hidden; after max_attempts (1 to 100) a message goes to the dead letters if dlq_enabled, else it is deleted; dead_letter_expired sends expired messages there too. dedicated gives the queue a table of its own, for the heavy few. max_payload_bytes (up to 100 MB) bounds payload or body. The wait after a failed attempt is backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter (0 to 1). With if_not_exists an existing queue is returned as it is. Raises 22023, PQ002 where the queue exists, PQ004 where a longer transaction keeps a dedicated table from being attached.';
+'Creates a queue and returns it. queue_name is 1 to 128 of a-z, 0-9, hyphen and underscore. visibility_timeout (1 s to 43200 s) is how long a claimed message stays hidden; after max_attempts (1 to 100) a message goes to the dead letters if dlq_enabled, else it is deleted; dead_letter_expired sends expired messages there too. dedicated gives the queue a table of its own, for the heavy few. max_payload_bytes (up to 100 MB) bounds payload or body. The wait after a failed attempt is backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter (0 to 1). With if_not_exists an existing queue is returned as it is. archive_for (1 day to 10 years) keeps what is acknowledged in pgqueue.archived_messages, at least so long; null keeps nothing. expires_after_idle (1 s to 10 years) is for queues of a while, such as the replies to one instance of a service: once it holds no message and nobody has claimed, received or waited for so long, the next create_queue, of any queue, drops it, as drop_idle_queues does. Raises 22023, PQ002 where the queue exists, PQ004 where a longer transaction keeps a dedicated table from being attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -923,7 +1216,9 @@ create function pgqueue.alter_queue(
     backoff_base interval default null,
     backoff_factor double precision default null,
     backoff_max interval default null,
-    backoff_jitter double precision default null
+    backoff_jitter double precision default null,
+    archive_for interval default null,
+    expires_after_idle interval default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -942,21 +1237,32 @@ begin
     q.backoff_factor := coalesce(alter_queue.backoff_factor, q.backoff_factor);
     q.backoff_max := coalesce(alter_queue.backoff_max, q.backoff_max);
     q.backoff_jitter := coalesce(alter_queue.backoff_jitter, q.backoff_jitter);
+    if alter_queue.archive_for = '0' then
+        perform pgqueue._end_archive(q);
+        q.archive_for := null;
+    else
+        q.archive_for := coalesce(alter_queue.archive_for, q.archive_for);
+    end if;
+    q.expires_after_idle := nullif(coalesce(alter_queue.expires_after_idle, q.expires_after_idle), '0');
     perform pgqueue._check_settings(q);
     update pgqueue.queues
     set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
         dead_letter_expired = q.dead_letter_expired, max_payload_bytes = q.max_payload_bytes,
         backoff_base = q.backoff_base, backoff_factor = q.backoff_factor, backoff_max = q.backoff_max,
-        backoff_jitter = q.backoff_jitter, updated_at = pgqueue._now()
+        backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
+        expires_after_idle = q.expires_after_idle, updated_at = pgqueue._now()
     where queues.name = queue_name
     returning * into q;
+    if alter_queue.archive_for <> '0' then
+        perform pgqueue._begin_archive(q);
+    end if;
     return pgqueue._public(q);
 end;
 $$;
 comment on function pgqueue.alter_queue(
-    text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision
+    text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval, interval
 ) is
-'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. Raises 22023, PQ001.';
+'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. A new archive_for holds for what was archived before, too; 0 ends archiving, and what was archived is kept as long as was promised; an expires_after_idle of 0 keeps the queue for good. Raises 22023, PQ001.';
 
 create function pgqueue.drop_queue(queue_name text)
 returns bigint
@@ -966,32 +1272,49 @@ set lock_timeout = '500 ms'
 as $$
 declare
     q pgqueue.queues;
-    removed bigint;
-    register regclass;
 begin
     -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone. Not for long:
     -- a transaction that sits on the queue would let everybody wait behind this one.
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    delete from pgqueue.queues where queues.name = queue_name returning * into q;
+    select queues.* into q from pgqueue.queues where queues.name = queue_name;
     if not found then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
-    removed := pgqueue._empty(q, true);
-    delete from pgqueue.sweeps where sweeps.queue_name = q.name;
-    delete from pgqueue.streams where streams.queue_name = q.name;
-    foreach register in array array[
-        q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
-    ] loop
-        execute format('drop sequence %s', register);
-    end loop;
-    return removed;
+    return pgqueue._drop(q);
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(queue_name, 'drop_queue');
     return null;
 end;
 $$;
 comment on function pgqueue.drop_queue(text) is
-'Drops a queue with all its messages, the dead ones too, and its streams, and returns how many messages those were. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
+'Drops a queue with all its messages, the dead ones too, its streams and its subscriptions, and returns how many messages those were. What it archived is kept, under its name, as long as its archive_for said. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
+
+create function pgqueue._drop(q pgqueue.queues)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    removed bigint;
+    register regclass;
+begin
+    delete from pgqueue.queues where queues.name = q.name;
+    delete from pgqueue.subscriptions where subscriptions.queue_name = q.name;
+    perform pgqueue._conceal(q);
+    removed := pgqueue._empty(q, true);
+    delete from pgqueue.sweeps where sweeps.queue_name = q.name;
+    delete from pgqueue.streams where streams.queue_name = q.name;
+    perform pgqueue._end_archive(q);
+    foreach register in array array[
+        q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
+    ] loop
+        execute format('drop sequence %s', register);
+    end loop;
+    return removed;
+end;
+$$;
+comment on function pgqueue._drop(pgqueue.queues) is
+'Drops a queue that is held alone, and returns how many messages it held.';
 
 create function pgqueue._empty(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -1431,11 +1754,11 @@ begin
     moved as (
         insert into pgqueue.messages (
             id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-            payload, body, headers, claimed_by, last_error
+            payload, body, headers, claimed_by, last_error, transport_headers
         )
         select
             d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
-            d.payload, d.body, d.headers, d.claimed_by, d.last_error
+            d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers
         from due d
         returning messages.id, messages.expires_at
     )
@@ -1469,12 +1792,13 @@ begin
     )
     insert into pgqueue.dead_messages (
         id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-        payload, body, headers, claimed_by, last_error, reason
+        payload, body, headers, claimed_by, last_error, reason, transport_headers
     )
     select
         g.id, g.queue_name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
         g.payload, g.body, g.headers, g.claimed_by, g.last_error,
-        case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end
+        case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end,
+        g.transport_headers
     from gone g
     where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end
     -- Put back by hand and left here as well: it has died again.
@@ -1684,6 +2008,10 @@ declare
 begin
     -- Who comes by while this sweep is at it leaves it alone.
     perform setval(q.sweep_register, pgqueue._micros(at + interval '50 ms'));
+    -- Once an hour somebody's sweep looks after the archive. A look that is further off was set by a clock that was wrong.
+    if pg_sequence_last_value('pgqueue.archive_look') - pgqueue._micros(at) not between 1 and 3600000000 then
+        perform pgqueue._tend_archive(at);
+    end if;
 
     select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name;
     if not found then
@@ -1920,7 +2248,8 @@ begin
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
         claim_token = (select gen_random_uuid()),
-        claimed_by = claim.claimed_by
+        claimed_by = claim.claimed_by,
+        claimed_at = (select pgqueue._now())
     where m.queue_name = claim.queue_name and m.id = any (picks)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
@@ -1941,16 +2270,45 @@ set enable_sort = off
 as $$
 declare
     picks constant bigint[] := pgqueue._grab(queue_name, max_messages, null);
+    at timestamptz;
+    is_filed boolean;
 begin
+    if pgqueue._hold_unarchived(queue_name) then
+        return query
+        delete from pgqueue.messages m
+        where m.queue_name = receive.queue_name and m.id = any (picks)
+        returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
+            m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+        return;
+    end if;
+    at := pgqueue._now();
+    is_filed := coalesce(pgqueue._has_day(pgqueue._day(at)), false);
     return query
-    delete from pgqueue.messages m
-    where m.queue_name = receive.queue_name and m.id = any (picks)
-    returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
-        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+    with gone as (
+        delete from pgqueue.messages m
+        where m.queue_name = receive.queue_name and m.id = any (picks)
+        returning m.*
+    ),
+    done as (
+        select
+            g.id, g.queue_name, g.enqueued_at, null::timestamptz, at, g.attempt_count + 1, g.max_attempts, g.expires_at,
+            g.message_id, g.payload, g.body, g.headers, g.claimed_by, g.last_error
+        from gone g
+    ),
+    filed as (
+        insert into pgqueue.archived_messages select d.* from done d where is_filed
+    ),
+    unfiled as (
+        insert into pgqueue.unfiled_messages select d.* from done d where not is_filed
+    )
+    select
+        g.id, g.queue_name, g.payload, g.body, g.headers, g.message_id, g.attempt_count + 1, g.max_attempts,
+        g.enqueued_at, g.visible_at, g.expires_at, g.claimed_by, g.claim_token, g.last_error
+    from gone g;
 end;
 $$;
 comment on function pgqueue.receive(text, int) is
-'Deletes up to max_messages (1 to 10000) messages in the caller''s transaction and returns them, by id. A rollback returns each to its place, with its attempts as they were; until the end of the transaction nobody else is given it. Drops what expired. Waits for nobody but a drop_queue; returns no row where none is ready or the queue is paused. Raises 22023, PQ001.';
+'Deletes up to max_messages (1 to 10000) messages in the caller''s transaction and returns them, by id. A rollback returns each to its place, with its attempts as they were; until the end of the transaction nobody else is given it. Drops what expired. What is received goes to the archive where the queue has archive_for. Waits for nobody but a drop_queue; returns no row where none is ready or the queue is paused. Raises 22023, PQ001.';
 -- A message is kept: its claim gets a new end.
 
 create function pgqueue._check_claim(id bigint, claim_token uuid)
@@ -2034,13 +2392,14 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    if not pgqueue._hold_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
-    end if;
-    delete from pgqueue.messages m
-    where m.queue_name = ack.queue_name and m.id = ack.id
-        and m.claim_token = ack.claim_token and m.claimed_attempt = m.attempt_count;
-    if found then
+    if pgqueue._hold_unarchived(queue_name) then
+        delete from pgqueue.messages m
+        where m.queue_name = ack.queue_name and m.id = ack.id
+            and m.claim_token = ack.claim_token and m.claimed_attempt = m.attempt_count;
+        if found then
+            return true;
+        end if;
+    elsif pgqueue._archive(queue_name, array[id], claim_token) <> '{}' then
         return true;
     end if;
     perform pgqueue._check_claim(id, claim_token);
@@ -2049,7 +2408,7 @@ begin
 end;
 $$;
 comment on function pgqueue.ack(text, bigint, uuid) is
-'Removes a message whose work is done, and returns true; false if the claim was lost: it ran out and somebody else has claimed, buried or removed the message. Raises 22023, PQ001.';
+'Removes a message whose work is done, to the archive where the queue has archive_for, and returns true; false if the claim was lost: it ran out and somebody else has claimed, buried or removed the message. Raises 22023, PQ001.';
 
 create function pgqueue.ack_batch(queue_name text, ids bigint[], claim_token uuid)
 returns int
@@ -2062,13 +2421,14 @@ as $$
 declare
     acked int;
 begin
-    if not pgqueue._hold_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
+    if pgqueue._hold_unarchived(queue_name) then
+        delete from pgqueue.messages m
+        where m.queue_name = ack_batch.queue_name and m.id = any (ids)
+            and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
+        get diagnostics acked = row_count;
+    else
+        acked := cardinality(pgqueue._archive(queue_name, ids, claim_token));
     end if;
-    delete from pgqueue.messages m
-    where m.queue_name = ack_batch.queue_name and m.id = any (ids)
-        and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
-    get diagnostics acked = row_count;
     if acked = 0 then
         if ids is null then
             perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
@@ -2080,7 +2440,396 @@ begin
 end;
 $$;
 comment on function pgqueue.ack_batch(text, bigint[], uuid) is
-'Removes the messages of one claim whose work is done, and returns how many were still the caller''s. Raises 22023, PQ001.';
+'Removes the messages of one claim whose work is done, as ack does, and returns how many were still the caller''s. Raises 22023, PQ001.';
+-- What was acknowledged is kept for a while: the statement that removes a message writes it here, into the partition
+-- of its day (UTC), which goes as a whole. Days are made ahead, by whoever switches archiving on, by a sweep once an
+-- hour, and by maintain_archive; a message whose day has none is filed later. No acknowledgement waits or fails.
+
+create function pgqueue._day(moment timestamptz)
+returns date
+language sql immutable parallel safe
+as $$ select (moment at time zone 'UTC')::date $$;
+comment on function pgqueue._day(timestamptz) is
+'The day of UTC in which a moment lies, whatever the TimeZone of the session.';
+
+create function pgqueue._day_table(day date)
+returns text
+language sql stable parallel safe
+as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
+comment on function pgqueue._day_table(date) is
+'The name of the partition that a day of the archive has, or would have.';
+
+create function pgqueue._has_day(day date)
+returns boolean
+language sql volatile
+as $$
+    select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_table(day))) = 'pgqueue.archived_messages'::regclass
+$$;
+comment on function pgqueue._has_day(date) is
+'Whether a day of the archive has its partition. By the catalog as it is now, not as an old snapshot has it; null or false if not.';
+
+create function pgqueue._archive_mark(queue_name text)
+returns text
+language sql immutable parallel safe
+as $$ select 'pgqueue.archives_' || to_hex(hashtextextended(queue_name, 0)) $$;
+comment on function pgqueue._archive_mark(text) is
+'The name of the sequence that exists while a queue archives.';
+
+create function pgqueue._hold_unarchived(queue_name text)
+returns boolean
+language sql volatile
+as $$ select pgqueue._hold_queue(queue_name) and to_regclass(pgqueue._archive_mark(queue_name)) is null $$;
+comment on function pgqueue._hold_unarchived(text) is
+'Holds the queue as _hold_queue does, and says whether it keeps no archive; false for a null name. One expression, as each costs an acknowledgement its preparation; by the cache of the catalog, as a look at the row costs ten times as much.';
+
+create function pgqueue._mark_archive(queue_name text, archive_for interval)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    mark constant text := pgqueue._archive_mark(queue_name);
+begin
+    if archive_for is null and to_regclass(mark) is not null then
+        execute format('drop sequence %s', mark);
+    elsif archive_for is not null and to_regclass(mark) is null then
+        execute format('create sequence %s', mark);
+        perform pgqueue._keep_private(mark::regclass);
+    end if;
+end;
+$$;
+comment on function pgqueue._mark_archive(text, interval) is
+'Has the mark of a queue say whether it archives.';
+
+create function pgqueue._archive(queue_name text, ids bigint[], claim_token uuid)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    acked bigint[];
+begin
+    if not coalesce(pgqueue._has_day(pgqueue._day(at)), false) then
+        return pgqueue._archive_unfiled(queue_name, ids, claim_token, at);
+    end if;
+    with gone as (
+        delete from pgqueue.messages m
+        where m.queue_name = _archive.queue_name and m.id = any (ids)
+            and m.claim_token = _archive.claim_token and m.claimed_attempt = m.attempt_count
+        returning
+            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+            m.payload, m.body, m.headers, m.claimed_by, m.last_error
+    ),
+    kept as (
+        insert into pgqueue.archived_messages select g.* from gone g returning archived_messages.id
+    )
+    select array_agg(k.id) into acked from kept k;
+    return coalesce(acked, '{}');
+end;
+$$;
+comment on function pgqueue._archive(text, bigint[], uuid) is
+'Acknowledges messages of one claim: moves them to the archive, in one statement, and returns the ids of those that were still the caller''s.';
+
+create function pgqueue._archive_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    acked bigint[];
+begin
+    with gone as (
+        delete from pgqueue.messages m
+        where m.queue_name = _archive_unfiled.queue_name and m.id = any (ids)
+            and m.claim_token = _archive_unfiled.claim_token and m.claimed_attempt = m.attempt_count
+        returning
+            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+            m.payload, m.body, m.headers, m.claimed_by, m.last_error
+    ),
+    kept as (
+        insert into pgqueue.unfiled_messages select g.* from gone g returning unfiled_messages.id
+    )
+    select array_agg(k.id) into acked from kept k;
+    return coalesce(acked, '{}');
+end;
+$$;
+comment on function pgqueue._archive_unfiled(text, bigint[], uuid, timestamptz) is
+'The same where the day has no partition.';
+
+create function pgqueue._unwanted_before(at timestamptz)
+returns timestamptz
+language sql stable
+as $$
+    select coalesce(min(pgqueue._after(at, -w.archive_for)), at)
+    from (
+        select q.archive_for from pgqueue.queues q where q.archive_for is not null
+        union all
+        select p.archive_for from pgqueue.archive_promises p where p.ends_at > at
+    ) w
+$$;
+comment on function pgqueue._unwanted_before(timestamptz) is
+'What was acknowledged before this moment no queue wants to have kept any more, nor does one that was dropped.';
+
+create function pgqueue._unwanted_days(at timestamptz)
+returns setof date
+language sql stable
+as $$
+    select d.day
+    from (
+        select to_date(right(c.relname, 8), 'YYYYMMDD') as day
+        from pg_catalog.pg_inherits i
+        join pg_catalog.pg_class c on c.oid = i.inhrelid
+        where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
+    ) d
+    where d.day < pgqueue._day(pgqueue._unwanted_before(at))
+    order by d.day
+$$;
+comment on function pgqueue._unwanted_days(timestamptz) is
+'The days of the archive, oldest first, that ended before anybody would miss them.';
+
+create function pgqueue._make_day(day date)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    partition constant text := pgqueue._day_table(day);
+begin
+    -- Made by itself and attached then, which hinders nobody who writes or reads; made as a partition it would lock
+    -- everybody out.
+    execute format('create table pgqueue.%I (like pgqueue.archived_messages including all)', partition);
+    execute format('create index on pgqueue.%I (queue_name, id)', partition);
+    execute format('comment on table pgqueue.%I is %L', partition,
+        format('Messages that were acknowledged on %s (UTC).', to_char(day, 'YYYY-MM-DD')));
+    perform pgqueue._keep_private(format('pgqueue.%I', partition)::regclass);
+    execute format('alter table only pgqueue.archived_messages attach partition pgqueue.%I for values from (%L) to (%L)',
+        partition, to_char(day, 'YYYY-MM-DD') || ' 00:00:00+00', to_char(day + 1, 'YYYY-MM-DD') || ' 00:00:00+00');
+end;
+$$;
+comment on function pgqueue._make_day(date) is
+'Makes the partition of a day of the archive.';
+
+create function pgqueue._make_days(at timestamptz)
+returns setof date
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    today constant date := pgqueue._day(at);
+    unwanted_before constant timestamptz := pgqueue._unwanted_before(at);
+    day date;
+begin
+    -- Eight days ahead: a queue that is used once a week never finds the archive unprepared.
+    for day in
+        select today + n from generate_series(0, 8) as n
+        where exists (select from pgqueue.queues q where q.archive_for is not null)
+        union
+        select pgqueue._day(u.finished_at) from pgqueue.unfiled_messages u
+        where u.finished_at >= unwanted_before and u.finished_at < at + interval '8 days'
+        order by 1
+    loop
+        if to_regclass('pgqueue.' || pgqueue._day_table(day)) is null then
+            perform pgqueue._make_day(day);
+            return next day;
+        end if;
+    end loop;
+end;
+$$;
+comment on function pgqueue._make_days(timestamptz) is
+'Makes, behind a lock that keeps others from doing so, the days of the archive that are missing, those of unfiled messages and, where any queue archives, today and eight days ahead, and returns them.';
+
+create function pgqueue._file_messages(at timestamptz, max_messages int)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    unwanted_before constant timestamptz := pgqueue._unwanted_before(at);
+    filed int;
+begin
+    -- What lies ahead was acknowledged under a clock that was wrong, and waits until its day has come.
+    with gone as (
+        delete from pgqueue.unfiled_messages u
+        where u.ctid = any (array(
+            select c.ctid from pgqueue.unfiled_messages c
+            where c.finished_at < unwanted_before or pgqueue._has_day(pgqueue._day(c.finished_at))
+            limit max_messages for update skip locked))
+        returning u.*
+    )
+    insert into pgqueue.archived_messages
+    select g.* from gone g where pgqueue._has_day(pgqueue._day(g.finished_at));
+    get diagnostics filed = row_count;
+    return filed;
+end;
+$$;
+comment on function pgqueue._file_messages(timestamptz, int) is
+'Moves up to so many unfiled messages into the partitions of their days, where those have one, forgets what nobody wants any more, and returns how many it moved.';
+
+create function pgqueue._begin_archive(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+begin
+    perform pgqueue._mark_archive(q.name, q.archive_for);
+    begin
+        perform setval('pgqueue.archive_look', pgqueue._micros(at + interval '1 h'));
+        -- The lock of who makes days concerns nobody else.
+        lock table only pgqueue.archived_messages in share update exclusive mode;
+        perform pgqueue._make_days(at);
+    exception when lock_not_available then
+        -- Somebody else is at it.
+        return;
+    end;
+end;
+$$;
+comment on function pgqueue._begin_archive(pgqueue.queues) is
+'Prepares the archive for a queue that begins to keep what it acknowledges.';
+
+create function pgqueue._end_archive(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._mark_archive(q.name, null);
+    if q.archive_for is not null then
+        insert into pgqueue.archive_promises (queue_name, archive_for, ends_at)
+        values (q.name, q.archive_for, pgqueue._after(pgqueue._now(), q.archive_for));
+    end if;
+end;
+$$;
+comment on function pgqueue._end_archive(pgqueue.queues) is
+'Has a queue keep nothing from now on, and notes how long what it kept was promised to last.';
+
+create function pgqueue._empty_day(day date)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The partition alone: acknowledgements, which lock the parent and today, do not notice. And at once or not at
+    -- all: a request that waits for who reads lets others wait behind it.
+    execute format('lock table only pgqueue.%I in access exclusive mode nowait', pgqueue._day_table(day));
+    execute format('truncate only pgqueue.%I', pgqueue._day_table(day));
+end;
+$$;
+comment on function pgqueue._empty_day(date) is
+'Removes the messages of a day of the archive. Raises 55P03 where it is being read.';
+
+create function pgqueue._is_empty_day(day date)
+returns boolean
+language sql volatile
+as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_table(day))) = 0 $$;
+comment on function pgqueue._is_empty_day(date) is
+'Whether a day of the archive was emptied, or never had a message.';
+
+create function pgqueue._tend_archive(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    since_look constant interval :=
+        at - pgqueue._moment(pg_sequence_last_value('pgqueue.archive_look')) + interval '1 h';
+    day date;
+begin
+    -- Set first, so that one comes by an hour, whatever becomes of him.
+    perform setval('pgqueue.archive_look', pgqueue._micros(at + interval '1 h'));
+    begin
+        lock table only pgqueue.archived_messages in share update exclusive mode nowait;
+        perform pgqueue._make_days(at);
+        if pgqueue._file_messages(at, 1000) = 1000 then
+            perform setval('pgqueue.archive_look', pgqueue._micros(at + interval '1 s'));
+        end if;
+        -- A day is locked against who reads the whole archive until the caller commits: not where that may take
+        -- long. Nor by a clock that may have jumped: what it says must have held for an hour.
+        if pgqueue._is_first_statement()
+            and since_look between interval '0' and interval '1 day'
+        then
+            select d into day from pgqueue._unwanted_days(at) d where not pgqueue._is_empty_day(d) limit 1;
+            if found then
+                perform pgqueue._empty_day(day);
+            end if;
+        end if;
+    exception when others then
+        -- Locks, a full disk, somebody's event trigger: nothing of that is the concern of a claim.
+        null;
+    end;
+end;
+$$;
+comment on function pgqueue._tend_archive(timestamptz) is
+'The look of a sweep after the archive: makes the days ahead, files what is unfiled, empties a day that nobody wants any more. Waits for nobody, and never fails.';
+
+create function pgqueue._drop_days(days date[])
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    day date;
+begin
+    -- A request that waits for the whole table lets every acknowledgement wait behind it. So it never waits; it
+    -- is there again at once, as acknowledgements come and go in no time.
+    for attempt in 1..1000 loop
+        begin
+            lock table only pgqueue.archived_messages in access exclusive mode nowait;
+            foreach day in array days loop
+                execute format('drop table pgqueue.%I', pgqueue._day_table(day));
+            end loop;
+            return true;
+        exception when lock_not_available then
+            continue;
+        end;
+    end loop;
+    return false;
+end;
+$$;
+comment on function pgqueue._drop_days(date[]) is
+'Drops the partitions of days; false if a longer transaction uses the archive.';
+
+create function pgqueue.maintain_archive()
+returns setof pgqueue.archive_change
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    day date;
+    emptied date[] := '{}'::date[];
+begin
+    begin
+        lock table only pgqueue.archived_messages in share update exclusive mode;
+        return query select d, 'made' from pgqueue._make_days(at) d;
+    exception when lock_not_available then
+        return next row(pgqueue._day(at), 'busy')::pgqueue.archive_change;
+        return;
+    end;
+    perform pgqueue._file_messages(at, null);
+
+    delete from pgqueue.archive_promises p where p.ends_at <= at;
+    for day in select d from pgqueue._unwanted_days(at) d loop
+        begin
+            perform pgqueue._empty_day(day);
+            emptied := emptied || day;
+        exception when lock_not_available then
+            return next row(day, 'busy')::pgqueue.archive_change;
+        end;
+    end loop;
+    if emptied <> '{}' then
+        return query
+        select d, case when dropped then 'dropped' else 'emptied' end
+        from pgqueue._drop_days(emptied) as dropped cross join unnest(emptied) as d;
+    end if;
+end;
+$$;
+comment on function pgqueue.maintain_archive() is
+'Looks after pgqueue.archived_messages, and returns what it did, a row a day: makes the partitions of today and eight days ahead, where any queue archives, files pgqueue.unfiled_messages, and drops the days that ended longer ago than the longest archive_for of any queue, dropped ones included as long as their own. Keeps no acknowledgement waiting: a partition that a longer transaction keeps from being dropped is emptied, and one that is being read is left (busy), both until the next time. Sweeps do the same but for the dropping, so that it may be called once a day, by whatever calls things, or now and then by hand; in a transaction of its own.';
 -- A message comes back, or dies: after a failure, or because its consumer stops.
 
 create function pgqueue._check_failure(id bigint, delay interval, headers jsonb)
@@ -2134,12 +2883,13 @@ begin
         if q.dlq_enabled then
             insert into pgqueue.dead_messages (
                 id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-                payload, body, headers, claimed_by, last_error, reason
+                payload, body, headers, claimed_by, last_error, reason, transport_headers
             )
             values (
                 m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
                 m.payload, m.body, m.headers, m.claimed_by, m.last_error,
-                case when rejected then 'rejected' else 'attempts_exhausted' end
+                case when rejected then 'rejected' else 'attempts_exhausted' end,
+                m.transport_headers
             )
             on conflict on constraint dead_messages_pkey do update
             set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
@@ -2151,11 +2901,11 @@ begin
     due_at := pgqueue._after(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
     insert into pgqueue.scheduled_messages (
         id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
-        payload, body, headers, claimed_by, last_error
+        payload, body, headers, claimed_by, last_error, transport_headers
     )
     values (
         m.id, m.queue_name, due_at, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-        m.payload, m.body, m.headers, m.claimed_by, m.last_error
+        m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     );
     perform pgqueue._schedule_by(q, due_at);
 end;
@@ -2273,7 +3023,8 @@ begin
             for update skip locked))
         returning
             c.id, c.queue_name, c.enqueued_at, c.due_at, c.attempt_count, c.max_attempts, null::int, null::uuid,
-            c.expires_at, c.message_id, c.payload, c.body, c.headers, c.claimed_by, c.last_error
+            c.expires_at, c.message_id, c.payload, c.body, c.headers, c.claimed_by, c.last_error, null::timestamptz,
+            c.transport_headers, null::uuid, null::bigint
         into m;
         if not found then
             return false;
@@ -2312,11 +3063,11 @@ begin
     )
     insert into pgqueue.scheduled_messages (
         id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
-        payload, body, headers, claimed_by, last_error
+        payload, body, headers, claimed_by, last_error, transport_headers
     )
     select
         g.id, g.queue_name, at, g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
-        g.payload, g.body, g.headers, g.claimed_by, g.last_error
+        g.payload, g.body, g.headers, g.claimed_by, g.last_error, g.transport_headers
     from given_back g;
     get diagnostics released = row_count;
     if released > 0 then
@@ -2350,20 +3101,21 @@ declare
     acked bigint[];
     picks bigint[];
 begin
-    if not pgqueue._hold_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
-    end if;
     if given > 0 then
         if claim_token is null then
             perform pgqueue._check_claim(0, claim_token);
         end if;
-        with gone as (
-            delete from pgqueue.messages m
-            where m.queue_name = exchange.queue_name and m.id = any (ids)
-                and m.claim_token = exchange.claim_token and m.claimed_attempt = m.attempt_count
-            returning m.id
-        )
-        select array_agg(g.id) into acked from gone g;
+        if pgqueue._hold_unarchived(queue_name) then
+            with gone as (
+                delete from pgqueue.messages m
+                where m.queue_name = exchange.queue_name and m.id = any (ids)
+                    and m.claim_token = exchange.claim_token and m.claimed_attempt = m.attempt_count
+                returning m.id
+            )
+            select array_agg(g.id) into acked from gone g;
+        else
+            acked := pgqueue._archive(queue_name, ids, claim_token);
+        end if;
         if cardinality(acked) is distinct from given then
             return query
             select
@@ -2383,14 +3135,15 @@ begin
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
         claim_token = (select gen_random_uuid()),
-        claimed_by = exchange.claimed_by
+        claimed_by = exchange.claimed_by,
+        claimed_at = (select pgqueue._now())
     where m.queue_name = exchange.queue_name and m.id = any (picks)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
 end;
 $$;
 comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) is
-'Acknowledges ids, all claimed with claim_token, and claims up to max_messages as claim does, in one call. Returns first a row with lost = true, id and queue_name for every id whose claim was lost, then the claimed messages by id with lost = false. ids may be empty or null, claim_token then too. Raises 22023, PQ001.';
+'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call. Returns first a row with lost = true, id and queue_name for every id whose claim was lost, then the claimed messages by id with lost = false. ids may be empty or null, claim_token then too. Raises 22023, PQ001.';
 -- Batches that can be read again. A stream reserves messages under a number and a token, which a reader keeps in its
 -- checkpoint: after any crash it is given the very same messages, until it says that the batch is done. One batch is
 -- open at a time; one reader at a time, as each opening fences the one before; each call is one transaction.
@@ -2478,7 +3231,7 @@ as $$
     select row(
         s.queue_name, s.stream_name, s.epoch, s.opened_by, s.opened_at, s.created_at, s.acked_seq, s.acked_token,
         s.claim_token, cardinality(s.ids) - cardinality(s.left_out), s.partitions, s.replays, s.claimed_at,
-        s.claimed_until, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0)
+        s.claimed_until, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0), s.on_ack
     )::pgqueue.stream
 $$;
 comment on function pgqueue._public_stream(pgqueue.streams) is
@@ -2536,6 +3289,11 @@ as $$
 declare
     acked int;
 begin
+    if s.on_ack = 'archive'
+        or s.on_ack is null and (select q.archive_for is not null from pgqueue.queues q where q.name = s.queue_name)
+    then
+        return cardinality(pgqueue._archive(s.queue_name, s.ids, s.claim_token));
+    end if;
     delete from pgqueue.messages m
     where m.queue_name = s.queue_name and m.id = any (s.ids)
         and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
@@ -2544,7 +3302,7 @@ begin
 end;
 $$;
 comment on function pgqueue._settle_batch(pgqueue.streams) is
-'Removes the messages of the open batch, and returns how many were still the stream''s.';
+'Removes the messages of the open batch, to the archive where the stream or else the queue wants that, and returns how many were still the stream''s.';
 
 create function pgqueue._close_batch(s pgqueue.streams)
 returns pgqueue.streams
@@ -2583,7 +3341,9 @@ $$;
 comment on function pgqueue._save_batch(pgqueue.streams) is
 'Writes how far a stream is, and its open batch.';
 
-create function pgqueue.stream_open(queue_name text, stream_name text, opened_by text default null)
+create function pgqueue.stream_open(
+    queue_name text, stream_name text, opened_by text default null, on_ack text default null
+)
 returns pgqueue.stream
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -2593,16 +3353,26 @@ declare
     s pgqueue.streams;
 begin
     perform pgqueue._check_stream_name(stream_name);
-    insert into pgqueue.streams as t (queue_name, stream_name, epoch, opened_by, opened_at, created_at)
-    values (q.name, stream_open.stream_name, pgqueue._next_epoch(null), stream_open.opened_by, pgqueue._now(), pgqueue._now())
+    if on_ack not in ('archive', 'delete') then
+        perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for what the queue says');
+    end if;
+    if on_ack = 'archive' and q.archive_for is null then
+        perform pgqueue._raise_invalid('on_ack', on_ack, format('delete or null where queue %L has no archive_for', q.name));
+    end if;
+    insert into pgqueue.streams as t (queue_name, stream_name, epoch, opened_by, opened_at, created_at, on_ack)
+    values (
+        q.name, stream_open.stream_name, pgqueue._next_epoch(null), stream_open.opened_by, pgqueue._now(), pgqueue._now(),
+        stream_open.on_ack
+    )
     on conflict on constraint streams_pkey do update
-    set epoch = pgqueue._next_epoch(t.epoch), opened_by = excluded.opened_by, opened_at = excluded.opened_at
+    set epoch = pgqueue._next_epoch(t.epoch), opened_by = excluded.opened_by, opened_at = excluded.opened_at,
+        on_ack = excluded.on_ack
     returning t.* into s;
     return pgqueue._public_stream(s);
 end;
 $$;
-comment on function pgqueue.stream_open(text, text, text) is
-'Opens a stream of the queue, making it where there is none, and returns it with a new epoch: whoever opened it before is fenced, and gets PQ006 from then on. stream_name (as a queue''s name) is one query''s own. Reading begins behind acked_seq and acked_token where the reader has no checkpoint. opened_by is a name for humans. Raises 22023, PQ001.';
+comment on function pgqueue.stream_open(text, text, text, text) is
+'Opens a stream of the queue, making it where there is none, and returns it with a new epoch: whoever opened it before is fenced, and gets PQ006 from then on. stream_name (as a queue''s name) is one query''s own. Reading begins behind acked_seq and acked_token where the reader has no checkpoint. opened_by is a name for humans. on_ack says what becomes of messages that are acknowledged from now on: delete, archive, which insists on the queue''s archive_for, or null for what the queue says then. Raises 22023, PQ001.';
 
 create function pgqueue._pick_up_to(q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int)
 returns bigint[]
@@ -2665,7 +3435,7 @@ begin
             until := pgqueue._after(pgqueue._now(), span);
             update pgqueue.messages m
             set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
-                claim_token = token, claimed_by = 'stream ' || s.stream_name
+                claim_token = token, claimed_by = 'stream ' || s.stream_name, claimed_at = pgqueue._now()
             where m.queue_name = q.name and m.id = any (picks);
             ids := ids || picks;
             first_until := coalesce(first_until, until);
@@ -3062,6 +3832,1255 @@ end;
 $$;
 comment on function pgqueue.drop_stream(text, text) is
 'Drops a stream, gives the messages of its open batch back as release does, and returns how many those were. A reader that still has a checkpoint of it is refused with PQ005, and with PQ007 once the stream is made again. Raises PQ001, PQ005.';
+-- Many messages from many writers in one commit: each writer stages its rows under a token of its own, and one
+-- call publishes what the winners staged, all or nothing, once for each (app_id, version).
+
+create function pgqueue.sink_stage(queue_name text, run uuid, partition int, attempt bigint)
+returns uuid
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    token constant uuid := gen_random_uuid();
+begin
+    if run is null then
+        perform pgqueue._raise_invalid('run', null, 'the id of a run');
+    end if;
+    if partition is null then
+        perform pgqueue._raise_invalid('partition', null, 'the number of a partition');
+    end if;
+    if attempt is null then
+        perform pgqueue._raise_invalid('attempt', null, 'the number of an attempt');
+    end if;
+    insert into pgqueue.staged_attempts (token, run, partition, attempt, queue_name, staged_by, staged_at)
+    values (token, run, partition, attempt, q.name, session_user, pgqueue._now());
+    return token;
+end;
+$$;
+comment on function pgqueue.sink_stage(text, uuid, int, bigint) is
+'Begins to stage what one attempt at one partition of a run writes for a queue, and returns its token: rows are copied into pgqueue.staged_messages under it, row_number from 1, in the same transaction. Nobody sees them before sink_commit, which only the same session_user may call for them. Raises 22023, PQ001.';
+
+create function pgqueue._own_attempts(run uuid)
+returns setof pgqueue.staged_attempts
+language sql stable
+as $$
+    select a.* from pgqueue.staged_attempts a where a.run = _own_attempts.run and a.staged_by = session_user
+$$;
+comment on function pgqueue._own_attempts(uuid) is
+'What the session''s own role has staged in a run. By session_user: inside a verb, current_user is the owner.';
+
+create function pgqueue._hold_attempts(run uuid)
+returns setof pgqueue.staged_attempts
+language sql volatile
+as $$
+    -- Not by way of _own_attempts: "for update" locks no row of a function.
+    select a.* from pgqueue.staged_attempts a
+    where a.run = _hold_attempts.run and a.staged_by = session_user
+    order by a.token
+    for update
+$$;
+comment on function pgqueue._hold_attempts(uuid) is
+'The same, locked: nobody else sends them, or takes them away, until the transaction ends.';
+
+create function pgqueue._record_commit(run uuid, messages bigint, app_id text, version bigint)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    earlier pgqueue.sink_commits;
+begin
+    -- Who comes second waits here until the first has committed, and finds its entry.
+    insert into pgqueue.sink_commits (app_id, version, run, messages, committed_by, committed_at)
+    values (app_id, version, run, messages, session_user, pgqueue._now())
+    on conflict do nothing;
+    if found then
+        if exists (
+            select from pgqueue.sink_commits c
+            where c.app_id = _record_commit.app_id and c.forgotten_version >= _record_commit.version
+        ) then
+            perform pgqueue._raise_invalid('version', version::text,
+                format('later than those of app_id %L that sweep_staged has forgotten: nobody knows whether it was committed', app_id));
+        end if;
+        return true;
+    end if;
+    select c.* into earlier from pgqueue.sink_commits c
+    where c.app_id = _record_commit.app_id and c.version = _record_commit.version;
+    -- To discard what somebody else's entry stands for would lose messages.
+    if earlier.committed_by <> session_user then
+        perform pgqueue._raise_invalid('app_id', app_id,
+            format('one of your own: version %s of it was committed by role %I', version, earlier.committed_by));
+    end if;
+    return false;
+end;
+$$;
+comment on function pgqueue._record_commit(uuid, bigint, text, bigint) is
+'Enters a commit into the ledger; false if it is there already. Raises 22023 for another role''s, and for one so old that the ledger has forgotten it.';
+
+create function pgqueue._publish(token uuid, expected bigint, q pgqueue.queues, at timestamptz)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+as $$
+declare
+    published bigint;
+    delayed bigint;
+    due_at timestamptz;
+begin
+    -- What enqueue would refuse is left out, and thereby noticed: the count is short.
+    insert into pgqueue.messages (
+        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+    )
+    select q.name, at, at, q.max_attempts, pgqueue._after(at, s.expires_in), s.message_id, s.payload, s.body, s.headers
+    from pgqueue.staged_messages s
+    where s.token = _publish.token and s.bytes <= q.max_payload_bytes and num_nulls(s.payload, s.body) = 1
+        and (s.delay is null or s.delay = interval '0' and pgqueue._is_within(s.delay, '0', '10 years'))
+        and (s.expires_in is null or pgqueue._is_within(s.expires_in, '0', '10 years'))
+        and (
+            s.headers is null
+            or jsonb_typeof(s.headers) = 'object' and octet_length(s.headers::text) <= 65536
+        )
+    order by s.token, s.row_number;
+    get diagnostics published = row_count;
+    if published >= expected then
+        return published;
+    end if;
+    with sent as (
+        insert into pgqueue.scheduled_messages (
+            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        select
+            q.name, pgqueue._after(at, s.delay), at, q.max_attempts, pgqueue._after(at, s.expires_in), s.message_id,
+            s.payload, s.body, s.headers
+        from pgqueue.staged_messages s
+        where s.token = _publish.token and s.bytes <= q.max_payload_bytes and num_nulls(s.payload, s.body) = 1
+            and s.delay > interval '0' and pgqueue._is_within(s.delay, '0', '10 years')
+            and (s.expires_in is null or pgqueue._is_within(s.expires_in, '0', '10 years'))
+            and (
+                s.headers is null
+                or jsonb_typeof(s.headers) = 'object' and octet_length(s.headers::text) <= 65536
+            )
+        order by s.token, s.row_number
+        returning scheduled_messages.due_at
+    )
+    select count(*), min(t.due_at) into delayed, due_at from sent t;
+    if delayed > 0 then
+        perform pgqueue._schedule_by(q, due_at);
+    end if;
+    return published + delayed;
+end;
+$$;
+comment on function pgqueue._publish(uuid, bigint, pgqueue.queues, timestamptz) is
+'Sends the rows staged under a token, in their order, and returns how many it sent, of so many expected; those that enqueue would refuse are left out.';
+
+create function pgqueue._check_staged(a pgqueue.staged_attempts, q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.staged_messages;
+    error text;
+    hint text;
+begin
+    for s in select m.* from pgqueue.staged_messages m where m.token = a.token order by m.row_number loop
+        perform pgqueue._check_enqueue(coalesce(s.delay, '0'), s.expires_in);
+        perform pgqueue._check_content(q, s.payload, s.body, s.headers);
+    end loop;
+exception when invalid_parameter_value or sqlstate 'PQ003' then
+    get stacked diagnostics error = message_text, hint = pg_exception_hint;
+    perform pgqueue._raise_in_row(sqlstate, a.partition, s.row_number, error, hint);
+end;
+$$;
+comment on function pgqueue._check_staged(pgqueue.staged_attempts, pgqueue.queues) is
+'Raises for the first row of an attempt what enqueue would raise for it: 22023 or PQ003, with the row.';
+
+create function pgqueue._discard(run uuid)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    tokens constant uuid[] := array(select a.token from pgqueue._hold_attempts(run) a);
+    discarded bigint;
+begin
+    delete from pgqueue.staged_messages s where s.token = any (tokens);
+    get diagnostics discarded = row_count;
+    delete from pgqueue.staged_attempts a where a.token = any (tokens);
+    return discarded;
+end;
+$$;
+comment on function pgqueue._discard(uuid) is
+'Deletes what the session''s own role has staged in a run, and returns how many messages.';
+
+create function pgqueue._check_sink(
+    run uuid, tokens uuid[], counts bigint[], app_id text, version bigint
+)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if run is null then
+        perform pgqueue._raise_invalid('run', null, 'the id of a run');
+    end if;
+    if tokens is null or cardinality(tokens) <> (select count(distinct t) from unnest(tokens) as t) then
+        perform pgqueue._raise_invalid('tokens', tokens::text, 'an array of tokens that sink_stage returned, each once');
+    end if;
+    if counts is null or cardinality(counts) <> cardinality(tokens) or exists (
+        select from unnest(counts) as n where n is null or n < 0
+    ) then
+        perform pgqueue._raise_invalid('counts', counts::text,
+            format('an array of %s elements, as many as tokens: how many messages were staged under each', cardinality(tokens)));
+    end if;
+    if app_id is not null and length(app_id) not between 1 and 256 then
+        perform pgqueue._raise_invalid('app_id', app_id, '1 to 256 characters, or null');
+    end if;
+    if num_nulls(app_id, version) = 1 then
+        perform pgqueue._raise_invalid('version', version::text, 'given with app_id, and not without it');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_sink(uuid, uuid[], bigint[], text, bigint) is
+'Raises 22023 for arguments of sink_commit that make no sense.';
+
+create function pgqueue.sink_commit(
+    run uuid,
+    tokens uuid[],
+    counts bigint[],
+    app_id text default null,
+    version bigint default null
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    attempts pgqueue.staged_attempts[];
+    at timestamptz;
+    q pgqueue.queues;
+    winner record;
+    published bigint;
+begin
+    perform pgqueue._check_sink(run, tokens, counts, app_id, version);
+    -- The queues first, by name; from here on none of them is dropped.
+    perform pgqueue._find_queue(n.queue_name)
+    from (
+        select distinct a.queue_name from pgqueue._own_attempts(run) a where a.token = any (tokens)
+        order by a.queue_name
+    ) n;
+    -- Without a name of its own a run goes by its id, so that a call whose answer was lost can be repeated.
+    if not pgqueue._record_commit(
+        run, (select coalesce(sum(n), 0)::bigint from unnest(counts) as n), coalesce(app_id, run::text), coalesce(version, 0)
+    ) then
+        perform pgqueue._discard(run);
+        return false;
+    end if;
+
+    attempts := array(select a from pgqueue._hold_attempts(run) as a);
+    -- The clock is read behind all locks: delays count from here.
+    at := pgqueue._now();
+    for winner in
+        select a as attempt, t.expected
+        from unnest(tokens, counts) with ordinality as t (token, expected, place)
+        left join unnest(attempts) as a on a.token = t.token
+        order by (a).queue_name, t.place
+    loop
+        if q.name is distinct from (winner.attempt).queue_name then
+            select c.* into q from pgqueue.queues c where c.name = (winner.attempt).queue_name;
+        end if;
+        published := pgqueue._publish((winner.attempt).token, winner.expected, q, at);
+        if published <> winner.expected then
+            perform pgqueue._check_staged(winner.attempt, q);
+            perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
+        end if;
+        perform pgqueue._wake_waiting(q, pgqueue._now());
+    end loop;
+    perform pgqueue._discard(run);
+    return true;
+end;
+$$;
+comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint) is
+'Sends what was staged in a run, in one transaction: of each attempt named by its token exactly as many messages as counts says, in the order of their rows, by the rules of enqueue; delays count from now. What other attempts of the run staged is discarded. Returns false, and discards all, if version of app_id was committed before; a run without app_id is known by its id, so that the call can be repeated until it is answered. Raises PQ010 where staged messages are missing, as after a crash of the server; PQ001 for a queue dropped since; 22023 or PQ003 for the first message that enqueue would refuse, with its row; and 22023 for a version of another role, or older than what sweep_staged has forgotten.';
+
+create function pgqueue.sink_abort(run uuid)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if run is null then
+        perform pgqueue._raise_invalid('run', null, 'the id of a run');
+    end if;
+    return pgqueue._discard(run);
+end;
+$$;
+comment on function pgqueue.sink_abort(uuid) is
+'Discards what the caller''s own role has staged in a run and not committed, and returns how many messages that were. Raises 22023.';
+
+create function pgqueue.sweep_staged(
+    older_than interval default '1 day', forget_after interval default '90 days'
+)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    tokens uuid[];
+    swept bigint;
+begin
+    if older_than is null or not pgqueue._is_within(older_than, '0', '10 years') then
+        perform pgqueue._raise_invalid('older_than', older_than::text, 'an interval from 0 to 10 years');
+    end if;
+    if forget_after is null or not pgqueue._is_within(forget_after, '0', '10 years') then
+        perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years');
+    end if;
+    -- One sweep at a time: two would forget behind each other's back.
+    lock table pgqueue.sink_commits in share update exclusive mode;
+    -- Whoever is being committed is locked, and stays.
+    tokens := array(
+        select a.token from pgqueue.staged_attempts a
+        where a.staged_at <= pgqueue._after(at, -older_than)
+        order by a.token for update skip locked
+    );
+    delete from pgqueue.staged_attempts a where a.token = any (tokens);
+    -- Also what was copied under a token that nobody was given.
+    delete from pgqueue.staged_messages s
+    where s.token = any (tokens) or not exists (select from pgqueue.staged_attempts a where a.token = s.token);
+    get diagnostics swept = row_count;
+
+    with newest as (
+        select c.app_id, max(c.version) as version from pgqueue.sink_commits c group by c.app_id
+    ),
+    forgotten as (
+        delete from pgqueue.sink_commits c
+        using newest n
+        where n.app_id = c.app_id and c.committed_at <= pgqueue._after(at, -forget_after)
+            and (c.version < n.version or c.app_id = c.run::text)
+        returning c.app_id, c.version
+    )
+    update pgqueue.sink_commits c
+    set forgotten_version = greatest(c.forgotten_version, f.version)
+    from (select o.app_id, max(o.version) as version from forgotten o group by o.app_id) f
+    join newest n on n.app_id = f.app_id
+    where c.app_id = f.app_id and c.version = n.version;
+    return swept;
+end;
+$$;
+comment on function pgqueue.sweep_staged(interval, interval) is
+'Discards what was staged longer than older_than (0 to 10 years) ago, by writers whose driver died, and returns how many messages that were; a run that lives longer fails with PQ010. Also lets the ledger forget commits after forget_after (0 to 10 years), but never the highest version of an app_id: a lower one that was forgotten is refused from then on, not sent twice. Raises 22023.';
+-- A message for all who want it: queues subscribe to topics, publish sends each of them a copy, in the
+-- caller's transaction. Who shares a queue shares the copy.
+
+create function pgqueue._check_topic(argument text, topic text, may_be_pattern boolean)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A word may hold whatever the name of a type does; * and # are wild only where they are a whole word.
+    if topic is null or char_length(topic) not between 1 and 255 or topic ~ '(^|\.)(\.|$)' or topic ~ '[\x01-\x1f\x7f]'
+        or topic ~ '(^|\.)#\.#(\.|$)' or not may_be_pattern and topic ~ '(^|\.)[*#](\.|$)'
+    then
+        perform pgqueue._raise_invalid(argument, topic,
+            '1 to 255 characters: words joined by dots, none empty, no control characters'
+            || case when may_be_pattern then '; a word * stands for any one, # for any number of words, and no # follows another'
+                else '; * and # are for subscriptions' end);
+    end if;
+end;
+$$;
+comment on function pgqueue._check_topic(text, text, boolean) is
+'Raises 22023 for what is no topic, nor, where one may be given, a pattern.';
+
+create function pgqueue._matching_patterns(words text[])
+returns text[]
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- The beginnings of patterns, each word with its dot, that match the words read so far.
+    beginnings text[] := '{"",#.}'::text[];
+    word text;
+begin
+    if not exists (select from pgqueue.subscriptions s where s.is_pattern) then
+        return '{}'::text[];
+    end if;
+    -- The index on the words of the patterns is walked as a tree: from each beginning it is asked for the next word,
+    -- and for *, alone and with a # behind; what ends in # matches this word too. So the cost depends on the topic and
+    -- on what matches, not on how many subscriptions there are.
+    foreach word in array words loop
+        beginnings := array(
+            select c.beginning
+            from unnest(beginnings) as b
+            cross join lateral (values
+                (b || word || '.'), (b || word || '.#.'), (b || '*.'), (b || '*.#.')
+            ) as c (beginning)
+            where (
+                -- The slash follows the dot.
+                select true from pgqueue.subscriptions s
+                where s.is_pattern and (s.topic || '.') >= c.beginning and (s.topic || '.') < left(c.beginning, -1) || '/'
+                order by s.topic || '.' limit 1
+            )
+            union
+            select b from unnest(beginnings) as b where b like '%#.'
+        );
+        exit when beginnings = '{}'::text[];
+    end loop;
+    return beginnings;
+end;
+$$;
+comment on function pgqueue._matching_patterns(text[]) is
+'Patterns that match the words of a topic, each with a dot behind, and some that nobody subscribed to.';
+
+create function pgqueue._subscribers(topics text[])
+returns text[]
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    patterns text[] := '{}'::text[];
+    topic text;
+begin
+    foreach topic in array topics loop
+        patterns := patterns || pgqueue._matching_patterns(string_to_array(topic, '.'));
+    end loop;
+    return array(
+        select s.queue_name from pgqueue.subscriptions s where s.topic = any (topics)
+        union
+        select s.queue_name from pgqueue.subscriptions s where s.is_pattern and (s.topic || '.') = any (patterns)
+        order by queue_name
+    );
+end;
+$$;
+comment on function pgqueue._subscribers(text[]) is
+'The queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
+
+create function pgqueue.subscribe(topic text, queue_name text)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+begin
+    perform pgqueue._check_topic('topic', topic, true);
+    insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)
+    values (
+        subscribe.topic, q.name, q.name,
+        coalesce((select pgqueue._address(t.relation) from pgqueue.transports t where t.queue_name = q.name), q.name)
+    )
+    on conflict do nothing;
+    return found;
+end;
+$$;
+comment on function pgqueue.subscribe(text, text) is
+'Lets the queue have a copy of what is published to topic from now on, and returns true; false if it is subscribed already. topic is 1 to 255 characters, words joined by dots; in their place, * stands for exactly one word and # for any number, none included: orders.* matches orders.paid, orders.# also orders and orders.paid.late. A queue that several subscriptions match gets one copy. Raises 22023, PQ001.';
+
+create function pgqueue.unsubscribe(topic text, queue_name text)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._check_topic('topic', topic, true);
+    perform pgqueue._find_queue(queue_name);
+    delete from pgqueue.subscriptions s
+    where s.topic = unsubscribe.topic and s.queue_name = unsubscribe.queue_name;
+    return found;
+end;
+$$;
+comment on function pgqueue.unsubscribe(text, text) is
+'Ends a subscription, named as it was made, and returns true; false if there was none. What was published before stays in the queue. Raises 22023, PQ001.';
+
+create function pgqueue.list_subscriptions(queue_name text default null)
+returns setof pgqueue.subscription
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if queue_name is not null then
+        perform pgqueue._look_at(queue_name);
+    end if;
+    return query
+    select s.topic, s.queue_name, s.subscribed_at from pgqueue.subscriptions s
+    where list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name
+    order by s.topic, s.queue_name;
+end;
+$$;
+comment on function pgqueue.list_subscriptions(text) is
+'Returns the subscriptions of a queue, or all, by topic and queue. Raises PQ001.';
+
+create function pgqueue.publish(
+    topic text,
+    payload jsonb default null,
+    delay interval default '0',
+    headers jsonb default null,
+    expires_in interval default null,
+    message_id uuid default null,
+    body bytea default null,
+    base_topics text[] default null
+)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    names text[];
+    smallest pgqueue.queues;
+    sent int;
+begin
+    perform pgqueue._check_topic('topic', topic, false);
+    if base_topics is not null then
+        perform pgqueue._check_topic('base_topics', t, false) from unnest(base_topics) as t;
+    end if;
+    perform pgqueue._check_enqueue(delay, expires_in);
+
+    names := pgqueue._subscribers(topic || base_topics);
+    -- One after the other, by name. Who waited here for a drop_queue finds that the queue is gone, or another one of
+    -- its name, which nobody has subscribed; a snapshot may be older still, but the catalog knows.
+    perform pgqueue._hold_queue(n) from unnest(names) as n;
+    select
+        array_agg(q.name order by q.name), min(q.max_payload_bytes),
+        coalesce((array_agg(q.name order by q.max_payload_bytes))[1], '')
+    into names, smallest.max_payload_bytes, smallest.name
+    from pgqueue.queues q
+    where q.name = any (names) and pg_relation_filenode(q.fresh_register) is not null
+        and exists (select from pgqueue.subscriptions s where s.queue_name = q.name);
+    if headers is null or jsonb_typeof(headers) = 'object' then
+        headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
+    end if;
+    perform pgqueue._check_content(smallest, payload, body, headers);
+
+    if delay > interval '0' then
+        insert into pgqueue.scheduled_messages (
+            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        select
+            q.name, pgqueue._after(at, delay), at, q.max_attempts, pgqueue._after(at, expires_in),
+            publish.message_id, publish.payload, publish.body, publish.headers
+        from pgqueue.queues q
+        where q.name = any (names)
+        order by q.name;
+        get diagnostics sent = row_count;
+        perform pgqueue._schedule_by(q, pgqueue._after(at, delay))
+        from pgqueue.queues q
+        where q.name = any (names);
+    else
+        insert into pgqueue.messages (
+            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        select
+            q.name, at, at, q.max_attempts, pgqueue._after(at, expires_in),
+            publish.message_id, publish.payload, publish.body, publish.headers
+        from pgqueue.queues q
+        where q.name = any (names)
+        order by q.name;
+        get diagnostics sent = row_count;
+        perform pgqueue._wake(q)
+        from pgqueue.queues q
+        where q.name = any (names) and pg_sequence_last_value(q.waiting_register) > pgqueue._micros(at);
+    end if;
+    return sent;
+end;
+$$;
+comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[]) is
+'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns how many those are: 0, and nothing is sent, where nobody is. base_topics are further names of the same event, those of its base classes for example; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic says topic to the subscribers. Everything else is as in enqueue, and holds for each copy: one queue''s limit refuses all. topic is 1 to 255 characters, words joined by dots. Raises 22023, PQ003.';
+-- A queue as a transport of NServiceBus on SQL has it: a relation into which it inserts, and from which it deletes the
+-- lowest row that nobody holds. It is a plain view of the queue's own table, updated by PostgreSQL itself: reading it
+-- runs no code but, once a second, advance_transport. What comes in is checked by a trigger.
+
+create function pgqueue._wire_string(content text)
+returns text
+language sql immutable parallel safe
+as $$
+    select case
+        when content is null then 'null'
+        when octet_length(s) = char_length(s) then s
+        else (
+            -- What UTF-16 writes as two.
+            select string_agg(case
+                when octet_length(convert_to(c, 'UTF8')) < 4 then c
+                else format('\u%s\u%s', to_hex(55296 + ((ascii(c) - 65536) >> 10)), to_hex(56320 + ((ascii(c) - 65536) & 1023)))
+            end, '' order by n)
+            from regexp_split_to_table(s, '') with ordinality as r (c, n)
+        )
+    end
+    from replace(to_json(content)::text, '/', '\/') as s
+$$;
+comment on function pgqueue._wire_string(text) is
+'A string, or null, as the serializer of the transport writes it.';
+
+create function pgqueue._wire_headers(headers jsonb, message_id uuid)
+returns text
+language sql immutable parallel safe
+as $$
+    select '{' || coalesce(string_agg(pgqueue._wire_string(h.key) || ':' || pgqueue._wire_string(h.value), ','), '') || '}'
+    from jsonb_each_text(
+        case when message_id is null then '{}' else jsonb_build_object('NServiceBus.MessageId', message_id) end
+        || case when jsonb_typeof(headers) = 'object' then headers else '{}' end
+    ) h
+$$;
+comment on function pgqueue._wire_headers(jsonb, uuid) is
+'Headers as a transport reads them: one compact JSON object of strings and nulls, with the name of the message where they lack it.';
+
+create function pgqueue._parsed_headers(wire text)
+returns jsonb
+language plpgsql immutable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return wire::jsonb;
+exception when others then
+    begin
+        -- JSON may say what no text in PostgreSQL can: U+0000, and halves of characters. A transport reads the original.
+        return regexp_replace(
+            regexp_replace(wire::json::text, '(?<!\\)((?:\\\\)*)\\u0000', '\1\\ufffd', 'g'),
+            '(?<!\\)((?:\\\\)*)(?:\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])'
+            || '|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2})',
+            '\1\\ufffd', 'g')::jsonb;
+    exception when others then
+        return null;
+    end;
+end;
+$$;
+comment on function pgqueue._parsed_headers(text) is
+'Headers of a transport as JSON, U+FFFD in place of what PostgreSQL cannot store; null for what is no JSON.';
+
+create function pgqueue._accept_from_transport(
+    queue_name text, id uuid, expires timestamp, wire_headers text, body bytea, own jsonb
+)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    headers jsonb;
+    fault text;
+begin
+    if wire_headers ~ '\S' then
+        headers := pgqueue._parsed_headers(wire_headers);
+        if headers is null or jsonb_typeof(headers) <> 'object' then
+            fault := 'the headers are not a JSON object';
+            headers := null;
+        end if;
+    end if;
+    if own <> '{}' then
+        headers := own || coalesce(headers, '{}');
+    end if;
+    if body is null then
+        fault := concat_ws(', and ', fault, 'the body is null');
+    end if;
+    if octet_length(wire_headers) > 65536 then
+        perform pgqueue._raise_payload_too_large(q.name, 'headers', octet_length(wire_headers), 65536);
+    end if;
+    if octet_length(body) > q.max_payload_bytes then
+        perform pgqueue._raise_payload_too_large(q.name, 'body', octet_length(body), q.max_payload_bytes);
+    end if;
+    if fault is not null then
+        -- Nobody could read it: it goes where somebody looks, as it came, and stands in nobody's way. Also where the
+        -- queue has no dead letters: it was never tried.
+        insert into pgqueue.dead_messages (
+            id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
+            body, headers, last_error, reason, transport_headers
+        )
+        values (
+            nextval('pgqueue.message_id'), q.name, at, at, 0, q.max_attempts, expires at time zone 'UTC', id,
+            body, headers, fault, 'rejected', wire_headers
+        );
+        return;
+    end if;
+    insert into pgqueue.messages (
+        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, body, headers,
+        transport_headers, transport_id
+    )
+    values (
+        q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, body, headers, wire_headers, id
+    );
+    perform pgqueue._wake_waiting(q, at);
+end;
+$$;
+comment on function pgqueue._accept_from_transport(text, uuid, timestamp, text, bytea, jsonb) is
+'Sends what a transport inserted; to the dead letters what nobody could read. own are headers that came in columns of their own. Raises PQ001, PQ003.';
+
+create function pgqueue._insert_by_postgresql()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    new.id := coalesce(new.id, gen_random_uuid());
+    perform pgqueue._accept_from_transport(tg_argv[0], new.id, new.expires, new.headers, new.body, '{}');
+    return new;
+end;
+$$;
+comment on function pgqueue._insert_by_postgresql() is
+'Trigger of a relation that expose_transport made: an insert sends a message.';
+
+create function pgqueue._insert_by_sqlserver()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    new.id := coalesce(new.id, gen_random_uuid());
+    perform pgqueue._accept_from_transport(
+        tg_argv[0], new.id, new.expires, new.headers, new.body,
+        jsonb_strip_nulls(jsonb_build_object(
+            'NServiceBus.CorrelationId', new.correlationid, 'NServiceBus.ReplyToAddress', new.replytoaddress)));
+    return new;
+end;
+$$;
+comment on function pgqueue._insert_by_sqlserver() is
+'The same for the flavor sqlserver: what comes in columns of its own becomes a header, where the headers lack it.';
+
+create function pgqueue._transport_id(id bigint)
+returns uuid
+language sql immutable parallel safe
+as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
+comment on function pgqueue._transport_id(bigint) is
+'The id that a transport sees of a message that did not come from one, or has been put back since.';
+
+create function pgqueue._place_for_transport()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    new.transport_seq := nextval(tg_argv[0]::regclass);
+    new.transport_id := coalesce(new.transport_id, pgqueue._transport_id(new.id));
+    new.transport_headers := coalesce(new.transport_headers, pgqueue._wire_headers(new.headers, new.message_id));
+    return new;
+end;
+$$;
+comment on function pgqueue._place_for_transport() is
+'Trigger of the table of an exposed queue: whoever sends, a transport finds the message at its end.';
+
+create function pgqueue._learn_head(t pgqueue.transports, partition regclass)
+returns pgqueue.transports
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    bound constant bigint := coalesce(pg_sequence_last_value(t.seq_register), 0);
+    writers constant text[] := pgqueue._writers();
+    lowest bigint;
+begin
+    -- As _learn does: the sequence first, the writers second, and what a later statement does not find below is not there.
+    t.writers := t.writers || array(select w from unnest(writers) as w where w like '-1/%' and w <> all (t.writers));
+    if not t.writers && writers then
+        t.settled_seq := t.bound_seq;
+        t.bound_seq := bound;
+        t.writers := writers;
+    end if;
+    execute format(
+        'select m.transport_seq from %s m where m.transport_seq >= $1 order by m.transport_seq limit 1', partition)
+    into lowest using t.head;
+    t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
+    return t;
+end;
+$$;
+comment on function pgqueue._learn_head(pgqueue.transports, regclass) is
+'What is known of a relation, with its head moved up to the lowest row that is there or may appear.';
+
+create function pgqueue.advance_transport(queue_name text)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    nowhere constant bigint := 9223372036854775807;
+    -- A receive may stay open for as long as its handler works: it leaves this to those who look, for two seconds.
+    is_look constant boolean := current_query() !~* '^[\s(]*(delete|with|insert|update|merge)\M';
+    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    t pgqueue.transports;
+    is_mine boolean := false;
+begin
+    select transports.* into t from pgqueue.transports where transports.queue_name = q.name;
+    if not found or q.paused_at is not null then
+        return nowhere;
+    end if;
+    if t.next_at > at or current_setting('transaction_read_only')::boolean
+        or not is_look and t.next_at > at - interval '2 s'
+    then
+        return t.head;
+    end if;
+    -- A snapshot that is older than the look at the writers proves nothing.
+    if is_look and current_setting('transaction_isolation') in ('read committed', 'read uncommitted') then
+        select transports.* into t from pgqueue.transports where transports.queue_name = q.name for no key update skip locked;
+        is_mine := found;
+    end if;
+    -- Ahead of time, as this very statement does not see them any more: they are not shown before they are due.
+    if (is_mine or t.next_at <= at - interval '2 s') and exists (
+        select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.due_at <= at + interval '15 s'
+    ) and pgqueue._is_there(q) then
+        perform pgqueue._promote(q, at + interval '15 s', 1000, '-infinity');
+    end if;
+    if is_mine then
+        t := pgqueue._learn_head(t, pgqueue._partition(q));
+        update pgqueue.transports
+        set head = t.head, settled_seq = t.settled_seq, bound_seq = t.bound_seq, writers = t.writers,
+            next_at = at + interval '1 s'
+        where transports.queue_name = q.name;
+    end if;
+    return t.head;
+end;
+$$;
+comment on function pgqueue.advance_transport(text) is
+'Called by the relations of expose_transport themselves, once a second at most: makes ready what comes due, and returns where their statements begin to read; at the end of all numbers while the queue is paused, or where it is not exposed. Who may read such a relation needs access to this function: grant_access(role, ''transport''). Raises PQ001.';
+
+create function pgqueue._give_partition(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    partition constant text := format('pgqueue.%I', format('messages_%s', q.queue_id));
+    hall constant text := format('pgqueue.%I', format('messages_%s_moving', q.queue_id));
+begin
+    -- By way of a table, as a partition cannot be made while its rows lie in the shared one.
+    execute format('create unlogged table %s (like pgqueue.messages_shared)', hall);
+    execute format(
+        'with moved as (delete from pgqueue.messages_shared m where m.queue_name = %L returning m.*)'
+        ' insert into %s select m.* from moved m', q.name, hall);
+    perform pgqueue._create_partition(q.name, q.queue_id);
+    execute format('insert into %s select m.* from %s m', partition, hall);
+    execute format('drop table %s', hall);
+    update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name;
+end;
+$$;
+comment on function pgqueue._give_partition(pgqueue.queues) is
+'Moves the messages of a queue into a partition of its own.';
+
+create function pgqueue._body_string(as_view text)
+returns text
+language sql stable
+as $$
+    -- By what every role may call. A body is text if its bytes are UTF-8, without a zero.
+    select case
+        when current_setting('server_encoding') = 'UTF8' then format(
+            'case when encode(%1$s, ''hex'') ~ %2$L then convert_from(%1$s, ''UTF8'') else encode(%1$s, ''escape'') end', as_view,
+            '^(?:0[1-9a-f]|[1-7].|(?:c[2-9a-f]|d.)[89ab].|e0[ab].[89ab].|(?:e[1-9abcef])(?:[89ab].){2}|ed[89].[89ab].|f0[9ab].(?:[89ab].){2}|f[1-3](?:[89ab].){3}|f48.(?:[89ab].){2})*$')
+        else format('encode(%s, ''escape'')', as_view)
+    end
+$$;
+comment on function pgqueue._body_string(text) is
+'The expression that shows a body as text: readable where it is UTF-8, with its bytes as \000 where it is not.';
+
+create function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean)
+returns text
+language sql stable
+as $$
+    select format(
+        'select m.transport_id as id,%s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
+        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%s%s m.transport_seq as seq from %s m'
+        ' where m.visible_at <= clock_timestamp() and m.attempt_count < m.max_attempts and m.transport_seq >= ('
+        ' select case when t.next_at <= clock_timestamp() then pgqueue.advance_transport(%L) else t.head end'
+        ' from pgqueue.transports t where t.queue_name = %L)',
+        case when flavor = 'sqlserver' then
+            ' (m.headers ->> ''NServiceBus.CorrelationId'')::varchar(255) as correlationid,'
+            ' (m.headers ->> ''NServiceBus.ReplyToAddress'')::varchar(255) as replytoaddress, true as recoverable,'
+        end,
+        case when body_string then
+            format(' %s as bodystring,', pgqueue._body_string('coalesce(m.body, convert_to(m.payload::text, ''UTF8''))'))
+        end,
+        case when flavor = 'sqlserver' then ' m.transport_seq as rowversion,' end,
+        pgqueue._partition(q), q.name, q.name)
+$$;
+comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
+'What the relation of a transport shows: the rows that could be claimed, and expired ones, as the transport drops those itself.';
+
+create function pgqueue._expose(
+    q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name
+)
+returns text
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    relation constant text := format('%I.%I', schema_name, table_name);
+    register constant text := format('pgqueue.%I', format('queue_%s_seq', q.queue_id));
+    name constant text := format('messages_%s', q.queue_id);
+    partition regclass;
+begin
+    if not q.dedicated then
+        perform pgqueue._give_partition(q);
+        q.dedicated := true;
+    end if;
+    partition := pgqueue._partition(q);
+    perform pgqueue._create_register(q.queue_id, 'seq');
+    execute format(
+        'update %s m set transport_seq = o.n, transport_id = pgqueue._transport_id(m.id),'
+        ' transport_headers = coalesce(m.transport_headers, pgqueue._wire_headers(m.headers, m.message_id))'
+        ' from (select c.id, row_number() over (order by c.id) as n from %1$s c) o where o.id = m.id', partition);
+    execute format('select setval(%L, count(*) + 1, false) from %s', register, partition);
+    execute format('create unique index %I on %s (transport_id)', name || '_transport_id', partition);
+    execute format('create unique index %I on %s (transport_seq)', name || '_transport_seq', partition);
+    execute format('create index %I on %s (queue_name, expires_at) where expires_at is not null', name || '_expires_at', partition);
+    execute format('create index %I on %s ((expires_at at time zone ''UTC'')) where expires_at is not null',
+        name || '_expires', partition);
+    execute format(
+        'create trigger place_for_transport before insert on %s for each row when (new.transport_seq is null)'
+        ' execute function pgqueue._place_for_transport(%L)', partition, register);
+    execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
+    perform pgqueue._keep_private(relation::regclass);
+    execute format(
+        'create trigger insert_by_transport instead of insert on %s for each row'
+        ' execute function pgqueue.%I(%L)', relation, '_insert_by_' || flavor, q.name);
+    execute format('comment on view %s is %L', relation, format('The pgqueue queue %s, for a transport.', q.name));
+    execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
+    insert into pgqueue.transports (queue_name, relation, seq_register)
+    values (q.name, relation::regclass, register::regclass);
+    update pgqueue.subscriptions s
+    set queue_address = pgqueue._address(relation::regclass)
+    where s.queue_name = q.name;
+    return pgqueue._address(relation::regclass);
+end;
+$$;
+comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
+'Makes the relation of a queue that is held alone, and gives it to a role.';
+
+create function pgqueue._address(relation regclass)
+returns text
+language sql stable
+as $$
+    select format('"%s"."%s"', replace(n.nspname, '"', '""'), replace(c.relname, '"', '""'))
+    from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+    where c.oid = relation
+$$;
+comment on function pgqueue._address(regclass) is
+'A relation as a transport addresses it.';
+
+create function pgqueue._check_exposure(schema_name text, table_name text, flavor text)
+returns name
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- In a definer's function the caller is the role that is set, or who logged in.
+    for_role constant name := coalesce(nullif(current_setting('role'), 'none'), session_user);
+begin
+    if schema_name is null or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
+        or not exists (select from pg_namespace n where n.nspname = schema_name)
+    then
+        perform pgqueue._raise_invalid('schema_name', schema_name, 'the name of a schema that exists and is not the system''s');
+    end if;
+    if table_name is null or octet_length(table_name) not between 1 and 63 then
+        perform pgqueue._raise_invalid('table_name', table_name, 'a name of 1 to 63 bytes');
+    end if;
+    if flavor is null or flavor not in ('postgresql', 'sqlserver') then
+        perform pgqueue._raise_invalid('flavor', flavor, 'postgresql or sqlserver');
+    end if;
+    if not has_schema_privilege(for_role, schema_name, 'CREATE') then
+        perform pgqueue._raise_not_allowed(for_role, 'create relations in schema', schema_name);
+    end if;
+    return for_role;
+end;
+$$;
+comment on function pgqueue._check_exposure(text, text, text) is
+'Raises 22023 or 42501 unless the caller may make such a relation there; returns who he is.';
+
+create function pgqueue.expose_transport(
+    queue_name text,
+    schema_name text default 'public',
+    table_name text default null,
+    body_string boolean default false,
+    flavor text default 'postgresql'
+)
+returns text
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+declare
+    q pgqueue.queues;
+    for_role name;
+    exposed regclass;
+begin
+    perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
+    q := pgqueue._find_queue(queue_name);
+    for_role := pgqueue._check_exposure(schema_name, coalesce(table_name, queue_name), flavor);
+    if body_string is null then
+        perform pgqueue._raise_invalid('body_string', null, 'true or false');
+    end if;
+    select t.relation into exposed from pgqueue.transports t where t.queue_name = q.name;
+    if found then
+        perform pgqueue._raise_exposed(q.name, exposed);
+    end if;
+    return pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
+    return null;
+end;
+$$;
+comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
+'Makes a relation over the queue, in schema_name under table_name (by default the queue''s name), on which an NServiceBus transport works as on its own table, and returns its address. Its columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text where it is UTF-8; with flavor sqlserver also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; what comes with headers that are no JSON object, or without a body, goes to the dead letters as it is. A delete takes messages as receive does, though past the archive; who shows up are those that could be claimed, and expired ones, as the transport drops those itself. The queue becomes dedicated. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on; who reads it needs grant_access(role, ''transport''), too. Raises 22023, PQ001, PQ004, 42501, 42P07 where the name is taken, 42710 where the queue is exposed.';
+
+create function pgqueue._conceal(q pgqueue.queues)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    t pgqueue.transports;
+    name constant text := format('messages_%s', q.queue_id);
+begin
+    delete from pgqueue.transports where transports.queue_name = q.name returning transports.* into t;
+    if not found then
+        return false;
+    end if;
+    -- Somebody may have dropped it.
+    if exists (select from pg_class c where c.oid = t.relation) then
+        execute format('drop view %s', t.relation);
+    end if;
+    execute format('drop trigger place_for_transport on %s', pgqueue._partition(q));
+    execute format(
+        'drop index pgqueue.%I, pgqueue.%I, pgqueue.%I, pgqueue.%I',
+        name || '_transport_id', name || '_transport_seq', name || '_expires_at', name || '_expires');
+    execute format('drop sequence %s', t.seq_register);
+    update pgqueue.subscriptions s set queue_address = q.name where s.queue_name = q.name;
+    return true;
+end;
+$$;
+comment on function pgqueue._conceal(pgqueue.queues) is
+'Takes the relation of a queue away; false if there is none.';
+
+create function pgqueue.unexpose_transport(queue_name text)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+begin
+    perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
+    return pgqueue._conceal(pgqueue._find_queue(queue_name));
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(queue_name, 'unexpose_transport');
+    return null;
+end;
+$$;
+comment on function pgqueue.unexpose_transport(text) is
+'Drops the relation that expose_transport made, and returns true; false if there is none. The queue keeps its messages, and stays dedicated. Raises PQ001, PQ004, and 2BP01 where something else uses the relation.';
+
+create function pgqueue._resolve_subscription()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    found_name text;
+begin
+    perform pgqueue._check_topic('topic', new.topic, true);
+    select t.queue_name into found_name
+    from pgqueue.transports t
+    where pgqueue._address(t.relation) = new.queue_address;
+    new.queue_name := (pgqueue._find_queue(coalesce(found_name, new.queue_address))).name;
+    return new;
+end;
+$$;
+comment on function pgqueue._resolve_subscription() is
+'Trigger of subscriptions: finds the queue that an address leads to, for who has only the address. Raises 22023, PQ001.';
+
+create or replace trigger resolve_new_subscription
+before insert on pgqueue.subscriptions
+for each row when (new.queue_name is null)
+execute function pgqueue._resolve_subscription();
+
+create or replace trigger resolve_changed_subscription
+before update of queue_address on pgqueue.subscriptions
+for each row when (new.queue_address is distinct from old.queue_address)
+execute function pgqueue._resolve_subscription();
+
+create function pgqueue._subscriptions_comment()
+returns text
+language sql immutable parallel safe
+as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
+comment on function pgqueue._subscriptions_comment() is
+'By which the relations of expose_subscriptions are known.';
+
+create function pgqueue._show_subscriptions(schema_name text, table_name text, for_role name)
+returns text
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    relation constant text := format('%I.%I', schema_name, table_name);
+begin
+    execute format(
+        'create view %s as select s.queue_address as queueaddress, s.endpoint, s.topic from pgqueue.subscriptions s', relation);
+    perform pgqueue._keep_private(relation::regclass);
+    execute format('comment on view %s is %L', relation, pgqueue._subscriptions_comment());
+    execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
+    return pgqueue._address(relation::regclass);
+end;
+$$;
+comment on function pgqueue._show_subscriptions(text, text, name) is
+'Makes the relation of expose_subscriptions, and gives it to a role.';
+
+create function pgqueue.expose_subscriptions(
+    schema_name text default 'public', table_name text default 'SubscriptionRouting'
+)
+returns text
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pgqueue._show_subscriptions(
+        schema_name, table_name, pgqueue._check_exposure(schema_name, table_name, 'postgresql'));
+end;
+$$;
+comment on function pgqueue.expose_subscriptions(text, text) is
+'Makes a relation over all subscriptions, in schema_name under table_name, on which an NServiceBus transport works as on its own table, and returns its address. Its columns are queueaddress, endpoint and topic; an address is what expose_transport returned, or a queue''s name, and what leads to no queue is refused with PQ001. Who may insert there has any queue sent what any other is sent. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on. Raises 22023, 42501, and 42P07 where the name is taken.';
+
+create function pgqueue._hide_subscriptions(relation regclass)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if relation is null or obj_description(relation, 'pg_class') is distinct from pgqueue._subscriptions_comment()
+        or not exists (select from pg_class c where c.oid = relation and c.relkind = 'v' and c.relowner = current_user::regrole)
+    then
+        return false;
+    end if;
+    execute format('drop view %s', relation);
+    return true;
+end;
+$$;
+comment on function pgqueue._hide_subscriptions(regclass) is
+'Drops a relation of expose_subscriptions; false if it is none.';
+
+create function pgqueue.unexpose_subscriptions(
+    schema_name text default 'public', table_name text default 'SubscriptionRouting'
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pgqueue._hide_subscriptions(to_regclass(format('%I.%I', schema_name, table_name)));
+end;
+$$;
+comment on function pgqueue.unexpose_subscriptions(text, text) is
+'Drops a relation that expose_subscriptions made, and returns true; false if there is none. The subscriptions stay. Raises 2BP01 where something else uses the relation.';
+-- Queues for a while, such as one for the replies to each instance of a service: made when the instance starts, and
+-- dropped when nobody has come by for long. There is no daemon: whoever makes a queue drops those that are over.
+
+create function pgqueue._last_used_at(q pgqueue.queues, at timestamptz)
+returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    swept_at timestamptz := pgqueue._moment(pg_sequence_last_value(q.sweep_register));
+begin
+    -- Where a claim found all it wanted, or never was, the register says nothing; nor does one from a clock that was
+    -- wrong. It is taken for used now, once: the next sweep is due at once, as it was.
+    if swept_at not between timestamptz '1970-01-02 00:00+00' and at + interval '1 min' then
+        swept_at := at;
+        perform setval(q.sweep_register, pgqueue._micros(at));
+    end if;
+    return greatest(
+        q.created_at, q.updated_at, swept_at, least(pgqueue._moment(pg_sequence_last_value(q.waiting_register)), at),
+        (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
+end;
+$$;
+comment on function pgqueue._last_used_at(pgqueue.queues, timestamptz) is
+'When somebody last claimed, received, or waited for a message of the queue, by its registers: to five seconds.';
+
+create function pgqueue._is_vacant(q pgqueue.queues)
+returns boolean
+language sql stable
+as $$
+    select not exists (select from pgqueue.messages m where m.queue_name = q.name)
+        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name)
+        and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name)
+$$;
+comment on function pgqueue._is_vacant(pgqueue.queues) is
+'Whether a queue holds no message: none ready, in flight, scheduled or dead.';
+
+create function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '100 ms'
+as $$
+begin
+    -- Whoever uses it keeps it. Nobody is waited for, and nobody waits but for a queue that is gone.
+    if not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name)) then
+        return false;
+    end if;
+    select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
+    if not found or not pgqueue._is_vacant(q)
+        or pgqueue._last_used_at(q, at) > pgqueue._after(at, -q.expires_after_idle)
+    then
+        return false;
+    end if;
+    if q.dedicated and not patient then
+        -- Everybody who sends or claims would wait behind a lock that is waited for.
+        lock table only pgqueue.messages in access exclusive mode nowait;
+    end if;
+    perform pgqueue._drop(q);
+    return true;
+exception
+    when lock_not_available or dependent_objects_still_exist or sqlstate 'PQ004' then
+        return false;
+end;
+$$;
+comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
+'Drops a queue that nobody has used for as long as it said; false if it stays. Only who is patient waits for a dedicated table.';
+
+create function pgqueue._drop_idle_queues(max_queues int, patient boolean)
+returns setof text
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    dropped int := 0;
+    q pgqueue.queues;
+begin
+    for q in
+        select queues.* from pgqueue.queues
+        where queues.expires_after_idle is not null
+            and queues.updated_at <= pgqueue._after(at, -queues.expires_after_idle)
+        order by queues.name
+    loop
+        exit when dropped >= max_queues;
+        if pgqueue._drop_if_idle(q, at, patient) then
+            dropped := dropped + 1;
+            return next q.name;
+        end if;
+    end loop;
+end;
+$$;
+comment on function pgqueue._drop_idle_queues(int, boolean) is
+'Drops up to so many queues that nobody has used for as long as they said, and returns their names.';
+
+create function pgqueue.drop_idle_queues()
+returns setof text
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query select n from pgqueue._drop_idle_queues(2147483647, true) as n;
+end;
+$$;
+comment on function pgqueue.drop_idle_queues() is
+'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long; returns their names. A queue in use by an open transaction stays. create_queue does the same, for ten queues at most, where it is a transaction of its own and no dedicated table is in use: there is no need to call this, unless to be rid of them at once.';
 -- What was given up comes back, or goes for good.
 
 create function pgqueue.redrive(
@@ -3089,11 +5108,11 @@ begin
     )
     insert into pgqueue.scheduled_messages (
         id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
-        payload, body, headers, claimed_by, last_error
+        payload, body, headers, claimed_by, last_error, transport_headers
     )
     select
         r.id, r.queue_name, at, r.enqueued_at, 0, q.max_attempts, r.message_id,
-        r.payload, r.body, r.headers, r.claimed_by, r.last_error
+        r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
     from revived r;
     get diagnostics redriven = row_count;
     if redriven > 0 then
@@ -3150,7 +5169,7 @@ begin
             order by c.expires_at limit purge_expired.batch_size for update skip locked))
         returning
             m.id, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-            m.payload, m.body, m.headers, m.claimed_by, m.last_error
+            m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     ),
     gone_scheduled as (
         delete from pgqueue.scheduled_messages s
@@ -3162,7 +5181,7 @@ begin
             for update skip locked))
         returning
             s.id, s.enqueued_at, s.attempt_count, s.max_attempts, s.expires_at, s.message_id,
-            s.payload, s.body, s.headers, s.claimed_by, s.last_error
+            s.payload, s.body, s.headers, s.claimed_by, s.last_error, s.transport_headers
     ),
     all_gone as (
         select * from gone
@@ -3172,11 +5191,11 @@ begin
     buried as (
         insert into pgqueue.dead_messages (
             id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-            payload, body, headers, claimed_by, last_error, reason
+            payload, body, headers, claimed_by, last_error, reason, transport_headers
         )
         select
             g.id, q.name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
-            g.payload, g.body, g.headers, g.claimed_by, g.last_error, 'expired'
+            g.payload, g.body, g.headers, g.claimed_by, g.last_error, 'expired', g.transport_headers
         from all_gone g
         where q.dead_letter_expired
     )
@@ -3352,6 +5371,50 @@ end;
 $$;
 comment on function pgqueue.browse_dead_messages(text, int, bigint) is
 'Shows up to max_messages (1 to 10000) dead letters by id, from behind after_id on, with reason, last error and moment. Raises 22023, PQ001.';
+
+create function pgqueue.browse_archived_messages(
+    queue_name text, max_messages int default 100, before_id bigint default null
+)
+returns setof pgqueue.archived_message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The archive of a queue may outlive it.
+    if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name)
+        and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name)
+        and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name)
+    then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
+    perform pgqueue._check_page(max_messages, 0);
+    return query
+    select *
+    from (
+        (
+            select
+                a.id, a.queue_name, a.payload, a.body, a.headers, a.message_id, a.attempt_count, a.max_attempts,
+                a.enqueued_at, a.claimed_at, a.finished_at, a.expires_at, a.claimed_by, a.last_error
+            from pgqueue.archived_messages a
+            where a.queue_name = browse_archived_messages.queue_name and a.id < coalesce(before_id, 9223372036854775807)
+            order by a.id desc limit max_messages
+        )
+        union all
+        (
+            select
+                u.id, u.queue_name, u.payload, u.body, u.headers, u.message_id, u.attempt_count, u.max_attempts,
+                u.enqueued_at, u.claimed_at, u.finished_at, u.expires_at, u.claimed_by, u.last_error
+            from pgqueue.unfiled_messages u
+            where u.queue_name = browse_archived_messages.queue_name and u.id < coalesce(before_id, 9223372036854775807)
+            order by u.id desc limit max_messages
+        )
+    ) as found
+    order by 1 desc
+    limit max_messages;
+end;
+$$;
+comment on function pgqueue.browse_archived_messages(text, int, bigint) is
+'Shows up to max_messages (1 to 10000) messages that were acknowledged, the newest id first, from before before_id on; for the next page give the last id. A queue that was dropped shows what is kept of it. Raises 22023, PQ001.';
 
 create function pgqueue._check_page(max_messages int, after_id bigint)
 returns void
@@ -3923,7 +5986,7 @@ begin
     end if;
     index_statement := pgqueue._missing_index(q);
     if shortest is not null and index_statement is not null then
-        return next row('info', q.name, 'missing_index',
+        return next row('warning', q.name, 'missing_index',
             format('messages expire, and %s has no index on expires_at: purge_expired reads the whole queue', pgqueue._partition(q)),
             index_statement)::pgqueue.finding;
     end if;
@@ -3938,6 +6001,62 @@ end;
 $$;
 comment on function pgqueue._queue_findings(pgqueue.queues, timestamptz, interval) is
 'What doctor finds on one queue.';
+
+create function pgqueue._archive_findings(at timestamptz)
+returns setof pgqueue.finding
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    repair constant text := 'select * from pgqueue.maintain_archive();';
+    unfiled bigint;
+    is_ahead boolean;
+    overdue bigint;
+    is_empty boolean;
+begin
+    return query
+    select
+        'error', q.name, 'archive_mark',
+        format('queue %L has archive_for %s, but its acknowledgements %s: it was changed by plain SQL',
+            q.name, coalesce(q.archive_for::text, 'null'), case when q.archive_for is null then 'archive' else 'delete' end),
+        format('select pgqueue.alter_queue(%L, archive_for => %L);', q.name, coalesce(q.archive_for, '0'))
+    from pgqueue.queues q
+    where (q.archive_for is null) <> (to_regclass(pgqueue._archive_mark(q.name)) is null)
+    order by q.name;
+
+    select count(*), bool_or(u.finished_at > at + interval '1 day') into unfiled, is_ahead
+    from (select c.finished_at from pgqueue.unfiled_messages c limit 1000) u;
+    if unfiled > 0 then
+        return next row('warning', null, 'unfiled_messages',
+            format('%s acknowledged messages wait for a partition of pgqueue.archived_messages%s',
+                case unfiled when 1000 then '1000 or more' else unfiled::text end,
+                case when is_ahead then ', also such as were acknowledged while the clock was ahead' else '' end),
+            case when is_ahead then
+                format('update pgqueue.unfiled_messages set finished_at = %1$L where finished_at > %1$L; ', at)
+            else '' end || repair)::pgqueue.finding;
+    end if;
+
+    if exists (select from pgqueue.queues q where q.archive_for is not null)
+        and not coalesce(pgqueue._has_day(pgqueue._day(at)) and pgqueue._has_day(pgqueue._day(at) + 1), false)
+    then
+        return next row('warning', null, 'missing_archive_day',
+            'pgqueue.archived_messages has no partition for today or tomorrow: what is acknowledged is filed later',
+            repair)::pgqueue.finding;
+    end if;
+
+    select count(*), bool_and(pgqueue._is_empty_day(d)) into overdue, is_empty
+    from pgqueue._unwanted_days(at) d
+    where d < pgqueue._day(pgqueue._unwanted_before(at)) - 1;
+    if overdue > 0 and not is_empty or overdue > 30 then
+        return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
+            format('%s days of the archive that no queue wants any more %s', overdue,
+                case when is_empty then 'were emptied, but not dropped' else 'are still there' end),
+            repair)::pgqueue.finding;
+    end if;
+end;
+$$;
+comment on function pgqueue._archive_findings(timestamptz) is
+'What doctor finds on the archive.';
 
 create function pgqueue.doctor(peek_delay interval default '1 s')
 returns setof pgqueue.finding
@@ -3995,6 +6114,21 @@ begin
             m.queue_name, m.id)
     from pgqueue._misplaced() m;
 
+    return query
+    select
+        'warning', null::text, 'stale_staging',
+        format('%s attempts of %s runs, staged by %s, wait for a sink_commit, the first for %s: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
+        'select pgqueue.sweep_staged();'
+    from (
+        select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at
+        from pgqueue.staged_attempts a
+        where a.staged_at <= at - interval '1 day'
+        group by a.staged_by
+    ) s
+    order by s.staged_by;
+
+    return query select f.* from pgqueue._archive_findings(at) f;
+
     for q in select queues.* from pgqueue.queues order by queues.name loop
         continue when not pgqueue._is_there(q);
         return query select f.* from pgqueue._queue_findings(q, at, peek_delay) f;
@@ -4002,7 +6136,7 @@ begin
 end;
 $$;
 comment on function pgqueue.doctor(interval) is
-'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, autovacuum_off, paused_queue, dead_messages, stuck_claims, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer. Severities are error, warning and info; no row means all is well.';
+'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
 -- Who may do what, on one page: the verbs that a role may call are its privileges.
 
 create function pgqueue._access()
@@ -4012,6 +6146,13 @@ as $$
     values
     ('enqueue', '{producer}'::text[]),
     ('enqueue_batch', '{producer}'::text[]),
+    ('sink_stage', '{producer}'::text[]),
+    ('sink_commit', '{producer}'::text[]),
+    ('sink_abort', '{producer}'::text[]),
+    ('publish', '{producer}'::text[]),
+    ('subscribe', '{consumer,admin}'::text[]),
+    ('unsubscribe', '{consumer,admin}'::text[]),
+    ('list_subscriptions', '{consumer,admin}'::text[]),
     ('claim', '{consumer}'::text[]),
     ('ack', '{consumer}'::text[]),
     ('ack_batch', '{consumer}'::text[]),
@@ -4030,29 +6171,38 @@ as $$
     ('stream_extend', '{consumer}'::text[]),
     ('stream_ack', '{consumer}'::text[]),
     ('stream_skip', '{consumer,admin}'::text[]),
-    ('list_streams', '{consumer,admin}'::text[]),
+    ('list_streams', '{consumer,admin,reader}'::text[]),
     ('drop_stream', '{admin}'::text[]),
     ('prepare_wait', '{consumer}'::text[]),
-    ('browse', '{consumer,admin}'::text[]),
-    ('browse_dead_messages', '{admin}'::text[]),
+    ('browse', '{consumer,admin,reader}'::text[]),
+    ('browse_dead_messages', '{admin,reader}'::text[]),
+    ('browse_archived_messages', '{consumer,admin,reader}'::text[]),
+    ('maintain_archive', '{admin}'::text[]),
     ('create_queue', '{admin}'::text[]),
     ('alter_queue', '{admin}'::text[]),
     ('drop_queue', '{admin}'::text[]),
+    ('drop_idle_queues', '{admin}'::text[]),
     ('pause_queue', '{admin}'::text[]),
     ('resume_queue', '{admin}'::text[]),
     ('purge_queue', '{admin}'::text[]),
     ('redrive', '{admin}'::text[]),
     ('purge_dead_messages', '{admin}'::text[]),
     ('purge_expired', '{admin}'::text[]),
+    ('sweep_staged', '{admin}'::text[]),
     ('doctor', '{admin}'::text[]),
+    ('expose_transport', '{admin}'::text[]),
+    ('unexpose_transport', '{admin}'::text[]),
+    ('expose_subscriptions', '{admin}'::text[]),
+    ('unexpose_subscriptions', '{admin}'::text[]),
+    ('advance_transport', '{transport}'::text[]),
     ('wake', '{producer,admin,raw}'::text[]),
-    ('get_queue', '{producer,consumer,admin,raw}'::text[]),
-    ('list_queues', '{producer,consumer,admin,raw}'::text[]),
-    ('peek', '{producer,consumer,admin,raw}'::text[]),
-    ('stats', '{producer,consumer,admin,raw}'::text[]),
-    ('next_due_at', '{producer,consumer,admin,raw}'::text[]),
+    ('get_queue', '{producer,consumer,admin,raw,reader}'::text[]),
+    ('list_queues', '{producer,consumer,admin,raw,reader}'::text[]),
+    ('peek', '{producer,consumer,admin,raw,reader}'::text[]),
+    ('stats', '{producer,consumer,admin,raw,reader}'::text[]),
+    ('next_due_at', '{producer,consumer,admin,raw,reader}'::text[]),
     ('channel', '{producer,consumer,admin,raw}'::text[]),
-    ('version', '{producer,consumer,admin,raw}'::text[])
+    ('version', '{producer,consumer,admin,raw,reader}'::text[])
 $$;
 comment on function pgqueue._access() is
 'Which verbs each kind of access may call. grant_access and revoke_access stay with the owner.';
@@ -4089,6 +6239,15 @@ as $$
                     and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
             )
         )
+        -- So is that of a reader: by the one that nobody else has.
+        and (
+            access <> 'reader'
+            or exists (
+                select from pg_catalog.pg_class c cross join lateral aclexplode(c.relacl) as g
+                where c.oid = 'pgqueue.message_id'::regclass and g.privilege_type = 'SELECT'
+                    and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
+            )
+        )
 $$;
 comment on function pgqueue._has_access(name, text) is
 'Whether a role itself was granted a kind of access.';
@@ -4099,8 +6258,8 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if access is null or access not in ('producer', 'consumer', 'admin', 'raw') then
-        perform pgqueue._raise_invalid('access', access, 'producer, consumer, admin or raw');
+    if access is null or access not in ('producer', 'consumer', 'admin', 'reader', 'raw', 'transport') then
+        perform pgqueue._raise_invalid('access', access, 'producer, consumer, admin, reader, raw or transport');
     end if;
     if role_name is null then
         perform pgqueue._raise_invalid('role_name', null, 'the name of a role');
@@ -4125,9 +6284,20 @@ begin
     if access = 'raw' then
         execute format('grant select on pgqueue.queues to %I', role_name);
         execute format(
-            'grant select, insert, update, delete on pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages to %I',
+            'grant select, insert, update, delete on pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
+            ' pgqueue.archived_messages, pgqueue.unfiled_messages to %I',
             role_name);
         execute format('grant usage on sequence pgqueue.message_id to %I', role_name);
+    end if;
+    if access = 'reader' then
+        execute format(
+            'grant select on pgqueue.queues, pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
+            ' pgqueue.archived_messages, pgqueue.unfiled_messages to %I',
+            role_name);
+        execute format('grant select on sequence pgqueue.message_id to %I', role_name);
+    end if;
+    if access = 'producer' then
+        execute format('grant insert on pgqueue.staged_messages to %I', role_name);
     end if;
     for verb in select v from pgqueue._verbs(access) as v loop
         execute format('grant execute on function %s to %I', verb, role_name);
@@ -4181,7 +6351,7 @@ begin
 end;
 $$;
 comment on function pgqueue.grant_access(name, text) is
-'Lets a role use the queues: a producer sends and sees depth, but no payload; a consumer claims, settles, receives, reads streams and browses; an admin creates, alters, pauses, drops, redrives, purges and browses dead letters; raw means select, insert, update and delete on the tables themselves, for those who want plain SQL. A role may have several. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+'Lets a role use the queues: a producer sends, also by staging, and sees depth, but no payload; a consumer claims, settles, receives, reads streams and browses, the archive too; an admin creates, alters, pauses, drops, redrives, purges, maintains the archive and browses dead letters; a reader reads and browses all messages, by select on their tables, and changes nothing (batch reads of Spark need it); raw means select, insert, update and delete on the tables themselves, for those who want plain SQL; transport means the use of relations that expose_transport made, on which it needs rights besides. A role may have several. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
 
 create function pgqueue.revoke_access(role_name name, access text)
 returns void
@@ -4196,16 +6366,20 @@ begin
     perform pgqueue._check_access(role_name, access);
     perform pgqueue._take_turns();
     kept := array(
-        select k from unnest(array['producer', 'consumer', 'admin', 'raw']) as k
+        select k from unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
         where k <> access and pgqueue._has_access(role_name, k));
     for verb in select v from pgqueue._verbs(access) as v loop
         execute format('revoke execute on function %s from %I', verb, role_name);
     end loop;
-    if access = 'raw' then
+    if access in ('raw', 'reader') then
         execute format(
-            'revoke all on pgqueue.queues, pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages from %I',
+            'revoke all on pgqueue.queues, pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
+            ' pgqueue.archived_messages, pgqueue.unfiled_messages from %I',
             role_name);
         execute format('revoke all on sequence pgqueue.message_id from %I', role_name);
+    end if;
+    if access = 'producer' then
+        execute format('revoke all on pgqueue.staged_messages from %I', role_name);
     end if;
     if kept = '{}' then
         execute format('revoke usage on schema pgqueue from %I', role_name);

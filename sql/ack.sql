@@ -9,13 +9,14 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    if not pgqueue._hold_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
-    end if;
-    delete from pgqueue.messages m
-    where m.queue_name = ack.queue_name and m.id = ack.id
-        and m.claim_token = ack.claim_token and m.claimed_attempt = m.attempt_count;
-    if found then
+    if pgqueue._hold_unarchived(queue_name) then
+        delete from pgqueue.messages m
+        where m.queue_name = ack.queue_name and m.id = ack.id
+            and m.claim_token = ack.claim_token and m.claimed_attempt = m.attempt_count;
+        if found then
+            return true;
+        end if;
+    elsif pgqueue._archive(queue_name, array[id], claim_token) <> '{}' then
         return true;
     end if;
     perform pgqueue._check_claim(id, claim_token);
@@ -24,7 +25,7 @@ begin
 end;
 $$;
 comment on function pgqueue.ack(text, bigint, uuid) is
-'Removes a message whose work is done, and returns true; false if the claim was lost: it ran out and somebody else has claimed, buried or removed the message. Raises 22023, PQ001.';
+'Removes a message whose work is done, to the archive where the queue has archive_for, and returns true; false if the claim was lost: it ran out and somebody else has claimed, buried or removed the message. Raises 22023, PQ001.';
 
 create or replace function pgqueue.ack_batch(queue_name text, ids bigint[], claim_token uuid)
 returns int
@@ -37,13 +38,14 @@ as $$
 declare
     acked int;
 begin
-    if not pgqueue._hold_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
+    if pgqueue._hold_unarchived(queue_name) then
+        delete from pgqueue.messages m
+        where m.queue_name = ack_batch.queue_name and m.id = any (ids)
+            and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
+        get diagnostics acked = row_count;
+    else
+        acked := cardinality(pgqueue._archive(queue_name, ids, claim_token));
     end if;
-    delete from pgqueue.messages m
-    where m.queue_name = ack_batch.queue_name and m.id = any (ids)
-        and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
-    get diagnostics acked = row_count;
     if acked = 0 then
         if ids is null then
             perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
@@ -55,4 +57,4 @@ begin
 end;
 $$;
 comment on function pgqueue.ack_batch(text, bigint[], uuid) is
-'Removes the messages of one claim whose work is done, and returns how many were still the caller''s. Raises 22023, PQ001.';
+'Removes the messages of one claim whose work is done, as ack does, and returns how many were still the caller''s. Raises 22023, PQ001.';

@@ -77,6 +77,50 @@ $$;
 comment on function pgqueue.browse_dead_messages(text, int, bigint) is
 'Shows up to max_messages (1 to 10000) dead letters by id, from behind after_id on, with reason, last error and moment. Raises 22023, PQ001.';
 
+create or replace function pgqueue.browse_archived_messages(
+    queue_name text, max_messages int default 100, before_id bigint default null
+)
+returns setof pgqueue.archived_message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The archive of a queue may outlive it.
+    if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name)
+        and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name)
+        and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name)
+    then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
+    perform pgqueue._check_page(max_messages, 0);
+    return query
+    select *
+    from (
+        (
+            select
+                a.id, a.queue_name, a.payload, a.body, a.headers, a.message_id, a.attempt_count, a.max_attempts,
+                a.enqueued_at, a.claimed_at, a.finished_at, a.expires_at, a.claimed_by, a.last_error
+            from pgqueue.archived_messages a
+            where a.queue_name = browse_archived_messages.queue_name and a.id < coalesce(before_id, 9223372036854775807)
+            order by a.id desc limit max_messages
+        )
+        union all
+        (
+            select
+                u.id, u.queue_name, u.payload, u.body, u.headers, u.message_id, u.attempt_count, u.max_attempts,
+                u.enqueued_at, u.claimed_at, u.finished_at, u.expires_at, u.claimed_by, u.last_error
+            from pgqueue.unfiled_messages u
+            where u.queue_name = browse_archived_messages.queue_name and u.id < coalesce(before_id, 9223372036854775807)
+            order by u.id desc limit max_messages
+        )
+    ) as found
+    order by 1 desc
+    limit max_messages;
+end;
+$$;
+comment on function pgqueue.browse_archived_messages(text, int, bigint) is
+'Shows up to max_messages (1 to 10000) messages that were acknowledged, the newest id first, from before before_id on; for the next page give the last id. A queue that was dropped shows what is kept of it. Raises 22023, PQ001.';
+
 create or replace function pgqueue._check_page(max_messages int, after_id bigint)
 returns void
 language plpgsql stable

@@ -13,3 +13,10 @@ language sql stable parallel safe
 as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._after(timestamptz, interval) is
 'The moment that lies a span later. A day is 24 hours: added as a day it would be 23 or 25 where the clocks of the session''s TimeZone change.';
+
+create or replace function pgqueue._is_first_statement()
+returns boolean
+language sql stable parallel safe
+as $$ select statement_timestamp() - transaction_timestamp() < interval '5 ms' $$;
+comment on function pgqueue._is_first_statement() is
+'Whether the transaction began with this statement or just before, and so may commit right behind it. Not by equality: a driver sends a statement as several messages, each of which has a time of its own.';

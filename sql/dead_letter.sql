@@ -25,11 +25,11 @@ begin
     )
     insert into pgqueue.scheduled_messages (
         id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
-        payload, body, headers, claimed_by, last_error
+        payload, body, headers, claimed_by, last_error, transport_headers
     )
     select
         r.id, r.queue_name, at, r.enqueued_at, 0, q.max_attempts, r.message_id,
-        r.payload, r.body, r.headers, r.claimed_by, r.last_error
+        r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
     from revived r;
     get diagnostics redriven = row_count;
     if redriven > 0 then

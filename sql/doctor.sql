@@ -186,7 +186,7 @@ begin
     end if;
     index_statement := pgqueue._missing_index(q);
     if shortest is not null and index_statement is not null then
-        return next row('info', q.name, 'missing_index',
+        return next row('warning', q.name, 'missing_index',
             format('messages expire, and %s has no index on expires_at: purge_expired reads the whole queue', pgqueue._partition(q)),
             index_statement)::pgqueue.finding;
     end if;
@@ -201,6 +201,62 @@ end;
 $$;
 comment on function pgqueue._queue_findings(pgqueue.queues, timestamptz, interval) is
 'What doctor finds on one queue.';
+
+create or replace function pgqueue._archive_findings(at timestamptz)
+returns setof pgqueue.finding
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    repair constant text := 'select * from pgqueue.maintain_archive();';
+    unfiled bigint;
+    is_ahead boolean;
+    overdue bigint;
+    is_empty boolean;
+begin
+    return query
+    select
+        'error', q.name, 'archive_mark',
+        format('queue %L has archive_for %s, but its acknowledgements %s: it was changed by plain SQL',
+            q.name, coalesce(q.archive_for::text, 'null'), case when q.archive_for is null then 'archive' else 'delete' end),
+        format('select pgqueue.alter_queue(%L, archive_for => %L);', q.name, coalesce(q.archive_for, '0'))
+    from pgqueue.queues q
+    where (q.archive_for is null) <> (to_regclass(pgqueue._archive_mark(q.name)) is null)
+    order by q.name;
+
+    select count(*), bool_or(u.finished_at > at + interval '1 day') into unfiled, is_ahead
+    from (select c.finished_at from pgqueue.unfiled_messages c limit 1000) u;
+    if unfiled > 0 then
+        return next row('warning', null, 'unfiled_messages',
+            format('%s acknowledged messages wait for a partition of pgqueue.archived_messages%s',
+                case unfiled when 1000 then '1000 or more' else unfiled::text end,
+                case when is_ahead then ', also such as were acknowledged while the clock was ahead' else '' end),
+            case when is_ahead then
+                format('update pgqueue.unfiled_messages set finished_at = %1$L where finished_at > %1$L; ', at)
+            else '' end || repair)::pgqueue.finding;
+    end if;
+
+    if exists (select from pgqueue.queues q where q.archive_for is not null)
+        and not coalesce(pgqueue._has_day(pgqueue._day(at)) and pgqueue._has_day(pgqueue._day(at) + 1), false)
+    then
+        return next row('warning', null, 'missing_archive_day',
+            'pgqueue.archived_messages has no partition for today or tomorrow: what is acknowledged is filed later',
+            repair)::pgqueue.finding;
+    end if;
+
+    select count(*), bool_and(pgqueue._is_empty_day(d)) into overdue, is_empty
+    from pgqueue._unwanted_days(at) d
+    where d < pgqueue._day(pgqueue._unwanted_before(at)) - 1;
+    if overdue > 0 and not is_empty or overdue > 30 then
+        return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
+            format('%s days of the archive that no queue wants any more %s', overdue,
+                case when is_empty then 'were emptied, but not dropped' else 'are still there' end),
+            repair)::pgqueue.finding;
+    end if;
+end;
+$$;
+comment on function pgqueue._archive_findings(timestamptz) is
+'What doctor finds on the archive.';
 
 create or replace function pgqueue.doctor(peek_delay interval default '1 s')
 returns setof pgqueue.finding
@@ -258,6 +314,21 @@ begin
             m.queue_name, m.id)
     from pgqueue._misplaced() m;
 
+    return query
+    select
+        'warning', null::text, 'stale_staging',
+        format('%s attempts of %s runs, staged by %s, wait for a sink_commit, the first for %s: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
+        'select pgqueue.sweep_staged();'
+    from (
+        select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at
+        from pgqueue.staged_attempts a
+        where a.staged_at <= at - interval '1 day'
+        group by a.staged_by
+    ) s
+    order by s.staged_by;
+
+    return query select f.* from pgqueue._archive_findings(at) f;
+
     for q in select queues.* from pgqueue.queues order by queues.name loop
         continue when not pgqueue._is_there(q);
         return query select f.* from pgqueue._queue_findings(q, at, peek_delay) f;
@@ -265,4 +336,4 @@ begin
 end;
 $$;
 comment on function pgqueue.doctor(interval) is
-'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, autovacuum_off, paused_queue, dead_messages, stuck_claims, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer. Severities are error, warning and info; no row means all is well.';
+'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';

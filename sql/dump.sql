@@ -1,5 +1,5 @@
 -- What pg_dump has to carry: every table and sequence of the extension that holds data.
--- Registers and dedicated partitions are made later, by create_queue, and dumped as they are.
+-- Registers, dedicated partitions and the days of the archive are made later, by functions, and dumped as they are.
 select pg_extension_config_dump('pgqueue.queue_id', '');
 select pg_extension_config_dump('pgqueue.queues', '');
 select pg_extension_config_dump('pgqueue.message_id', '');
@@ -7,6 +7,16 @@ select pg_extension_config_dump('pgqueue.messages', '');
 select pg_extension_config_dump('pgqueue.messages_shared', '');
 select pg_extension_config_dump('pgqueue.scheduled_messages', '');
 select pg_extension_config_dump('pgqueue.dead_messages', '');
+select pg_extension_config_dump('pgqueue.archived_messages', '');
+select pg_extension_config_dump('pgqueue.unfiled_messages', '');
+select pg_extension_config_dump('pgqueue.archive_look', '');
+select pg_extension_config_dump('pgqueue.archive_promises', '');
 select pg_extension_config_dump('pgqueue.returns', '');
 select pg_extension_config_dump('pgqueue.sweeps', '');
 select pg_extension_config_dump('pgqueue.streams', '');
+select pg_extension_config_dump('pgqueue.subscriptions', '');
+select pg_extension_config_dump('pgqueue.transports', '');
+-- What is staged outlives neither a crash nor a dump; what was committed must.
+select pg_extension_config_dump('pgqueue.staged_attempts', 'where false');
+select pg_extension_config_dump('pgqueue.staged_messages', 'where false');
+select pg_extension_config_dump('pgqueue.sink_commits', '');

@@ -82,6 +82,36 @@ $$;
 comment on function pgqueue._raise_queue_busy(text, text) is
 'Raises PQ004 queue_busy.';
 
+create or replace function pgqueue._raise_exposed(queue_name text, relation regclass)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'duplicate_object',
+        message = format('queue %L is exposed already, as %s', queue_name, relation),
+        hint = format('Take the relation away first: select pgqueue.unexpose_transport(%L).', queue_name);
+end;
+$$;
+comment on function pgqueue._raise_exposed(text, regclass) is
+'Raises 42710: a queue has one relation at most.';
+
+create or replace function pgqueue._raise_not_allowed(role_name name, deed text, object text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'insufficient_privilege',
+        message = format('role %I may not %s %I', role_name, deed, object),
+        hint = 'Its owner can grant the right.';
+end;
+$$;
+comment on function pgqueue._raise_not_allowed(name, text, text) is
+'Raises 42501: the caller lacks a right that the function itself has.';
+
 create or replace function pgqueue._raise_stream_not_found(queue_name text, stream_name text)
 returns void
 language plpgsql stable
@@ -171,6 +201,41 @@ end;
 $$;
 comment on function pgqueue._raise_stream_poisoned(pgqueue.streams) is
 'Raises PQ009 stream_poisoned.';
+
+create or replace function pgqueue._raise_staged_messages_lost(
+    run uuid, partition int, expected bigint, remaining bigint
+)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ010',
+        message = format('run %s staged %s messages in partition %s, and %s are there', run, expected,
+            coalesce(partition::text, 'unknown'), remaining),
+        detail = 'Nothing was sent.',
+        hint = 'The server crashed since, sweep_staged or sink_abort removed them, or another role staged them. Run the job, or the micro-batch, again.';
+end;
+$$;
+comment on function pgqueue._raise_staged_messages_lost(uuid, int, bigint, bigint) is
+'Raises PQ010 staged_messages_lost.';
+
+create or replace function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = code,
+        message = format('row %s of partition %s: %s', row_number, partition, error),
+        detail = 'Nothing was sent.',
+        hint = hint;
+end;
+$$;
+comment on function pgqueue._raise_in_row(text, int, int, text, text) is
+'Raises an error of one message again, with the row it is about.';
 
 create or replace function pgqueue._some(ids bigint[])
 returns text

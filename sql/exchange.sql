@@ -21,20 +21,21 @@ declare
     acked bigint[];
     picks bigint[];
 begin
-    if not pgqueue._hold_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
-    end if;
     if given > 0 then
         if claim_token is null then
             perform pgqueue._check_claim(0, claim_token);
         end if;
-        with gone as (
-            delete from pgqueue.messages m
-            where m.queue_name = exchange.queue_name and m.id = any (ids)
-                and m.claim_token = exchange.claim_token and m.claimed_attempt = m.attempt_count
-            returning m.id
-        )
-        select array_agg(g.id) into acked from gone g;
+        if pgqueue._hold_unarchived(queue_name) then
+            with gone as (
+                delete from pgqueue.messages m
+                where m.queue_name = exchange.queue_name and m.id = any (ids)
+                    and m.claim_token = exchange.claim_token and m.claimed_attempt = m.attempt_count
+                returning m.id
+            )
+            select array_agg(g.id) into acked from gone g;
+        else
+            acked := pgqueue._archive(queue_name, ids, claim_token);
+        end if;
         if cardinality(acked) is distinct from given then
             return query
             select
@@ -54,11 +55,12 @@ begin
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
         claim_token = (select gen_random_uuid()),
-        claimed_by = exchange.claimed_by
+        claimed_by = exchange.claimed_by,
+        claimed_at = (select pgqueue._now())
     where m.queue_name = exchange.queue_name and m.id = any (picks)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
 end;
 $$;
 comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) is
-'Acknowledges ids, all claimed with claim_token, and claims up to max_messages as claim does, in one call. Returns first a row with lost = true, id and queue_name for every id whose claim was lost, then the claimed messages by id with lost = false. ids may be empty or null, claim_token then too. Raises 22023, PQ001.';
+'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call. Returns first a row with lost = true, id and queue_name for every id whose claim was lost, then the claimed messages by id with lost = false. ids may be empty or null, claim_token then too. Raises 22023, PQ001.';

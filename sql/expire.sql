@@ -22,7 +22,7 @@ begin
             order by c.expires_at limit purge_expired.batch_size for update skip locked))
         returning
             m.id, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-            m.payload, m.body, m.headers, m.claimed_by, m.last_error
+            m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     ),
     gone_scheduled as (
         delete from pgqueue.scheduled_messages s
@@ -34,7 +34,7 @@ begin
             for update skip locked))
         returning
             s.id, s.enqueued_at, s.attempt_count, s.max_attempts, s.expires_at, s.message_id,
-            s.payload, s.body, s.headers, s.claimed_by, s.last_error
+            s.payload, s.body, s.headers, s.claimed_by, s.last_error, s.transport_headers
     ),
     all_gone as (
         select * from gone
@@ -44,11 +44,11 @@ begin
     buried as (
         insert into pgqueue.dead_messages (
             id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-            payload, body, headers, claimed_by, last_error, reason
+            payload, body, headers, claimed_by, last_error, reason, transport_headers
         )
         select
             g.id, q.name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
-            g.payload, g.body, g.headers, g.claimed_by, g.last_error, 'expired'
+            g.payload, g.body, g.headers, g.claimed_by, g.last_error, 'expired', g.transport_headers
         from all_gone g
         where q.dead_letter_expired
     )

@@ -7,6 +7,13 @@ as $$
     values
     ('enqueue', '{producer}'::text[]),
     ('enqueue_batch', '{producer}'::text[]),
+    ('sink_stage', '{producer}'::text[]),
+    ('sink_commit', '{producer}'::text[]),
+    ('sink_abort', '{producer}'::text[]),
+    ('publish', '{producer}'::text[]),
+    ('subscribe', '{consumer,admin}'::text[]),
+    ('unsubscribe', '{consumer,admin}'::text[]),
+    ('list_subscriptions', '{consumer,admin}'::text[]),
     ('claim', '{consumer}'::text[]),
     ('ack', '{consumer}'::text[]),
     ('ack_batch', '{consumer}'::text[]),
@@ -25,29 +32,38 @@ as $$
     ('stream_extend', '{consumer}'::text[]),
     ('stream_ack', '{consumer}'::text[]),
     ('stream_skip', '{consumer,admin}'::text[]),
-    ('list_streams', '{consumer,admin}'::text[]),
+    ('list_streams', '{consumer,admin,reader}'::text[]),
     ('drop_stream', '{admin}'::text[]),
     ('prepare_wait', '{consumer}'::text[]),
-    ('browse', '{consumer,admin}'::text[]),
-    ('browse_dead_messages', '{admin}'::text[]),
+    ('browse', '{consumer,admin,reader}'::text[]),
+    ('browse_dead_messages', '{admin,reader}'::text[]),
+    ('browse_archived_messages', '{consumer,admin,reader}'::text[]),
+    ('maintain_archive', '{admin}'::text[]),
     ('create_queue', '{admin}'::text[]),
     ('alter_queue', '{admin}'::text[]),
     ('drop_queue', '{admin}'::text[]),
+    ('drop_idle_queues', '{admin}'::text[]),
     ('pause_queue', '{admin}'::text[]),
     ('resume_queue', '{admin}'::text[]),
     ('purge_queue', '{admin}'::text[]),
     ('redrive', '{admin}'::text[]),
     ('purge_dead_messages', '{admin}'::text[]),
     ('purge_expired', '{admin}'::text[]),
+    ('sweep_staged', '{admin}'::text[]),
     ('doctor', '{admin}'::text[]),
+    ('expose_transport', '{admin}'::text[]),
+    ('unexpose_transport', '{admin}'::text[]),
+    ('expose_subscriptions', '{admin}'::text[]),
+    ('unexpose_subscriptions', '{admin}'::text[]),
+    ('advance_transport', '{transport}'::text[]),
     ('wake', '{producer,admin,raw}'::text[]),
-    ('get_queue', '{producer,consumer,admin,raw}'::text[]),
-    ('list_queues', '{producer,consumer,admin,raw}'::text[]),
-    ('peek', '{producer,consumer,admin,raw}'::text[]),
-    ('stats', '{producer,consumer,admin,raw}'::text[]),
-    ('next_due_at', '{producer,consumer,admin,raw}'::text[]),
+    ('get_queue', '{producer,consumer,admin,raw,reader}'::text[]),
+    ('list_queues', '{producer,consumer,admin,raw,reader}'::text[]),
+    ('peek', '{producer,consumer,admin,raw,reader}'::text[]),
+    ('stats', '{producer,consumer,admin,raw,reader}'::text[]),
+    ('next_due_at', '{producer,consumer,admin,raw,reader}'::text[]),
     ('channel', '{producer,consumer,admin,raw}'::text[]),
-    ('version', '{producer,consumer,admin,raw}'::text[])
+    ('version', '{producer,consumer,admin,raw,reader}'::text[])
 $$;
 comment on function pgqueue._access() is
 'Which verbs each kind of access may call. grant_access and revoke_access stay with the owner.';
@@ -84,6 +100,15 @@ as $$
                     and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
             )
         )
+        -- So is that of a reader: by the one that nobody else has.
+        and (
+            access <> 'reader'
+            or exists (
+                select from pg_catalog.pg_class c cross join lateral aclexplode(c.relacl) as g
+                where c.oid = 'pgqueue.message_id'::regclass and g.privilege_type = 'SELECT'
+                    and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
+            )
+        )
 $$;
 comment on function pgqueue._has_access(name, text) is
 'Whether a role itself was granted a kind of access.';
@@ -94,8 +119,8 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if access is null or access not in ('producer', 'consumer', 'admin', 'raw') then
-        perform pgqueue._raise_invalid('access', access, 'producer, consumer, admin or raw');
+    if access is null or access not in ('producer', 'consumer', 'admin', 'reader', 'raw', 'transport') then
+        perform pgqueue._raise_invalid('access', access, 'producer, consumer, admin, reader, raw or transport');
     end if;
     if role_name is null then
         perform pgqueue._raise_invalid('role_name', null, 'the name of a role');
@@ -120,9 +145,20 @@ begin
     if access = 'raw' then
         execute format('grant select on pgqueue.queues to %I', role_name);
         execute format(
-            'grant select, insert, update, delete on pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages to %I',
+            'grant select, insert, update, delete on pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
+            ' pgqueue.archived_messages, pgqueue.unfiled_messages to %I',
             role_name);
         execute format('grant usage on sequence pgqueue.message_id to %I', role_name);
+    end if;
+    if access = 'reader' then
+        execute format(
+            'grant select on pgqueue.queues, pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
+            ' pgqueue.archived_messages, pgqueue.unfiled_messages to %I',
+            role_name);
+        execute format('grant select on sequence pgqueue.message_id to %I', role_name);
+    end if;
+    if access = 'producer' then
+        execute format('grant insert on pgqueue.staged_messages to %I', role_name);
     end if;
     for verb in select v from pgqueue._verbs(access) as v loop
         execute format('grant execute on function %s to %I', verb, role_name);
@@ -176,7 +212,7 @@ begin
 end;
 $$;
 comment on function pgqueue.grant_access(name, text) is
-'Lets a role use the queues: a producer sends and sees depth, but no payload; a consumer claims, settles, receives, reads streams and browses; an admin creates, alters, pauses, drops, redrives, purges and browses dead letters; raw means select, insert, update and delete on the tables themselves, for those who want plain SQL. A role may have several. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+'Lets a role use the queues: a producer sends, also by staging, and sees depth, but no payload; a consumer claims, settles, receives, reads streams and browses, the archive too; an admin creates, alters, pauses, drops, redrives, purges, maintains the archive and browses dead letters; a reader reads and browses all messages, by select on their tables, and changes nothing (batch reads of Spark need it); raw means select, insert, update and delete on the tables themselves, for those who want plain SQL; transport means the use of relations that expose_transport made, on which it needs rights besides. A role may have several. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
 
 create or replace function pgqueue.revoke_access(role_name name, access text)
 returns void
@@ -191,16 +227,20 @@ begin
     perform pgqueue._check_access(role_name, access);
     perform pgqueue._take_turns();
     kept := array(
-        select k from unnest(array['producer', 'consumer', 'admin', 'raw']) as k
+        select k from unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
         where k <> access and pgqueue._has_access(role_name, k));
     for verb in select v from pgqueue._verbs(access) as v loop
         execute format('revoke execute on function %s from %I', verb, role_name);
     end loop;
-    if access = 'raw' then
+    if access in ('raw', 'reader') then
         execute format(
-            'revoke all on pgqueue.queues, pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages from %I',
+            'revoke all on pgqueue.queues, pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
+            ' pgqueue.archived_messages, pgqueue.unfiled_messages from %I',
             role_name);
         execute format('revoke all on sequence pgqueue.message_id from %I', role_name);
+    end if;
+    if access = 'producer' then
+        execute format('revoke all on pgqueue.staged_messages from %I', role_name);
     end if;
     if kept = '{}' then
         execute format('revoke usage on schema pgqueue from %I', role_name);

@@ -51,12 +51,13 @@ begin
         if q.dlq_enabled then
             insert into pgqueue.dead_messages (
                 id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-                payload, body, headers, claimed_by, last_error, reason
+                payload, body, headers, claimed_by, last_error, reason, transport_headers
             )
             values (
                 m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
                 m.payload, m.body, m.headers, m.claimed_by, m.last_error,
-                case when rejected then 'rejected' else 'attempts_exhausted' end
+                case when rejected then 'rejected' else 'attempts_exhausted' end,
+                m.transport_headers
             )
             on conflict on constraint dead_messages_pkey do update
             set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
@@ -68,11 +69,11 @@ begin
     due_at := pgqueue._after(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
     insert into pgqueue.scheduled_messages (
         id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
-        payload, body, headers, claimed_by, last_error
+        payload, body, headers, claimed_by, last_error, transport_headers
     )
     values (
         m.id, m.queue_name, due_at, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-        m.payload, m.body, m.headers, m.claimed_by, m.last_error
+        m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     );
     perform pgqueue._schedule_by(q, due_at);
 end;
@@ -190,7 +191,8 @@ begin
             for update skip locked))
         returning
             c.id, c.queue_name, c.enqueued_at, c.due_at, c.attempt_count, c.max_attempts, null::int, null::uuid,
-            c.expires_at, c.message_id, c.payload, c.body, c.headers, c.claimed_by, c.last_error
+            c.expires_at, c.message_id, c.payload, c.body, c.headers, c.claimed_by, c.last_error, null::timestamptz,
+            c.transport_headers, null::uuid, null::bigint
         into m;
         if not found then
             return false;
@@ -229,11 +231,11 @@ begin
     )
     insert into pgqueue.scheduled_messages (
         id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
-        payload, body, headers, claimed_by, last_error
+        payload, body, headers, claimed_by, last_error, transport_headers
     )
     select
         g.id, g.queue_name, at, g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
-        g.payload, g.body, g.headers, g.claimed_by, g.last_error
+        g.payload, g.body, g.headers, g.claimed_by, g.last_error, g.transport_headers
     from given_back g;
     get diagnostics released = row_count;
     if released > 0 then

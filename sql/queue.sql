@@ -78,7 +78,7 @@ as $$
     select row(
         q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
         q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
-        q.dedicated, q.paused_at, q.created_at, q.updated_at
+        q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public(pgqueue.queues) is
@@ -139,6 +139,13 @@ begin
     if q.backoff_jitter is null or q.backoff_jitter not between 0 and 1 then
         perform pgqueue._raise_invalid('backoff_jitter', q.backoff_jitter::text, 'a number from 0 to 1');
     end if;
+    if not pgqueue._is_within(q.archive_for, '1 day', '10 years') then
+        perform pgqueue._raise_invalid('archive_for', q.archive_for::text, 'an interval from 1 day to 10 years');
+    end if;
+    if not pgqueue._is_within(q.expires_after_idle, '1 s', '10 years') then
+        perform pgqueue._raise_invalid('expires_after_idle', q.expires_after_idle::text,
+            'an interval from 1 s to 10 years, or null for never');
+    end if;
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
     end if;
@@ -162,7 +169,9 @@ create or replace function pgqueue.create_queue(
     backoff_factor double precision default 2,
     backoff_max interval default '10 min',
     backoff_jitter double precision default 0.2,
-    if_not_exists boolean default false
+    if_not_exists boolean default false,
+    archive_for interval default null,
+    expires_after_idle interval default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -189,6 +198,8 @@ begin
     q.backoff_factor := backoff_factor;
     q.backoff_max := backoff_max;
     q.backoff_jitter := backoff_jitter;
+    q.archive_for := archive_for;
+    q.expires_after_idle := expires_after_idle;
     perform pgqueue._check_settings(q);
 
     -- Looked up before the lock, which would wait for those who use an existing queue, and again
@@ -212,13 +223,18 @@ begin
         if not if_not_exists then
             perform pgqueue._raise_queue_exists(queue_name);
         end if;
+        if q.expires_after_idle is not null then
+            -- Who asks for it uses it.
+            perform setval(q.sweep_register, pgqueue._micros(pgqueue._now()));
+        end if;
         return pgqueue._public(q);
     end if;
 
     insert into pgqueue.queues (
         name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes,
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
-        fresh_register, swept_register, sweep_register, due_register, waiting_register
+        fresh_register, swept_register, sweep_register, due_register, waiting_register, archive_for,
+        expires_after_idle
     )
     values (
         create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
@@ -229,20 +245,30 @@ begin
         pgqueue._create_register(q.queue_id, 'swept'),
         pgqueue._create_register(q.queue_id, 'sweep'),
         pgqueue._create_register(q.queue_id, 'due'),
-        pgqueue._create_register(q.queue_id, 'waiting')
+        pgqueue._create_register(q.queue_id, 'waiting'),
+        create_queue.archive_for,
+        create_queue.expires_after_idle
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
         q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
     ]) as r;
     insert into pgqueue.sweeps (queue_name) values (create_queue.queue_name);
+    if q.archive_for is not null then
+        perform pgqueue._begin_archive(q);
+    end if;
+    -- Not in a transaction that may go on for long, and hold what it dropped.
+    if pgqueue._is_first_statement() then
+        perform pgqueue._drop_idle_queues(10, false);
+    end if;
     return pgqueue._public(q);
 end;
 $$;
 comment on function pgqueue.create_queue(
-    text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision, boolean
+    text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision, boolean, interval,
+    interval
 ) is
-'Creates a queue and returns it. queue_name is 1 to 128 of a-z, 0-9, hyphen and underscore. visibility_timeout (1 s to 43200 s) is how long a claimed message stays hidden; after max_attempts (1 to 100) a message goes to the dead letters if dlq_enabled, else it is deleted; dead_letter_expired sends expired messages there too. dedicated gives the queue a table of its own, for the heavy few. max_payload_bytes (up to 100 MB) bounds payload or body. The wait after a failed attempt is backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter (0 to 1). With if_not_exists an existing queue is returned as it is. Raises 22023, PQ002 where the queue exists, PQ004 where a longer transaction keeps a dedicated table from being attached.';
+'Creates a queue and returns it. queue_name is 1 to 128 of a-z, 0-9, hyphen and underscore. visibility_timeout (1 s to 43200 s) is how long a claimed message stays hidden; after max_attempts (1 to 100) a message goes to the dead letters if dlq_enabled, else it is deleted; dead_letter_expired sends expired messages there too. dedicated gives the queue a table of its own, for the heavy few. max_payload_bytes (up to 100 MB) bounds payload or body. The wait after a failed attempt is backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter (0 to 1). With if_not_exists an existing queue is returned as it is. archive_for (1 day to 10 years) keeps what is acknowledged in pgqueue.archived_messages, at least so long; null keeps nothing. expires_after_idle (1 s to 10 years) is for queues of a while, such as the replies to one instance of a service: once it holds no message and nobody has claimed, received or waited for so long, the next create_queue, of any queue, drops it, as drop_idle_queues does. Raises 22023, PQ002 where the queue exists, PQ004 where a longer transaction keeps a dedicated table from being attached.';
 
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -296,7 +322,9 @@ create or replace function pgqueue.alter_queue(
     backoff_base interval default null,
     backoff_factor double precision default null,
     backoff_max interval default null,
-    backoff_jitter double precision default null
+    backoff_jitter double precision default null,
+    archive_for interval default null,
+    expires_after_idle interval default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -315,21 +343,32 @@ begin
     q.backoff_factor := coalesce(alter_queue.backoff_factor, q.backoff_factor);
     q.backoff_max := coalesce(alter_queue.backoff_max, q.backoff_max);
     q.backoff_jitter := coalesce(alter_queue.backoff_jitter, q.backoff_jitter);
+    if alter_queue.archive_for = '0' then
+        perform pgqueue._end_archive(q);
+        q.archive_for := null;
+    else
+        q.archive_for := coalesce(alter_queue.archive_for, q.archive_for);
+    end if;
+    q.expires_after_idle := nullif(coalesce(alter_queue.expires_after_idle, q.expires_after_idle), '0');
     perform pgqueue._check_settings(q);
     update pgqueue.queues
     set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
         dead_letter_expired = q.dead_letter_expired, max_payload_bytes = q.max_payload_bytes,
         backoff_base = q.backoff_base, backoff_factor = q.backoff_factor, backoff_max = q.backoff_max,
-        backoff_jitter = q.backoff_jitter, updated_at = pgqueue._now()
+        backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
+        expires_after_idle = q.expires_after_idle, updated_at = pgqueue._now()
     where queues.name = queue_name
     returning * into q;
+    if alter_queue.archive_for <> '0' then
+        perform pgqueue._begin_archive(q);
+    end if;
     return pgqueue._public(q);
 end;
 $$;
 comment on function pgqueue.alter_queue(
-    text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision
+    text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval, interval
 ) is
-'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. Raises 22023, PQ001.';
+'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. A new archive_for holds for what was archived before, too; 0 ends archiving, and what was archived is kept as long as was promised; an expires_after_idle of 0 keeps the queue for good. Raises 22023, PQ001.';
 
 create or replace function pgqueue.drop_queue(queue_name text)
 returns bigint
@@ -339,32 +378,49 @@ set lock_timeout = '500 ms'
 as $$
 declare
     q pgqueue.queues;
-    removed bigint;
-    register regclass;
 begin
     -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone. Not for long:
     -- a transaction that sits on the queue would let everybody wait behind this one.
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    delete from pgqueue.queues where queues.name = queue_name returning * into q;
+    select queues.* into q from pgqueue.queues where queues.name = queue_name;
     if not found then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
-    removed := pgqueue._empty(q, true);
-    delete from pgqueue.sweeps where sweeps.queue_name = q.name;
-    delete from pgqueue.streams where streams.queue_name = q.name;
-    foreach register in array array[
-        q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
-    ] loop
-        execute format('drop sequence %s', register);
-    end loop;
-    return removed;
+    return pgqueue._drop(q);
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(queue_name, 'drop_queue');
     return null;
 end;
 $$;
 comment on function pgqueue.drop_queue(text) is
-'Drops a queue with all its messages, the dead ones too, and its streams, and returns how many messages those were. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
+'Drops a queue with all its messages, the dead ones too, its streams and its subscriptions, and returns how many messages those were. What it archived is kept, under its name, as long as its archive_for said. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
+
+create or replace function pgqueue._drop(q pgqueue.queues)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    removed bigint;
+    register regclass;
+begin
+    delete from pgqueue.queues where queues.name = q.name;
+    delete from pgqueue.subscriptions where subscriptions.queue_name = q.name;
+    perform pgqueue._conceal(q);
+    removed := pgqueue._empty(q, true);
+    delete from pgqueue.sweeps where sweeps.queue_name = q.name;
+    delete from pgqueue.streams where streams.queue_name = q.name;
+    perform pgqueue._end_archive(q);
+    foreach register in array array[
+        q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
+    ] loop
+        execute format('drop sequence %s', register);
+    end loop;
+    return removed;
+end;
+$$;
+comment on function pgqueue._drop(pgqueue.queues) is
+'Drops a queue that is held alone, and returns how many messages it held.';
 
 create or replace function pgqueue._empty(q pgqueue.queues, dropping boolean)
 returns bigint

@@ -11,13 +11,42 @@ set enable_sort = off
 as $$
 declare
     picks constant bigint[] := pgqueue._grab(queue_name, max_messages, null);
+    at timestamptz;
+    is_filed boolean;
 begin
+    if pgqueue._hold_unarchived(queue_name) then
+        return query
+        delete from pgqueue.messages m
+        where m.queue_name = receive.queue_name and m.id = any (picks)
+        returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
+            m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+        return;
+    end if;
+    at := pgqueue._now();
+    is_filed := coalesce(pgqueue._has_day(pgqueue._day(at)), false);
     return query
-    delete from pgqueue.messages m
-    where m.queue_name = receive.queue_name and m.id = any (picks)
-    returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
-        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+    with gone as (
+        delete from pgqueue.messages m
+        where m.queue_name = receive.queue_name and m.id = any (picks)
+        returning m.*
+    ),
+    done as (
+        select
+            g.id, g.queue_name, g.enqueued_at, null::timestamptz, at, g.attempt_count + 1, g.max_attempts, g.expires_at,
+            g.message_id, g.payload, g.body, g.headers, g.claimed_by, g.last_error
+        from gone g
+    ),
+    filed as (
+        insert into pgqueue.archived_messages select d.* from done d where is_filed
+    ),
+    unfiled as (
+        insert into pgqueue.unfiled_messages select d.* from done d where not is_filed
+    )
+    select
+        g.id, g.queue_name, g.payload, g.body, g.headers, g.message_id, g.attempt_count + 1, g.max_attempts,
+        g.enqueued_at, g.visible_at, g.expires_at, g.claimed_by, g.claim_token, g.last_error
+    from gone g;
 end;
 $$;
 comment on function pgqueue.receive(text, int) is
-'Deletes up to max_messages (1 to 10000) messages in the caller''s transaction and returns them, by id. A rollback returns each to its place, with its attempts as they were; until the end of the transaction nobody else is given it. Drops what expired. Waits for nobody but a drop_queue; returns no row where none is ready or the queue is paused. Raises 22023, PQ001.';
+'Deletes up to max_messages (1 to 10000) messages in the caller''s transaction and returns them, by id. A rollback returns each to its place, with its attempts as they were; until the end of the transaction nobody else is given it. Drops what expired. What is received goes to the archive where the queue has archive_for. Waits for nobody but a drop_queue; returns no row where none is ready or the queue is paused. Raises 22023, PQ001.';

@@ -85,7 +85,7 @@ as $$
     select row(
         s.queue_name, s.stream_name, s.epoch, s.opened_by, s.opened_at, s.created_at, s.acked_seq, s.acked_token,
         s.claim_token, cardinality(s.ids) - cardinality(s.left_out), s.partitions, s.replays, s.claimed_at,
-        s.claimed_until, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0)
+        s.claimed_until, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0), s.on_ack
     )::pgqueue.stream
 $$;
 comment on function pgqueue._public_stream(pgqueue.streams) is
@@ -143,6 +143,11 @@ as $$
 declare
     acked int;
 begin
+    if s.on_ack = 'archive'
+        or s.on_ack is null and (select q.archive_for is not null from pgqueue.queues q where q.name = s.queue_name)
+    then
+        return cardinality(pgqueue._archive(s.queue_name, s.ids, s.claim_token));
+    end if;
     delete from pgqueue.messages m
     where m.queue_name = s.queue_name and m.id = any (s.ids)
         and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
@@ -151,7 +156,7 @@ begin
 end;
 $$;
 comment on function pgqueue._settle_batch(pgqueue.streams) is
-'Removes the messages of the open batch, and returns how many were still the stream''s.';
+'Removes the messages of the open batch, to the archive where the stream or else the queue wants that, and returns how many were still the stream''s.';
 
 create or replace function pgqueue._close_batch(s pgqueue.streams)
 returns pgqueue.streams
@@ -190,7 +195,9 @@ $$;
 comment on function pgqueue._save_batch(pgqueue.streams) is
 'Writes how far a stream is, and its open batch.';
 
-create or replace function pgqueue.stream_open(queue_name text, stream_name text, opened_by text default null)
+create or replace function pgqueue.stream_open(
+    queue_name text, stream_name text, opened_by text default null, on_ack text default null
+)
 returns pgqueue.stream
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -200,16 +207,26 @@ declare
     s pgqueue.streams;
 begin
     perform pgqueue._check_stream_name(stream_name);
-    insert into pgqueue.streams as t (queue_name, stream_name, epoch, opened_by, opened_at, created_at)
-    values (q.name, stream_open.stream_name, pgqueue._next_epoch(null), stream_open.opened_by, pgqueue._now(), pgqueue._now())
+    if on_ack not in ('archive', 'delete') then
+        perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for what the queue says');
+    end if;
+    if on_ack = 'archive' and q.archive_for is null then
+        perform pgqueue._raise_invalid('on_ack', on_ack, format('delete or null where queue %L has no archive_for', q.name));
+    end if;
+    insert into pgqueue.streams as t (queue_name, stream_name, epoch, opened_by, opened_at, created_at, on_ack)
+    values (
+        q.name, stream_open.stream_name, pgqueue._next_epoch(null), stream_open.opened_by, pgqueue._now(), pgqueue._now(),
+        stream_open.on_ack
+    )
     on conflict on constraint streams_pkey do update
-    set epoch = pgqueue._next_epoch(t.epoch), opened_by = excluded.opened_by, opened_at = excluded.opened_at
+    set epoch = pgqueue._next_epoch(t.epoch), opened_by = excluded.opened_by, opened_at = excluded.opened_at,
+        on_ack = excluded.on_ack
     returning t.* into s;
     return pgqueue._public_stream(s);
 end;
 $$;
-comment on function pgqueue.stream_open(text, text, text) is
-'Opens a stream of the queue, making it where there is none, and returns it with a new epoch: whoever opened it before is fenced, and gets PQ006 from then on. stream_name (as a queue''s name) is one query''s own. Reading begins behind acked_seq and acked_token where the reader has no checkpoint. opened_by is a name for humans. Raises 22023, PQ001.';
+comment on function pgqueue.stream_open(text, text, text, text) is
+'Opens a stream of the queue, making it where there is none, and returns it with a new epoch: whoever opened it before is fenced, and gets PQ006 from then on. stream_name (as a queue''s name) is one query''s own. Reading begins behind acked_seq and acked_token where the reader has no checkpoint. opened_by is a name for humans. on_ack says what becomes of messages that are acknowledged from now on: delete, archive, which insists on the queue''s archive_for, or null for what the queue says then. Raises 22023, PQ001.';
 
 create or replace function pgqueue._pick_up_to(q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int)
 returns bigint[]
@@ -272,7 +289,7 @@ begin
             until := pgqueue._after(pgqueue._now(), span);
             update pgqueue.messages m
             set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
-                claim_token = token, claimed_by = 'stream ' || s.stream_name
+                claim_token = token, claimed_by = 'stream ' || s.stream_name, claimed_at = pgqueue._now()
             where m.queue_name = q.name and m.id = any (picks);
             ids := ids || picks;
             first_until := coalesce(first_until, until);

@@ -46,11 +46,11 @@ begin
     moved as (
         insert into pgqueue.messages (
             id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-            payload, body, headers, claimed_by, last_error
+            payload, body, headers, claimed_by, last_error, transport_headers
         )
         select
             d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
-            d.payload, d.body, d.headers, d.claimed_by, d.last_error
+            d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers
         from due d
         returning messages.id, messages.expires_at
     )
@@ -84,12 +84,13 @@ begin
     )
     insert into pgqueue.dead_messages (
         id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-        payload, body, headers, claimed_by, last_error, reason
+        payload, body, headers, claimed_by, last_error, reason, transport_headers
     )
     select
         g.id, g.queue_name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
         g.payload, g.body, g.headers, g.claimed_by, g.last_error,
-        case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end
+        case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end,
+        g.transport_headers
     from gone g
     where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end
     -- Put back by hand and left here as well: it has died again.
@@ -299,6 +300,10 @@ declare
 begin
     -- Who comes by while this sweep is at it leaves it alone.
     perform setval(q.sweep_register, pgqueue._micros(at + interval '50 ms'));
+    -- Once an hour somebody's sweep looks after the archive. A look that is further off was set by a clock that was wrong.
+    if pg_sequence_last_value('pgqueue.archive_look') - pgqueue._micros(at) not between 1 and 3600000000 then
+        perform pgqueue._tend_archive(at);
+    end if;
 
     select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name;
     if not found then

@@ -25,6 +25,8 @@ create table pgqueue.queues (
     sweep_register regclass not null,
     due_register regclass not null,
     waiting_register regclass not null,
+    archive_for interval,
+    expires_after_idle interval,
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -38,10 +40,16 @@ create table pgqueue.queues (
         and backoff_max between '0 s' and '30 days'
         and backoff_factor between 1 and 100
         and backoff_jitter between 0 and 1
-    )
+    ),
+    constraint queues_archive_for_is_bounded check (archive_for between '1 day' and '10 years'),
+    constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '10 years')
 );
 comment on table pgqueue.queues is
 'One row a queue. Rarely written, so that claims read one clean row; what changes with every claim is kept in registers.';
+comment on column pgqueue.queues.archive_for is
+'How long at least what was acknowledged stays in archived_messages; null: it does not get there.';
+comment on column pgqueue.queues.expires_after_idle is
+'How long the queue stays though nobody uses it and it holds no message; null: for good.';
 comment on column pgqueue.queues.fresh_register is
 'Register: no message below this id was never claimed, but for late commits. A hint.';
 comment on column pgqueue.queues.swept_register is
@@ -72,12 +80,24 @@ create table pgqueue.messages (
     body bytea,
     headers jsonb,
     claimed_by text,
-    last_error text
+    last_error text,
+    claimed_at timestamptz,
+    transport_headers text,
+    transport_id uuid,
+    transport_seq bigint
 ) partition by list (queue_name);
 comment on table pgqueue.messages is
 'Messages that are ready (visible_at has come) or in flight (claimed, visible_at is the end of the claim). A message has a payload or a body.';
 comment on column pgqueue.messages.claimed_attempt is
 'The attempt_count that claim_token was given for: a later claim by plain SQL, which sets no token, thereby ends the token''s power.';
+comment on column pgqueue.messages.transport_headers is
+'The headers as a transport wrote them, or reads them; null where none does.';
+comment on column pgqueue.messages.transport_id is
+'The id of the message in the relation that expose_transport made; null where there is none.';
+comment on column pgqueue.messages.transport_seq is
+'Its place in that relation. Of its own, as ids of all queues are one sequence and may lie further apart than a transport counts.';
+comment on column pgqueue.messages.claimed_at is
+'When the claim was made that claimed_attempt speaks of; an extension leaves it as it is.';
 
 -- The primary key is the only index, and nothing that a claim writes is in it: claims are HOT updates. A second
 -- index, even a partial one that holds no row, costs every insert and every claim 2.5 microseconds of about 10
@@ -116,6 +136,7 @@ create table pgqueue.scheduled_messages (
     headers jsonb,
     claimed_by text,
     last_error text,
+    transport_headers text,
     constraint scheduled_messages_pkey primary key (queue_name, id),
     constraint scheduled_messages_due_at_fits_a_register
     check (due_at between '1970-01-02 00:00+00' and '9999-12-31 00:00+00')
@@ -144,6 +165,7 @@ create table pgqueue.dead_messages (
     headers jsonb,
     claimed_by text,
     last_error text,
+    transport_headers text,
     reason text not null,
     constraint dead_messages_pkey primary key (queue_name, id),
     constraint dead_messages_reason_is_known
@@ -151,6 +173,51 @@ create table pgqueue.dead_messages (
 );
 comment on table pgqueue.dead_messages is
 'Messages that were given up, with the reason, the last error and the moment.';
+
+-- A day of UTC is a partition, made days ahead. There is no default partition: attaching a day beside one locks it
+-- against everybody who reads the archive, for as long as the transaction lasts, and fails the acknowledgement that
+-- is just on its way there. What meets no partition goes to unfiled_messages instead.
+-- No unique key: that somebody put a message back under its old id must not keep it from being acknowledged. The
+-- index is declared on each partition, not on the parent: pg_dump could not restore a partition whose parent comes
+-- from the extension with an index.
+create table pgqueue.archived_messages (
+    id bigint not null,
+    queue_name text collate "C" not null,
+    enqueued_at timestamptz not null,
+    claimed_at timestamptz,
+    finished_at timestamptz not null default clock_timestamp(),
+    attempt_count int not null,
+    max_attempts int not null,
+    expires_at timestamptz,
+    message_id uuid,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    claimed_by text,
+    last_error text
+) partition by range (finished_at);
+comment on table pgqueue.archived_messages is
+'Messages that were acknowledged, of queues that have archive_for. A partition a day (UTC), dropped as a whole.';
+comment on column pgqueue.archived_messages.claimed_at is
+'When the claim that was acknowledged was made; null for a receive, which takes and finishes at once.';
+comment on column pgqueue.archived_messages.finished_at is
+'When it was acknowledged, by the clock, before the commit.';
+
+create table pgqueue.unfiled_messages (like pgqueue.archived_messages including all);
+comment on table pgqueue.unfiled_messages is
+'Archived messages of days that had no partition, so that no acknowledgement fails for want of one: sweeps and maintain_archive file them.';
+
+create sequence pgqueue.archive_look;
+comment on sequence pgqueue.archive_look is
+'Register: when a sweep looks after the partitions of the archive again, in microseconds since 1970. A hint; never called where nothing is archived.';
+
+create table pgqueue.archive_promises (
+    queue_name text collate "C" not null,
+    archive_for interval not null,
+    ends_at timestamptz not null
+);
+comment on table pgqueue.archive_promises is
+'Queues that were dropped, or archive no longer: until ends_at, what they archived is kept as long as they said.';
 
 create table pgqueue.returns (
     queue_name text collate "C" not null,
@@ -198,12 +265,14 @@ create table pgqueue.streams (
     claimed_until timestamptz,
     replays int,
     begun_epoch bigint,
+    on_ack text,
     constraint streams_pkey primary key (queue_name, stream_name),
     constraint streams_stream_name_is_plain check (stream_name ~ '^[a-z0-9_-]{1,128}$'),
     constraint streams_batch_is_whole check (
         num_nulls(claim_token, ids, left_out, partitions, visibility_timeout, claimed_at, claimed_until, replays)
         in (0, 8)
-    )
+    ),
+    constraint streams_on_ack_is_known check (on_ack in ('archive', 'delete'))
 ) with (fillfactor = 50, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.streams is
 'One row a stream: how far it has acknowledged, and the batch that it has claimed since, of which there is one at most.';
@@ -217,3 +286,92 @@ comment on column pgqueue.streams.left_out is
 'Those of ids that are no longer part of the batch: skipped, or lost and given up.';
 comment on column pgqueue.streams.begun_epoch is
 'The epoch in which the open batch was begun last; null until it is.';
+
+create unlogged table pgqueue.staged_attempts (
+    token uuid not null,
+    run uuid not null,
+    partition int not null,
+    attempt bigint not null,
+    queue_name text collate "C" not null,
+    staged_by name not null,
+    staged_at timestamptz not null,
+    constraint staged_attempts_pkey primary key (token)
+);
+create index staged_attempts_run on pgqueue.staged_attempts (run);
+comment on table pgqueue.staged_attempts is
+'Who stages rows of a run, one row an attempt at a partition. Unlogged, as what it speaks of: a crash of the server empties both.';
+comment on column pgqueue.staged_attempts.token is
+'Known only to whoever stages: with it one adds rows, and names the attempt that won.';
+
+create unlogged table pgqueue.staged_messages (
+    token uuid not null,
+    row_number int not null,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    message_id uuid,
+    delay interval,
+    expires_in interval,
+    bytes int generated always as (coalesce(octet_length(body), octet_length(payload::text))) stored,
+    constraint staged_messages_pkey primary key (token, row_number)
+) with (autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_scale_factor = 0);
+comment on table pgqueue.staged_messages is
+'Messages that wait for sink_commit: nobody can claim them, and what is wrong with them is said then.';
+comment on column pgqueue.staged_messages.bytes is
+'The size of payload or body, measured by the writers, of which there are many, and not by the one that commits.';
+
+create table pgqueue.sink_commits (
+    app_id text collate "C" not null,
+    version bigint not null,
+    run uuid not null,
+    messages bigint not null,
+    committed_by name not null,
+    committed_at timestamptz not null,
+    forgotten_version bigint,
+    constraint sink_commits_pkey primary key (app_id, version)
+);
+comment on table pgqueue.sink_commits is
+'The ledger of sink_commit: what is in it is not sent again. A run that has no app_id goes by its own id.';
+comment on column pgqueue.sink_commits.forgotten_version is
+'Of this app_id, versions up to this one were swept from the ledger: whether they were committed is not known.';
+
+create table pgqueue.subscriptions (
+    topic text collate "C" not null,
+    queue_name text collate "C" not null,
+    subscribed_at timestamptz not null default clock_timestamp(),
+    endpoint text collate "C" not null,
+    queue_address text not null,
+    is_pattern boolean not null generated always as (topic ~ '(^|\.)[*#](\.|$)') stored,
+    constraint subscriptions_pkey primary key (endpoint, topic)
+);
+create index subscriptions_topic on pgqueue.subscriptions (topic, queue_name);
+create index subscriptions_words on pgqueue.subscriptions ((topic || '.')) where is_pattern;
+create index subscriptions_queue_name on pgqueue.subscriptions (queue_name, topic);
+comment on table pgqueue.subscriptions is
+'Which queue has a copy of what is published to which topic, or to the topics that a pattern matches.';
+comment on column pgqueue.subscriptions.endpoint is
+'Whose subscription it is: the queue, unless a transport that shares the queue said otherwise.';
+comment on column pgqueue.subscriptions.queue_address is
+'The queue as a transport addresses it.';
+
+create table pgqueue.transports (
+    queue_name text collate "C" not null,
+    relation regclass not null,
+    seq_register regclass not null,
+    head bigint not null default 1,
+    next_at timestamptz not null default '-infinity',
+    settled_seq bigint not null default 0,
+    bound_seq bigint not null default 0,
+    writers text[] not null default '{}',
+    constraint transports_pkey primary key (queue_name)
+) with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
+comment on table pgqueue.transports is
+'The relations that expose_transport made. Written at most once a second, by who looks at one.';
+comment on column pgqueue.transports.seq_register is
+'The sequence that transport_seq is taken from.';
+comment on column pgqueue.transports.head is
+'No message has a lower transport_seq, nor will one: there the statements of the transport begin to read.';
+comment on column pgqueue.transports.next_at is
+'When advance_transport is due again.';
+comment on column pgqueue.transports.settled_seq is
+'No transaction that took a transport_seq up to this one is running any more; bound_seq and writers as in sweeps.';

@@ -14,7 +14,9 @@ create type pgqueue.queue as (
     dedicated boolean,
     paused_at timestamptz,
     created_at timestamptz,
-    updated_at timestamptz
+    updated_at timestamptz,
+    archive_for interval,
+    expires_after_idle interval
 );
 comment on type pgqueue.queue is
 'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';
@@ -77,6 +79,32 @@ create type pgqueue.dead_message as (
 comment on type pgqueue.dead_message is
 'A dead letter: the message, its last error, and why and when it died.';
 
+create type pgqueue.archived_message as (
+    id bigint,
+    queue_name text,
+    payload jsonb,
+    body bytea,
+    headers jsonb,
+    message_id uuid,
+    attempt_count int,
+    max_attempts int,
+    enqueued_at timestamptz,
+    claimed_at timestamptz,
+    finished_at timestamptz,
+    expires_at timestamptz,
+    claimed_by text,
+    last_error text
+);
+comment on type pgqueue.archived_message is
+'A message that was acknowledged: when it was sent, claimed and finished, and the attempt that it took; claimed_at is null where it was received.';
+
+create type pgqueue.archive_change as (
+    day date,
+    change text
+);
+comment on type pgqueue.archive_change is
+'What maintain_archive did with a day (UTC) of the archive: made, emptied, dropped, or busy where it gave way.';
+
 create type pgqueue.queue_stats as (
     queue_name text,
     ready_messages bigint,
@@ -115,10 +143,11 @@ create type pgqueue.stream as (
     replays int,
     claimed_at timestamptz,
     claimed_until timestamptz,
-    last_id bigint
+    last_id bigint,
+    on_ack text
 );
 comment on type pgqueue.stream is
-'A stream, as stream_open and list_streams return it: the batch it acknowledged last, by number and token, and the open one, whose columns from claim_token to claimed_until are null where there is none. last_id is the highest message id given out so far.';
+'A stream, as stream_open and list_streams return it: the batch it acknowledged last, by number and token, and the open one, whose columns from claim_token to claimed_until are null where there is none. last_id is the highest message id given out so far. on_ack is archive, delete, or null where that is as the queue says.';
 
 create type pgqueue.stream_batch as (
     queue_name text,
@@ -134,3 +163,11 @@ create type pgqueue.stream_batch as (
 );
 comment on type pgqueue.stream_batch is
 'A batch that is reserved for a stream, named by seq and claim_token. lost has the ids that were found to be no longer the stream''s.';
+
+create type pgqueue.subscription as (
+    topic text,
+    queue_name text,
+    subscribed_at timestamptz
+);
+comment on type pgqueue.subscription is
+'That a queue has a copy of what is published to a topic, or to the topics that a pattern matches.';

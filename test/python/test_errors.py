@@ -19,6 +19,7 @@ CODES = {
     "PQ007": pgqueue.StreamOutOfStep,
     "PQ008": pgqueue.StreamDataLost,
     "PQ009": pgqueue.StreamPoisoned,
+    "PQ010": pgqueue.StagedMessagesLost,
     "22023": pgqueue.InvalidArgument,
 }
 

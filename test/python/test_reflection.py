@@ -25,7 +25,7 @@ class Function(NamedTuple):
     @property
     def needs_queue(self) -> bool:
         """Whether queue_name is an argument that has no default."""
-        return next(iter(self.arguments), None) == "queue_name" and self.defaults < len(self.arguments)
+        return "queue_name" in list(self.arguments)[: len(self.arguments) - self.defaults]
 
 
 @pytest.fixture
@@ -101,9 +101,12 @@ def test_calls_declare_the_types_of_the_functions(functions: list[Function]) -> 
         ("message", pgqueue.Message),
         ("exchanged", pgqueue.Exchanged),
         ("dead_message", pgqueue.DeadMessage),
+        ("archived_message", pgqueue.ArchivedMessage),
+        ("archive_change", pgqueue.ArchiveChange),
         ("queue_stats", pgqueue.QueueStats),
         ("stream", pgqueue.Stream),
         ("stream_batch", pgqueue.StreamBatch),
+        ("subscription", pgqueue.Subscription),
         ("finding", pgqueue.Finding),
     ],
 )

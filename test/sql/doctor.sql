@@ -40,7 +40,7 @@ begin
     perform pgqueue.purge_dead_messages(queue);
 
     perform pgqueue.enqueue(queue, '2', expires_in => '2 s');
-    return next is(pg_temp.findings(queue), array['info missing_index'], queue || ': where messages expire and no index goes by that, it is found');
+    return next is(pg_temp.findings(queue), array['warning missing_index'], queue || ': where messages expire and no index goes by that, it is found');
     execute (select replace(f.repair, 'concurrently', '') from pgqueue.doctor() f where f.queue_name = queue);
     return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair makes it, and messages that live for longer than consumers wait are no finding');
     return next is((select array_agg(f.severity || ' ' || f.finding) from pgqueue.doctor('3 s') f where f.queue_name = queue), array['warning peek_delay_above_time_to_live'], queue || ': a peek delay above the time to live is found');

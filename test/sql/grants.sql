@@ -1,7 +1,7 @@
 begin;
 -- Files take turns: this one attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(235);
+select plan(372);
 
 create role pgqueue_test_producer;
 create role pgqueue_test_consumer;
@@ -25,6 +25,14 @@ create temp table verbs (name text, statement text, producer boolean, consumer b
 insert into verbs values
 ('enqueue', 'select pgqueue.enqueue(''grants'', ''1'')', true, false, false),
 ('enqueue_batch', 'select pgqueue.enqueue_batch(''grants'', ''{1}'')', true, false, false),
+('sink_stage', 'select pgqueue.sink_stage(''grants'', gen_random_uuid(), 0, 0)', true, false, false),
+('sink_commit', 'select pgqueue.sink_commit(gen_random_uuid(), ''{}'', ''{}'')', true, false, false),
+('sink_abort', 'select pgqueue.sink_abort(gen_random_uuid())', true, false, false),
+('sweep_staged', 'select pgqueue.sweep_staged()', false, false, true),
+('publish', 'select pgqueue.publish(''nobody.listens'', ''1'')', true, false, false),
+('subscribe', 'select pgqueue.subscribe(''grants.#'', ''grants'')', false, true, true),
+('unsubscribe', 'select pgqueue.unsubscribe(''grants.#'', ''grants'')', false, true, true),
+('list_subscriptions', 'select pgqueue.list_subscriptions()', false, true, true),
 ('claim', 'select pgqueue.claim(''grants'')', false, true, false),
 ('receive', 'select pgqueue.receive(''grants'')', false, true, false),
 ('exchange', 'select pgqueue.exchange(''grants'', null, null)', false, true, false),
@@ -48,6 +56,8 @@ insert into verbs values
 ('drop_stream', 'select pgqueue.drop_stream(''grants'', ''spare'')', false, false, true),
 ('browse', 'select pgqueue.browse(''grants'')', false, true, true),
 ('browse_dead_messages', 'select pgqueue.browse_dead_messages(''grants'')', false, null, true),
+('browse_archived_messages', 'select pgqueue.browse_archived_messages(''grants'')', false, true, true),
+('maintain_archive', 'select pgqueue.maintain_archive()', false, false, true),
 ('create_queue', 'select pgqueue.create_queue(''grants_new'')', false, false, true),
 ('alter_queue', 'select pgqueue.alter_queue(''grants'')', false, false, true),
 ('pause_queue', 'select pgqueue.pause_queue(''grants'')', false, false, true),
@@ -56,6 +66,12 @@ insert into verbs values
 ('purge_dead_messages', 'select pgqueue.purge_dead_messages(''grants'')', false, false, true),
 ('purge_expired', 'select pgqueue.purge_expired(''grants'')', false, false, true),
 ('doctor', 'select count(*) from pgqueue.doctor()', false, false, true),
+('expose_transport', 'select pgqueue.expose_transport(''missing'')', false, false, null),
+('expose_subscriptions', 'select pgqueue.expose_subscriptions(''nowhere'')', false, false, null),
+('unexpose_subscriptions', 'select pgqueue.unexpose_subscriptions()', false, false, true),
+('unexpose_transport', 'select pgqueue.unexpose_transport(''grants'')', false, false, true),
+('advance_transport', 'select pgqueue.advance_transport(''grants'')', false, false, false),
+('drop_idle_queues', 'select pgqueue.drop_idle_queues()', false, false, true),
 ('get_queue', 'select pgqueue.get_queue(''grants'')', true, true, true),
 ('list_queues', 'select pgqueue.list_queues()', true, true, true),
 ('peek', 'select pgqueue.peek(''grants'')', true, true, true),
@@ -76,7 +92,7 @@ set local role pgqueue_test_producer;
 select lives_ok(v.statement, 'a producer may ' || v.name) from verbs v where v.producer;
 select throws_ok(v.statement, '42501', null, 'a producer may not ' || v.name) from verbs v where not v.producer;
 select throws_ok(format('table pgqueue.%I', t), '42501', null, format('a producer may not read %s', t))
-from unnest(array['messages', 'messages_shared', 'scheduled_messages', 'dead_messages', 'queues', 'sweeps', 'returns', 'streams']) t;
+from unnest(array['messages', 'messages_shared', 'scheduled_messages', 'dead_messages', 'queues', 'sweeps', 'returns', 'streams', 'archived_messages', 'unfiled_messages']) t;
 select throws_ok($$ insert into pgqueue.messages (queue_name, payload) values ('grants', '1') $$, '42501', null, 'a producer may not write into the tables');
 select unalike((select array_agg(s::text)::text from pgqueue.stats() s), '%secret%', 'the depth that a producer sees shows no payload');
 
@@ -121,9 +137,41 @@ select lives_ok($$ UPDATE pgqueue.messages SET visible_at = now() + (9 * interva
 select lives_ok($$ UPDATE pgqueue.messages SET visible_at = now() + (9 * interval '1 second') WHERE id = 1 AND claimed_by = 'worker-1' $$, 'with raw access one extends by plain SQL');
 select lives_ok($$ DELETE FROM pgqueue.messages WHERE queue_name = 'grants_dedicated' AND claimed_by = 'worker-1' $$, 'with raw access one acknowledges by plain SQL');
 select is((select count(*) from pgqueue.messages m where m.payload = '{"order_id": 1001}'), 0::bigint, 'what is acknowledged by plain SQL is gone');
+select lives_ok($$ with done as (delete from pgqueue.messages where queue_name = 'grants' returning *)
+    insert into pgqueue.unfiled_messages (id, queue_name, payload, enqueued_at, attempt_count, max_attempts)
+    select id, queue_name, payload, enqueued_at, attempt_count, max_attempts from done $$, 'with raw access one archives by plain SQL');
+select lives_ok($$ select from pgqueue.archived_messages $$, 'and reads the archive');
 select throws_ok($$ update pgqueue.queues set max_attempts = 1 $$, '42501', null, 'raw access changes no queue');
 select throws_ok($$ delete from pgqueue.queues $$, '42501', null, 'raw access deletes no queue');
 select throws_ok($$ truncate pgqueue.messages $$, '42501', null, 'raw access truncates nothing');
+reset role;
+
+-- A reader sees everything, and changes nothing.
+create role pgqueue_test_reader;
+select lives_ok($$ select pgqueue.grant_access('pgqueue_test_reader', 'reader') $$, 'reader access is granted');
+create temp table reads as
+select unnest(array['browse', 'browse_dead_messages', 'browse_archived_messages', 'list_streams', 'get_queue', 'list_queues', 'peek', 'stats', 'next_due_at', 'version']) as name;
+grant select on reads to public;
+set local role pgqueue_test_reader;
+select lives_ok(format('select from pgqueue.%I', t), 'a reader reads ' || t)
+from unnest(array['messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages', 'queues']) t;
+select lives_ok(v.statement, 'a reader may ' || v.name) from verbs v where v.name in (select r.name from reads r);
+select throws_ok(v.statement, '42501', null, 'a reader may not ' || v.name) from verbs v where v.name not in (select r.name from reads r);
+select throws_ok(format('delete from pgqueue.%I', t), '42501', null, 'a reader deletes nothing from ' || t)
+from unnest(array['messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages', 'queues']) t;
+select throws_ok($$ select nextval('pgqueue.message_id') $$, '42501', null, 'a reader takes no id');
+reset role;
+select lives_ok($$ select pgqueue.grant_access('pgqueue_test_reader', a) from unnest(array['raw', 'admin']) a $$, 'a reader is given raw and admin access');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_reader', a) from unnest(array['raw', 'admin']) a $$, 'which are revoked');
+set local role pgqueue_test_reader;
+select lives_ok($$ select from pgqueue.messages $$, 'who is still a reader reads');
+select throws_ok($$ delete from pgqueue.messages $$, '42501', null, 'and deletes nothing');
+reset role;
+select lives_ok($$ select pgqueue.grant_access('pgqueue_test_reader', a) from unnest(array['raw', 'admin']) a $$, 'given both again');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_reader', 'reader') $$, 'reader access is revoked');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_reader', 'raw') $$, 'and raw access');
+set local role pgqueue_test_reader;
+select throws_ok($$ select from pgqueue.messages $$, '42501', null, 'who was a reader reads no more');
 reset role;
 
 -- Revoking keeps what another access shares.

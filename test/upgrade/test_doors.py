@@ -40,6 +40,7 @@ def target(server: Server) -> Iterator[str]:
 
 
 QUEUES = {"shared": False, "dedicated": True, "paused": False, LONG: False, f"{LONG[1:]}0": True}
+ARCHIVES = {"shared", "dedicated"}
 STATES = {"ready", "body", "inflight", "scheduled", "returned", "nacked", "dead"}
 
 
@@ -62,6 +63,17 @@ def fill(connection: psycopg.Connection[Any], older: bool = False) -> None:
         if not older:
             send("dead", payload='{"a": 1}')
             connection.execute("select pgqueue.reject(%s, %s, %s, 'why')", (queue, *take()))
+        if queue in ARCHIVES:
+            connection.execute("select pgqueue.alter_queue(%s, archive_for => '30 days')", (queue,))
+            send("archived", payload='"by ack"')
+            connection.execute("select pgqueue.ack(%s, %s, %s)", (queue, *take()))
+            send("archived", body=b"by receive")
+            connection.execute("select pgqueue.receive(%s)", (queue,))
+            connection.execute(
+                "insert into pgqueue.unfiled_messages"
+                " select * from pgqueue.archived_messages where queue_name = %s limit 1",
+                (queue,),
+            )
         send("returned", payload='"\\\\."')
         connection.execute("select pgqueue.nack(%s, %s, %s, '0', 'once')", (queue, *take()))
         take()
@@ -86,6 +98,12 @@ def fill(connection: psycopg.Connection[Any], older: bool = False) -> None:
                 " values (nextval('pgqueue.message_id'), %s, now(), 1, 7, '1', '{\"state\": \"dead\"}')",
                 (queue,),
             )
+    connection.execute("select pgqueue.create_queue('exposed'), pgqueue.subscribe('doors.#', 'exposed')")
+    connection.execute("select pgqueue.expose_transport('exposed', table_name => 'A \"table\"')")
+    connection.execute(
+        'insert into "A ""table""" (headers, body) values (\'{"n":"1"}\', \'x\'), (\'{"n":"2"}\', \'x\')'
+    )
+    connection.execute("select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', 'doors', 1)")
     connection.execute("select pgqueue.pause_queue('paused')")
     connection.execute("select pgqueue.grant_access('producer', 'producer'), pgqueue.grant_access('raw', 'raw')")
 
@@ -100,12 +118,8 @@ def data(server: Server, database: str) -> dict[str, list[str]]:
                 " where relnamespace = 'pgqueue'::regnamespace and relkind in ('r', 'S') order by 1"
             )
         ]
-        columns = {
-            name: "t.last_value, t.is_called"
-            if ("sweeps" not in name and name.startswith("queue_")) or name.endswith("_id")
-            else "t.*"
-            for name in names
-        }
+        sequences = {str(row[0]) for row in connection.execute("select relname from pg_class where relkind = 'S'")}
+        columns = {name: "t.last_value, t.is_called" if name in sequences else "t.*" for name in names}
         return {
             name: sorted(
                 str(row[0])
@@ -182,8 +196,30 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
         assert call("purge_expired") == 0
         assert call("purge_queue") == 4
         assert call("drop_queue") == 1
+    # What was committed before the door is known behind it.
+    again = connection.execute("select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', 'doors', 1)")
+    assert again.fetchone() == (False,)
+    connection.execute('insert into "A ""table""" (headers, body) values (\'{"n":"3"}\', \'x\')')
+    assert connection.execute("select pgqueue.publish('doors.open', '1')").fetchone() == (1,)
+    received = connection.execute('select headers from "A ""table""" order by seq').fetchall()
+    assert [json.loads(headers).get("n") for (headers,) in received] == ["1", "2", "3", None]
+    assert connection.execute("select pgqueue.drop_queue('exposed')").fetchone() == (4,)
     assert connection.execute("select * from pgqueue.list_queues()").fetchall() == []
-    for table in ("messages", "scheduled_messages", "dead_messages", "returns", "sweeps", "streams"):
+    # What was acknowledged behind the door is beside what was before it, and outlives its queue.
+    assert connection.execute("select * from pgqueue.maintain_archive() where change <> 'made'").fetchall() == []
+    assert set(connection.execute("select queue_name, count(*) from pgqueue.archived_messages group by 1")) == {
+        (queue, 9) for queue in ARCHIVES
+    }
+    for table in (
+        "messages",
+        "scheduled_messages",
+        "dead_messages",
+        "returns",
+        "sweeps",
+        "streams",
+        "subscriptions",
+        "transports",
+    ):
         assert connection.execute(f"select * from pgqueue.{table}").fetchall() == []
     assert connection.execute("select * from pgqueue.doctor() where severity = 'error'").fetchall() == []
 

@@ -11,6 +11,7 @@ from .errors import (
     QueueBusy,
     QueueExists,
     QueueNotFound,
+    StagedMessagesLost,
     StreamDataLost,
     StreamFenced,
     StreamNotFound,
@@ -18,6 +19,8 @@ from .errors import (
     StreamPoisoned,
 )
 from .message import (
+    ArchiveChange,
+    ArchivedMessage,
     DeadMessage,
     Exchanged,
     Finding,
@@ -27,6 +30,7 @@ from .message import (
     QueueStats,
     Stream,
     StreamBatch,
+    Subscription,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ArchiveChange",
+    "ArchivedMessage",
     "AsyncConsumer",
     "AsyncQueue",
     "AsyncQueues",
@@ -71,6 +77,7 @@ __all__ = [
     "Reject",
     "Retries",
     "Retry",
+    "StagedMessagesLost",
     "Stream",
     "StreamBatch",
     "StreamDataLost",
@@ -78,6 +85,7 @@ __all__ = [
     "StreamNotFound",
     "StreamOutOfStep",
     "StreamPoisoned",
+    "Subscription",
     "install",
 ]
 

@@ -18,6 +18,8 @@ from psycopg.types.json import Json, Jsonb
 
 from .errors import InvalidArgument, PayloadTooLarge
 from .message import (
+    ArchiveChange,
+    ArchivedMessage,
     DeadMessage,
     Exchanged,
     Finding,
@@ -27,6 +29,7 @@ from .message import (
     QueueStats,
     Stream,
     StreamBatch,
+    Subscription,
 )
 
 T = TypeVar("T")
@@ -99,6 +102,7 @@ _ADAPTERS: dict[str, Callable[[Any], Any]] = {
     "uuid[]": list,
     "bigint[]": list,
     "interval[]": list,
+    "text[]": list,
 }
 
 create_queue = Call(
@@ -108,7 +112,7 @@ create_queue = Call(
     "visibility_timeout interval, max_attempts int, dlq_enabled boolean, dedicated boolean,"
     " dead_letter_expired boolean, max_payload_bytes int, backoff_base interval,"
     " backoff_factor double precision, backoff_max interval, backoff_jitter double precision,"
-    " if_not_exists boolean",
+    " if_not_exists boolean, archive_for interval, expires_after_idle interval",
 )
 alter_queue = Call(
     QueueInfo,
@@ -116,10 +120,11 @@ alter_queue = Call(
     "queue_name text",
     "visibility_timeout interval, max_attempts int, dlq_enabled boolean, dead_letter_expired boolean,"
     " max_payload_bytes int, backoff_base interval, backoff_factor double precision, backoff_max interval,"
-    " backoff_jitter double precision",
+    " backoff_jitter double precision, archive_for interval, expires_after_idle interval",
 )
 drop_queue = Call(int, "drop_queue", "queue_name text")
 get_queue = Call(QueueInfo, "get_queue", "queue_name text")
+drop_idle_queues = Call(str, "drop_idle_queues")
 list_queues = Call(QueueInfo, "list_queues")
 pause_queue = Call(bool, "pause_queue", "queue_name text")
 resume_queue = Call(bool, "resume_queue", "queue_name text")
@@ -160,7 +165,7 @@ extend_batch = Call(
     int, "extend_batch", "queue_name text, ids bigint[], claim_token uuid", "visibility_timeout interval"
 )
 receive = Call(Message, "receive", "queue_name text", "max_messages int")
-stream_open = Call(Stream, "stream_open", "queue_name text, stream_name text", "opened_by text")
+stream_open = Call(Stream, "stream_open", "queue_name text, stream_name text", "opened_by text, on_ack text")
 stream_claim = Call(
     StreamBatch,
     "stream_claim",
@@ -191,9 +196,36 @@ stream_skip = Call(
 )
 list_streams = Call(Stream, "list_streams", "", "queue_name text")
 drop_stream = Call(int, "drop_stream", "queue_name text, stream_name text")
+expose_transport = Call(
+    str,
+    "expose_transport",
+    "queue_name text",
+    "schema_name text, table_name text, body_string boolean, flavor text",
+)
+expose_subscriptions = Call(str, "expose_subscriptions", "", "schema_name text, table_name text")
+unexpose_subscriptions = Call(bool, "unexpose_subscriptions", "", "schema_name text, table_name text")
+unexpose_transport = Call(bool, "unexpose_transport", "queue_name text")
+advance_transport = Call(int, "advance_transport", "queue_name text")
+subscribe = Call(bool, "subscribe", "topic text, queue_name text")
+unsubscribe = Call(bool, "unsubscribe", "topic text, queue_name text")
+list_subscriptions = Call(Subscription, "list_subscriptions", "", "queue_name text")
+publish = Call(
+    int,
+    "publish",
+    "topic text",
+    "payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea,"
+    " base_topics text[]",
+)
+sink_stage = Call(UUID, "sink_stage", "queue_name text, run uuid, partition int, attempt bigint")
+sink_commit = Call(bool, "sink_commit", "run uuid, tokens uuid[], counts bigint[]", "app_id text, version bigint")
+sink_abort = Call(int, "sink_abort", "run uuid")
+sweep_staged = Call(int, "sweep_staged", "", "older_than interval, forget_after interval")
 peek = Call(int, "peek", "queue_name text", "max_records int")
 browse = Call(Message, "browse", "queue_name text", "state text, max_messages int, after_id bigint")
 browse_dead_messages = Call(DeadMessage, "browse_dead_messages", "queue_name text", "max_messages int, after_id bigint")
+browse_archived_messages = Call(
+    ArchivedMessage, "browse_archived_messages", "queue_name text", "max_messages int, before_id bigint"
+)
 stats = Call(QueueStats, "stats", "", "queue_name text")
 redrive = Call(int, "redrive", "queue_name text", "max_messages int, ids bigint[]")
 purge_dead_messages = Call(int, "purge_dead_messages", "queue_name text", "ids bigint[]")
@@ -202,6 +234,7 @@ channel = Call(str, "channel", "queue_name text")
 wake = Call(object, "wake", "queue_name text")
 prepare_wait = Call(datetime, "prepare_wait", "queue_name text", "timeout interval")
 next_due_at: Call[datetime | None] = Call(datetime, "next_due_at", "queue_name text")
+maintain_archive = Call(ArchiveChange, "maintain_archive")
 doctor = Call(Finding, "doctor", "", "peek_delay interval")
 version = Call(str, "version")
 grant_access = Call(object, "grant_access", "role_name name, access text")

@@ -17,7 +17,19 @@ from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
 
 from . import _calls
 from ._files import install_script
-from .message import DeadMessage, Exchanged, Finding, Message, QueueInfo, QueueStats, Stream, StreamBatch
+from .message import (
+    ArchiveChange,
+    ArchivedMessage,
+    DeadMessage,
+    Exchanged,
+    Finding,
+    Message,
+    QueueInfo,
+    QueueStats,
+    Stream,
+    StreamBatch,
+    Subscription,
+)
 
 T = TypeVar("T")
 
@@ -49,6 +61,14 @@ class Queues(_Sync):
         """Every queue and its settings, by name."""
         return self._all(_calls.list_queues())
 
+    def drop_idle_queues(self) -> list[str]:
+        """Drop queues that have `expires_after_idle` and were not used for so long; returns their names.
+
+        They hold no message, dead ones included, and nobody has claimed, received or waited. `create_queue`
+        does the same, for ten at most: there is no need to call this.
+        """
+        return self._all(_calls.drop_idle_queues())
+
     def stats(self, queue_name: str | None = None) -> list[QueueStats]:
         """The depth of a queue, or of every queue, by name.
 
@@ -59,6 +79,81 @@ class Queues(_Sync):
     def list_streams(self, queue_name: str | None = None) -> list[Stream]:
         """The streams of a queue, or of every queue, by name. Raises `QueueNotFound`."""
         return self._all(_calls.list_streams(queue_name))
+
+    def list_subscriptions(self, queue_name: str | None = None) -> list[Subscription]:
+        """The subscriptions of a queue, or of every queue, by topic and queue. Raises `QueueNotFound`."""
+        return self._all(_calls.list_subscriptions(queue_name))
+
+    def expose_subscriptions(self, schema_name: str | None = None, table_name: str | None = None) -> str:
+        """Make a relation over all subscriptions on which an NServiceBus transport works as on its own table.
+
+        In `schema_name` (public), under `table_name` (SubscriptionRouting); returns its address. Raises
+        `InvalidArgument`, and `psycopg.errors.DuplicateTable` and `InsufficientPrivilege`.
+        """
+        return self._one(_calls.expose_subscriptions(schema_name, table_name))
+
+    def unexpose_subscriptions(self, schema_name: str | None = None, table_name: str | None = None) -> bool:
+        """Drop the relation that `expose_subscriptions` made; False if there is none. The subscriptions stay."""
+        return self._one(_calls.unexpose_subscriptions(schema_name, table_name))
+
+    def publish(
+        self,
+        topic: str,
+        payload: Any = None,
+        delay: timedelta | None = None,
+        headers: Mapping[str, Any] | None = None,
+        expires_in: timedelta | None = None,
+        message_id: UUID | None = None,
+        body: bytes | None = None,
+        base_topics: Iterable[str] | None = None,
+    ) -> int:
+        """Send a copy of a message to every queue that is subscribed to a topic; returns how many those are.
+
+        `topic` is 1 to 255 characters, words joined by dots; `base_topics` are further names of the same event.
+        A queue gets one copy, however many of its subscriptions match, with the topic in the header
+        `pgqueue.topic`. Everything else as in `Queue.enqueue`, for every copy: one queue's limit refuses all.
+        Raises `InvalidArgument`, `PayloadTooLarge`.
+        """
+        return self._one(_calls.publish(topic, payload, delay, headers, expires_in, message_id, body, base_topics))
+
+    def sink_commit(
+        self,
+        run: UUID,
+        tokens: Iterable[UUID],
+        counts: Iterable[int],
+        app_id: str | None = None,
+        version: int | None = None,
+    ) -> bool:
+        """Send what was staged in a run, all or none: of each attempt, by its token, as many messages as `counts` says.
+
+        False, and the run discarded, if `version` of `app_id` was committed before; a run without them goes by
+        its id, so that the call can be repeated until it is answered.
+
+        Raises `StagedMessagesLost` where some are not there any more; `QueueNotFound` for a queue dropped since;
+        what `enqueue` raises for a message, with its row; and `InvalidArgument` for a version that another role
+        has committed, or that `sweep_staged` has forgotten.
+        """
+        return self._one(_calls.sink_commit(run, tokens, counts, app_id, version))
+
+    def sink_abort(self, run: UUID) -> int:
+        """Discard what one's own role has staged in a run and not committed; returns how many messages."""
+        return self._one(_calls.sink_abort(run))
+
+    def sweep_staged(self, older_than: timedelta | None = None, forget_after: timedelta | None = None) -> int:
+        """Discard what was staged longer than `older_than` (1 day) ago; returns how many messages.
+
+        Also lets the ledger forget commits after `forget_after` (90 days), but never the highest version of an
+        `app_id`: a lower one that was forgotten is refused from then on. Raises `InvalidArgument`.
+        """
+        return self._one(_calls.sweep_staged(older_than, forget_after))
+
+    def maintain_archive(self) -> list[ArchiveChange]:
+        """Look after the archive, and return what was done: days made ahead, days dropped that nobody wants any more.
+
+        Sweeps do the same but for the dropping. To be called once a day, by whatever calls things, in a transaction
+        of its own; it keeps no acknowledgement waiting.
+        """
+        return self._all(_calls.maintain_archive())
 
     def doctor(self, peek_delay: timedelta | None = None) -> list[Finding]:
         """What hurts and what repairs it, one finding a row; no row means all is well.
@@ -109,6 +204,8 @@ class Queue(_Sync):
         backoff_max: timedelta | None = None,
         backoff_jitter: float | None = None,
         if_not_exists: bool | None = None,
+        archive_for: timedelta | None = None,
+        expires_after_idle: timedelta | None = None,
     ) -> QueueInfo:
         """Create this queue and return it.
 
@@ -118,7 +215,8 @@ class Queue(_Sync):
         `max_payload_bytes` (up to 100 MB; 256 KB) bounds payload and body. The wait after a failed attempt
         is `backoff_base` times `backoff_factor` for every attempt after the first, at most `backoff_max`,
         less a random part of up to `backoff_jitter` (0 to 1). With `if_not_exists` an existing queue is
-        returned as it is.
+        returned as it is. `archive_for` (1 to 3600 days; None keeps nothing) keeps what is acknowledged in the
+        table `archived_messages`, at least so long.
 
         Raises `InvalidArgument`, `QueueExists`, `QueueBusy`.
         """
@@ -136,6 +234,8 @@ class Queue(_Sync):
                 backoff_max,
                 backoff_jitter,
                 if_not_exists,
+                archive_for,
+                expires_after_idle,
             )
         )
 
@@ -150,10 +250,14 @@ class Queue(_Sync):
         backoff_factor: float | None = None,
         backoff_max: timedelta | None = None,
         backoff_jitter: float | None = None,
+        archive_for: timedelta | None = None,
+        expires_after_idle: timedelta | None = None,
     ) -> QueueInfo:
         """Change the settings that are given, and return the queue. Bounds as in `create_queue`.
 
-        Messages keep the `max_attempts` they were sent with. Raises `InvalidArgument`, `QueueNotFound`.
+        Messages keep the `max_attempts` they were sent with. A new `archive_for` holds for what was archived
+        before, too; `timedelta(0)` ends archiving, and what was archived is kept as long as was promised.
+        Raises `InvalidArgument`, `QueueNotFound`.
         """
         return self._one(
             _calls.alter_queue(
@@ -167,12 +271,15 @@ class Queue(_Sync):
                 backoff_factor,
                 backoff_max,
                 backoff_jitter,
+                archive_for,
+                expires_after_idle,
             )
         )
 
     def drop_queue(self) -> int:
         """Drop the queue and all its messages, dead ones included; returns how many those were.
 
+        What it archived is kept as long as its `archive_for` said.
         Raises `QueueNotFound`, and `QueueBusy` where a transaction that uses the queue stays open.
         """
         return self._one(_calls.drop_queue(self.name))
@@ -198,6 +305,54 @@ class Queue(_Sync):
         Raises `QueueNotFound`, `QueueBusy`.
         """
         return self._one(_calls.purge_queue(self.name))
+
+    def expose_transport(
+        self,
+        schema_name: str | None = None,
+        table_name: str | None = None,
+        body_string: bool | None = None,
+        flavor: str | None = None,
+    ) -> str:
+        """Make a relation over the queue on which an NServiceBus transport works as on its own table.
+
+        In `schema_name` (public), under `table_name` (the queue's name); returns its address. `body_string` adds
+        a column with the body as text; `flavor` is `postgresql`, the default, or `sqlserver`. The queue becomes
+        dedicated. Who reads the relation needs rights on it, and `grant_access(role, "transport")`.
+
+        Raises `InvalidArgument`, `QueueNotFound`, `QueueBusy`, and `psycopg.errors.DuplicateTable`,
+        `DuplicateObject` (the queue is exposed) and `InsufficientPrivilege` (no right to create in the schema).
+        """
+        return self._one(_calls.expose_transport(self.name, schema_name, table_name, body_string, flavor))
+
+    def unexpose_transport(self) -> bool:
+        """Drop the relation that `expose_transport` made; False if there is none. The queue keeps its messages.
+
+        Raises `QueueNotFound`, `QueueBusy`, and `psycopg.errors.DependentObjectsStillExist`.
+        """
+        return self._one(_calls.unexpose_transport(self.name))
+
+    def advance_transport(self) -> int:
+        """What the relation of `expose_transport` calls by itself; there is no need to."""
+        return self._one(_calls.advance_transport(self.name))
+
+    def subscribe(self, topic: str) -> bool:
+        """Have a copy of what is published to a topic from now on; False if the queue is subscribed already.
+
+        `topic` is 1 to 255 characters, words joined by dots. In their place `*` stands for exactly one word, `#`
+        for any number. Raises `InvalidArgument`, `QueueNotFound`.
+        """
+        return self._one(_calls.subscribe(topic, self.name))
+
+    def unsubscribe(self, topic: str) -> bool:
+        """End a subscription, named as it was made; False if there was none.
+
+        What was published before stays in the queue. Raises `InvalidArgument`, `QueueNotFound`.
+        """
+        return self._one(_calls.unsubscribe(topic, self.name))
+
+    def list_subscriptions(self) -> list[Subscription]:
+        """The subscriptions of the queue, by topic. Raises `QueueNotFound`."""
+        return self._all(_calls.list_subscriptions(self.name))
 
     def enqueue(
         self,
@@ -278,7 +433,7 @@ class Queue(_Sync):
         return self._all(_calls.claim(self.name, max_messages, visibility_timeout, claimed_by))
 
     def ack(self, id: int, claim_token: UUID | None) -> bool:
-        """Acknowledge a claimed message: it is done and deleted. False if the claim was lost."""
+        """Acknowledge a claimed message: it is done and deleted, or archived. False if the claim was lost."""
         return self._one(_calls.ack(self.name, id, claim_token))
 
     def ack_batch(self, ids: Iterable[int], claim_token: UUID | None) -> int:
@@ -370,14 +525,16 @@ class Queue(_Sync):
         """
         return self._all(_calls.receive(self.name, max_messages))
 
-    def stream_open(self, stream_name: str, opened_by: str | None = None) -> Stream:
+    def stream_open(self, stream_name: str, opened_by: str | None = None, on_ack: str | None = None) -> Stream:
         """Open a stream, making it where there is none: its batches can be read again after any crash.
 
         The `epoch` of what is returned is new, and whoever opened the stream before is fenced: his calls raise
         `StreamFenced`. A reader without a checkpoint begins behind `acked_seq` and `acked_token`. `opened_by`
-        is a name for humans. Raises `InvalidArgument`.
+        is a name for humans. `on_ack` says what becomes of messages acknowledged from now on: `delete`;
+        `archive`, which insists on the queue's `archive_for`; None for what the queue says. Raises
+        `InvalidArgument`.
         """
-        return self._one(_calls.stream_open(self.name, stream_name, opened_by))
+        return self._one(_calls.stream_open(self.name, stream_name, opened_by, on_ack))
 
     def stream_claim(
         self,
@@ -495,6 +652,14 @@ class Queue(_Sync):
         """
         return self._one(_calls.drop_stream(self.name, stream_name))
 
+    def sink_stage(self, run: UUID, partition: int, attempt: int) -> UUID:
+        """Begin to stage what one attempt at a partition of a run writes for this queue; returns its token.
+
+        The rows are copied into `pgqueue.staged_messages` under the token, `row_number` from 1, in the same
+        transaction. Nobody sees them before `Queues.sink_commit`. Raises `InvalidArgument`, `QueueNotFound`.
+        """
+        return self._one(_calls.sink_stage(self.name, run, partition, attempt))
+
     def peek(self, max_records: int | None = None) -> int:
         """How many messages could be received now, counted up to `max_records` (100).
 
@@ -515,6 +680,16 @@ class Queue(_Sync):
     def browse_dead_messages(self, max_messages: int | None = None, after_id: int | None = None) -> list[DeadMessage]:
         """Look at up to `max_messages` (100) dead letters, by id after `after_id` (0)."""
         return self._all(_calls.browse_dead_messages(self.name, max_messages, after_id))
+
+    def browse_archived_messages(
+        self, max_messages: int | None = None, before_id: int | None = None
+    ) -> list[ArchivedMessage]:
+        """Look at up to `max_messages` (100) messages that were acknowledged, the newest id first, below `before_id`.
+
+        Those of a queue that was dropped, too, as long as they are kept. Raises `InvalidArgument`,
+        `QueueNotFound`.
+        """
+        return self._all(_calls.browse_archived_messages(self.name, max_messages, before_id))
 
     def stats(self) -> QueueStats:
         """The depth of the queue. Cheap on a deep queue: `estimates` says which figures are estimated."""
@@ -585,11 +760,57 @@ class AsyncQueues(_Async):
     async def list_queues(self) -> list[QueueInfo]:
         return await self._all(_calls.list_queues())
 
+    async def drop_idle_queues(self) -> list[str]:
+        return await self._all(_calls.drop_idle_queues())
+
     async def stats(self, queue_name: str | None = None) -> list[QueueStats]:
         return await self._all(_calls.stats(queue_name))
 
     async def list_streams(self, queue_name: str | None = None) -> list[Stream]:
         return await self._all(_calls.list_streams(queue_name))
+
+    async def list_subscriptions(self, queue_name: str | None = None) -> list[Subscription]:
+        return await self._all(_calls.list_subscriptions(queue_name))
+
+    async def expose_subscriptions(self, schema_name: str | None = None, table_name: str | None = None) -> str:
+        return await self._one(_calls.expose_subscriptions(schema_name, table_name))
+
+    async def unexpose_subscriptions(self, schema_name: str | None = None, table_name: str | None = None) -> bool:
+        return await self._one(_calls.unexpose_subscriptions(schema_name, table_name))
+
+    async def publish(
+        self,
+        topic: str,
+        payload: Any = None,
+        delay: timedelta | None = None,
+        headers: Mapping[str, Any] | None = None,
+        expires_in: timedelta | None = None,
+        message_id: UUID | None = None,
+        body: bytes | None = None,
+        base_topics: Iterable[str] | None = None,
+    ) -> int:
+        return await self._one(
+            _calls.publish(topic, payload, delay, headers, expires_in, message_id, body, base_topics)
+        )
+
+    async def sink_commit(
+        self,
+        run: UUID,
+        tokens: Iterable[UUID],
+        counts: Iterable[int],
+        app_id: str | None = None,
+        version: int | None = None,
+    ) -> bool:
+        return await self._one(_calls.sink_commit(run, tokens, counts, app_id, version))
+
+    async def sink_abort(self, run: UUID) -> int:
+        return await self._one(_calls.sink_abort(run))
+
+    async def sweep_staged(self, older_than: timedelta | None = None, forget_after: timedelta | None = None) -> int:
+        return await self._one(_calls.sweep_staged(older_than, forget_after))
+
+    async def maintain_archive(self) -> list[ArchiveChange]:
+        return await self._all(_calls.maintain_archive())
 
     async def doctor(self, peek_delay: timedelta | None = None) -> list[Finding]:
         return await self._all(_calls.doctor(peek_delay))
@@ -629,6 +850,8 @@ class AsyncQueue(_Async):
         backoff_max: timedelta | None = None,
         backoff_jitter: float | None = None,
         if_not_exists: bool | None = None,
+        archive_for: timedelta | None = None,
+        expires_after_idle: timedelta | None = None,
     ) -> QueueInfo:
         return await self._one(
             _calls.create_queue(
@@ -644,6 +867,8 @@ class AsyncQueue(_Async):
                 backoff_max,
                 backoff_jitter,
                 if_not_exists,
+                archive_for,
+                expires_after_idle,
             )
         )
 
@@ -658,6 +883,8 @@ class AsyncQueue(_Async):
         backoff_factor: float | None = None,
         backoff_max: timedelta | None = None,
         backoff_jitter: float | None = None,
+        archive_for: timedelta | None = None,
+        expires_after_idle: timedelta | None = None,
     ) -> QueueInfo:
         return await self._one(
             _calls.alter_queue(
@@ -671,6 +898,8 @@ class AsyncQueue(_Async):
                 backoff_factor,
                 backoff_max,
                 backoff_jitter,
+                archive_for,
+                expires_after_idle,
             )
         )
 
@@ -688,6 +917,30 @@ class AsyncQueue(_Async):
 
     async def purge_queue(self) -> int:
         return await self._one(_calls.purge_queue(self.name))
+
+    async def expose_transport(
+        self,
+        schema_name: str | None = None,
+        table_name: str | None = None,
+        body_string: bool | None = None,
+        flavor: str | None = None,
+    ) -> str:
+        return await self._one(_calls.expose_transport(self.name, schema_name, table_name, body_string, flavor))
+
+    async def unexpose_transport(self) -> bool:
+        return await self._one(_calls.unexpose_transport(self.name))
+
+    async def advance_transport(self) -> int:
+        return await self._one(_calls.advance_transport(self.name))
+
+    async def subscribe(self, topic: str) -> bool:
+        return await self._one(_calls.subscribe(topic, self.name))
+
+    async def unsubscribe(self, topic: str) -> bool:
+        return await self._one(_calls.unsubscribe(topic, self.name))
+
+    async def list_subscriptions(self) -> list[Subscription]:
+        return await self._all(_calls.list_subscriptions(self.name))
 
     async def enqueue(
         self,
@@ -794,8 +1047,8 @@ class AsyncQueue(_Async):
     async def receive(self, max_messages: int | None = None) -> list[Message]:
         return await self._all(_calls.receive(self.name, max_messages))
 
-    async def stream_open(self, stream_name: str, opened_by: str | None = None) -> Stream:
-        return await self._one(_calls.stream_open(self.name, stream_name, opened_by))
+    async def stream_open(self, stream_name: str, opened_by: str | None = None, on_ack: str | None = None) -> Stream:
+        return await self._one(_calls.stream_open(self.name, stream_name, opened_by, on_ack))
 
     async def stream_claim(
         self,
@@ -866,6 +1119,9 @@ class AsyncQueue(_Async):
     async def drop_stream(self, stream_name: str) -> int:
         return await self._one(_calls.drop_stream(self.name, stream_name))
 
+    async def sink_stage(self, run: UUID, partition: int, attempt: int) -> UUID:
+        return await self._one(_calls.sink_stage(self.name, run, partition, attempt))
+
     async def peek(self, max_records: int | None = None) -> int:
         return await self._one(_calls.peek(self.name, max_records))
 
@@ -878,6 +1134,11 @@ class AsyncQueue(_Async):
         self, max_messages: int | None = None, after_id: int | None = None
     ) -> list[DeadMessage]:
         return await self._all(_calls.browse_dead_messages(self.name, max_messages, after_id))
+
+    async def browse_archived_messages(
+        self, max_messages: int | None = None, before_id: int | None = None
+    ) -> list[ArchivedMessage]:
+        return await self._all(_calls.browse_archived_messages(self.name, max_messages, before_id))
 
     async def stats(self) -> QueueStats:
         return await self._one(_calls.stats(self.name))

@@ -14,6 +14,7 @@ __all__ = [
     "QueueBusy",
     "QueueExists",
     "QueueNotFound",
+    "StagedMessagesLost",
     "StreamDataLost",
     "StreamFenced",
     "StreamNotFound",
@@ -60,3 +61,7 @@ class StreamDataLost(Error, code="PQ008"):
 
 class StreamPoisoned(Error, code="PQ009"):
     """The open batch was begun too often without ever being done. `stream_skip` takes it out."""
+
+
+class StagedMessagesLost(Error, code="PQ010"):
+    """What a run staged is not there any more, as after a crash of the server: nothing was sent, run it again."""

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 from psycopg.types.json import Jsonb
 
 __all__ = [
+    "ArchiveChange",
+    "ArchivedMessage",
     "DeadMessage",
     "Exchanged",
     "Finding",
@@ -23,7 +25,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class QueueInfo:
-    """A queue and its settings. `paused_at` is None while it runs."""
+    """A queue and its settings. `paused_at` is None while it runs, `archive_for` where nothing is kept.
+
+    `expires_after_idle` is None where the queue stays for good.
+    """
 
     name: str
     visibility_timeout: timedelta
@@ -39,6 +44,8 @@ class QueueInfo:
     paused_at: datetime | None
     created_at: datetime
     updated_at: datetime
+    archive_for: timedelta | None
+    expires_after_idle: timedelta | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +106,40 @@ class DeadMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class ArchivedMessage:
+    """A message that was acknowledged: when it was sent, claimed and finished, and how many attempts it took.
+
+    `claimed_at` is None where it was received, which takes and finishes at once.
+    """
+
+    id: int
+    queue_name: str
+    payload: Any
+    body: bytes | None
+    headers: dict[str, Any] | None
+    message_id: UUID | None
+    attempt_count: int
+    max_attempts: int
+    enqueued_at: datetime
+    claimed_at: datetime | None
+    finished_at: datetime
+    expires_at: datetime | None
+    claimed_by: str | None
+    last_error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveChange:
+    """What `maintain_archive` did with a day (UTC) of the archive.
+
+    `change` is `made`, `emptied`, `dropped`, or `busy` where it gave way to a longer transaction.
+    """
+
+    day: date
+    change: str
+
+
+@dataclass(frozen=True, slots=True)
 class QueueStats:
     """The depth of a queue. `estimates` names the figures that are estimated; empty where all were counted.
 
@@ -120,7 +161,8 @@ class Stream:
     """A stream: the batch it acknowledged last, by number and token, and the open one, if any.
 
     What is said of the open batch, from `claim_token` to `claimed_until`, is None where there is none; its
-    number is `acked_seq` + 1. `last_id` is the highest message id given out so far.
+    number is `acked_seq` + 1. `last_id` is the highest message id given out so far. `on_ack` is `archive`,
+    `delete`, or None where that is as the queue says.
     """
 
     queue_name: str
@@ -138,6 +180,7 @@ class Stream:
     claimed_at: datetime | None
     claimed_until: datetime | None
     last_id: int
+    on_ack: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +201,15 @@ class StreamBatch:
     claimed_at: datetime | None
     claimed_until: datetime | None
     lost: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """That a queue has a copy of what is published to a topic, or to the topics that a pattern matches."""
+
+    topic: str
+    queue_name: str
+    subscribed_at: datetime
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,12 @@ def create(
     max_payload_bytes: Annotated[
         int | None, typer.Option(metavar="N", help="The largest payload or body (262144).", show_default=False)
     ] = None,
+    archive_for: Annotated[
+        timedelta | None, period_option(help="Keep what is acknowledged, at least so long (not kept; 1d to 3600d).")
+    ] = None,
+    expires_after_idle: Annotated[
+        timedelta | None, period_option(help="Drop it when empty and unused for so long (never; 1s to 3650d).")
+    ] = None,
     dedicated: Annotated[bool, typer.Option("--dedicated", help="A table of its own, for the heavy few.")] = False,
     if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Leave a queue that exists as it is.")] = False,
 ) -> None:
@@ -104,6 +110,8 @@ def create(
             backoff_max=backoff_max,
             backoff_jitter=backoff_jitter,
             if_not_exists=if_not_exists or None,
+            archive_for=archive_for,
+            expires_after_idle=expires_after_idle,
         )
     if session.json:
         session.lines([info])
@@ -111,7 +119,8 @@ def create(
         fate = "to the dead letters" if info.dlq_enabled else "deleted"
         attempts = "1 attempt" if info.max_attempts == 1 else f"{info.max_attempts} attempts"
         hidden = period(info.visibility_timeout)
-        session.say(f"queue {info.name}: visibility timeout {hidden}, {attempts}, then {fate}")
+        kept = f"; archived for {period(info.archive_for)}" if info.archive_for else ""
+        session.say(f"queue {info.name}: visibility timeout {hidden}, {attempts}, then {fate}{kept}")
 
 
 def list_(session: Session) -> None:
@@ -128,11 +137,12 @@ def list_(session: Session) -> None:
             info.max_attempts,
             info.dlq_enabled,
             f"{period(info.backoff_base)}-{period(info.backoff_max)}",
+            info.archive_for,
             info.dedicated,
             f"for {ago(info.paused_at)}" if info.paused_at else "",
         ]
 
-    session.show(queues, ["queue", ">timeout", ">attempts", "dlq", "backoff", "dedicated", "paused"], row)
+    session.show(queues, ["queue", ">timeout", ">attempts", "dlq", "backoff", ">archive", "dedicated", "paused"], row)
 
 
 def stats(
@@ -186,7 +196,10 @@ def _watch(session: Session, look: Callable[[], list[QueueStats]], interval: tim
 
 
 def pause(session: Session, queue: QueueName) -> None:
-    """Hand out no messages until resume; sending and settling go on."""
+    """Hand out no messages until resume.
+
+    Sending and settling go on.
+    """
     with session.queue(queue) as verbs:
         changed = verbs.pause_queue()
     session.say(f"queue {queue} is {'now' if changed else 'already'} paused", paused=True, changed=changed)

@@ -1,0 +1,87 @@
+"""`subscribe`, `unsubscribe`, `publish`: a message for all who want it."""
+
+import json
+import os
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+from psycopg.types.json import Jsonb
+
+from ..client import Queues
+from .frame import Failure, Session, Status
+from .values import QueueName, headers, period_option
+
+__all__ = ["publish", "subscribe", "unsubscribe"]
+
+Pattern = Annotated[
+    str,
+    typer.Argument(
+        metavar="TOPIC",
+        help="Words joined by dots; * stands for one, # for any number.",
+        show_default=False,
+    ),
+]
+
+
+def subscribe(session: Session, topic: Pattern, queue: QueueName) -> None:
+    """Give a queue a copy of what is published to a topic.
+
+    The exit status is 3 if it is subscribed already.
+    """
+    with session.queue(queue) as verbs:
+        made = verbs.subscribe(topic)
+    _answer(session, made, f"queue {queue} is {'now' if made else 'already'} subscribed to {topic}")
+
+
+def unsubscribe(session: Session, topic: Pattern, queue: QueueName) -> None:
+    """End a subscription, named as it was made.
+
+    The exit status is 3 if there is none.
+    """
+    with session.queue(queue) as verbs:
+        ended = verbs.unsubscribe(topic)
+    _answer(session, ended, f"queue {queue} is {'no longer' if ended else 'not'} subscribed to {topic}")
+
+
+def _answer(session: Session, yes: bool, text: str) -> None:
+    session.say(text, changed=yes)
+    if not yes:
+        raise typer.Exit(Status.NO)
+
+
+def publish(
+    session: Session,
+    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="Words joined by dots.", show_default=False)],
+    payload: Annotated[str, typer.Argument(metavar="PAYLOAD", help="A JSON document.", show_default=False)],
+    body: Annotated[bool, typer.Option("--body", help="Bytes, not JSON.")] = False,
+    header: Annotated[
+        list[str] | None, typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header.", show_default=False)
+    ] = None,
+    delay: Annotated[timedelta | None, period_option(help="Deliver it after that.")] = None,
+    expires_in: Annotated[timedelta | None, period_option(help="Drop it if not consumed by then.")] = None,
+) -> None:
+    """Send a copy of a message to each subscriber of a topic."""
+    content = None if body else _json(payload)
+    with session.connect() as connection:
+        sent = Queues(connection).publish(
+            topic,
+            content,
+            delay=delay,
+            headers=headers(header or []),
+            expires_in=expires_in,
+            body=os.fsencode(payload) if body else None,
+        )
+    session.say(f"sent to {sent} {'queue' if sent == 1 else 'queues'}", queues=sent)
+
+
+def _json(text: str) -> Jsonb:
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise Failure(
+            f"the payload is not JSON: {error}",
+            """A string is JSON in quotes, as in '"text"'; --body sends bytes.""",
+            Status.USAGE,
+        ) from None
+    return Jsonb(text, dumps=str)

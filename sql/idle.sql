@@ -1,0 +1,105 @@
+-- Queues for a while, such as one for the replies to each instance of a service: made when the instance starts, and
+-- dropped when nobody has come by for long. There is no daemon: whoever makes a queue drops those that are over.
+
+create or replace function pgqueue._last_used_at(q pgqueue.queues, at timestamptz)
+returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    swept_at timestamptz := pgqueue._moment(pg_sequence_last_value(q.sweep_register));
+begin
+    -- Where a claim found all it wanted, or never was, the register says nothing; nor does one from a clock that was
+    -- wrong. It is taken for used now, once: the next sweep is due at once, as it was.
+    if swept_at not between timestamptz '1970-01-02 00:00+00' and at + interval '1 min' then
+        swept_at := at;
+        perform setval(q.sweep_register, pgqueue._micros(at));
+    end if;
+    return greatest(
+        q.created_at, q.updated_at, swept_at, least(pgqueue._moment(pg_sequence_last_value(q.waiting_register)), at),
+        (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
+end;
+$$;
+comment on function pgqueue._last_used_at(pgqueue.queues, timestamptz) is
+'When somebody last claimed, received, or waited for a message of the queue, by its registers: to five seconds.';
+
+create or replace function pgqueue._is_vacant(q pgqueue.queues)
+returns boolean
+language sql stable
+as $$
+    select not exists (select from pgqueue.messages m where m.queue_name = q.name)
+        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name)
+        and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name)
+$$;
+comment on function pgqueue._is_vacant(pgqueue.queues) is
+'Whether a queue holds no message: none ready, in flight, scheduled or dead.';
+
+create or replace function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '100 ms'
+as $$
+begin
+    -- Whoever uses it keeps it. Nobody is waited for, and nobody waits but for a queue that is gone.
+    if not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name)) then
+        return false;
+    end if;
+    select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
+    if not found or not pgqueue._is_vacant(q)
+        or pgqueue._last_used_at(q, at) > pgqueue._after(at, -q.expires_after_idle)
+    then
+        return false;
+    end if;
+    if q.dedicated and not patient then
+        -- Everybody who sends or claims would wait behind a lock that is waited for.
+        lock table only pgqueue.messages in access exclusive mode nowait;
+    end if;
+    perform pgqueue._drop(q);
+    return true;
+exception
+    when lock_not_available or dependent_objects_still_exist or sqlstate 'PQ004' then
+        return false;
+end;
+$$;
+comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
+'Drops a queue that nobody has used for as long as it said; false if it stays. Only who is patient waits for a dedicated table.';
+
+create or replace function pgqueue._drop_idle_queues(max_queues int, patient boolean)
+returns setof text
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    dropped int := 0;
+    q pgqueue.queues;
+begin
+    for q in
+        select queues.* from pgqueue.queues
+        where queues.expires_after_idle is not null
+            and queues.updated_at <= pgqueue._after(at, -queues.expires_after_idle)
+        order by queues.name
+    loop
+        exit when dropped >= max_queues;
+        if pgqueue._drop_if_idle(q, at, patient) then
+            dropped := dropped + 1;
+            return next q.name;
+        end if;
+    end loop;
+end;
+$$;
+comment on function pgqueue._drop_idle_queues(int, boolean) is
+'Drops up to so many queues that nobody has used for as long as they said, and returns their names.';
+
+create or replace function pgqueue.drop_idle_queues()
+returns setof text
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query select n from pgqueue._drop_idle_queues(2147483647, true) as n;
+end;
+$$;
+comment on function pgqueue.drop_idle_queues() is
+'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long; returns their names. A queue in use by an open transaction stays. create_queue does the same, for ten queues at most, where it is a transaction of its own and no dedicated table is in use: there is no need to call this, unless to be rid of them at once.';

@@ -1,0 +1,344 @@
+-- Many messages from many writers in one commit: each writer stages its rows under a token of its own, and one
+-- call publishes what the winners staged, all or nothing, once for each (app_id, version).
+
+create or replace function pgqueue.sink_stage(queue_name text, run uuid, partition int, attempt bigint)
+returns uuid
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    token constant uuid := gen_random_uuid();
+begin
+    if run is null then
+        perform pgqueue._raise_invalid('run', null, 'the id of a run');
+    end if;
+    if partition is null then
+        perform pgqueue._raise_invalid('partition', null, 'the number of a partition');
+    end if;
+    if attempt is null then
+        perform pgqueue._raise_invalid('attempt', null, 'the number of an attempt');
+    end if;
+    insert into pgqueue.staged_attempts (token, run, partition, attempt, queue_name, staged_by, staged_at)
+    values (token, run, partition, attempt, q.name, session_user, pgqueue._now());
+    return token;
+end;
+$$;
+comment on function pgqueue.sink_stage(text, uuid, int, bigint) is
+'Begins to stage what one attempt at one partition of a run writes for a queue, and returns its token: rows are copied into pgqueue.staged_messages under it, row_number from 1, in the same transaction. Nobody sees them before sink_commit, which only the same session_user may call for them. Raises 22023, PQ001.';
+
+create or replace function pgqueue._own_attempts(run uuid)
+returns setof pgqueue.staged_attempts
+language sql stable
+as $$
+    select a.* from pgqueue.staged_attempts a where a.run = _own_attempts.run and a.staged_by = session_user
+$$;
+comment on function pgqueue._own_attempts(uuid) is
+'What the session''s own role has staged in a run. By session_user: inside a verb, current_user is the owner.';
+
+create or replace function pgqueue._hold_attempts(run uuid)
+returns setof pgqueue.staged_attempts
+language sql volatile
+as $$
+    -- Not by way of _own_attempts: "for update" locks no row of a function.
+    select a.* from pgqueue.staged_attempts a
+    where a.run = _hold_attempts.run and a.staged_by = session_user
+    order by a.token
+    for update
+$$;
+comment on function pgqueue._hold_attempts(uuid) is
+'The same, locked: nobody else sends them, or takes them away, until the transaction ends.';
+
+create or replace function pgqueue._record_commit(run uuid, messages bigint, app_id text, version bigint)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    earlier pgqueue.sink_commits;
+begin
+    -- Who comes second waits here until the first has committed, and finds its entry.
+    insert into pgqueue.sink_commits (app_id, version, run, messages, committed_by, committed_at)
+    values (app_id, version, run, messages, session_user, pgqueue._now())
+    on conflict do nothing;
+    if found then
+        if exists (
+            select from pgqueue.sink_commits c
+            where c.app_id = _record_commit.app_id and c.forgotten_version >= _record_commit.version
+        ) then
+            perform pgqueue._raise_invalid('version', version::text,
+                format('later than those of app_id %L that sweep_staged has forgotten: nobody knows whether it was committed', app_id));
+        end if;
+        return true;
+    end if;
+    select c.* into earlier from pgqueue.sink_commits c
+    where c.app_id = _record_commit.app_id and c.version = _record_commit.version;
+    -- To discard what somebody else's entry stands for would lose messages.
+    if earlier.committed_by <> session_user then
+        perform pgqueue._raise_invalid('app_id', app_id,
+            format('one of your own: version %s of it was committed by role %I', version, earlier.committed_by));
+    end if;
+    return false;
+end;
+$$;
+comment on function pgqueue._record_commit(uuid, bigint, text, bigint) is
+'Enters a commit into the ledger; false if it is there already. Raises 22023 for another role''s, and for one so old that the ledger has forgotten it.';
+
+create or replace function pgqueue._publish(token uuid, expected bigint, q pgqueue.queues, at timestamptz)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+as $$
+declare
+    published bigint;
+    delayed bigint;
+    due_at timestamptz;
+begin
+    -- What enqueue would refuse is left out, and thereby noticed: the count is short.
+    insert into pgqueue.messages (
+        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+    )
+    select q.name, at, at, q.max_attempts, pgqueue._after(at, s.expires_in), s.message_id, s.payload, s.body, s.headers
+    from pgqueue.staged_messages s
+    where s.token = _publish.token and s.bytes <= q.max_payload_bytes and num_nulls(s.payload, s.body) = 1
+        and (s.delay is null or s.delay = interval '0' and pgqueue._is_within(s.delay, '0', '10 years'))
+        and (s.expires_in is null or pgqueue._is_within(s.expires_in, '0', '10 years'))
+        and (
+            s.headers is null
+            or jsonb_typeof(s.headers) = 'object' and octet_length(s.headers::text) <= 65536
+        )
+    order by s.token, s.row_number;
+    get diagnostics published = row_count;
+    if published >= expected then
+        return published;
+    end if;
+    with sent as (
+        insert into pgqueue.scheduled_messages (
+            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        select
+            q.name, pgqueue._after(at, s.delay), at, q.max_attempts, pgqueue._after(at, s.expires_in), s.message_id,
+            s.payload, s.body, s.headers
+        from pgqueue.staged_messages s
+        where s.token = _publish.token and s.bytes <= q.max_payload_bytes and num_nulls(s.payload, s.body) = 1
+            and s.delay > interval '0' and pgqueue._is_within(s.delay, '0', '10 years')
+            and (s.expires_in is null or pgqueue._is_within(s.expires_in, '0', '10 years'))
+            and (
+                s.headers is null
+                or jsonb_typeof(s.headers) = 'object' and octet_length(s.headers::text) <= 65536
+            )
+        order by s.token, s.row_number
+        returning scheduled_messages.due_at
+    )
+    select count(*), min(t.due_at) into delayed, due_at from sent t;
+    if delayed > 0 then
+        perform pgqueue._schedule_by(q, due_at);
+    end if;
+    return published + delayed;
+end;
+$$;
+comment on function pgqueue._publish(uuid, bigint, pgqueue.queues, timestamptz) is
+'Sends the rows staged under a token, in their order, and returns how many it sent, of so many expected; those that enqueue would refuse are left out.';
+
+create or replace function pgqueue._check_staged(a pgqueue.staged_attempts, q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.staged_messages;
+    error text;
+    hint text;
+begin
+    for s in select m.* from pgqueue.staged_messages m where m.token = a.token order by m.row_number loop
+        perform pgqueue._check_enqueue(coalesce(s.delay, '0'), s.expires_in);
+        perform pgqueue._check_content(q, s.payload, s.body, s.headers);
+    end loop;
+exception when invalid_parameter_value or sqlstate 'PQ003' then
+    get stacked diagnostics error = message_text, hint = pg_exception_hint;
+    perform pgqueue._raise_in_row(sqlstate, a.partition, s.row_number, error, hint);
+end;
+$$;
+comment on function pgqueue._check_staged(pgqueue.staged_attempts, pgqueue.queues) is
+'Raises for the first row of an attempt what enqueue would raise for it: 22023 or PQ003, with the row.';
+
+create or replace function pgqueue._discard(run uuid)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    tokens constant uuid[] := array(select a.token from pgqueue._hold_attempts(run) a);
+    discarded bigint;
+begin
+    delete from pgqueue.staged_messages s where s.token = any (tokens);
+    get diagnostics discarded = row_count;
+    delete from pgqueue.staged_attempts a where a.token = any (tokens);
+    return discarded;
+end;
+$$;
+comment on function pgqueue._discard(uuid) is
+'Deletes what the session''s own role has staged in a run, and returns how many messages.';
+
+create or replace function pgqueue._check_sink(
+    run uuid, tokens uuid[], counts bigint[], app_id text, version bigint
+)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if run is null then
+        perform pgqueue._raise_invalid('run', null, 'the id of a run');
+    end if;
+    if tokens is null or cardinality(tokens) <> (select count(distinct t) from unnest(tokens) as t) then
+        perform pgqueue._raise_invalid('tokens', tokens::text, 'an array of tokens that sink_stage returned, each once');
+    end if;
+    if counts is null or cardinality(counts) <> cardinality(tokens) or exists (
+        select from unnest(counts) as n where n is null or n < 0
+    ) then
+        perform pgqueue._raise_invalid('counts', counts::text,
+            format('an array of %s elements, as many as tokens: how many messages were staged under each', cardinality(tokens)));
+    end if;
+    if app_id is not null and length(app_id) not between 1 and 256 then
+        perform pgqueue._raise_invalid('app_id', app_id, '1 to 256 characters, or null');
+    end if;
+    if num_nulls(app_id, version) = 1 then
+        perform pgqueue._raise_invalid('version', version::text, 'given with app_id, and not without it');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_sink(uuid, uuid[], bigint[], text, bigint) is
+'Raises 22023 for arguments of sink_commit that make no sense.';
+
+create or replace function pgqueue.sink_commit(
+    run uuid,
+    tokens uuid[],
+    counts bigint[],
+    app_id text default null,
+    version bigint default null
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    attempts pgqueue.staged_attempts[];
+    at timestamptz;
+    q pgqueue.queues;
+    winner record;
+    published bigint;
+begin
+    perform pgqueue._check_sink(run, tokens, counts, app_id, version);
+    -- The queues first, by name; from here on none of them is dropped.
+    perform pgqueue._find_queue(n.queue_name)
+    from (
+        select distinct a.queue_name from pgqueue._own_attempts(run) a where a.token = any (tokens)
+        order by a.queue_name
+    ) n;
+    -- Without a name of its own a run goes by its id, so that a call whose answer was lost can be repeated.
+    if not pgqueue._record_commit(
+        run, (select coalesce(sum(n), 0)::bigint from unnest(counts) as n), coalesce(app_id, run::text), coalesce(version, 0)
+    ) then
+        perform pgqueue._discard(run);
+        return false;
+    end if;
+
+    attempts := array(select a from pgqueue._hold_attempts(run) as a);
+    -- The clock is read behind all locks: delays count from here.
+    at := pgqueue._now();
+    for winner in
+        select a as attempt, t.expected
+        from unnest(tokens, counts) with ordinality as t (token, expected, place)
+        left join unnest(attempts) as a on a.token = t.token
+        order by (a).queue_name, t.place
+    loop
+        if q.name is distinct from (winner.attempt).queue_name then
+            select c.* into q from pgqueue.queues c where c.name = (winner.attempt).queue_name;
+        end if;
+        published := pgqueue._publish((winner.attempt).token, winner.expected, q, at);
+        if published <> winner.expected then
+            perform pgqueue._check_staged(winner.attempt, q);
+            perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
+        end if;
+        perform pgqueue._wake_waiting(q, pgqueue._now());
+    end loop;
+    perform pgqueue._discard(run);
+    return true;
+end;
+$$;
+comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint) is
+'Sends what was staged in a run, in one transaction: of each attempt named by its token exactly as many messages as counts says, in the order of their rows, by the rules of enqueue; delays count from now. What other attempts of the run staged is discarded. Returns false, and discards all, if version of app_id was committed before; a run without app_id is known by its id, so that the call can be repeated until it is answered. Raises PQ010 where staged messages are missing, as after a crash of the server; PQ001 for a queue dropped since; 22023 or PQ003 for the first message that enqueue would refuse, with its row; and 22023 for a version of another role, or older than what sweep_staged has forgotten.';
+
+create or replace function pgqueue.sink_abort(run uuid)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if run is null then
+        perform pgqueue._raise_invalid('run', null, 'the id of a run');
+    end if;
+    return pgqueue._discard(run);
+end;
+$$;
+comment on function pgqueue.sink_abort(uuid) is
+'Discards what the caller''s own role has staged in a run and not committed, and returns how many messages that were. Raises 22023.';
+
+create or replace function pgqueue.sweep_staged(
+    older_than interval default '1 day', forget_after interval default '90 days'
+)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    tokens uuid[];
+    swept bigint;
+begin
+    if older_than is null or not pgqueue._is_within(older_than, '0', '10 years') then
+        perform pgqueue._raise_invalid('older_than', older_than::text, 'an interval from 0 to 10 years');
+    end if;
+    if forget_after is null or not pgqueue._is_within(forget_after, '0', '10 years') then
+        perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years');
+    end if;
+    -- One sweep at a time: two would forget behind each other's back.
+    lock table pgqueue.sink_commits in share update exclusive mode;
+    -- Whoever is being committed is locked, and stays.
+    tokens := array(
+        select a.token from pgqueue.staged_attempts a
+        where a.staged_at <= pgqueue._after(at, -older_than)
+        order by a.token for update skip locked
+    );
+    delete from pgqueue.staged_attempts a where a.token = any (tokens);
+    -- Also what was copied under a token that nobody was given.
+    delete from pgqueue.staged_messages s
+    where s.token = any (tokens) or not exists (select from pgqueue.staged_attempts a where a.token = s.token);
+    get diagnostics swept = row_count;
+
+    with newest as (
+        select c.app_id, max(c.version) as version from pgqueue.sink_commits c group by c.app_id
+    ),
+    forgotten as (
+        delete from pgqueue.sink_commits c
+        using newest n
+        where n.app_id = c.app_id and c.committed_at <= pgqueue._after(at, -forget_after)
+            and (c.version < n.version or c.app_id = c.run::text)
+        returning c.app_id, c.version
+    )
+    update pgqueue.sink_commits c
+    set forgotten_version = greatest(c.forgotten_version, f.version)
+    from (select o.app_id, max(o.version) as version from forgotten o group by o.app_id) f
+    join newest n on n.app_id = f.app_id
+    where c.app_id = f.app_id and c.version = n.version;
+    return swept;
+end;
+$$;
+comment on function pgqueue.sweep_staged(interval, interval) is
+'Discards what was staged longer than older_than (0 to 10 years) ago, by writers whose driver died, and returns how many messages that were; a run that lives longer fails with PQ010. Also lets the ledger forget commits after forget_after (0 to 10 years), but never the highest version of an app_id: a lower one that was forgotten is refused from then on, not sent twice. Raises 22023.';

@@ -1,0 +1,580 @@
+-- A queue as a transport of NServiceBus on SQL has it: a relation into which it inserts, and from which it deletes the
+-- lowest row that nobody holds. It is a plain view of the queue's own table, updated by PostgreSQL itself: reading it
+-- runs no code but, once a second, advance_transport. What comes in is checked by a trigger.
+
+create or replace function pgqueue._wire_string(content text)
+returns text
+language sql immutable parallel safe
+as $$
+    select case
+        when content is null then 'null'
+        when octet_length(s) = char_length(s) then s
+        else (
+            -- What UTF-16 writes as two.
+            select string_agg(case
+                when octet_length(convert_to(c, 'UTF8')) < 4 then c
+                else format('\u%s\u%s', to_hex(55296 + ((ascii(c) - 65536) >> 10)), to_hex(56320 + ((ascii(c) - 65536) & 1023)))
+            end, '' order by n)
+            from regexp_split_to_table(s, '') with ordinality as r (c, n)
+        )
+    end
+    from replace(to_json(content)::text, '/', '\/') as s
+$$;
+comment on function pgqueue._wire_string(text) is
+'A string, or null, as the serializer of the transport writes it.';
+
+create or replace function pgqueue._wire_headers(headers jsonb, message_id uuid)
+returns text
+language sql immutable parallel safe
+as $$
+    select '{' || coalesce(string_agg(pgqueue._wire_string(h.key) || ':' || pgqueue._wire_string(h.value), ','), '') || '}'
+    from jsonb_each_text(
+        case when message_id is null then '{}' else jsonb_build_object('NServiceBus.MessageId', message_id) end
+        || case when jsonb_typeof(headers) = 'object' then headers else '{}' end
+    ) h
+$$;
+comment on function pgqueue._wire_headers(jsonb, uuid) is
+'Headers as a transport reads them: one compact JSON object of strings and nulls, with the name of the message where they lack it.';
+
+create or replace function pgqueue._parsed_headers(wire text)
+returns jsonb
+language plpgsql immutable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return wire::jsonb;
+exception when others then
+    begin
+        -- JSON may say what no text in PostgreSQL can: U+0000, and halves of characters. A transport reads the original.
+        return regexp_replace(
+            regexp_replace(wire::json::text, '(?<!\\)((?:\\\\)*)\\u0000', '\1\\ufffd', 'g'),
+            '(?<!\\)((?:\\\\)*)(?:\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])'
+            || '|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2})',
+            '\1\\ufffd', 'g')::jsonb;
+    exception when others then
+        return null;
+    end;
+end;
+$$;
+comment on function pgqueue._parsed_headers(text) is
+'Headers of a transport as JSON, U+FFFD in place of what PostgreSQL cannot store; null for what is no JSON.';
+
+create or replace function pgqueue._accept_from_transport(
+    queue_name text, id uuid, expires timestamp, wire_headers text, body bytea, own jsonb
+)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    headers jsonb;
+    fault text;
+begin
+    if wire_headers ~ '\S' then
+        headers := pgqueue._parsed_headers(wire_headers);
+        if headers is null or jsonb_typeof(headers) <> 'object' then
+            fault := 'the headers are not a JSON object';
+            headers := null;
+        end if;
+    end if;
+    if own <> '{}' then
+        headers := own || coalesce(headers, '{}');
+    end if;
+    if body is null then
+        fault := concat_ws(', and ', fault, 'the body is null');
+    end if;
+    if octet_length(wire_headers) > 65536 then
+        perform pgqueue._raise_payload_too_large(q.name, 'headers', octet_length(wire_headers), 65536);
+    end if;
+    if octet_length(body) > q.max_payload_bytes then
+        perform pgqueue._raise_payload_too_large(q.name, 'body', octet_length(body), q.max_payload_bytes);
+    end if;
+    if fault is not null then
+        -- Nobody could read it: it goes where somebody looks, as it came, and stands in nobody's way. Also where the
+        -- queue has no dead letters: it was never tried.
+        insert into pgqueue.dead_messages (
+            id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
+            body, headers, last_error, reason, transport_headers
+        )
+        values (
+            nextval('pgqueue.message_id'), q.name, at, at, 0, q.max_attempts, expires at time zone 'UTC', id,
+            body, headers, fault, 'rejected', wire_headers
+        );
+        return;
+    end if;
+    insert into pgqueue.messages (
+        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, body, headers,
+        transport_headers, transport_id
+    )
+    values (
+        q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, body, headers, wire_headers, id
+    );
+    perform pgqueue._wake_waiting(q, at);
+end;
+$$;
+comment on function pgqueue._accept_from_transport(text, uuid, timestamp, text, bytea, jsonb) is
+'Sends what a transport inserted; to the dead letters what nobody could read. own are headers that came in columns of their own. Raises PQ001, PQ003.';
+
+create or replace function pgqueue._insert_by_postgresql()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    new.id := coalesce(new.id, gen_random_uuid());
+    perform pgqueue._accept_from_transport(tg_argv[0], new.id, new.expires, new.headers, new.body, '{}');
+    return new;
+end;
+$$;
+comment on function pgqueue._insert_by_postgresql() is
+'Trigger of a relation that expose_transport made: an insert sends a message.';
+
+create or replace function pgqueue._insert_by_sqlserver()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    new.id := coalesce(new.id, gen_random_uuid());
+    perform pgqueue._accept_from_transport(
+        tg_argv[0], new.id, new.expires, new.headers, new.body,
+        jsonb_strip_nulls(jsonb_build_object(
+            'NServiceBus.CorrelationId', new.correlationid, 'NServiceBus.ReplyToAddress', new.replytoaddress)));
+    return new;
+end;
+$$;
+comment on function pgqueue._insert_by_sqlserver() is
+'The same for the flavor sqlserver: what comes in columns of its own becomes a header, where the headers lack it.';
+
+create or replace function pgqueue._transport_id(id bigint)
+returns uuid
+language sql immutable parallel safe
+as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
+comment on function pgqueue._transport_id(bigint) is
+'The id that a transport sees of a message that did not come from one, or has been put back since.';
+
+create or replace function pgqueue._place_for_transport()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    new.transport_seq := nextval(tg_argv[0]::regclass);
+    new.transport_id := coalesce(new.transport_id, pgqueue._transport_id(new.id));
+    new.transport_headers := coalesce(new.transport_headers, pgqueue._wire_headers(new.headers, new.message_id));
+    return new;
+end;
+$$;
+comment on function pgqueue._place_for_transport() is
+'Trigger of the table of an exposed queue: whoever sends, a transport finds the message at its end.';
+
+create or replace function pgqueue._learn_head(t pgqueue.transports, partition regclass)
+returns pgqueue.transports
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    bound constant bigint := coalesce(pg_sequence_last_value(t.seq_register), 0);
+    writers constant text[] := pgqueue._writers();
+    lowest bigint;
+begin
+    -- As _learn does: the sequence first, the writers second, and what a later statement does not find below is not there.
+    t.writers := t.writers || array(select w from unnest(writers) as w where w like '-1/%' and w <> all (t.writers));
+    if not t.writers && writers then
+        t.settled_seq := t.bound_seq;
+        t.bound_seq := bound;
+        t.writers := writers;
+    end if;
+    execute format(
+        'select m.transport_seq from %s m where m.transport_seq >= $1 order by m.transport_seq limit 1', partition)
+    into lowest using t.head;
+    t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
+    return t;
+end;
+$$;
+comment on function pgqueue._learn_head(pgqueue.transports, regclass) is
+'What is known of a relation, with its head moved up to the lowest row that is there or may appear.';
+
+create or replace function pgqueue.advance_transport(queue_name text)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    nowhere constant bigint := 9223372036854775807;
+    -- A receive may stay open for as long as its handler works: it leaves this to those who look, for two seconds.
+    is_look constant boolean := current_query() !~* '^[\s(]*(delete|with|insert|update|merge)\M';
+    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    t pgqueue.transports;
+    is_mine boolean := false;
+begin
+    select transports.* into t from pgqueue.transports where transports.queue_name = q.name;
+    if not found or q.paused_at is not null then
+        return nowhere;
+    end if;
+    if t.next_at > at or current_setting('transaction_read_only')::boolean
+        or not is_look and t.next_at > at - interval '2 s'
+    then
+        return t.head;
+    end if;
+    -- A snapshot that is older than the look at the writers proves nothing.
+    if is_look and current_setting('transaction_isolation') in ('read committed', 'read uncommitted') then
+        select transports.* into t from pgqueue.transports where transports.queue_name = q.name for no key update skip locked;
+        is_mine := found;
+    end if;
+    -- Ahead of time, as this very statement does not see them any more: they are not shown before they are due.
+    if (is_mine or t.next_at <= at - interval '2 s') and exists (
+        select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.due_at <= at + interval '15 s'
+    ) and pgqueue._is_there(q) then
+        perform pgqueue._promote(q, at + interval '15 s', 1000, '-infinity');
+    end if;
+    if is_mine then
+        t := pgqueue._learn_head(t, pgqueue._partition(q));
+        update pgqueue.transports
+        set head = t.head, settled_seq = t.settled_seq, bound_seq = t.bound_seq, writers = t.writers,
+            next_at = at + interval '1 s'
+        where transports.queue_name = q.name;
+    end if;
+    return t.head;
+end;
+$$;
+comment on function pgqueue.advance_transport(text) is
+'Called by the relations of expose_transport themselves, once a second at most: makes ready what comes due, and returns where their statements begin to read; at the end of all numbers while the queue is paused, or where it is not exposed. Who may read such a relation needs access to this function: grant_access(role, ''transport''). Raises PQ001.';
+
+create or replace function pgqueue._give_partition(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    partition constant text := format('pgqueue.%I', format('messages_%s', q.queue_id));
+    hall constant text := format('pgqueue.%I', format('messages_%s_moving', q.queue_id));
+begin
+    -- By way of a table, as a partition cannot be made while its rows lie in the shared one.
+    execute format('create unlogged table %s (like pgqueue.messages_shared)', hall);
+    execute format(
+        'with moved as (delete from pgqueue.messages_shared m where m.queue_name = %L returning m.*)'
+        ' insert into %s select m.* from moved m', q.name, hall);
+    perform pgqueue._create_partition(q.name, q.queue_id);
+    execute format('insert into %s select m.* from %s m', partition, hall);
+    execute format('drop table %s', hall);
+    update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name;
+end;
+$$;
+comment on function pgqueue._give_partition(pgqueue.queues) is
+'Moves the messages of a queue into a partition of its own.';
+
+create or replace function pgqueue._body_string(as_view text)
+returns text
+language sql stable
+as $$
+    -- By what every role may call. A body is text if its bytes are UTF-8, without a zero.
+    select case
+        when current_setting('server_encoding') = 'UTF8' then format(
+            'case when encode(%1$s, ''hex'') ~ %2$L then convert_from(%1$s, ''UTF8'') else encode(%1$s, ''escape'') end', as_view,
+            '^(?:0[1-9a-f]|[1-7].|(?:c[2-9a-f]|d.)[89ab].|e0[ab].[89ab].|(?:e[1-9abcef])(?:[89ab].){2}|ed[89].[89ab].|f0[9ab].(?:[89ab].){2}|f[1-3](?:[89ab].){3}|f48.(?:[89ab].){2})*$')
+        else format('encode(%s, ''escape'')', as_view)
+    end
+$$;
+comment on function pgqueue._body_string(text) is
+'The expression that shows a body as text: readable where it is UTF-8, with its bytes as \000 where it is not.';
+
+create or replace function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean)
+returns text
+language sql stable
+as $$
+    select format(
+        'select m.transport_id as id,%s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
+        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%s%s m.transport_seq as seq from %s m'
+        ' where m.visible_at <= clock_timestamp() and m.attempt_count < m.max_attempts and m.transport_seq >= ('
+        ' select case when t.next_at <= clock_timestamp() then pgqueue.advance_transport(%L) else t.head end'
+        ' from pgqueue.transports t where t.queue_name = %L)',
+        case when flavor = 'sqlserver' then
+            ' (m.headers ->> ''NServiceBus.CorrelationId'')::varchar(255) as correlationid,'
+            ' (m.headers ->> ''NServiceBus.ReplyToAddress'')::varchar(255) as replytoaddress, true as recoverable,'
+        end,
+        case when body_string then
+            format(' %s as bodystring,', pgqueue._body_string('coalesce(m.body, convert_to(m.payload::text, ''UTF8''))'))
+        end,
+        case when flavor = 'sqlserver' then ' m.transport_seq as rowversion,' end,
+        pgqueue._partition(q), q.name, q.name)
+$$;
+comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
+'What the relation of a transport shows: the rows that could be claimed, and expired ones, as the transport drops those itself.';
+
+create or replace function pgqueue._expose(
+    q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name
+)
+returns text
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    relation constant text := format('%I.%I', schema_name, table_name);
+    register constant text := format('pgqueue.%I', format('queue_%s_seq', q.queue_id));
+    name constant text := format('messages_%s', q.queue_id);
+    partition regclass;
+begin
+    if not q.dedicated then
+        perform pgqueue._give_partition(q);
+        q.dedicated := true;
+    end if;
+    partition := pgqueue._partition(q);
+    perform pgqueue._create_register(q.queue_id, 'seq');
+    execute format(
+        'update %s m set transport_seq = o.n, transport_id = pgqueue._transport_id(m.id),'
+        ' transport_headers = coalesce(m.transport_headers, pgqueue._wire_headers(m.headers, m.message_id))'
+        ' from (select c.id, row_number() over (order by c.id) as n from %1$s c) o where o.id = m.id', partition);
+    execute format('select setval(%L, count(*) + 1, false) from %s', register, partition);
+    execute format('create unique index %I on %s (transport_id)', name || '_transport_id', partition);
+    execute format('create unique index %I on %s (transport_seq)', name || '_transport_seq', partition);
+    execute format('create index %I on %s (queue_name, expires_at) where expires_at is not null', name || '_expires_at', partition);
+    execute format('create index %I on %s ((expires_at at time zone ''UTC'')) where expires_at is not null',
+        name || '_expires', partition);
+    execute format(
+        'create trigger place_for_transport before insert on %s for each row when (new.transport_seq is null)'
+        ' execute function pgqueue._place_for_transport(%L)', partition, register);
+    execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
+    perform pgqueue._keep_private(relation::regclass);
+    execute format(
+        'create trigger insert_by_transport instead of insert on %s for each row'
+        ' execute function pgqueue.%I(%L)', relation, '_insert_by_' || flavor, q.name);
+    execute format('comment on view %s is %L', relation, format('The pgqueue queue %s, for a transport.', q.name));
+    execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
+    insert into pgqueue.transports (queue_name, relation, seq_register)
+    values (q.name, relation::regclass, register::regclass);
+    update pgqueue.subscriptions s
+    set queue_address = pgqueue._address(relation::regclass)
+    where s.queue_name = q.name;
+    return pgqueue._address(relation::regclass);
+end;
+$$;
+comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
+'Makes the relation of a queue that is held alone, and gives it to a role.';
+
+create or replace function pgqueue._address(relation regclass)
+returns text
+language sql stable
+as $$
+    select format('"%s"."%s"', replace(n.nspname, '"', '""'), replace(c.relname, '"', '""'))
+    from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+    where c.oid = relation
+$$;
+comment on function pgqueue._address(regclass) is
+'A relation as a transport addresses it.';
+
+create or replace function pgqueue._check_exposure(schema_name text, table_name text, flavor text)
+returns name
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- In a definer's function the caller is the role that is set, or who logged in.
+    for_role constant name := coalesce(nullif(current_setting('role'), 'none'), session_user);
+begin
+    if schema_name is null or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
+        or not exists (select from pg_namespace n where n.nspname = schema_name)
+    then
+        perform pgqueue._raise_invalid('schema_name', schema_name, 'the name of a schema that exists and is not the system''s');
+    end if;
+    if table_name is null or octet_length(table_name) not between 1 and 63 then
+        perform pgqueue._raise_invalid('table_name', table_name, 'a name of 1 to 63 bytes');
+    end if;
+    if flavor is null or flavor not in ('postgresql', 'sqlserver') then
+        perform pgqueue._raise_invalid('flavor', flavor, 'postgresql or sqlserver');
+    end if;
+    if not has_schema_privilege(for_role, schema_name, 'CREATE') then
+        perform pgqueue._raise_not_allowed(for_role, 'create relations in schema', schema_name);
+    end if;
+    return for_role;
+end;
+$$;
+comment on function pgqueue._check_exposure(text, text, text) is
+'Raises 22023 or 42501 unless the caller may make such a relation there; returns who he is.';
+
+create or replace function pgqueue.expose_transport(
+    queue_name text,
+    schema_name text default 'public',
+    table_name text default null,
+    body_string boolean default false,
+    flavor text default 'postgresql'
+)
+returns text
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+declare
+    q pgqueue.queues;
+    for_role name;
+    exposed regclass;
+begin
+    perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
+    q := pgqueue._find_queue(queue_name);
+    for_role := pgqueue._check_exposure(schema_name, coalesce(table_name, queue_name), flavor);
+    if body_string is null then
+        perform pgqueue._raise_invalid('body_string', null, 'true or false');
+    end if;
+    select t.relation into exposed from pgqueue.transports t where t.queue_name = q.name;
+    if found then
+        perform pgqueue._raise_exposed(q.name, exposed);
+    end if;
+    return pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
+    return null;
+end;
+$$;
+comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
+'Makes a relation over the queue, in schema_name under table_name (by default the queue''s name), on which an NServiceBus transport works as on its own table, and returns its address. Its columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text where it is UTF-8; with flavor sqlserver also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; what comes with headers that are no JSON object, or without a body, goes to the dead letters as it is. A delete takes messages as receive does, though past the archive; who shows up are those that could be claimed, and expired ones, as the transport drops those itself. The queue becomes dedicated. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on; who reads it needs grant_access(role, ''transport''), too. Raises 22023, PQ001, PQ004, 42501, 42P07 where the name is taken, 42710 where the queue is exposed.';
+
+create or replace function pgqueue._conceal(q pgqueue.queues)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    t pgqueue.transports;
+    name constant text := format('messages_%s', q.queue_id);
+begin
+    delete from pgqueue.transports where transports.queue_name = q.name returning transports.* into t;
+    if not found then
+        return false;
+    end if;
+    -- Somebody may have dropped it.
+    if exists (select from pg_class c where c.oid = t.relation) then
+        execute format('drop view %s', t.relation);
+    end if;
+    execute format('drop trigger place_for_transport on %s', pgqueue._partition(q));
+    execute format(
+        'drop index pgqueue.%I, pgqueue.%I, pgqueue.%I, pgqueue.%I',
+        name || '_transport_id', name || '_transport_seq', name || '_expires_at', name || '_expires');
+    execute format('drop sequence %s', t.seq_register);
+    update pgqueue.subscriptions s set queue_address = q.name where s.queue_name = q.name;
+    return true;
+end;
+$$;
+comment on function pgqueue._conceal(pgqueue.queues) is
+'Takes the relation of a queue away; false if there is none.';
+
+create or replace function pgqueue.unexpose_transport(queue_name text)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+begin
+    perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
+    return pgqueue._conceal(pgqueue._find_queue(queue_name));
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(queue_name, 'unexpose_transport');
+    return null;
+end;
+$$;
+comment on function pgqueue.unexpose_transport(text) is
+'Drops the relation that expose_transport made, and returns true; false if there is none. The queue keeps its messages, and stays dedicated. Raises PQ001, PQ004, and 2BP01 where something else uses the relation.';
+
+create or replace function pgqueue._resolve_subscription()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    found_name text;
+begin
+    perform pgqueue._check_topic('topic', new.topic, true);
+    select t.queue_name into found_name
+    from pgqueue.transports t
+    where pgqueue._address(t.relation) = new.queue_address;
+    new.queue_name := (pgqueue._find_queue(coalesce(found_name, new.queue_address))).name;
+    return new;
+end;
+$$;
+comment on function pgqueue._resolve_subscription() is
+'Trigger of subscriptions: finds the queue that an address leads to, for who has only the address. Raises 22023, PQ001.';
+
+create or replace trigger resolve_new_subscription
+before insert on pgqueue.subscriptions
+for each row when (new.queue_name is null)
+execute function pgqueue._resolve_subscription();
+
+create or replace trigger resolve_changed_subscription
+before update of queue_address on pgqueue.subscriptions
+for each row when (new.queue_address is distinct from old.queue_address)
+execute function pgqueue._resolve_subscription();
+
+create or replace function pgqueue._subscriptions_comment()
+returns text
+language sql immutable parallel safe
+as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
+comment on function pgqueue._subscriptions_comment() is
+'By which the relations of expose_subscriptions are known.';
+
+create or replace function pgqueue._show_subscriptions(schema_name text, table_name text, for_role name)
+returns text
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    relation constant text := format('%I.%I', schema_name, table_name);
+begin
+    execute format(
+        'create view %s as select s.queue_address as queueaddress, s.endpoint, s.topic from pgqueue.subscriptions s', relation);
+    perform pgqueue._keep_private(relation::regclass);
+    execute format('comment on view %s is %L', relation, pgqueue._subscriptions_comment());
+    execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
+    return pgqueue._address(relation::regclass);
+end;
+$$;
+comment on function pgqueue._show_subscriptions(text, text, name) is
+'Makes the relation of expose_subscriptions, and gives it to a role.';
+
+create or replace function pgqueue.expose_subscriptions(
+    schema_name text default 'public', table_name text default 'SubscriptionRouting'
+)
+returns text
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pgqueue._show_subscriptions(
+        schema_name, table_name, pgqueue._check_exposure(schema_name, table_name, 'postgresql'));
+end;
+$$;
+comment on function pgqueue.expose_subscriptions(text, text) is
+'Makes a relation over all subscriptions, in schema_name under table_name, on which an NServiceBus transport works as on its own table, and returns its address. Its columns are queueaddress, endpoint and topic; an address is what expose_transport returned, or a queue''s name, and what leads to no queue is refused with PQ001. Who may insert there has any queue sent what any other is sent. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on. Raises 22023, 42501, and 42P07 where the name is taken.';
+
+create or replace function pgqueue._hide_subscriptions(relation regclass)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if relation is null or obj_description(relation, 'pg_class') is distinct from pgqueue._subscriptions_comment()
+        or not exists (select from pg_class c where c.oid = relation and c.relkind = 'v' and c.relowner = current_user::regrole)
+    then
+        return false;
+    end if;
+    execute format('drop view %s', relation);
+    return true;
+end;
+$$;
+comment on function pgqueue._hide_subscriptions(regclass) is
+'Drops a relation of expose_subscriptions; false if it is none.';
+
+create or replace function pgqueue.unexpose_subscriptions(
+    schema_name text default 'public', table_name text default 'SubscriptionRouting'
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pgqueue._hide_subscriptions(to_regclass(format('%I.%I', schema_name, table_name)));
+end;
+$$;
+comment on function pgqueue.unexpose_subscriptions(text, text) is
+'Drops a relation that expose_subscriptions made, and returns true; false if there is none. The subscriptions stay. Raises 2BP01 where something else uses the relation.';

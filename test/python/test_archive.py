@@ -1,0 +1,109 @@
+"""The archive through the clients; and that looking after it all the time fails or loses no acknowledgement."""
+
+from datetime import UTC, datetime, timedelta
+from threading import Event, Thread
+from typing import Any
+
+import psycopg
+import pytest
+from clients import connect
+from conftest import Client
+
+import pgqueue
+
+DAY = timedelta(days=1)
+
+
+def test_what_is_acknowledged_is_kept(client: Client, name: str) -> None:
+    queue = client.queue(name)
+    assert queue.create_queue(archive_for=7 * DAY).archive_for == 7 * DAY
+    ids = queue.enqueue_batch([{"n": n} for n in range(4)])
+    (first,) = queue.claim(claimed_by="alice")
+    assert queue.ack(first.id, first.claim_token)
+    queue.receive()
+    (kept,) = queue.browse_archived_messages(before_id=ids[1])
+    assert isinstance(kept, pgqueue.ArchivedMessage)
+    assert (kept.id, kept.payload, kept.attempt_count, kept.claimed_by) == (ids[0], {"n": 0}, 1, "alice")
+    assert kept.enqueued_at == first.enqueued_at
+    assert kept.enqueued_at < kept.claimed_at < kept.finished_at < datetime.now(UTC)
+    (received,) = queue.browse_archived_messages(1)
+    assert (received.id, received.claimed_at) == (ids[1], None)
+
+    assert queue.alter_queue(archive_for=2 * DAY).archive_for == 2 * DAY
+    assert queue.alter_queue(archive_for=timedelta(0)).archive_for is None
+    queue.receive(2)
+    assert len(queue.browse_archived_messages()) == 2
+    with pytest.raises(pgqueue.InvalidArgument, match="archive_for"):
+        queue.alter_queue(archive_for=DAY / 2)
+    queue.drop_queue()
+    assert len(queue.browse_archived_messages()) == 2
+
+
+def test_a_stream_says_what_becomes_of_its_messages(queue: Any) -> None:
+    assert queue.stream_open("s").on_ack is None
+    assert queue.stream_open("s", on_ack="delete").on_ack == "delete"
+    with pytest.raises(pgqueue.InvalidArgument, match="on_ack"):
+        queue.stream_open("s", on_ack="archive")
+    queue.alter_queue(archive_for=DAY)
+    stream = queue.stream_open("s", "me", "archive")
+    assert (stream.on_ack, queue.list_streams()[0].on_ack) == ("archive", "archive")
+
+
+def test_the_archive_is_maintained(client: Client, name: str, connection: psycopg.Connection[Any]) -> None:
+    client.queue(name).create_queue(archive_for=DAY)
+    client.queues.maintain_archive()
+    assert client.queues.maintain_archive() == []
+    day = connection.execute("select pgqueue._day(now()) + 5").fetchone()[0]
+    connection.execute(f"drop table pgqueue.archived_messages_{day:%Y%m%d}")
+    assert client.queues.maintain_archive() == [pgqueue.ArchiveChange(day, "made")]
+
+
+def test_nobody_who_acknowledges_minds_who_maintains(
+    database: str, name: str, connection: psycopg.Connection[Any]
+) -> None:
+    """A day that is over is made and dropped again and again, while messages are acknowledged singly and in batches."""
+    sent = 3000
+    done = Event()
+    changes: list[pgqueue.ArchiveChange] = []
+    failures: list[BaseException] = []
+    with connect(database) as setup:
+        queue = pgqueue.Queue(setup, name)
+        queue.create_queue(archive_for=DAY)
+        ids = queue.enqueue_batch(range(sent))
+
+    def consume(step: int) -> None:
+        try:
+            with connect(database) as own:
+                consumer = pgqueue.Queue(own, name)
+                own.execute("set lock_timeout = '10 s'")
+                while messages := consumer.claim(step):
+                    token = messages[0].claim_token
+                    assert consumer.ack_batch([message.id for message in messages], token) == len(messages)
+        except BaseException as error:
+            failures.append(error)
+
+    def maintain() -> None:
+        try:
+            with connect(database) as own:
+                while not done.is_set():
+                    changes.extend(pgqueue.Queues(own).maintain_archive())
+                    own.execute(
+                        "select pgqueue._make_day(d) from (select pgqueue._day(now()) - 40) as t (d)"
+                        " where pgqueue._has_day(d) is not true"
+                    )
+                changes.extend(pgqueue.Queues(own).maintain_archive())
+        except BaseException as error:
+            failures.append(error)
+
+    keeper = Thread(target=maintain)
+    consumers = [Thread(target=consume, args=(step,)) for step in (1, 7)]
+    for thread in (keeper, *consumers):
+        thread.start()
+    for thread in consumers:
+        thread.join()
+    done.set()
+    keeper.join()
+    assert not failures
+    assert "dropped" in {change.change for change in changes}
+    found = connection.execute("select id from pgqueue.archived_messages where queue_name = %s order by id", (name,))
+    assert [row[0] for row in found] == ids

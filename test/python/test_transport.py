@@ -1,0 +1,420 @@
+"""The relation of expose_transport under the transport's own statements: load, races, crashes, plans."""
+
+import json
+import multiprocessing
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from clients import processes, wait_for
+from transports import Transport, hold_a_receive, pump, send_numbered
+
+import pgqueue
+
+HEADERS = '{"NServiceBus.CorrelationId":"c","NServiceBus.ReplyToAddress":"\\"public\\".\\"replies\\""}'
+
+
+@pytest.fixture
+def exposed(client: Any, name: str) -> Iterator[Any]:
+    """A new queue with its relation, through each client in turn."""
+    queue = client.queue(name)
+    queue.create_queue()
+    queue.expose_transport()
+    yield queue
+    queue.drop_queue()
+
+
+@pytest.fixture
+def relation(connection: psycopg.Connection[Any], name: str) -> Iterator[str]:
+    """The address of the relation of a new queue."""
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue()
+    yield queue.expose_transport()
+    queue.drop_queue()
+
+
+@pytest.fixture
+def others(database: str) -> Iterator[Callable[[], psycopg.Connection[Any]]]:
+    """More connections, closed at the end."""
+    made = []
+
+    def connect(**settings: Any) -> psycopg.Connection[Any]:
+        made.append(psycopg.connect(database, **settings))
+        return made[-1]
+
+    yield connect
+    for each in made:
+        each.close()
+
+
+def test_what_a_transport_sends_a_consumer_receives(
+    exposed: Any, connection: psycopg.Connection[Any], name: str
+) -> None:
+    transport = Transport(connection, f'"public"."{name}"')
+    body = bytes(range(256))
+    sent = transport.send(HEADERS, body)
+    (message,) = exposed.claim()
+    assert (message.message_id, message.body, message.headers) == (sent, body, json.loads(HEADERS))
+    assert exposed.ack(message.id, message.claim_token)
+    transport.send("{}", b"")
+    (message,) = exposed.receive()
+    assert (message.body, message.headers) == (b"", {})
+
+
+def test_what_is_enqueued_a_transport_receives(exposed: Any, connection: psycopg.Connection[Any], name: str) -> None:
+    transport = Transport(connection, f'"public"."{name}"')
+    exposed.enqueue({"n": 1}, headers=json.loads(HEADERS))
+    exposed.enqueue_copy([pgqueue.NewMessage(body=bytes(range(256)), message_id=uuid.UUID(int=1))])
+    first, second = transport.receive(), transport.receive()
+    assert first is not None
+    assert second is not None
+    assert (first.body, json.loads(first.headers)) == (b'{"n": 1}', json.loads(HEADERS))
+    assert (second.body, json.loads(second.headers)) == (
+        bytes(range(256)),
+        {"NServiceBus.MessageId": str(uuid.UUID(int=1))},
+    )
+
+
+def test_two_processes_receive_every_message_once(
+    database: str, connection: psycopg.Connection[Any], relation: str, tmp_path: Path
+) -> None:
+    stop = tmp_path / "stop"
+    with processes(4) as pool:
+        receivers = [pool.submit(pump, database, relation, str(stop), every) for every in (7, 11)]
+        senders = [pool.submit(send_numbered, database, relation, sender, 1500) for sender in range(2)]
+        for sender in senders:
+            sender.result()
+        stop.touch()
+        received = [headers for receiver in receivers for headers, _ in receiver.result()]
+    assert sorted(received) == sorted(f'{{"sender":"{s}","n":"{n}"}}' for s in range(2) for n in range(1500))
+    assert Transport(connection, relation).peek() == 0
+
+
+def test_one_consumer_receives_in_the_order_of_seq(
+    database: str, connection: psycopg.Connection[Any], relation: str
+) -> None:
+    with processes(1) as pool:
+        sender = pool.submit(send_numbered, database, relation, 0, 500)
+        transport = Transport(connection, relation)
+        own = random.Random(1)
+        order: list[int] = []
+        while len(order) < 500:
+            with connection.transaction():
+                received = transport.receive()
+                if own.random() < 0.2:
+                    raise psycopg.Rollback
+                if received is not None:
+                    order.append(int(json.loads(received.headers)["n"]))
+        sender.result()
+    assert order == list(range(500))
+
+
+def test_a_rollback_puts_a_message_back_in_its_place(
+    connection: psycopg.Connection[Any], relation: str, database: str
+) -> None:
+    send_numbered(database, relation, 0, 3)
+    transport = Transport(connection, relation)
+    for _ in range(3):
+        with connection.transaction(force_rollback=True):
+            received = transport.receive()
+            assert received is not None
+            assert json.loads(received.headers)["n"] == "0"
+            assert transport.peek() == 2
+    with connection.transaction():
+        transport.receive()
+    assert transport.peek() == 2
+
+
+def test_a_long_receive_blocks_nobody(
+    connection: psycopg.Connection[Any], relation: str, name: str, database: str, others: Callable[..., Any]
+) -> None:
+    send_numbered(database, relation, 0, 2)
+    holder = others()
+    held = Transport(holder, relation).receive()
+    assert held is not None
+    connection.execute("set statement_timeout = '2 s'; set lock_timeout = '2 s'")
+    transport = Transport(connection, relation)
+    queue = pgqueue.Queue(connection, name)
+    assert transport.peek() == 1
+    assert queue.peek() == 1
+    # Beyond the second in which the relation looks after itself, too.
+    connection.execute("update pgqueue.transports set next_at = '-infinity' where queue_name = %s", (name,))
+    assert transport.peek() == 1
+    transport.send("{}", b"sent meanwhile")
+    queue.enqueue("sent meanwhile")
+    assert queue.stats().ready_messages in (3, 4)
+    assert len(queue.claim(10)) == 3
+    assert transport.receive() is None
+    with pytest.raises(pgqueue.QueueBusy):
+        queue.drop_queue()
+    holder.rollback()
+    assert transport.receive() == held
+
+
+def test_the_head_of_a_relation_passes_nothing(
+    connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any]
+) -> None:
+    # What one sends and commits late is found below what others sent and received meanwhile.
+    late, transport = others(), Transport(connection, relation)
+    Transport(late, relation).send("{}", b"late")
+    taken = others()
+    for n in range(50):
+        transport.send("{}", b"%d" % n)
+        if n == 20:
+            held = Transport(taken, relation).receive()
+        transport.receive()
+        connection.execute("update pgqueue.transports set next_at = '-infinity' where queue_name = %s", (name,))
+        transport.peek()
+    late.commit()
+    taken.rollback()
+    bodies = []
+    while (received := transport.receive()) is not None:
+        bodies.append(received.body)
+        connection.execute("update pgqueue.transports set next_at = '-infinity' where queue_name = %s", (name,))
+        transport.peek()
+    assert held is not None
+    assert bodies[0] == b"late"
+    assert held.body in bodies
+    for _ in range(4):
+        connection.execute("update pgqueue.transports set next_at = '-infinity' where queue_name = %s", (name,))
+        transport.peek()
+    row = connection.execute("select head > 40 from pgqueue.transports where queue_name = %s", (name,)).fetchone()
+    assert row == (True,)
+
+
+def test_a_delayed_message_shows_up_when_it_is_due(
+    connection: psycopg.Connection[Any], relation: str, name: str
+) -> None:
+    queue, transport = pgqueue.Queue(connection, name), Transport(connection, relation)
+    connection.execute("select pgqueue.enqueue(%s, '1', delay => '1 day')", (name,))
+    assert transport.peek() == 0
+    connection.execute("select pgqueue.enqueue(%s, '2', delay => '2 s')", (name,))
+    sent = time.monotonic()
+    assert wait_for(transport.peek, 10) == 1
+    assert 1.9 <= time.monotonic() - sent <= 4
+    received = transport.receive()
+    assert received is not None
+    assert received.body == b"2"
+    assert queue.stats().scheduled_messages == 1
+
+
+def test_a_delayed_message_shows_up_to_who_only_receives(
+    connection: psycopg.Connection[Any], relation: str, name: str
+) -> None:
+    transport = Transport(connection, relation)
+    connection.execute("select pgqueue.enqueue(%s, '1', delay => '1 s')", (name,))
+    assert wait_for(transport.receive, 15).body == b"1"
+
+
+def test_a_killed_receiver_s_message_is_back_at_once(
+    database: str, connection: psycopg.Connection[Any], relation: str, tmp_path: Path
+) -> None:
+    send_numbered(database, relation, 0, 2)
+    log = tmp_path / "log"
+    victim = multiprocessing.get_context("spawn").Process(target=hold_a_receive, args=(database, relation, str(log)))
+    victim.start()
+    wait_for(lambda: log.exists() and log.read_text())
+    transport = Transport(connection, relation)
+    assert transport.peek() == 1
+    victim.kill()
+    victim.join()
+    wait_for(lambda: transport.peek() == 2, 5)
+    received = transport.receive()
+    assert received is not None
+    assert str(received.id) == log.read_text()
+
+
+def test_consumers_of_both_kinds_share_a_queue(
+    database: str, connection: psycopg.Connection[Any], relation: str, name: str, tmp_path: Path
+) -> None:
+    stop = tmp_path / "stop"
+    queue = pgqueue.Queue(connection, name)
+    queue.alter_queue(max_attempts=100)
+    own = random.Random(1)
+    claimed: list[str] = []
+    with processes(2) as pool:
+        pumping = pool.submit(pump, database, relation, str(stop), 5)
+        sender = pool.submit(send_numbered, database, relation, 0, 1000)
+        while not sender.done() or queue.next_due_at() is not None:
+            for message in queue.claim(5):
+                if own.random() < 0.2:
+                    assert queue.nack(message.id, message.claim_token, delay=timedelta(milliseconds=10))
+                elif queue.ack(message.id, message.claim_token):
+                    claimed.append(message.headers["n"])
+        stop.touch()
+        pumped = [json.loads(headers)["n"] for headers, _ in pumping.result()]
+    assert claimed
+    assert pumped
+    assert sorted(claimed + pumped, key=int) == [str(n) for n in range(1000)]
+
+
+def test_serializable_callers_lose_nothing(database: str, relation: str) -> None:
+    send_numbered(database, relation, 0, 200)
+    seen: list[str] = []
+
+    def drain(level: psycopg.IsolationLevel) -> None:
+        own = psycopg.connect(database)
+        own.isolation_level = level
+        transport = Transport(own, relation)
+        with own:
+            while True:
+                try:
+                    received = transport.receive()
+                    own.commit()
+                except psycopg.errors.SerializationFailure:  # as documented: once more
+                    own.rollback()
+                    continue
+                if received is None:
+                    return
+                seen.append(received.headers)
+
+    levels = [psycopg.IsolationLevel.SERIALIZABLE, psycopg.IsolationLevel.REPEATABLE_READ]
+    with ThreadPoolExecutor(2) as pool:
+        for work in [pool.submit(drain, level) for level in levels]:
+            work.result()
+    assert len(seen) == len(set(seen)) == 200
+
+
+def test_moments_are_utc_in_every_time_zone(
+    connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any]
+) -> None:
+    expected = None
+    for zone in ("UTC", "America/St_Johns", "Pacific/Apia", "Europe/Berlin"):
+        other = others(autocommit=True)
+        other.execute(f"set timezone = '{zone}'")
+        Transport(other, relation).send("{}", zone.encode(), ttbr=60_000)
+        row = connection.execute(
+            "select expires_at - enqueued_at between '50 s' and '60 s' from pgqueue.messages"
+            " where queue_name = %s and body = %s",
+            (name, zone.encode()),
+        ).fetchone()
+        assert row == (True,), zone
+        other.execute(
+            f"insert into {relation} (expires, headers, body) values ('2030-03-31 02:30:00', '{{}}', %s)",
+            (f"absolute {zone}".encode(),),
+        )
+    found = connection.execute(
+        "select distinct expires_at at time zone 'UTC', r.expires::text from pgqueue.messages m"
+        f" join {relation} r on r.body = m.body where m.queue_name = %s and m.body like 'absolute%%'",
+        (name,),
+    ).fetchall()
+    expected = [(found[0][0], "2030-03-31 02:30:00")]
+    assert found == expected
+    assert str(found[0][0]) == "2030-03-31 02:30:00"
+
+
+def test_a_receive_reads_as_little_however_much_was_received(
+    connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any]
+) -> None:
+    connection.execute(
+        f"insert into {relation} (headers, body) select '{{}}', 'x' from generate_series(1, 6000) i".encode()
+    )
+    with others() as pin:  # nothing that is received can be vacuumed
+        pin.execute("select pg_current_xact_id()")
+        transport = Transport(connection, relation)
+        cost = []
+        for n in range(5000):
+            assert transport.receive() is not None
+            if n % 500 == 499:
+                for _ in range(3):
+                    connection.execute(
+                        "update pgqueue.transports set next_at = '-infinity' where queue_name = %s", (name,)
+                    )
+                    transport.peek()
+                explained = connection.execute(
+                    f"explain (analyze, buffers, format json) delete from {relation} rs where rs.Id ="
+                    f" (select Id from {relation} order by Seq limit 1 for update skip locked) returning Id".encode()
+                ).fetchone()
+                assert explained is not None
+                plan = explained[0][0]["Plan"]
+                cost.append(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"])
+        pin.rollback()
+    assert max(cost) <= 60, cost
+
+
+def test_a_reply_goes_to_the_instance_that_asked(connection: psycopg.Connection[Any], relation: str, name: str) -> None:
+    addresses = {}
+    for instance in ("41", "42"):
+        queue = pgqueue.Queue(connection, f"{name}-instance-{instance}")
+        queue.create_queue(expires_after_idle=timedelta(hours=1))
+        addresses[instance] = queue.expose_transport(table_name=f"{name}.Instance{instance}")
+    ask = json.dumps({"NServiceBus.ReplyToAddress": addresses["42"]})
+    Transport(connection, relation).send(ask, b"question")
+
+    (request,) = pgqueue.Queue(connection, name).claim()
+    reply_to = request.headers["NServiceBus.ReplyToAddress"]
+    assert reply_to == f'"public"."{name}.Instance42"'
+    Transport(connection, reply_to).send("{}", b"answer")
+
+    assert Transport(connection, addresses["41"]).receive() is None
+    answer = Transport(connection, addresses["42"]).receive()
+    assert answer is not None
+    assert answer.body == b"answer"
+    for instance in addresses:
+        pgqueue.Queue(connection, f"{name}-instance-{instance}").drop_queue()
+
+
+def test_expiry_lasts_longer_than_an_integer_of_milliseconds(
+    connection: psycopg.Connection[Any], relation: str, name: str
+) -> None:
+    transport = Transport(connection, relation)
+    transport.send("{}", b"ten years", ttbr=10 * 365 * 86_400_000)
+    transport.send("{}", b"one millisecond", ttbr=1)
+    row = connection.execute(
+        "select expires_at - enqueued_at between '3649 days' and '3651 days' from pgqueue.messages"
+        " where queue_name = %s and body = 'ten years'",
+        (name,),
+    ).fetchone()
+    assert row == (True,)
+    wait_for(lambda: transport.purge_expired(1) == 1, 5)
+    received = transport.receive()
+    assert received is not None
+    assert (received.body, received.expired) == (b"ten years", 0)
+
+
+def test_a_purge_of_the_expired_takes_batches_and_leaves_the_living(
+    connection: psycopg.Connection[Any], relation: str, others: Callable[..., Any]
+) -> None:
+    transport = Transport(connection, relation)
+    for n in range(21):
+        transport.send("{}", b"dead", ttbr=-1000)
+        transport.send("{}", b"%d" % n, ttbr=3_600_000 if n % 2 else None)
+    holder = others()
+    held = Transport(holder, relation).receive()
+    assert held is not None
+    assert held.expired == 1
+    assert transport.purge_expired(5) == 20  # 21 but for the one that is held
+    holder.rollback()
+    assert transport.purge_expired(1) == 1
+    assert transport.purge_expired(10) == 0
+    assert transport.purge() == 21
+
+
+def test_a_queue_for_a_while_goes_without_a_daemon(
+    connection: psycopg.Connection[Any], name: str, others: Callable[..., Any]
+) -> None:
+    first, second, third, last = (pgqueue.Queue(connection, f"{name}-{n}") for n in range(4))
+    for queue in (first, second, third):
+        queue.create_queue(expires_after_idle=timedelta(seconds=1))
+        queue.claim()
+    second.enqueue(1)
+    user = others()
+    pgqueue.Queue(user, third.name).claim()  # and stays in its transaction
+
+    def are_left() -> list[str]:
+        last.create_queue()
+        last.drop_queue()
+        return [info.name for info in pgqueue.Queues(connection).list_queues() if info.name.startswith(f"{name}-")]
+
+    wait_for(lambda: are_left() == [second.name, third.name], 20)
+    user.rollback()
+    (message,) = second.claim()
+    assert second.ack(message.id, message.claim_token)
+    wait_for(lambda: are_left() == [], 20)

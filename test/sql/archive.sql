@@ -1,0 +1,289 @@
+begin;
+-- Files take turns: this one attaches tables and stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+lock table pgqueue.archived_messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+create function pg_temp.pass(span interval) returns void language sql
+as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
+create function pg_temp.days() returns text[] language sql
+as $$ select coalesce(array_agg(right(i.inhrelid::regclass::text, 8) order by 1), '{}') from pg_inherits i where i.inhparent = 'pgqueue.archived_messages'::regclass $$;
+create function pg_temp.changes() returns text[] language sql
+as $$ select coalesce(array_agg(to_char(m.day, 'MMDD ') || m.change order by m.day, m.change), '{}') from pgqueue.maintain_archive() m $$;
+create function pg_temp.findings() returns text[] language sql
+as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.finding ~ 'archive|unfiled' $$;
+create function pg_temp.last(queue text) returns pgqueue.archived_message language sql
+as $$ select a from pgqueue.browse_archived_messages(queue, 1) a $$;
+
+select plan(149);
+
+-- What the owner's default privileges would grant.
+alter default privileges in schema pgqueue grant select on tables to public;
+alter default privileges in schema pgqueue grant usage on sequences to public;
+
+select is(pg_temp.days(), '{}'::text[], 'where nothing archives the archive has no days');
+select is(pg_temp.changes(), '{}'::text[], 'and there is nothing to maintain');
+select is((select count(*) from pgqueue.create_queue('archive_none')), 1::bigint, 'a queue is made that keeps nothing');
+select is((pgqueue.get_queue('archive_none')).archive_for, null, 'which is what a queue does that is not told otherwise');
+select is(pg_temp.days(), '{}'::text[], 'for which no days are made');
+
+create function pg_temp.keeps(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    new_id bigint;
+    ids bigint[];
+    m pgqueue.message;
+    a pgqueue.archived_message;
+    s pgqueue.stream;
+    b pgqueue.stream_batch;
+    name constant uuid := gen_random_uuid();
+    sent timestamptz;
+    claimed timestamptz;
+begin
+    return next is((pgqueue.create_queue(queue, dedicated => has_table, archive_for => '7 days')).archive_for, interval '7 days', queue || ': a queue is told how long to keep what it acknowledges');
+    return next is((pgqueue.get_queue(queue)).archive_for, interval '7 days', queue || ': and says so');
+
+    -- Every column.
+    sent := pgqueue._now();
+    new_id := pgqueue.enqueue(queue, '{"n": 1}', headers => '{"h": 1}', expires_in => '1 day', message_id => name);
+    perform pg_temp.pass('2 s');
+    perform pgqueue.nack(queue, c.id, c.claim_token, '0', 'at first') from pgqueue.claim(queue) c;
+    perform pg_temp.pass('1 s');
+    claimed := pgqueue._now();
+    select * into m from pgqueue.claim(queue, claimed_by => 'alice');
+    perform pg_temp.pass('20 s');
+    perform pgqueue.extend(queue, m.id, m.claim_token);
+    perform pg_temp.pass('20 s');
+    return next is(pgqueue.ack(queue, m.id, m.claim_token), true, queue || ': a message is acknowledged');
+    a := pg_temp.last(queue);
+    return next is((a.id, a.queue_name, a.message_id, a.attempt_count, a.max_attempts)::text, (new_id, queue, name, 2, 5)::text, queue || ': and archived under its id, with its attempts');
+    return next is((a.payload, a.headers, a.body)::text, ('{"n": 1}'::jsonb, '{"h": 1}'::jsonb, null::bytea)::text, queue || ': with its content');
+    return next is((a.claimed_by, a.last_error, a.expires_at)::text, ('alice', 'at first', sent + interval '1 day')::text, queue || ': with what else is known of it');
+    return next is((a.enqueued_at, a.claimed_at, a.finished_at)::text, (sent, claimed, pgqueue._now())::text, queue || ': and with the moments when it was sent, claimed and done, whatever was extended');
+    return next is((select count(*) from pgqueue.messages l where l.queue_name = queue), 0::bigint, queue || ': it is not in the queue any more');
+    return next is(pgqueue.ack(queue, m.id, m.claim_token), false, queue || ': it is acknowledged once');
+    return next is((select count(*) from pgqueue.archived_messages l where l.queue_name = queue), 1::bigint, queue || ': and archived once');
+
+    -- Every door.
+    perform pgqueue.enqueue(queue, body => '\x00ff');
+    perform pgqueue.ack(queue, c.id, c.claim_token) from pgqueue.claim(queue) c;
+    return next is(((pg_temp.last(queue)).body, (pg_temp.last(queue)).payload)::text, ('\x00ff'::bytea, null::jsonb)::text, queue || ': raw bytes are kept as they are');
+
+    ids := array(select pgqueue.enqueue_batch(queue, array['1', '2', '3']::jsonb[]));
+    return next is((select pgqueue.ack_batch(queue, array_agg(c.id) || 0::bigint, min(c.claim_token::text)::uuid) from pgqueue.claim(queue, 3) c), 3, queue || ': ack_batch counts what was still the caller''s');
+    return next is((select array_agg(l.id order by l.id) from pgqueue.browse_archived_messages(queue, 3) l), ids, queue || ': and archives it');
+
+    ids := array(select pgqueue.enqueue_batch(queue, array['4', '5', '6']::jsonb[]));
+    select * into m from pgqueue.claim(queue);
+    return next is((select array_agg((e.id, e.lost) order by e.id) from pgqueue.exchange(queue, array[m.id, 0], m.claim_token) e)::text,
+        array[(0::bigint, true), (ids[2], false)]::text, queue || ': exchange says what was lost, and claims');
+    return next is((pg_temp.last(queue)).id, ids[1], queue || ': it archives what it acknowledges');
+    return next is((select count(*) from pgqueue.exchange(queue, null, null) e), 1::bigint, queue || ': and acknowledges nothing where nothing is given');
+
+    ids := array(select pgqueue.enqueue_batch(queue, array['7', '8']::jsonb[]));
+    return next is((select array_agg((r.id, r.attempt_count)::text) from pgqueue.receive(queue, 2) r), array[(ids[1], 1)::text, (ids[2], 1)::text], queue || ': receive returns messages by id');
+    return next is((select array_agg(((l.id, l.attempt_count, l.claimed_at, l.finished_at)::text) order by l.id) from pgqueue.browse_archived_messages(queue, 2) l),
+        array[(ids[1], 1, null::timestamptz, pgqueue._now())::text, (ids[2], 1, null::timestamptz, pgqueue._now())::text], queue || ': and archives them, with the attempt that it was, never claimed');
+
+    -- Streams.
+    ids := array(select pgqueue.enqueue_batch(queue, array['9', '10', '11', '12']::jsonb[]));
+    s := pgqueue.stream_open(queue, 's');
+    return next is(s.on_ack, null, queue || ': a stream does what the queue says');
+    b := pgqueue.stream_claim(queue, 's', s.epoch, 0, null, 1);
+    return next is(pgqueue.stream_ack(queue, 's', s.epoch, b.seq, b.claim_token), 1, queue || ': a batch is acknowledged');
+    return next is(((pg_temp.last(queue)).id, (pg_temp.last(queue)).claimed_by, (pg_temp.last(queue)).claimed_at)::text, (ids[1], 'stream s', pgqueue._now())::text, queue || ': and archived');
+    b := pgqueue.stream_claim(queue, 's', s.epoch, b.seq, b.claim_token, 1);
+    b := pgqueue.stream_claim(queue, 's', s.epoch, b.seq, b.claim_token, 1);
+    return next is((pg_temp.last(queue)).id, ids[2], queue || ': so is one that the next claim acknowledges');
+    s := pgqueue.stream_open(queue, 's', on_ack => 'delete');
+    return next is(s.on_ack, 'delete', queue || ': a stream may say otherwise');
+    return next is((select l.on_ack from pgqueue.list_streams(queue) l), 'delete', queue || ': which is shown');
+    b := pgqueue.stream_claim(queue, 's', s.epoch, b.seq, b.claim_token, 1);
+    return next is((pg_temp.last(queue)).id, ids[2], queue || ': what it acknowledges then is deleted, the open batch too');
+    s := pgqueue.stream_open(queue, 's', on_ack => 'archive');
+    perform pgqueue.stream_ack(queue, 's', s.epoch, b.seq, b.claim_token);
+    return next is((pg_temp.last(queue)).id, ids[4], queue || ': a stream may insist on the archive');
+    return next is((select count(*) from pgqueue.messages l where l.queue_name = queue and l.claim_token is null), 0::bigint, queue || ': all of it is done');
+    perform pgqueue.release(queue, array_agg(l.id), l.claim_token) from pgqueue.messages l where l.queue_name = queue group by l.claim_token;
+    return next is((select count(*) from pgqueue.receive(queue, 10)), 2::bigint, queue || ': what is left is received');
+
+    -- What does not archive.
+    perform pgqueue.enqueue_batch(queue, array['"no"', '"no"', '"no"', '"no"', '"no"']::jsonb[]);
+    perform pgqueue.reject(queue, c.id, c.claim_token) from pgqueue.claim(queue) c;
+    perform pgqueue.nack(queue, c.id, c.claim_token, '1 h') from pgqueue.claim(queue) c;
+    perform pgqueue.release(queue, array[c.id], c.claim_token) from pgqueue.claim(queue) c;
+    perform pgqueue.enqueue(queue, '"no"', expires_in => '1 s');
+    perform pg_temp.pass('1 min');
+    perform pgqueue.purge_expired(queue);
+    perform pgqueue.purge_dead_messages(queue);
+    perform pgqueue.purge_queue(queue);
+    return next is((select count(*) from pgqueue.archived_messages l where l.queue_name = queue and l.payload = '"no"'), 0::bigint, queue || ': what dies, expires or is purged is not archived');
+    return next is((select count(*) from pgqueue.unfiled_messages), 0::bigint, queue || ': nothing is unfiled');
+end;
+$$;
+select pg_temp.keeps('archive_shared', false);
+select pg_temp.keeps('archive_dedicated', true);
+
+-- What the queue says now.
+select lives_ok($$ select pgqueue.enqueue_batch('archive_none', array['1', '2', '3', '4']::jsonb[]) $$, 'a queue that keeps nothing has messages');
+select is((select pgqueue.ack('archive_none', c.id, c.claim_token) from pgqueue.claim('archive_none') c), true, 'which are acknowledged');
+select is((select count(*) from pgqueue.archived_messages where queue_name = 'archive_none'), 0::bigint, 'and gone');
+select is((pgqueue.alter_queue('archive_none', archive_for => '2 days')).archive_for, interval '2 days', 'it is told to archive');
+select is((select pgqueue.ack('archive_none', c.id, c.claim_token) from pgqueue.claim('archive_none') c), true, 'what is acknowledged then');
+select is((select count(*) from pgqueue.archived_messages where queue_name = 'archive_none'), 1::bigint, 'is kept');
+select is((pgqueue.alter_queue('archive_none', max_attempts => 3)).archive_for, interval '2 days', 'another setting changes nothing about that');
+select is((pgqueue.alter_queue('archive_none', archive_for => '0')).archive_for, null, 'it is told to stop');
+select is((select pgqueue.ack('archive_none', c.id, c.claim_token) from pgqueue.claim('archive_none') c), true, 'what is acknowledged from then on');
+select is((select count(*) from pgqueue.archived_messages where queue_name = 'archive_none'), 1::bigint, 'is not kept');
+select lives_ok($$ select pgqueue.alter_queue('archive_none', archive_for => '0') $$, 'to stop twice does no harm');
+select is((select count(*) from pgqueue.archive_promises), 1::bigint, 'and promises nothing twice');
+
+-- Bounds.
+select throws_ok(format('select pgqueue.create_queue(''archive_bad'', archive_for => %L)', v), '22023', null, format('create_queue refuses to archive for %s', v))
+from unnest(array['0', '1 day -1 microsecond', '10 years 1 day', '-1 day', '-10 years', '300000 years -108000000 days']) v;
+select throws_ok(format('select pgqueue.alter_queue(''archive_none'', archive_for => %L)', v), '22023', null, format('alter_queue refuses to archive for %s', v))
+from unnest(array['1 day -1 microsecond', '10 years 1 day', '-1 day']) v;
+select lives_ok($$ select pgqueue.create_queue('archive_least', archive_for => '1 day'), pgqueue.create_queue('archive_most', archive_for => '10 years') $$, 'from a day to 10 years is fine');
+select throws_ok($$ select pgqueue.stream_open('archive_none', 's', on_ack => 'archive') $$, '22023', null, 'a stream cannot insist on an archive that the queue does not keep');
+select throws_ok($$ select pgqueue.stream_open('archive_shared', 's', on_ack => 'burn') $$, '22023', null, 'nor ask for anything else');
+select lives_ok($$ select pgqueue.drop_queue('archive_least'), pgqueue.drop_queue('archive_most') $$, 'queues that archived nothing are dropped');
+delete from pgqueue.archive_promises;
+
+-- The window.
+select is((select array_agg(b.id) from pgqueue.browse_archived_messages('archive_shared') b), (select array_agg(a.id order by a.id desc) from pgqueue.archived_messages a where a.queue_name = 'archive_shared'),
+    'browse_archived_messages shows the newest first');
+select is((select array_agg(p.id) from (select * from pgqueue.browse_archived_messages('archive_shared', 3) union all
+        select * from pgqueue.browse_archived_messages('archive_shared', 3, (select min(f.id) from pgqueue.browse_archived_messages('archive_shared', 3) f))) p),
+    (select array_agg(b.id) from pgqueue.browse_archived_messages('archive_shared', 6) b), 'in pages, too');
+select throws_ok($$ select pgqueue.browse_archived_messages('archive_shared', 0) $$, '22023', null, 'browse_archived_messages refuses a page of zero messages');
+select throws_ok($$ select pgqueue.browse_archived_messages('archive_nowhere') $$, 'PQ001', null, 'and a queue that never was');
+
+-- Days.
+select is(pg_temp.days(), array['20300101', '20300102', '20300103', '20300104', '20300105', '20300106', '20300107', '20300108', '20300109'],
+    'who begins to archive finds today and eight days ahead');
+select is(pg_temp.changes(), '{}'::text[], 'so that there is nothing to be made');
+select is((select array_agg(distinct a.tableoid::regclass::text) from pgqueue.archived_messages a), array['pgqueue.archived_messages_20300101'], 'what was acknowledged lies in its day');
+set local timezone = 'Pacific/Kiritimati';
+select is((select array_agg(distinct a.tableoid::regclass::text) from pgqueue.archived_messages a where a.finished_at >= '2030-01-01 00:00+00' and a.finished_at < '2030-01-02 00:00+00'), array['pgqueue.archived_messages_20300101'], 'a day is one of UTC');
+set local datestyle = 'German';
+create function pg_temp.acks_one() returns text language plpgsql as $$
+begin
+    perform pgqueue.enqueue('archive_shared', '"late"');
+    perform pgqueue.ack('archive_shared', c.id, c.claim_token) from pgqueue.claim('archive_shared') c;
+    return (select a.tableoid::regclass::text from pgqueue.archived_messages a where a.queue_name = 'archive_shared' order by a.id desc limit 1);
+end;
+$$;
+select set_config('test.now', '2030-01-01 23:59:59.999999+00', true) is not null as set \gset
+select is(pg_temp.acks_one(), 'pgqueue.archived_messages_20300101', 'up to its last microsecond');
+select pg_temp.pass('1 microsecond');
+select is(pg_temp.acks_one(), 'pgqueue.archived_messages_20300102', 'from its first on, where it is another day already or still');
+set local timezone = 'Pacific/Pago_Pago';
+select is(pg_temp.changes(), array['0110 made'], 'a day later one more is made, whatever the TimeZone and the DateStyle of who does it');
+reset datestyle;
+set local timezone = 'UTC';
+select set_config('test.now', '2030-01-02 00:00:00+00', true) is not null as set \gset
+select is((select pg_get_expr(c.relpartbound, c.oid) from pg_class c where c.oid = 'pgqueue.archived_messages_20300110'::regclass),
+    'FOR VALUES FROM (''2030-01-10 00:00:00+00'') TO (''2030-01-11 00:00:00+00'')', 'and is one of UTC');
+select is((select count(*) from pg_class c cross join lateral aclexplode(c.relacl) g where c.relname ~ '^archive' and c.relnamespace = 'pgqueue'::regnamespace and g.grantee <> c.relowner), 0::bigint, 'nobody has any right on what was made');
+select is((select array_agg(distinct regexp_replace(pg_get_indexdef(i.indexrelid), '^.* USING ', '')) from pg_index i join pg_inherits h on h.inhrelid = i.indrelid where h.inhparent = 'pgqueue.archived_messages'::regclass),
+    array['btree (queue_name, id)'], 'every day has the index that the window goes by');
+select is((select count(*) from pg_inherits h where h.inhparent = 'pgqueue.archived_messages'::regclass and obj_description(h.inhrelid, 'pg_class') is null), 0::bigint, 'every day has a comment');
+select is(pg_temp.findings(), '{}'::text[], 'and doctor finds nothing');
+
+-- Without a day.
+select set_config('test.now', '2030-02-01 12:00:00+00', true) is not null as set \gset
+select is(pg_temp.findings() @> array['warning missing_archive_day'], true, 'after a month in which nobody looked doctor misses a day');
+create function pg_temp.unfiled(verb text) returns bigint language plpgsql as $$
+declare
+    m pgqueue.message;
+    s pgqueue.stream;
+    b pgqueue.stream_batch;
+begin
+    perform pgqueue.enqueue('archive_shared', '"unfiled"');
+    perform setval('pgqueue.archive_look', pgqueue._micros(pgqueue._now() + interval '1 min'));
+    case verb
+    when 'receive' then
+        perform pgqueue.receive('archive_shared');
+    when 'stream_ack' then
+        s := pgqueue.stream_open('archive_shared', 'late');
+        b := pgqueue.stream_claim('archive_shared', 'late', s.epoch, s.acked_seq, s.acked_token);
+        perform pgqueue.stream_ack('archive_shared', 'late', s.epoch, b.seq, b.claim_token);
+    else
+        select * into m from pgqueue.claim('archive_shared');
+        case verb
+        when 'ack' then perform pgqueue.ack('archive_shared', m.id, m.claim_token);
+        when 'ack_batch' then perform pgqueue.ack_batch('archive_shared', array[m.id], m.claim_token);
+        when 'exchange' then perform pgqueue.exchange('archive_shared', array[m.id], m.claim_token);
+        end case;
+    end case;
+    return (select count(*) from pgqueue.unfiled_messages u where u.finished_at = pgqueue._now());
+end;
+$$;
+select is(pg_temp.unfiled(v), n, v || ' fails for want of no day: the message is kept unfiled') from unnest(array['ack', 'ack_batch', 'exchange', 'receive', 'stream_ack']) with ordinality as u (v, n);
+select is((select array_agg(distinct b.payload) from pgqueue.browse_archived_messages('archive_shared', 5) b), array['"unfiled"']::jsonb[], 'and shown');
+select is(pg_temp.findings() @> array['warning unfiled_messages'], true, 'doctor finds it');
+select is((select array_agg(distinct c) from unnest(pg_temp.changes()) c where c ~ 'made'), array['0201 made', '0202 made', '0203 made', '0204 made', '0205 made', '0206 made', '0207 made', '0208 made', '0209 made'], 'maintain_archive makes the days');
+select is((select count(*) from pgqueue.unfiled_messages), 0::bigint, 'and files what was not');
+select is((select count(*) from pgqueue.archived_messages_20300201), 5::bigint, 'in its day');
+select is(pg_temp.findings(), '{}'::text[], 'as doctor said it would');
+
+-- Under a clock that was ahead.
+select lives_ok($$ insert into pgqueue.unfiled_messages (id, queue_name, enqueued_at, finished_at, attempt_count, max_attempts, payload) values (1, 'archive_shared', now(), '2099-01-01 00:00+00', 1, 5, '"ahead"') $$, 'a message was acknowledged in another century');
+select is(pg_temp.changes(), '{}'::text[], 'for which no day is made');
+select is((select count(*) from pgqueue.unfiled_messages), 1::bigint, 'and which waits');
+update pgqueue.unfiled_messages set finished_at = pgqueue._now();
+select is(pg_temp.changes(), '{}'::text[], 'with a moment of today');
+select is((select count(*) from pgqueue.archived_messages_20300201), 6::bigint, 'it is filed');
+
+-- Retention: archive_shared and archive_dedicated 7 days.
+select is(pg_temp.days(), array['20300201', '20300202', '20300203', '20300204', '20300205', '20300206', '20300207', '20300208', '20300209'], 'the days of January are gone');
+select set_config('test.now', '2030-02-08 23:59:59+00', true) is not null as set \gset
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c !~ 'made'), null, 'a day is kept until its last message is as old as promised');
+select set_config('test.now', '2030-02-09 00:00:00+00', true) is not null as set \gset
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c !~ 'made'), array['0201 dropped'], 'then it is dropped');
+select is(to_regclass('pgqueue.archived_messages_20300201') is null, true, 'as a whole');
+select is((select count(*) from pgqueue.browse_archived_messages('archive_shared')), 0::bigint, 'with all that it held');
+
+-- The longest promise holds, of queues that are gone as well.
+select lives_ok($$ select pg_temp.acks_one(), pgqueue.alter_queue('archive_dedicated', archive_for => '30 days') $$, 'another queue keeps for longer');
+select set_config('test.now', '2030-02-20 00:00:00+00', true) is not null as set \gset
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ '0209 '), null, 'so a day is kept for longer');
+select is(pgqueue.drop_queue('archive_dedicated'), 0::bigint, 'that queue is dropped');
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ '0209 '), null, 'what it promised stays promised');
+select is((select count(*) from pgqueue.browse_archived_messages('archive_shared')), 1::bigint, 'nothing is lost of the day');
+select lives_ok($$ select pgqueue.drop_queue('archive_shared') $$, 'the other one is dropped, too');
+select is((select count(*) from pgqueue.browse_archived_messages('archive_shared')), 1::bigint, 'its archive outlives it');
+select set_config('test.now', '2030-03-11 23:59:59+00', true) is not null as set \gset
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ '0209 '), null, 'to the last moment');
+select set_config('test.now', '2030-03-12 00:00:00+00', true) is not null as set \gset
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ '0209 '), array['0209 dropped'], 'and no longer');
+select set_config('test.now', '2030-06-01 00:00:00+00', true) is not null as set \gset
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ 'made'), null, 'where nobody archives no day is made');
+select is((pg_temp.days(), (select count(*) from pgqueue.archive_promises))::text, ('{}'::text[], 0::bigint)::text, 'and in the end nothing is left');
+select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '^archives_'), 0::bigint, 'no mark either');
+
+-- A claim minds nothing that keeps it from looking after the archive.
+select lives_ok($$ select pgqueue.create_queue('archive_hindered', archive_for => '1 day') $$, 'a queue archives');
+create function pg_temp.forbid() returns event_trigger language plpgsql as $$ begin raise 'no tables here'; end $$;
+create event trigger pgqueue_test_forbid on ddl_command_start execute function pg_temp.forbid();
+select set_config('test.now', '2030-08-01 00:00:00+00', true) is not null as set \gset
+select throws_ok($$ select pgqueue.maintain_archive() $$, 'P0001', null, 'somebody forbids to make tables');
+select lives_ok($$ select pgqueue.enqueue('archive_hindered', '1'), pgqueue.receive('archive_hindered') $$, 'which is no concern of who claims and acknowledges');
+select is((select count(*) from pgqueue.unfiled_messages), 1::bigint, 'the message is kept unfiled');
+drop event trigger pgqueue_test_forbid;
+select set_config('test.now', '2030-08-01 01:00:00+00', true) is not null as set \gset
+select pgqueue.enqueue('archive_hindered', '1') is not null as sent \gset
+select count(*) as claimed from pgqueue.claim('archive_hindered') \gset
+select is((select count(*) from pgqueue.archived_messages_20300801), 1::bigint, 'an hour later a claim files it by the way');
+select pgqueue.drop_queue('archive_hindered') is not null as dropped \gset
+
+-- By hand.
+select lives_ok($$ select pgqueue.create_queue('archive_raw') $$, 'a queue is made');
+update pgqueue.queues set archive_for = '3 days' where name = 'archive_raw';
+select is(pg_temp.findings() @> array['error archive_mark'], true, 'doctor finds a setting that was made by plain SQL');
+do $$ begin execute (select f.repair from pgqueue.doctor() f where f.finding = 'archive_mark'); end $$;
+select is(pg_temp.findings(), '{}'::text[], 'the repair makes it true');
+select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '^archives_'), 1::bigint, 'its mark is there');
+
+select * from finish();
+rollback;

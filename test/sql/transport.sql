@@ -1,0 +1,253 @@
+begin;
+-- Files take turns: this one attaches tables.
+lock table pgqueue.messages in access exclusive mode;
+select plan(141);
+
+-- The statements of the transport, on the relation of a queue.
+create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
+create function pg_temp.send(queue text, headers text, body bytea, id uuid default gen_random_uuid(), ttbr bigint default null) returns uuid language plpgsql as $$
+begin
+    execute format('insert into %s (Id, Expires, Headers, Body) values ($1, now() at time zone ''UTC'' + $2 * interval ''1 ms'', $3, $4)', pg_temp.relation(queue)) using id, ttbr, headers, body;
+    return id;
+end $$;
+create function pg_temp.take(queue text, out id uuid, out expired int, out headers text, out body bytea) language plpgsql as $$
+begin
+    execute format('delete from %1$s rs where rs.Id = (select Id from %1$s order by Seq limit 1 for update skip locked)
+        returning Id, case when Expires is null then 0 when Expires > now() at time zone ''UTC'' then 0 else 1 end, Headers, Body', pg_temp.relation(queue)) into id, expired, headers, body;
+end $$;
+create function pg_temp.estimate(queue text) returns int language plpgsql as $$
+declare
+    n int;
+begin
+    execute format('select coalesce(cast((select Seq from %1$s order by Seq desc limit 1 for update skip locked) - (select Seq from %1$s order by Seq limit 1 for update skip locked) + 1 as int), 0)', pg_temp.relation(queue)) into n;
+    return n;
+end $$;
+-- The relation looks after itself once a second; here it does at once.
+create function pg_temp.hurry(queue text) returns void language sql as $$ update pgqueue.transports set next_at = '-infinity' where queue_name = queue $$;
+
+-- Made.
+select pgqueue.create_queue('transport') is not null as made \gset
+select is(pgqueue.expose_transport('transport'), '"public"."transport"', 'expose_transport returns the address');
+select columns_are('public', 'transport', array['id', 'expires', 'headers', 'body', 'seq'], 'the relation has the columns of the transport');
+select col_type_is('public', 'transport', c::name, t, format('%s is of type %s', c, t)) from (values ('id', 'uuid'), ('expires', 'timestamp without time zone'), ('headers', 'text'), ('body', 'bytea'), ('seq', 'bigint')) v (c, t);
+select is((select q.dedicated from pgqueue.get_queue('transport') q), true, 'the queue becomes dedicated');
+select is_empty($$ select a.grantee from pg_class c, aclexplode(c.relacl) a where c.oid = 'public.transport'::regclass and a.grantee = 0 $$, 'PUBLIC has no right on the relation');
+select is(pg_temp.estimate('transport'), 0, 'nothing is there');
+select is((pg_temp.take('transport')).id, null, 'and nothing is received');
+select pgqueue.create_queue('transport-sqlserver', dedicated => true) is not null as made \gset
+select is(pgqueue.expose_transport('transport-sqlserver', body_string => true, flavor => 'sqlserver'), '"public"."transport-sqlserver"', 'there is another flavor');
+select columns_are('public', 'transport-sqlserver', array['id', 'correlationid', 'replytoaddress', 'recoverable', 'expires', 'headers', 'body', 'bodystring', 'rowversion', 'seq'], 'with the columns of that one, and a readable body where it is wanted');
+
+-- From a transport to pgqueue.
+select pg_temp.send('transport', E'{"NServiceBus.CorrelationId":"c 1", "NServiceBus.ReplyToAddress":"\\"dbo\\".\\"Replies\\"","z":null,"a":"\\/größe 🐘"}', '\x00ff', '11111111-1111-4111-8111-111111111111', 3600000) as sent \gset
+select results_eq($$ select c.body, c.headers, c.message_id, c.expires_at - c.enqueued_at between '50 min' and '1 h' from pgqueue.claim('transport') c $$,
+    $$ values ('\x00ff'::bytea, '{"NServiceBus.CorrelationId": "c 1", "NServiceBus.ReplyToAddress": "\"dbo\".\"Replies\"", "z": null, "a": "/größe 🐘"}'::jsonb, '11111111-1111-4111-8111-111111111111'::uuid, true) $$,
+    'a consumer gets what the transport sent: body, headers, id and expiry');
+select is(pg_temp.estimate('transport'), 0, 'what is claimed is not shown');
+select is((select pgqueue.nack('transport', m.id, m.claim_token, '0', 'failed', '{"pgqueue.attempts": 1}') from pgqueue.messages m where m.queue_name = 'transport'), true, 'it is given back');
+select pg_temp.hurry('transport'), pg_temp.estimate('transport') as looked \gset
+select is(pg_temp.estimate('transport'), 1, 'and shown again');
+select results_eq('select headers, body, expired from pg_temp.take(''transport'')',
+    $$ values (E'{"NServiceBus.CorrelationId":"c 1", "NServiceBus.ReplyToAddress":"\\"dbo\\".\\"Replies\\"","z":null,"a":"\\/größe 🐘"}', '\x00ff'::bytea, 0) $$, 'its headers are what was sent, byte for byte');
+
+-- From pgqueue to a transport: the wire form.
+create temp table wire (headers jsonb, expected text);
+insert into wire values
+('{}', '{}'), ('{"a": null}', '{"a":null}'), ('{"a": ""}', '{"a":""}'), ('{"a/b": "c/d"}', '{"a\/b":"c\/d"}'), ('{"a\"b": "c\"d\\e"}', '{"a\"b":"c\"d\\e"}'),
+('{"a": "\b\f\n\r\t\u0001\u001f\u007f"}', E'{"a":"\\b\\f\\n\\r\\t\\u0001\\u001f\x7f"}'), ('{"ä": "日本"}', '{"ä":"日本"}'), ('{"🐘": "x𝄞y"}', '{"\ud83d\udc18":"x\ud834\udd1ey"}'),
+('{"n": 1, "o": {"x": [true]}}', '{"n":"1","o":"{\"x\": [true]}"}'), ('["no", "object"]', '{}'), (null, '{}');
+select is(pgqueue._wire_headers(w.headers, null), w.expected, format('%s goes over the wire as %s', w.headers, w.expected)) from wire w;
+select ok(pgqueue._wire_headers(w.headers, null)::json is not null, format('%s is JSON again', w.expected)) from wire w;
+select pgqueue.enqueue('transport', '{"n": 1}', headers => '{"k": "v"}', message_id => '22222222-2222-4222-8222-222222222222') as sent \gset
+select results_eq('select id, headers, body, expired from pg_temp.take(''transport'')',
+    format($$ values (%L::uuid, '{"k":"v","NServiceBus.MessageId":"22222222-2222-4222-8222-222222222222"}', '{"n": 1}'::bytea, 0) $$, pgqueue._transport_id(:sent)),
+    'a transport gets what pgqueue sent: the payload as JSON text, headers, and the sender''s name for it');
+select pgqueue.enqueue('transport', body => '\xfffe00') as sent \gset
+select is((pg_temp.take('transport')).body, '\xfffe00'::bytea, 'bodies are bytes');
+select is(pgqueue.publish('transport.nobody', '1'), 0, 'before it is subscribed');
+select is(pgqueue.subscribe('transport.*', 'transport'), true, 'a queue that is exposed subscribes');
+select is(pgqueue.publish('transport.made', '1'), 1, 'and is published to');
+select is((pg_temp.take('transport')).headers, '{"pgqueue.topic":"transport.made"}', 'by the topic');
+
+-- What nobody can read.
+create temp table corrupt (headers text, body bytea);
+insert into corrupt values ('no json', 'a'), ('{"a":', 'a'), ('null', 'a'), ('[]', 'a'), ('"x"', 'a'), ('{}', null), ('null', null), (repeat('[', 60000), 'a'), ('{"a":"\x"}', 'a');
+select is((select count(*) from (select pg_temp.send('transport', c.headers, c.body) from corrupt c) s), 9::bigint, 'corrupt messages are taken from the transport');
+select pg_temp.send('transport', '{"behind":"it"}', 'b') as sent \gset
+select is((pg_temp.take('transport')).headers, '{"behind":"it"}', 'and do not stand in the way of those behind');
+select set_eq($$ select d.transport_headers, d.body from pgqueue.dead_messages d where d.queue_name = 'transport' $$, $$ select * from corrupt $$, 'they are dead letters, as they were');
+select is_empty($$ select from pgqueue.browse_dead_messages('transport', 100) d where d.reason <> 'rejected' or d.last_error is null or d.message_id is null $$, 'with the reason, what is wrong, and their id');
+select is((select d.last_error from pgqueue.dead_messages d where d.queue_name = 'transport' and d.transport_headers = 'null' and d.body is null), 'the headers are not a JSON object, and the body is null', 'or both that is wrong');
+select is(pgqueue.redrive('transport', 100), 9, 'they may be sent again');
+select pg_temp.hurry('transport'), pg_temp.estimate('transport') as looked \gset
+select set_eq($$ select t.headers, t.body from public.transport t $$, $$ select * from corrupt $$, 'and a transport sees them as they were');
+delete from public.transport;
+create temp table odd (wire text, headers jsonb);
+insert into odd values ('', null), ('  ', null), ('{"a":"\u0000"}', '{"a": "\ufffd"}'), ('{"a":"\ud800x\udc00\ud83d\udc18\\u0000"}', '{"a": "\ufffdx\ufffd🐘\\u0000"}'), ('{"a":1,"a":2}', '{"a": 2}');
+select pg_temp.send('transport', o.wire, 'x'::bytea) as sent from odd o \g /dev/null
+select set_eq($$ select t.headers from public.transport t $$, $$ select o.wire from odd o $$, 'odd headers reach a transport as they are');
+select set_eq($$ select c.headers from pgqueue.claim('transport', 10) c $$, $$ select o.headers from odd o $$, 'and a consumer as far as PostgreSQL can tell');
+select pgqueue.purge_queue('transport') as purged \gset
+
+-- Bodies that can be read.
+create temp table bodies (body bytea, expected text);
+insert into bodies values ('', ''), ('plain', 'plain'), (convert_to('größe 日本 🐘', 'UTF8'), 'größe 日本 🐘'), ('\x00', '\000'), ('\xff41', '\377A'), ('\xc0af', '\300\257'), ('\xeda080', '\355\240\200'),
+('\xf4908080', '\364\220\200\200'), ('\xf48fbfbf', U&'\+10FFFF'), ('\xe0a080', U&'\0800'), ('\xe09f80', '\340\237\200'), ('\xc3', '\303'), (E'a\\\\\nb', E'a\\\nb');
+select count(pg_temp.send('transport-sqlserver', '{}', b.body)) as sent from bodies b \gset
+select set_eq($$ select t.body, t.bodystring from public."transport-sqlserver" t $$, $$ select * from bodies $$, 'a body is shown as text where it is UTF-8, else with its bytes');
+delete from public."transport-sqlserver";
+insert into public."transport-sqlserver" (id, correlationid, replytoaddress, recoverable, expires, headers, body) values (gen_random_uuid(), 'c1', 'r1', true, null, '{"x":"y"}', 'b'), (gen_random_uuid(), 'c1', null, true, null, '{"NServiceBus.CorrelationId":"c2"}', 'b');
+select results_eq($$ select t.correlationid::text, t.replytoaddress::text, t.recoverable, t.headers from public."transport-sqlserver" t order by t.rowversion $$,
+    $$ values ('c1', 'r1', true, '{"x":"y"}'), ('c2', null, true, '{"NServiceBus.CorrelationId":"c2"}') $$, 'columns of old come back, headers go before them');
+select is((select c.headers from pgqueue.claim('transport-sqlserver') c), '{"x": "y", "NServiceBus.CorrelationId": "c1", "NServiceBus.ReplyToAddress": "r1"}', 'and are headers to a consumer');
+
+-- Order, estimates, expiry.
+select count(pg_temp.send('transport', format('{"n":"%s"}', n), 'x')) as sent from generate_series(1, 5) n \gset
+select is(pg_temp.estimate('transport'), 5, 'the estimate is highest less lowest, and one');
+delete from public.transport where headers = '{"n":"3"}';
+select is(pg_temp.estimate('transport'), 5, 'gaps are counted along');
+select is(array[(pg_temp.take('transport')).headers, (pg_temp.take('transport')).headers, (pg_temp.take('transport')).headers, (pg_temp.take('transport')).headers], array['{"n":"1"}', '{"n":"2"}', '{"n":"4"}', '{"n":"5"}'], 'messages are received in the order of seq');
+select setval(t.seq_register, 2147483647) as seq from pgqueue.transports t where t.queue_name = 'transport' \gset
+select count(pg_temp.send('transport', format('{"n":"%s"}', n), 'x')) as sent from generate_series(1, 3) n \gset
+select is(pg_temp.estimate('transport'), 3, 'also beyond the 31st bit');
+select is((pg_temp.take('transport')).headers, '{"n":"1"}', 'where a receive works as before');
+select pgqueue.purge_queue('transport') as purged \gset
+select setval('pgqueue.message_id', greatest(pg_sequence_last_value('pgqueue.message_id'), 5000000000)) as id \gset
+select pg_temp.send('transport', '{}', 'x') as sent \gset
+select setval('pgqueue.message_id', pg_sequence_last_value('pgqueue.message_id') + 5000000000) as id \gset
+select pg_temp.send('transport', '{}', 'x') as sent \gset
+select is(pg_temp.estimate('transport'), 2, 'ids of all queues do not widen the estimate');
+select pgqueue.purge_queue('transport') as purged \gset
+select pg_temp.send('transport', '{"n":"expired"}', 'x', ttbr => -60000), pg_temp.send('transport', '{"NServiceBus.TimeToBeReceived":"00:00:00.001"}', 'x'), pg_temp.send('transport', '{"n":"long"}', 'x', ttbr => 2592000000) \g /dev/null
+select results_eq($$ select t.expires is null, t.expires > now() at time zone 'UTC' + interval '29 days' from public.transport t order by t.seq $$, $$ values (false, false), (true, null), (false, true) $$, 'expiry is the column''s, the header only says so, and 30 days are no limit');
+select is(pg_temp.estimate('transport'), 3, 'what has expired is counted');
+select is((select t.expired from pg_temp.take('transport') t), 1, 'and received with a flag');
+select is((select t.expired from pg_temp.take('transport') t), 0, 'the others without');
+select pg_temp.send('transport', '{"n":"expired"}', 'x', ttbr => -60000) as sent from generate_series(1, 3) \g /dev/null
+delete from public.transport where seq in (select t.seq from public.transport t where t.expires < now() at time zone 'UTC' order by t.seq limit 2 for update skip locked);
+select is((select count(*) from public.transport t), 2::bigint, 'a purge of what expired takes a batch');
+select is(pgqueue.purge_expired('transport'), 1, 'pgqueue''s purge takes the rest');
+select is((select t.headers from public.transport t), '{"n":"long"}', 'and both leave the living');
+delete from public.transport;
+select is(pg_temp.estimate('transport'), 0, 'a purge takes all');
+
+-- What waits for its moment.
+select pgqueue.enqueue('transport', '"delayed"', delay => '10 s') as sent \gset
+select pg_temp.hurry('transport'), pg_temp.estimate('transport') as looked \gset
+select is(pg_temp.estimate('transport'), 0, 'a delayed message is not shown before it is due');
+select is((select count(*) from pgqueue.messages m where m.queue_name = 'transport'), 1::bigint, 'though it is at hand already');
+update pgqueue.messages set visible_at = clock_timestamp() where queue_name = 'transport';
+select is((pg_temp.take('transport')).body, '"delayed"'::bytea, 'but when it is');
+select pgqueue.enqueue('transport', '"far"', delay => '1 h') as sent \gset
+select pg_temp.hurry('transport'), pg_temp.estimate('transport') as looked \gset
+select is((select count(*) from pgqueue.scheduled_messages s where s.queue_name = 'transport'), 1::bigint, 'what is far off stays where it is');
+select pgqueue.pause_queue('transport') as paused, pg_temp.send('transport', '{}', 'x'), pg_temp.hurry('transport') \g /dev/null
+select is(pg_temp.estimate('transport'), 0, 'a paused queue shows nothing');
+select pgqueue.resume_queue('transport') as resumed \g /dev/null
+select is(pg_temp.estimate('transport'), 1, 'until it is resumed');
+savepoint receiving;
+select is((pg_temp.take('transport')).body, 'x'::bytea, 'what is received');
+rollback to receiving;
+select is(pg_temp.estimate('transport'), 1, 'is back after a rollback');
+select throws_ok($$ select pg_temp.send('transport', '{}', 'x', t.id) from public.transport t $$, '23505', null, 'an id is there once');
+
+-- Names.
+create schema "transport's ""schema""";
+select pgqueue.create_queue('transport-names') is not null as made \gset
+select is(pgqueue.expose_transport('transport-names', 'transport''s "schema"', 'A.b"; drop table pgqueue.messages; --%s\'), '"transport''s ""schema"""."A.b""; drop table pgqueue.messages; --%s\"', 'names are quoted');
+select pg_temp.send('transport-names', '{}', 'x') as sent \gset
+select is((pg_temp.take('transport-names')).body, 'x'::bytea, 'whatever they are');
+select is(pgqueue.unexpose_transport('transport-names'), true, 'an exposure ends');
+select is(pgqueue.unexpose_transport('transport-names'), false, 'once');
+select is(pgqueue.expose_transport('transport-names', table_name => repeat('ä', 31) || 'b'), '"public"."' || repeat('ä', 31) || 'b"', 'a name may have 63 bytes');
+select is(pgqueue.unexpose_transport('transport-names'), true, 'of any characters');
+select throws_ok(format('select pgqueue.expose_transport(%L, table_name => %L)', 'transport-names', t), '22023', null, 'but not ' || octet_length(t)) from unnest(array['', repeat('ä', 32)]) t;
+select throws_ok(format('select pgqueue.expose_transport(%L, %L)', 'transport-names', s), '22023', null, 'the schema may not be ' || quote_nullable(s)) from unnest(array[null, '', 'nowhere', 'pgqueue', 'pg_catalog', 'pg_temp', 'information_schema']) s;
+select throws_ok($$ select pgqueue.expose_transport('transport-names', flavor => 'oracle') $$, '22023', null, 'nor the flavor oracle');
+select throws_ok($$ select pgqueue.expose_transport('transport-names', body_string => null) $$, '22023', null, 'nor body_string null');
+select throws_ok($$ select pgqueue.expose_transport('transport', table_name => 'other') $$, '42710', null, 'a queue is exposed once');
+select throws_ok($$ select pgqueue.expose_transport('transport-names', table_name => 'transport') $$, '42P07', null, 'a name is used once');
+
+-- Rights.
+create role pgqueue_test_transport;
+create role pgqueue_test_sender;
+create role pgqueue_test_exposer;
+select pgqueue.grant_access('pgqueue_test_transport', 'transport'), pgqueue.grant_access('pgqueue_test_exposer', 'admin') \g /dev/null
+grant select, update, delete on public.transport to pgqueue_test_transport;
+grant insert on public.transport to pgqueue_test_sender;
+set local role pgqueue_test_sender;
+select lives_ok($$ insert into public.transport (id, headers, body) values (gen_random_uuid(), '{}', 'x') $$, 'who may insert sends, and needs nothing else');
+select throws_ok($$ select from public.transport $$, '42501', null, 'and reads nothing');
+select throws_ok($$ insert into pgqueue.messages (queue_name) values ('transport') $$, '42501', null, 'nor writes elsewhere');
+set local role pgqueue_test_transport;
+select lives_ok($$ delete from public.transport where id = (select id from public.transport order by seq limit 1 for update skip locked) $$, 'who may select, update and delete receives');
+select throws_ok($$ insert into public.transport (headers) values ('{}') $$, '42501', null, 'but does not send');
+select throws_ok($$ select pgqueue._accept_from_transport('transport', null, null, '{}', 'x', '{}') $$, '42501', null, 'nor call what works for others');
+set local role pgqueue_test_exposer;
+select throws_ok($$ select pgqueue.expose_transport('transport-names') $$, '42501', null, 'who may not create in a schema exposes nothing there');
+reset role;
+grant create on schema "transport's ""schema""" to pgqueue_test_exposer;
+set local role pgqueue_test_exposer;
+select is(pgqueue.expose_transport('transport-names', 'transport''s "schema"'), '"transport''s ""schema"""."transport-names"', 'who may, does');
+reset role;
+grant usage on schema "transport's ""schema""" to pgqueue_test_exposer;
+set local role pgqueue_test_exposer;
+select lives_ok($$ grant insert on "transport's ""schema"""."transport-names" to pgqueue_test_sender $$, 'and grants the use of it');
+reset role;
+
+-- Ends.
+select pgqueue.enqueue('transport-names', '"kept"') as sent \gset
+select is(pgqueue.unexpose_transport('transport-names'), true, 'without the relation');
+select is((select c.payload from pgqueue.claim('transport-names') c), '"kept"', 'the queue goes on');
+create view pg_temp.dependent as select id from public.transport;
+select throws_ok($$ select pgqueue.drop_queue('transport') $$, '2BP01', null, 'a relation that is used by another keeps its queue');
+drop view pg_temp.dependent;
+select lives_ok($$ select pgqueue.drop_queue('transport') $$, 'a queue is dropped');
+select hasnt_view('public', 'transport', 'with its relation');
+select is_empty($$ select from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'S' and c.relname ~ '_seq$' and c.relname <> (select format('queue_%s_seq', q.queue_id) from pgqueue.queues q where q.name = 'transport-sqlserver') $$, 'and all that belongs to it');
+
+-- Subscriptions, in the statements of the transport.
+set local check_function_bodies = off;
+create function pg_temp.enrol(address text, endpoint text, topic text) returns void language sql as $$
+    insert into public."SubscriptionRouting" (QueueAddress, Endpoint, Topic) values (address, endpoint, topic)
+    on conflict (Endpoint, Topic) do update set QueueAddress = excluded.QueueAddress $$;
+create function pg_temp.addresses(topics text[]) returns text[] language sql as $$
+    select array_agg(distinct QueueAddress order by QueueAddress) from public."SubscriptionRouting" where Topic = any (topics) $$;
+select is(pgqueue.expose_subscriptions(), '"public"."SubscriptionRouting"', 'subscriptions are exposed');
+select pgqueue.create_queue(n) is not null as made from unnest(array['transport-pub']) n \gset
+select pgqueue.create_queue(n) is not null as made from unnest(array['transport-sub']) n \gset
+select pgqueue.expose_transport('transport-sub', table_name => 'Sub.Scriber') as address \gset
+select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'Sub.Scriber', 'Ns.Event') $$, 'a transport subscribes by the address of its table');
+select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'Sub.Scriber', 'Ns.Event') $$, 'and again');
+select is(pgqueue.publish('Ns.Event', '1'), 1, 'and is published to, once');
+select is((select count(*) from public."Sub.Scriber"), 1::bigint, 'in its table');
+select is(pgqueue.subscribe('Ns.Event', 'transport-pub'), true, 'a queue without a table subscribes');
+select is(pg_temp.addresses('{Ns.Event,System.Object}'), '{"\"public\".\"Sub.Scriber\"",transport-pub}', 'a transport finds the addresses of a topic');
+select lives_ok($$ select pg_temp.enrol('transport-pub', 'Sub.Scriber', 'Ns.Event') $$, 'an endpoint moves');
+select is(pgqueue.publish('Ns.Event', '1'), 1, 'two endpoints that share a queue share a copy');
+select lives_ok($$ delete from public."SubscriptionRouting" where Endpoint = 'Sub.Scriber' and Topic = 'Ns.Event' $$, 'a transport unsubscribes');
+select is((select array_agg(l.queue_name) from pgqueue.list_subscriptions() l where l.topic = 'Ns.Event'), '{transport-pub}', 'and the other one stays');
+select lives_ok($$ select pgqueue.expose_transport('transport-pub') $$, 'a queue that gets a table');
+select is(pg_temp.addresses('{Ns.Event}'), '{"\"public\".\"transport-pub\""}', 'is found there');
+select is(pgqueue.subscribe('Ns.Other', 'transport-pub'), true, 'and so it is');
+select is(pg_temp.addresses('{Ns.Other}'), '{"\"public\".\"transport-pub\""}', 'where it subscribes later');
+select is(pgqueue.unexpose_transport('transport-pub'), true, 'and when it has lost it');
+select is(pg_temp.addresses('{Ns.Event}'), '{transport-pub}', 'by its name');
+select throws_ok($$ select pg_temp.enrol('"public"."nowhere"', 'e', 'Ns.Event') $$, 'PQ001', null, 'an address that leads nowhere is refused');
+select throws_ok($$ select pg_temp.enrol('transport-pub', 'e', 'a..b') $$, '22023', null, 'and what is no topic');
+select throws_ok($$ select pgqueue.expose_subscriptions() $$, '42P07', null, 'a name is used once');
+select is(pgqueue.unexpose_subscriptions('public', 'Sub.Scriber'), false, 'another relation is no such relation');
+select is(pgqueue.unexpose_subscriptions(), true, 'subscriptions are exposed no longer');
+select is(pgqueue.unexpose_subscriptions(), false, 'once');
+
+-- A queue that holds messages already.
+select pgqueue.create_queue('transport-late') is not null as made \gset
+select pgqueue.enqueue_batch('transport-late', array['1', '2', '3']::jsonb[]) as sent \g /dev/null
+select pgqueue.enqueue('transport-late', '4', delay => '1 h') as sent \gset
+select id, claim_token from pgqueue.claim('transport-late') \gset
+select is(pgqueue.expose_transport('transport-late'), '"public"."transport-late"', 'a queue is exposed with its messages');
+select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{2,3}', 'they are shown, in order, but for those that are claimed');
+select is(pgqueue.ack('transport-late', :id, :'claim_token'), true, 'whose claims go on');
+
+select * from finish();
+rollback;
