@@ -172,39 +172,57 @@ LOADS: dict[str, list[tuple[Callable[..., Any], tuple[float, float]]]] = {
 
 
 def latency(server: EmbeddedServer, options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """From the commit of an enqueue to the handler, in milliseconds."""
+    """From the commit of an enqueue to the handler, in milliseconds: of all rounds together, and of each."""
+    cells = [(load, mode, flavour) for load in LOADS for mode in MODES for flavour in ("sync", "async")]
+    rounds: dict[tuple[str, str, str], list[tuple[list[float], list[float]]]] = {cell: [] for cell in cells}
+    for number in range(options.rounds):
+        for cell in cells if number % 2 == 0 else reversed(cells):
+            rounds[cell].append(woken(server, *cell, options))
+            by_answer, _ = rounds[cell][-1]
+            shown = ", ".join(f"{name} {_quantile(by_answer, part):.1f} ms" for name, part in _QUANTILES.items())
+            console.print(f"[dim]{', '.join(cell)}: {shown}")
     results = []
-    for load, streams in LOADS.items():
-        for mode, settings in MODES.items():
-            for flavour in ("sync", "async"):
-                database = Database(server)
-                work = Work(database.dsn, flavour, settings | {"concurrency": options.concurrency})
-                time.sleep(1)
-                with CONTEXT.Pool(len(streams)) as pool:
-                    pending = [
-                        pool.apply_async(send, (database.dsn, options.seconds, every, 1 + place * 10_000_000))
-                        for place, (send, every) in enumerate(streams)
-                    ]
-                    sent = [one for stream in pending for one in stream.get()]
-                drained(database)
-                handled = dict(work.close())
-                database.close()
-                assert len(handled) == len(sent), f"{len(sent)} sent, {len(handled)} handled"
-                by_answer = sorted(max(0, handled[number] - answered) * 1000 for number, _, answered in sent)
-                by_call = sorted((handled[number] - called) * 1000 for number, called, _ in sent)
-                result = {
-                    "load": load,
-                    "mode": mode,
-                    "flavour": flavour,
-                    "concurrency": options.concurrency,
-                    "rate": round(len(sent) / options.seconds),
-                    **{name: round(_quantile(by_answer, part), 2) for name, part in _QUANTILES.items()},
-                    "from_call": {name: round(_quantile(by_call, part), 2) for name, part in _QUANTILES.items()},
-                    "quantiles": [round(_quantile(by_answer, part), 3) for part in QUANTILES],
-                }
-                results.append(result)
-                console.print(f"[dim]{load}, {mode}, {flavour}: p50 {result['p50']} ms, p99 {result['p99']} ms")
+    for (load, mode, flavour), measured in rounds.items():
+        by_answer, by_call = (sorted(one for part in parts for one in part) for parts in zip(*measured, strict=True))
+        results.append(
+            {
+                "load": load,
+                "mode": mode,
+                "flavour": flavour,
+                "concurrency": options.concurrency,
+                "rate": round(len(by_answer) / options.seconds / options.rounds),
+                **{name: round(_quantile(by_answer, part), 2) for name, part in _QUANTILES.items()},
+                "from_call": {name: round(_quantile(by_call, part), 2) for name, part in _QUANTILES.items()},
+                "rounds": {
+                    name: [round(_quantile(one, part), 2) for one, _ in measured] for name, part in _QUANTILES.items()
+                },
+                "quantiles": [round(_quantile(by_answer, part), 3) for part in QUANTILES],
+            }
+        )
     return results
+
+
+def woken(
+    server: EmbeddedServer, load: str, mode: str, flavour: str, options: argparse.Namespace
+) -> tuple[list[float], list[float]]:
+    """Milliseconds until the handler, in order: from the answer to the commit, and from the call of the enqueue."""
+    database = Database(server)
+    work = Work(database.dsn, flavour, MODES[mode] | {"concurrency": options.concurrency})
+    time.sleep(1)
+    streams = LOADS[load]
+    with CONTEXT.Pool(len(streams)) as pool:
+        pending = [
+            pool.apply_async(send, (database.dsn, options.seconds, every, 1 + place * 10_000_000))
+            for place, (send, every) in enumerate(streams)
+        ]
+        sent = [one for stream in pending for one in stream.get()]
+    drained(database)
+    handled = dict(work.close())
+    database.close()
+    assert len(handled) == len(sent), f"{len(sent)} sent, {len(handled)} handled"
+    by_answer = sorted(max(0, handled[number] - answered) * 1000 for number, _, answered in sent)
+    by_call = sorted((handled[number] - called) * 1000 for number, called, _ in sent)
+    return by_answer, by_call
 
 
 _QUANTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
@@ -378,7 +396,12 @@ def tables(report: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[s
         rows = []
         for one in report["latency"]["figures"]:
             met = all(one[name] < bound for name, bound in TARGETS.items())
-            row = [one["load"], one["mode"], one["flavour"], *(f"{one[name]:.1f}" for name in _QUANTILES)]
+            row = [
+                one["load"],
+                one["mode"],
+                one["flavour"],
+                *(_spread(one[name], one.get("rounds", {}).get(name, [])) for name in _QUANTILES),
+            ]
             row.append(" / ".join(f"{one['from_call'][name]:.1f}" for name in TARGETS))
             rows.append([*row, "met" if met else "missed"])
         yield "Wake-up latency", headings, rows
@@ -393,7 +416,7 @@ def tables(report: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[s
         headings = ["messages per second", "concurrency", "raw statements", "Consumer", "AsyncConsumer"]
         rows = [
             [one["mode"], str(one["concurrency"])]
-            + [f"{statistics.median(one[system]):,.0f}" for system in ("raw", "sync", "async")]
+            + [_spread(statistics.median(one[system]), one[system], ",.0f") for system in ("raw", "sync", "async")]
             for one in report["throughput"]["figures"]
         ]
         yield "Throughput, with a handler that does nothing", headings, rows
@@ -419,8 +442,14 @@ def show(report: dict[str, Any], console: Console) -> None:
         )
 
 
+def _spread(figure: float, rounds: list[float], form: str = ".1f") -> str:
+    if len(rounds) < 2:
+        return f"{figure:{form}}"
+    return f"{figure:{form}} ({min(rounds):{form}}–{max(rounds):{form}})"
+
+
 def _is_figure(text: str) -> bool:
-    return text.replace(",", "").replace(".", "").isdigit()
+    return text.split(" (")[0].replace(",", "").replace(".", "").isdigit()
 
 
 def plot(report: dict[str, Any], path: Path) -> bool:
@@ -470,11 +499,9 @@ def main() -> None:
     """Measure what the command line names, or print what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {PARTS}")
-    parser.add_argument(
-        "--long", action="store_true", help="half an hour, for figures to publish, instead of 5 minutes"
-    )
+    parser.add_argument("--long", action="store_true", help="an hour, for figures to publish, instead of 10 minutes")
     parser.add_argument("--seconds", type=float, help="of each cell of latency (3, long: 20), half of it of throughput")
-    parser.add_argument("--rounds", type=int, help="of throughput (1, long: 3)")
+    parser.add_argument("--rounds", type=int, help="of each cell of latency and throughput (2, long: 3)")
     parser.add_argument("--concurrency", type=int, default=16, help="of latency (16)")
     parser.add_argument("--idle-seconds", type=float, help="(30, long: 120)")
     parser.add_argument("--minutes", type=float, help="of the soak (0.5, long: 10)")
@@ -482,7 +509,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="where the JSON goes")
     parser.add_argument("--show", action="store_true", help="measure nothing, print and plot what the JSON holds")
     options = parser.parse_args()
-    usual = {"seconds": (3, 20), "rounds": (1, 3), "idle_seconds": (30, 120), "minutes": (0.5, 10)}
+    usual = {"seconds": (3, 20), "rounds": (2, 3), "idle_seconds": (30, 120), "minutes": (0.5, 10)}
     for name, values in usual.items():
         if getattr(options, name) is None:
             setattr(options, name, values[options.long])

@@ -6,6 +6,7 @@ that they run like functions.
 
 import asyncio
 import copy
+import gc
 import inspect
 import os
 import signal
@@ -319,6 +320,7 @@ class Form:
                     _running.remove(run)
             run.stop()
             wait_for(lambda: _running or not left_threads(), 5)
+            gc.collect()  # A connection that was lost is reported by the test that lost it.
 
 
 # The threads of consumers come and go: the last of those that run at the same time looks for some that are left.

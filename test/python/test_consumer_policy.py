@@ -363,8 +363,8 @@ def test_the_pauses_double_to_a_second_and_are_ten_while_open() -> None:
 def test_pauses_vary_by_a_quarter(chance: float) -> None:
     circuit = CircuitBreaker(30, clock=Clock(), chance=lambda: chance)
     pauses = [circuit.failed() for _ in range(20)]
-    assert 0.75 <= pauses[-1] <= 1.25
-    assert pauses[0] <= 0.0625
+    assert pauses[-1] == pytest.approx(0.75 + chance / 2)
+    assert pauses[0] == pytest.approx(0.05 * (0.75 + chance / 2))
 
 
 def test_the_pauses_of_failures_add_up() -> None:

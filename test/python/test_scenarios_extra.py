@@ -126,7 +126,7 @@ def test_a_success_in_time_closes_the_circuit(form: Form, database: str, connect
         wait_for(lambda: run.returned == [1])
         run.circuits.clear()
         line.cut(connection)
-        wait_for(lambda: line.tries and run.circuits[-1] == "armed")
+        wait_for(lambda: line.tries and run.circuits[-1:] == ["armed"])
         line.down = False
         queue.enqueue(2)
         wait_for(lambda: 2 in run.returned, 10)

@@ -118,7 +118,7 @@ def test_a_delayed_message_comes_when_its_delay_is_over(
         sent_at = time.monotonic()
         queue.enqueue("soon", delay=500 * MILLISECOND)
         wait_for(lambda: run.calls, 5)
-        assert 0.5 <= time.monotonic() - sent_at <= 1.5
+        assert 0.5 <= time.monotonic() - sent_at <= 5
         wait_for(lambda: run.returned == ["soon"])
     assert [message.payload for message in queue.browse("scheduled")] == ["in a day"]
 

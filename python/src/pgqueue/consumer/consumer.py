@@ -24,6 +24,8 @@ __all__ = ["AsyncConsumer", "Consumer"]
 class _Base:
     """What both consumers are: settings, counters, and the run in progress."""
 
+    _ended: threading.Event | asyncio.Event
+
     def __init__(
         self,
         conninfo: str | Callable[[], Any],
@@ -127,7 +129,10 @@ class _Base:
         return replace(self._stats)
 
     def request_stop(self) -> None:
-        """Begin to stop, and return at once; the second call forces. For signal handlers, and for any thread."""
+        """Begin to stop, and return at once; the second call forces. For signal handlers, and for any thread.
+
+        While nothing runs it counts for the next run, which ends as soon as it begins.
+        """
         self._stops += 1
         self._tell()
 
@@ -153,7 +158,11 @@ class _Base:
         if self._busy:
             raise RuntimeError(f"{self!r} is running already")
         self._busy = True
+
+    def _finish(self) -> None:
+        self._busy = False
         self._stops = 0
+        self._ended.set()
 
     async def _pump(self, threads: bool, ready: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -185,7 +194,8 @@ class Consumer(_Base):
         mode: `lease` claims messages for `visibility_timeout`, extended while the handler runs; `receive` takes them in
             a transaction, `delivery.connection`, that the handler works in.
         transactional: in lease mode too the handler works in a transaction, which acknowledges: it happens as a whole,
-            and not at all if the claim was lost.
+            and not at all if the claim was lost. When its connection dies the handler is called once more, which is not
+            counted as an attempt.
         concurrency: how many handlers run at once at most; by default one for each CPU, and two at least.
         batch_size: how many messages the handler gets at once at most; None for one, not in a list. When it raises,
             they are handled once more one by one, which is not counted as an attempt.
@@ -210,9 +220,13 @@ class Consumer(_Base):
         TypeError: for a coroutine function, which is for `AsyncConsumer`.
     """
 
+    _ended: threading.Event
+
     def _prepare(self) -> None:
         if inspect.iscoroutinefunction(self._settings.handler):
             raise TypeError("the handler is a coroutine function: use AsyncConsumer")
+        if inspect.iscoroutinefunction(self._settings.conninfo):
+            raise TypeError("the conninfo is a coroutine function: use AsyncConsumer")
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._ended = threading.Event()
@@ -232,8 +246,7 @@ class Consumer(_Base):
             with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
                 runner.run(self._pump(True, ready))
         finally:
-            self._busy = False
-            self._ended.set()
+            self._finish()
 
     def start(self) -> None:
         """Consume in a thread of its own; returns when the queue was found. Raises what `run` raises."""
@@ -292,10 +305,13 @@ class AsyncConsumer(_Base):
     handler whose claim was lost, or that a forced stop breaks off, is cancelled.
     """
 
+    _ended: asyncio.Event
+
     def _prepare(self) -> None:
         if inspect.isfunction(self._settings.handler) and not inspect.iscoroutinefunction(self._settings.handler):
             raise TypeError("the handler is no coroutine function: use Consumer")
         self._task: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
 
     async def run(self) -> None:
         """Consume until somebody calls `stop` or `request_stop`; to be cancelled is a forced stop.
@@ -305,13 +321,15 @@ class AsyncConsumer(_Base):
         self._begin()
         await self._run(lambda: None)
 
-    async def _run(self, ready: Callable[[], None]) -> None:
+    def _begin(self) -> None:
+        super()._begin()
         self._ended = asyncio.Event()
+
+    async def _run(self, ready: Callable[[], None]) -> None:
         try:
             await self._pump(False, ready)
         finally:
-            self._busy = False
-            self._ended.set()
+            self._finish()
 
     async def start(self) -> None:
         """Consume in a task of its own; returns when the queue was found. Raises what `run` raises."""
@@ -321,6 +339,13 @@ class AsyncConsumer(_Base):
         waiting = asyncio.create_task(ready.wait())
         try:
             await asyncio.wait([self._task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            # Who never saw it start will not stop it.
+            task, self._task = self._task, None
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self._finish()  # It may not even have begun.
+            raise
         finally:
             waiting.cancel()
         if self._task.done():

@@ -11,7 +11,8 @@ import psycopg
 from .._calls import Bound
 from .breaker import CircuitBreaker, CircuitState
 from .delivery import ConsumerStats, Event, EventKind
-from .links import Link, Opener, is_conflict, is_trouble
+from .links import Link, is_conflict, is_trouble
+from .opener import Opener
 from .settings import Settings
 
 __all__ = ["Core"]
@@ -35,7 +36,7 @@ class Core:
         self.breaker = CircuitBreaker(settings.circuit_breaker_after.total_seconds(), self._circuit)
         self.stops = 0  # 1: take nothing more, 2: break off
         self.grace = settings.grace_period.total_seconds()
-        self._signal = asyncio.Event()
+        self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._not_before = 0.0
 
     @property
@@ -56,24 +57,25 @@ class Core:
     # Waiting
 
     def signal(self) -> None:
-        """Let all who wait look whether it has happened."""
-        self._signal.set()
+        """Wake those who wait for something that has happened by now."""
+        for waiter, happened in list(self._waiters.items()):
+            if not waiter.done() and happened():
+                waiter.set_result(None)
 
     async def until(self, happened: Callable[[], bool], at: float | None = None) -> None:
-        """Wait until something has happened, or for a moment of the monotonic clock."""
-        while not happened():
-            seconds = None if at is None else at - time.monotonic()
-            if seconds is not None and seconds <= 0:
-                return
-            signal = self._signal
-            try:
-                async with asyncio.timeout(seconds):
-                    await signal.wait()
-            except TimeoutError:
-                return
-            # One event wakes all who wait; whoever waits next waits for another one.
-            if signal is self._signal:
-                self._signal = asyncio.Event()
+        """Wait until something has happened, which a signal tells, or for a moment of the monotonic clock."""
+        if happened():
+            return
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        timer = None if at is None else loop.call_later(at - time.monotonic(), _wake, waiter)
+        self._waiters[waiter] = happened
+        try:
+            await waiter
+        finally:
+            del self._waiters[waiter]
+            if timer is not None:
+                timer.cancel()
 
     async def rest(self) -> None:
         """Pause after a failure."""
@@ -167,3 +169,8 @@ class Core:
             function(*arguments)
         except Exception as error:
             self.log(logging.ERROR, f"{getattr(function, '__name__', 'a callback')} raised", error)
+
+
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -15,8 +15,9 @@ from .delivery import Held
 from .leases import Leases
 from .links import is_conflict, is_trouble
 from .policy import Reject, Retry
+from .settlements import Result, kind_of, record, rejection, settlement
 from .steps import Run, Script, Workers
-from .transactions import Attempt, Job, Result, Transactions, kind_of, rejection
+from .transactions import Attempt, Job, Transactions
 
 __all__ = ["Jobs"]
 
@@ -49,9 +50,9 @@ class Jobs:
         self._warn_of_expiry(held)
         self._start(Job(held), self._handle)
 
-    def receive(self, wanted: int, returned: Callable[[int], None]) -> None:
-        """Receive up to `wanted` messages for the handler; `returned` is told how many, -1 for an error."""
-        self._start(Job([], returned), lambda job: self._receive(job, wanted))
+    def receive(self, returned: Callable[[int], None]) -> None:
+        """Receive messages for a call of the handler; `returned` is told how many, -1 for an error."""
+        self._start(Job([], returned), self._receive)
 
     def _warn_of_expiry(self, held: list[Held]) -> None:
         """Say once that messages may expire between two looks."""
@@ -126,11 +127,17 @@ class Jobs:
 
     async def _attempt(self, job: Job, group: list[Held]) -> tuple[BaseException | None, float | None]:
         """Call the handler in a transaction that acknowledges, too."""
+        is_first = True
         while group:
             attempt: Attempt | None = await self._play(job, partial(self._transactions.attempt, job, group))
             if attempt is None or attempt.kind == "cancelled":
                 break
-            if attempt.kind != "lost":
+            if attempt.kind == "undone" and is_first:
+                # The connection's death need not be the message's fault, once: its work was rolled back, or else
+                # committed, and then it is not there any more.
+                is_first = False
+                await self._play(job, partial(self._transactions.keep, group))
+            elif attempt.kind != "lost":
                 for result in attempt.results:
                     self.settled(result)
                 return attempt.error, attempt.seconds
@@ -145,7 +152,7 @@ class Jobs:
         if held.gone:
             return
         if self._settings.on_failure is None or isinstance(error, (Retry, Reject)):
-            decision, statement = self._transactions.settlement(held, error, None)
+            decision, statement = settlement(self._settings, held, error)
             plain = _calls.nack(self._settings.queue_name, held.id, held.token, None, None, None)
             self.leases.send(statement, Result(held, kind_of(decision, held), seconds, error), plain)
             return
@@ -170,7 +177,7 @@ class Jobs:
 
     # Receive mode
 
-    async def _receive(self, job: Job, wanted: int) -> None:
+    async def _receive(self, job: Job) -> None:
         returned = job.received
         told: list[int] = []
 
@@ -182,9 +189,7 @@ class Jobs:
 
         job.received = tell
         try:
-            attempt = await self._workers.play(
-                lambda connection: self._transactions.receive(job, wanted, connection), job.seat
-            )
+            attempt = await self._workers.play(partial(self._transactions.receive, job), job.seat)
         except (psycopg.Error, OSError) as error:
             self._core.trouble("work", error)
             if not job.cancelled:
@@ -207,7 +212,7 @@ class Jobs:
         for held in job.held:
             fault = error or psycopg.OperationalError("the connection was lost")
             self._tell_of_failure(held, fault)
-            self.leases.send(self._transactions.record(held, fault), None)
+            self.leases.send(record(self._settings, held, fault), None)
 
     # What became of messages
 
@@ -296,11 +301,19 @@ class Jobs:
         await self._core.until(lambda: not self.running, time.monotonic() + _NOTICE)
         if self._settings.mode == "lease":
             await self.release([held for job in jobs for held in job.held])
-        for job in self.running:
-            await job.seat.cut()
+        cuts = [asyncio.create_task(job.seat.cut()) for job in self.running]
         await self._core.until(lambda: not self.running, deadline)
-        for job in list(self.running):
+        if cuts:
+            await asyncio.wait(cuts, timeout=max(0.0, deadline - time.monotonic()))
+        for cut in cuts:
+            cut.cancel()
+        for _ in self.running:
             self._core.critical(None, "a handler does not end: the consumer stops without it")
+
+    def abandon(self) -> None:
+        """Leave those that do not end: what they do no longer counts."""
+        for job in list(self.running):
+            job.cancel()
             if job.task:
                 job.task.cancel()
 
@@ -310,12 +323,14 @@ class Jobs:
         deadline = time.monotonic() + _MANNERS
         while held:
             try:
-                count = await self.leases.release(held)
+                async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
+                    count = await self.leases.release(held)
             except (psycopg.Error, OSError) as error:
                 if time.monotonic() < deadline and (is_trouble(error) or is_conflict(error)):
                     await asyncio.sleep(0.1)
                     continue
-                self._core.log(logging.WARNING, f"{len(held)} messages come back when their claims run out: {error}")
+                why = str(error).strip() or "no answer from the server"
+                self._core.log(logging.WARNING, f"{len(held)} messages come back when their claims run out: {why}")
             else:
                 self._core.stats.released += count
                 if count:

@@ -18,7 +18,7 @@ from ..message import Exchanged, Message
 from .core import Core
 from .delivery import Held
 from .links import is_trouble
-from .transactions import Result
+from .settlements import Result
 
 __all__ = ["Leases"]
 

@@ -1,48 +1,33 @@
-"""Connections: opened with limits on how long silence may last, kept while idle, dropped when they break."""
+"""Connections in use: kept while idle, shared, dropped when they break; and what their errors and rows mean."""
 
 import asyncio
-import inspect
-import os
-import socket
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection, AsyncCursor, Connection
-from psycopg.adapt import AdaptersMap, Transformer
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.adapt import Transformer
 from psycopg.pq import TransactionStatus
-from psycopg.rows import BaseRowFactory, scalar_row
+from psycopg.rows import BaseRowFactory
 
 from .._calls import Bound
+from .opener import Opener
 
 __all__ = [
     "Link",
-    "Opener",
     "Stack",
     "Unreadable",
     "begin_of",
     "in_no_transaction",
-    "is_async",
+    "is_broken",
     "is_conflict",
+    "is_idle",
     "is_trouble",
     "rows_of",
-    "sever",
 ]
 
 T = TypeVar("T")
 C = TypeVar("C", Connection[Any], AsyncConnection[Any])
-Source = str | Callable[[], Any]
-
-# A peer that vanished without a word is noticed within half a minute, whatever the settings of the system.
-_DEFAULTS = {
-    "connect_timeout": "10",
-    "keepalives_idle": "10",
-    "keepalives_interval": "5",
-    "keepalives_count": "3",
-    "tcp_user_timeout": "30000",
-}
 _CONFLICTS = ("40001", "40P01")  # serialization failure, deadlock
 
 
@@ -114,17 +99,6 @@ def rows_of(cursor: Any, row: BaseRowFactory[T], error: Exception) -> list[T | U
         raise error from None
 
 
-def sever(connection: Connection[Any] | AsyncConnection[Any]) -> None:
-    """Cut a connection that another thread may be using: its statement fails, its transaction is rolled back.
-
-    This may block for as long as connecting may.
-    """
-    with suppress(psycopg.Error):
-        connection.pgconn.get_cancel().cancel()
-    with suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(connection.pgconn.socket)) as twin:
-        twin.shutdown(socket.SHUT_RDWR)
-
-
 def is_broken(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
     """Whether a connection is closed, as far as can be told without asking the server."""
     try:
@@ -158,92 +132,15 @@ def is_idle(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
     return not is_broken(connection) and connection.pgconn.transaction_status == TransactionStatus.IDLE
 
 
-class Opener:
-    """Opens connections in autocommit mode, by conninfo or by the user's function."""
-
-    def __init__(self, source: Source, application: str) -> None:
-        self._source = source
-        self._conninfo = ""
-        if isinstance(source, str):
-            given = conninfo_to_dict(source)
-            extra = {name: value for name, value in _DEFAULTS.items() if name not in given}
-            self._conninfo = make_conninfo(source, **extra, fallback_application_name=application)
-        self.proxied: bool | None = None  # None: not known yet
-
-    def open(self) -> Connection[Any]:
-        """A new connection. Raises what connecting raises."""
-        if callable(self._source):
-            connection: Connection[Any] = self._source()
-        else:
-            connection = Connection.connect(self._conninfo, autocommit=True)
-        try:
-            if not connection.autocommit:
-                connection.commit()
-                connection.autocommit = True
-        except BaseException:
-            connection.close()
-            raise
-        if self.proxied:
-            connection.prepare_threshold = None
-        return connection
-
-    async def open_async(self) -> AsyncConnection[Any]:
-        """The same for the event loop; a connection that the user's function made for threads is taken over."""
-        if not callable(self._source):
-            connection: AsyncConnection[Any] = await AsyncConnection.connect(self._conninfo, autocommit=True)
-        elif is_async(self._source):
-            connection = await self._source()
-        else:
-            made = await asyncio.to_thread(self._source)
-            if inspect.isawaitable(made):
-                made = await made
-            connection = made if isinstance(made, AsyncConnection) else _taken_over(made)
-        try:
-            if not connection.autocommit:
-                await connection.commit()
-                await connection.set_autocommit(True)
-            if self.proxied is None:
-                cursor = AsyncCursor(connection, row_factory=scalar_row)
-                await cursor.execute("select pg_catalog.pg_backend_pid()")
-                self.proxied = await cursor.fetchone() != connection.pgconn.backend_pid
-        except BaseException:
-            await connection.close()
-            raise
-        if self.proxied:
-            # A statement prepared on one server connection is unknown on the next.
-            connection.prepare_threshold = None
-        return connection
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a function, or an object that is called like one, is asynchronous."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _taken_over(connection: Connection[Any]) -> AsyncConnection[Any]:
-    twin: AsyncConnection[Any] = AsyncConnection(connection.pgconn)
-    twin._adapters = AdaptersMap(connection.adapters)
-    twin._autocommit = connection.autocommit
-    twin.prepare_threshold = connection.prepare_threshold
-    twin._origin = connection  # type: ignore[attr-defined]  # It must not be collected before its twin is closed.
-    return twin
-
-
 class Stack(Generic[C]):
     """Idle connections, the one used last on top. Whoever takes one is its only user."""
 
     def __init__(self) -> None:
         self._idle: list[C] = []
 
-    def take(self) -> tuple[C | None, list[C]]:
-        """An idle connection if there is one, and those that were found broken, to be closed."""
-        broken: list[C] = []
-        while self._idle:
-            connection = self._idle.pop()
-            if is_idle(connection):
-                return connection, broken
-            broken.append(connection)
-        return None, broken
+    def take(self) -> C | None:
+        """The one used last, if there is one. It may have broken since."""
+        return self._idle.pop() if self._idle else None
 
     def put(self, connection: C, most: int) -> bool:
         """Keep a connection that is fit for use, if fewer than `most` are kept; else the caller closes it."""
@@ -251,11 +148,6 @@ class Stack(Generic[C]):
             self._idle.append(connection)
             return True
         return False
-
-    def clear(self) -> list[C]:
-        """All of them, no longer kept."""
-        idle, self._idle = self._idle, []
-        return idle
 
 
 class Link:

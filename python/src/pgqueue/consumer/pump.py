@@ -14,8 +14,8 @@ from .. import _calls
 from .core import Core
 from .delivery import Held
 from .jobs import Jobs
+from .settlements import sorted_out
 from .steps import Workers
-from .transactions import sorted_out
 from .waking import Ears, Pace, prepare_wait
 
 __all__ = ["Pump"]
@@ -49,7 +49,9 @@ class Pump:
         core = self._core
         tasks: list[asyncio.Task[None]] = []
         try:
-            await self._look_at_queue(starting=True)
+            await self._find_queue()
+            if core.stopping:
+                return
             if self._settings.listen:
                 tasks.append(core.keep_up("listening", self._ears.listen))
             tasks.append(core.keep_up("settling", lambda: self._leases.deliver(core.rest)))
@@ -65,11 +67,14 @@ class Pump:
                 await self._end(tasks[-1])
             raise
         finally:
+            self._jobs.abandon()
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await core.close()
-            await self._workers.close()
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                await core.close()
+                await self._workers.close()
 
     async def _end(self, pumping: asyncio.Task[None]) -> None:
         core = self._core
@@ -84,7 +89,8 @@ class Pump:
         deadline = time.monotonic() + _MANNERS
         while not self._leases.is_settled and time.monotonic() < deadline:
             try:
-                await self._leases.flush()
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                    await self._leases.flush()
             except (psycopg.Error, OSError):
                 await asyncio.sleep(0.1)
         if not self._leases.is_settled:
@@ -99,6 +105,18 @@ class Pump:
         self._core.signal()
 
     # Looking
+
+    async def _find_queue(self) -> None:
+        """Look at the queue for the first time, unless a stop comes first: a server may take long to answer."""
+        looking = asyncio.create_task(self._look_at_queue(starting=True))
+        looking.add_done_callback(lambda _: self._core.signal())
+        try:
+            await self._core.until(lambda: looking.done() or self._core.stopping)
+        finally:
+            looking.cancel()
+            await asyncio.wait([looking])
+        if not looking.cancelled():
+            looking.result()
 
     async def _look_at_queue(self, starting: bool = False) -> None:
         settings, core = self._settings, self._core
@@ -132,9 +150,12 @@ class Pump:
         """The same, when a look has found nothing."""
         if self._ears.listening and not self._pace.is_armed and not self._woken:
             self._core.stats.waits += 1
-            (seconds,) = await self._core.run(prepare_wait(self._settings.queue_name), "peek")
-            self._pace.armed(seconds)
-            if count := await self._peek(room):
+            self._core.stats.peeks += 1
+            call = prepare_wait(self._settings.queue_name, self._most(room))
+            [(seconds, count)] = await self._core.run(call, "peek")
+            if not self._woken:  # Else somebody has seen it armed, and disarmed it, since.
+                self._pace.armed(seconds)
+            if count:
                 return count, True
         await self._pause()
         return 0, False
@@ -146,10 +167,13 @@ class Pump:
         return await self._wait(room)
 
     async def _peek(self, room: int) -> int:
-        most = self._settings.peek_batch_size or max(10 * self._settings.concurrency, room)
         self._core.stats.peeks += 1
-        (count,) = await self._core.run(_calls.peek(self._settings.queue_name, min(most, _MOST_MESSAGES)), "peek")
+        (count,) = await self._core.run(_calls.peek(self._settings.queue_name, self._most(room)), "peek")
         return int(count)
+
+    def _most(self, room: int) -> int:
+        """How many messages to ask a peek for."""
+        return min(self._settings.peek_batch_size or max(10 * self._settings.concurrency, room), _MOST_MESSAGES)
 
     async def _pause(self) -> None:
         """Wait until the next look."""
@@ -254,11 +278,10 @@ class _Batch:
 
     def go_on(self) -> None:
         """Start what may start now."""
-        most = _UNRETURNED if self.received else 1
-        while self._left > 0 and self._unreturned < most and self._jobs.free > 0 and not self._core.stopping:
+        while self._left > 0 and self._unreturned < _UNRETURNED and self._jobs.free > 0 and not self._core.stopping:
             self._left -= self._size
             self._unreturned += 1
-            self._jobs.receive(self._size, self._returned)
+            self._jobs.receive(self._returned)
 
     def _returned(self, number: int) -> None:
         """A receive came back with so many messages, or with an error."""

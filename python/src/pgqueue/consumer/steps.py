@@ -4,18 +4,21 @@ import asyncio
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
+from psycopg.pq import ExecStatus
 
 from .._calls import Bound
-from .links import Opener, Stack, rows_of, sever
+from .links import Stack, is_idle, rows_of
+from .opener import Opener
+from .seats import Seat
 
-__all__ = ["Answer", "AsyncWorkers", "Run", "Script", "Seat", "ThreadWorkers", "Workers"]
+__all__ = ["Answer", "AsyncWorkers", "Run", "Script", "ThreadWorkers", "Workers"]
 
 T = TypeVar("T")
 
@@ -60,33 +63,12 @@ class Workers(Protocol):
         """Close idle connections and dismiss idle threads."""
 
 
-class Seat:
-    """Who plays a script: holds the connection in use, so that it can be cut."""
-
-    __slots__ = ("connection",)
-
-    def __init__(self) -> None:
-        self.connection: Connection[Any] | AsyncConnection[Any] | None = None
-
-    async def cut(self) -> None:
-        """Cut the connection in use, if there is one."""
-        connection = self.connection
-        if connection is not None and not connection.closed:
-            await asyncio.to_thread(sever, connection)
-
-
-def _forbidden(*_: Any) -> NoReturn:
-    raise psycopg.ProgrammingError("the consumer ends this transaction, when the handler has returned")
-
-
-@contextmanager
-def _guarded(connection: Any) -> Iterator[None]:
-    """No commit but ours: half of a message's work is worse than none."""
-    connection.commit = connection.rollback = _forbidden
-    try:
-        yield
-    finally:
-        del connection.commit, connection.rollback
+def _go_to_rows(cursor: Cursor[Any] | AsyncCursor[Any]) -> bool:
+    """Go to the first result that has rows; False if there is none."""
+    while (result := cursor.pgresult) is None or result.status != ExecStatus.TUPLES_OK:
+        if not cursor.nextset():
+            return False
+    return True
 
 
 class AsyncWorkers:
@@ -98,6 +80,7 @@ class AsyncWorkers:
         self._opener = opener
         self._most = most
         self._stack: Stack[AsyncConnection[Any]] = Stack()
+        self._closed = False
 
     async def call(self, step: Run) -> Answer:
         """Call a function of the user's, and await what it returns if that can be awaited."""
@@ -116,19 +99,21 @@ class AsyncWorkers:
 
     async def play(self, script: Callable[[Any], Script[T]], seat: Seat) -> T:
         """Play a script on a connection of its own. Raises what the script raises."""
-        connection, broken = self._stack.take()
-        for lost in broken:
-            await lost.close()
-        connection = connection or await self._opener.open_async()
-        seat.connection = connection
+        connection = await self._connection()
         try:
-            with _guarded(connection):
+            with seat.taken(connection):
                 return await self._play(script(connection), connection)
         finally:
-            seat.connection = None
             # One that is still in a transaction is closed, which rolls it back.
-            if not self._stack.put(connection, self._most()):
+            if self._closed or not self._stack.put(connection, self._most()):
                 await connection.close()
+
+    async def _connection(self) -> AsyncConnection[Any]:
+        while (connection := self._stack.take()) is not None:
+            if is_idle(connection):
+                return connection
+            await connection.close()
+        return await self._opener.open_async()
 
     async def _play(self, script: Script[T], connection: AsyncConnection[Any]) -> T:
         try:
@@ -152,10 +137,10 @@ class AsyncWorkers:
     async def _execute(self, call: Bound[Any], connection: AsyncConnection[Any]) -> list[Any]:
         cursor = AsyncCursor(connection, row_factory=call.row)
         await cursor.execute(call.text, call.values or None, prepare=None if call.values else False)
-        while cursor.description is None and cursor.nextset():
-            pass
+        if not _go_to_rows(cursor):
+            return []
         try:
-            return await cursor.fetchall() if cursor.description else []
+            return await cursor.fetchall()
         except Exception as error:
             return rows_of(cursor, call.row, error)
 
@@ -168,8 +153,9 @@ class AsyncWorkers:
         return asyncio.sleep(seconds)
 
     async def close(self) -> None:
-        """Close idle connections."""
-        for connection in self._stack.clear():
+        """Close idle connections; one that is still in use is closed after that."""
+        self._closed = True
+        while (connection := self._stack.take()) is not None:
             await connection.close()
 
 
@@ -231,21 +217,27 @@ class ThreadWorkers:
                 return
 
     def _play(self, script: Callable[[Any], Script[T]], seat: Seat) -> T:
-        with self._guard:
-            connection, broken = self._stack.take()
-        for lost in broken:
-            lost.close()
-        connection = connection or self._opener.open()
-        seat.connection = connection
+        connection = self._connection()
         try:
-            with _guarded(connection):
+            with seat.taken(connection):
+                if self._closed:
+                    raise psycopg.OperationalError("connected too late: the consumer has stopped")
                 return self._play_on(script(connection), connection)
         finally:
-            seat.connection = None
             with self._guard:
                 kept = not self._closed and self._stack.put(connection, self._most())
             if not kept:
                 connection.close()
+
+    def _connection(self) -> Connection[Any]:
+        while True:
+            with self._guard:
+                connection = self._stack.take()
+            if connection is None:
+                return self._opener.open()
+            if is_idle(connection):
+                return connection
+            connection.close()
 
     def _play_on(self, script: Script[T], connection: Connection[Any]) -> T:
         try:
@@ -266,10 +258,10 @@ class ThreadWorkers:
     def _execute(self, call: Bound[Any], connection: Connection[Any]) -> list[Any]:
         cursor = Cursor(connection, row_factory=call.row)
         cursor.execute(call.text, call.values or None, prepare=None if call.values else False)
-        while cursor.description is None and cursor.nextset():
-            pass
+        if not _go_to_rows(cursor):
+            return []
         try:
-            return cursor.fetchall() if cursor.description else []
+            return cursor.fetchall()
         except Exception as error:
             return rows_of(cursor, call.row, error)
 
@@ -288,10 +280,10 @@ class ThreadWorkers:
         with self._guard:
             self._closed = True
             idle, self._idle = self._idle, 0
-            connections = self._stack.clear()
         for _ in range(idle):
             self._orders.put(None)
-        for connection in connections:
+        # From now on none is put back.
+        while (connection := self._stack.take()) is not None:
             connection.close()
 
 

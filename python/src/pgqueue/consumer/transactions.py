@@ -5,24 +5,26 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
+from uuid import uuid4
+from weakref import WeakSet
 
 from psycopg import AsyncClientCursor, AsyncConnection, ClientCursor, OperationalError, sql
-from psycopg.errors import DivisionByZero, InFailedSqlTransaction
+from psycopg.errors import DivisionByZero, InFailedSqlTransaction, InvalidSqlStatementName
 from psycopg.pq import TransactionStatus
 from psycopg.rows import scalar_row
 
 from .. import _calls
 from .._calls import Bound
 from .delivery import Delivery, Held
-from .evidence import describe, evidence, obituary
-from .links import Unreadable, begin_of, in_no_transaction, is_conflict
-from .policy import Decision, Failure, Handled, Reject, Retry, checked, decide
+from .links import begin_of, in_no_transaction, is_broken, is_conflict, is_trouble
+from .policy import Decision, Failure, Reject, Retry, checked
+from .seats import Seat
 from .settings import Settings
-from .steps import Answer, Run, Script, Seat, Workers
+from .settlements import Result, kind_of, rejection, settlement, sorted_out
+from .steps import Answer, Run, Script, Workers
 
-__all__ = ["Attempt", "Job", "Result", "Transactions"]
+__all__ = ["Attempt", "Job", "Transactions"]
 
-ResultKind = Literal["succeeded", "retried", "dead", "lost"]
 _CONFLICTS = 20
 
 
@@ -39,21 +41,12 @@ _PART = (
 )
 
 
-class Result(NamedTuple):
-    """What became of a message."""
-
-    held: Held
-    kind: ResultKind
-    seconds: float | None = None
-    error: BaseException | None = None
-
-
 class Attempt(NamedTuple):
     """How a call of the handler ended.
 
     done: settled, as the results say. failed: nothing was settled, and error says why. lost: a claim was lost, and
-    nothing was settled. cancelled: the consumer was forced to stop. undone: the transaction that held the claim
-    is gone. empty: nothing was received.
+    nothing was settled. cancelled: the consumer was forced to stop. undone: the transaction is gone with its
+    connection, and in receive mode the claim with it. empty: nothing was received.
     """
 
     kind: Literal["done", "failed", "lost", "cancelled", "undone", "empty"]
@@ -93,38 +86,17 @@ class Transactions:
         self._settings = settings
         self._workers = workers
         self._critical = critical
-        self._claims: dict[tuple[int, bytes], Bound[Any]] = {}
+        self._claims: dict[tuple[str, bytes], Bound[Any]] = {}
+        self._claim_name = f"pgqueue_{uuid4().hex}".encode()
+        self._prepared: WeakSet[Any] = WeakSet()  # connections that know the claim by that name
         self._name = sql.quote(settings.queue_name)
-
-    def settlement(self, held: Held, error: BaseException, answer: Decision | None) -> tuple[Decision, Bound[Any]]:
-        """What is decided about a failed message, and the statement that carries it out."""
-        message, name, by = held.message, self._settings.queue_name, self._settings.claimed_by
-        decision = decide(error, answer, message.attempt_count, self._settings.retries)
-        if isinstance(decision, Handled):
-            return decision, _calls.ack(name, held.id, held.token)
-        if isinstance(decision, Reject):
-            headers = evidence(message, error, by, dies=True)
-            return decision, _calls.reject(name, held.id, held.token, describe(error, decision), headers)
-        headers = evidence(message, error, by, dies=held.last_attempt)
-        text = describe(error, decision)
-        return decision, _calls.nack(name, held.id, held.token, decision.after, text, headers)
-
-    def record(self, held: Held, error: BaseException) -> Bound[bool]:
-        """The statement that counts an attempt whose transaction is gone."""
-        decision = decide(error, None, held.message.attempt_count, self._settings.retries)
-        return _calls.record_failure(
-            self._settings.queue_name,
-            held.id,
-            held.message.attempt_count,
-            decision.after if isinstance(decision, Retry) else None,
-            describe(error, decision),
-            evidence(held.message, error, self._settings.claimed_by, dies=held.last_attempt),
-        )
 
     def attempt(self, job: Job, held: list[Held], connection: Any) -> Script[Attempt]:
         """The handler and the acknowledgement in one transaction, under claims that are committed."""
         conflicts = 0
         while True:
+            if job.is_cancelled():
+                return Attempt("cancelled")  # It took long to connect.
             yield _statement(begin_of(connection))
             deliveries, answer, seconds = yield from self._handle(held, connection)
             error = answer.error
@@ -135,32 +107,37 @@ class Transactions:
                 _settling(held, True)
                 try:
                     return Attempt("done", (yield from self._settle(held, deliveries, seconds, b"commit")))
-                except _Lost:
+                except _Lost as loss:
                     yield from _undo(connection)
-                    yield from self._find_lost(held)
-                    return Attempt("lost")
+                    if len((yield from self.keep(held, connection))) < len(held):
+                        return Attempt("lost")
+                    error = loss.__cause__ or loss
                 except Exception as failure:
                     error = failure
                 finally:
                     _settling(held, False)
             yield from _undo(connection)
+            if is_trouble(error) and is_broken(connection):
+                return Attempt("undone", error=error, seconds=seconds)
             if not is_conflict(error) or conflicts >= _CONFLICTS:
                 return Attempt("failed", error=error, seconds=seconds)
             conflicts += 1
             yield from self._conflict(conflicts)
 
-    def receive(self, job: Job, wanted: int, connection: Any) -> Script[Attempt]:
+    def receive(self, job: Job, connection: Any) -> Script[Attempt]:
         """The claim, the handler and the settlement in one transaction, which alone holds the messages."""
         conflicts = 0
         while True:
             try:
-                attempt = yield from self._receive(job, wanted, connection, conflicts < _CONFLICTS)
+                attempt = yield from self._receive(job, connection, conflicts < _CONFLICTS)
             except Exception as fault:
                 # Whatever this was, the transaction is over, or as good as over.
                 yield from _undo(connection)
                 if job.is_cancelled():
                     return Attempt("cancelled")
-                if not is_conflict(fault):
+                if isinstance(fault, InvalidSqlStatementName) and not job.held:
+                    self._prepared.discard(connection)  # Somebody has deallocated it.
+                elif not is_conflict(fault):
                     if not job.held:
                         raise
                     return Attempt("undone", error=fault.__cause__ if isinstance(fault, _Undone) else fault)
@@ -174,8 +151,8 @@ class Transactions:
             yield from self._conflict(conflicts)
             job.held = []
 
-    def _receive(self, job: Job, wanted: int, connection: Any, again: bool) -> Script[Attempt | None]:
-        rows = yield self._claim(wanted, connection)
+    def _receive(self, job: Job, connection: Any, again: bool) -> Script[Attempt | None]:
+        rows = yield self._claim(connection)
         job.held, job.unfit = sorted_out(rows)
         for row, reason in job.unfit:
             yield rejection(self._settings.queue_name, row, reason)
@@ -209,16 +186,24 @@ class Transactions:
             return Attempt("cancelled")
         return Attempt("done", results)
 
-    def _claim(self, wanted: int, connection: Any) -> Bound[Any]:
-        """The claim within a transaction and ahead of a savepoint, in one go."""
+    def _claim(self, connection: Any) -> Bound[Any]:
+        """The claim within a transaction and ahead of a savepoint, in one go; prepared where that is allowed."""
+        stage = (
+            "plain" if connection.prepare_threshold is None else "again" if connection in self._prepared else "first"
+        )
+        if stage == "first":
+            self._prepared.add(connection)
         begin = begin_of(connection)
-        call = self._claims.get((wanted, begin))
+        call = self._claims.get((stage, begin))
         if call is None:
-            claim = _calls.claim(self._settings.queue_name, wanted, None, self._settings.claimed_by)
+            settings = self._settings
+            claim = _calls.claim(settings.queue_name, settings.batch_size or 1, None, settings.claimed_by)
             kind = AsyncClientCursor if isinstance(connection, AsyncConnection) else ClientCursor
-            text = kind(connection).mogrify(claim.text, claim.values).encode(connection.info.encoding)
-            text = begin + b"; " + text + b"; savepoint pgqueue"
-            call = self._claims[wanted, begin] = Bound(text, [], claim.row)
+            plain = kind(connection).mogrify(claim.text, claim.values).encode(connection.info.encoding)
+            before = b"prepare " + self._claim_name + b" as " + plain + b"; " if stage == "first" else b""
+            take = plain if stage == "plain" else b"execute " + self._claim_name
+            text = before + begin + b"; " + take + b"; savepoint pgqueue"
+            call = self._claims[stage, begin] = Bound(text, [], claim.row)
         return call
 
     def _work(
@@ -276,7 +261,7 @@ class Transactions:
         if job.is_cancelled():
             yield undo
             return Result(held, "lost")
-        decision, statement = self.settlement(held, error, answer)
+        decision, statement = settlement(self._settings, held, error, answer)
         _settling([held], True)
         try:
             kept = yield statement
@@ -303,7 +288,7 @@ class Transactions:
             if delivery.outcome is None:
                 results.append(Result(message, "succeeded", seconds))
             else:
-                decision, statements[message.id] = self.settlement(message, delivery.outcome, None)
+                decision, statements[message.id] = settlement(self._settings, message, delivery.outcome)
                 results.append(Result(message, kind_of(decision, message), seconds, delivery.outcome))
         if statements or len({message.token for message in held}) > 1:
             # One by one, by id: in the order in which heartbeats lock.
@@ -321,20 +306,19 @@ class Transactions:
         )
         try:
             yield _statement(text.encode() + end)
-        except DivisionByZero:
-            raise _Lost("the message was not there any more to be acknowledged") from None
+        except DivisionByZero as error:
+            raise _Lost("the message was not there any more to be acknowledged") from error
         return results
 
-    def _find_lost(self, held: list[Held]) -> Script[None]:
-        if len(held) == 1:
-            held[0].lost = True
-            return
+    def keep(self, held: list[Held], connection: Any) -> Script[list[Held]]:  # noqa: ARG002
+        """Extend claims, and mark as lost those that are not ours any more; returns the others."""
         for token in {message.token for message in held}:
             ids = [message.id for message in held if message.token == token]
             kept = yield _calls.extend_batch(self._settings.queue_name, ids, token, self._settings.visibility_timeout)
             for message in held:
                 if message.token == token and message.id not in kept:
                     message.lost = True
+        return [message for message in held if not message.lost]
 
     def _conflict(self, number: int) -> Script[None]:
         # Two that met should not meet again.
@@ -358,34 +342,6 @@ def _ended(connection: Any) -> Exception:
     if connection.closed:
         return OperationalError("the connection was lost while the handler ran")
     return RuntimeError("the handler ended the transaction that its work and the message share")
-
-
-def sorted_out(rows: list[Any]) -> tuple[list[Held], list[tuple[Any, Exception]]]:
-    """The messages that can be handled, and those that cannot, each with the reason."""
-    held: list[Held] = []
-    unfit: list[tuple[Any, Exception]] = []
-    for row in rows:
-        if isinstance(row, Unreadable):
-            unfit.append((row, row.error))
-        elif row.headers is not None and not isinstance(row.headers, dict):
-            unfit.append((row, TypeError(f"the headers are no JSON object but {type(row.headers).__name__}")))
-        else:
-            held.append(Held(row))
-    return held, unfit
-
-
-def rejection(queue_name: str, row: Any, error: Exception) -> Bound[bool]:
-    """The statement that sends a message that cannot be read to the dead letters, as it is."""
-    return _calls.reject(
-        queue_name, row.id, row.claim_token, describe(error), obituary(queue_name, row.attempt_count, error)
-    )
-
-
-def kind_of(decision: Decision, held: Held) -> ResultKind:
-    """What a decision makes of a message."""
-    if isinstance(decision, Handled):
-        return "succeeded"
-    return "dead" if isinstance(decision, Reject) or held.last_attempt else "retried"
 
 
 def _settling(held: list[Held], settling: bool) -> None:

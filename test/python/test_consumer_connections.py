@@ -1,0 +1,334 @@
+"""Connections of consumers: wherever one is being opened when nobody wants it any more, it is closed."""
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+import pytest
+from clients import wait_for
+from consumers import THREADS, Form, Step, beside, prepare
+from psycopg.rows import dict_row
+from psycopg.types.json import set_json_loads
+
+from pgqueue import AsyncConsumer, Consumer
+from pgqueue.consumer.opener import Opener
+
+Connection = psycopg.Connection[Any]
+
+
+class Gate:
+    """A function that makes connections, and after the first few of them waits until it is let go on."""
+
+    def __init__(self, dsn: str, freely: int = 0) -> None:
+        self.dsn = dsn
+        self.tries = iter(range(freely))
+        self.made: list[Any] = []
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self) -> Any:
+        if next(self.tries, None) is None:
+            self.reached.set()
+            assert self.opened.wait(30)
+        self.made.append(psycopg.connect(self.dsn))
+        return self.made[-1]
+
+    def all_closed(self) -> bool:
+        return all(connection.closed for connection in self.made)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_lost() -> Iterator[None]:
+    """A connection that is lost is reported by the test that lost it."""
+    yield
+    gc.collect()
+
+
+def opening_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "pgqueue-in-thread"]
+
+
+async def others_are_done() -> None:
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=30)
+
+
+# The opener
+
+
+async def test_a_connection_that_is_no_longer_waited_for_is_closed_by_its_thread(database: str) -> None:
+    gate = Gate(database)
+    opening = asyncio.create_task(Opener(gate, "test").open_async())
+    await asyncio.to_thread(gate.reached.wait)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert gate.made == []
+    [thread] = opening_threads()
+    gate.opened.set()
+    await asyncio.to_thread(thread.join)
+    assert len(gate.made) == 1
+    assert gate.all_closed()
+
+
+async def test_a_connection_is_closed_by_who_was_cancelled_before_it_came_to_use_it(database: str) -> None:
+    gate = Gate(database)
+    opening = asyncio.create_task(Opener(gate, "test").open_async())
+    await asyncio.to_thread(gate.reached.wait)
+    [thread] = opening_threads()
+    gate.opened.set()
+    thread.join()  # The loop stands still: the connection is there, and nobody has it yet.
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert len(gate.made) == 1
+    assert gate.all_closed()
+
+
+async def test_an_opening_that_outlives_its_loop_leaves_nothing(database: str) -> None:
+    gate = Gate(database)
+
+    def short() -> None:
+        async def open_late() -> None:
+            opening = asyncio.create_task(Opener(gate, "test").open_async())
+            while not gate.reached.is_set():  # noqa: ASYNC110 - set by a thread
+                await asyncio.sleep(0.001)
+            assert not opening.done()
+
+        asyncio.run(open_late())
+
+    await asyncio.to_thread(short)  # It does not wait for the thread.
+    [thread] = opening_threads()
+    gate.opened.set()
+    await asyncio.to_thread(thread.join)
+    assert len(gate.made) == 1
+    assert gate.all_closed()
+
+
+async def test_a_coroutine_that_nobody_awaits_any_more_is_closed(database: str) -> None:
+    released, reached = threading.Event(), threading.Event()
+
+    def source() -> Any:
+        reached.set()
+        assert released.wait(30)
+        return psycopg.AsyncConnection.connect(database)
+
+    opening = asyncio.create_task(Opener(source, "test").open_async())
+    await asyncio.to_thread(reached.wait)
+    [thread] = opening_threads()
+    released.set()
+    thread.join()
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+
+
+@pytest.mark.parametrize("made", [None, "dsn", object()])
+async def test_what_is_no_connection_is_refused_by_name(made: Any) -> None:
+    opener = Opener(lambda: made, "test")
+    with pytest.raises(TypeError, match=rf"returned a builtins\.{type(made).__name__}; must return a new connection"):
+        opener.open()
+    with pytest.raises(TypeError, match="must return a new connection"):
+        await opener.open_async()
+
+
+async def test_a_connection_that_cannot_be_made_ready_is_closed(database: str) -> None:
+    made: list[Any] = []
+
+    class Broken(psycopg.Connection[Any]):
+        def commit(self) -> None:
+            raise psycopg.OperationalError("not now")
+
+    class AsyncBroken(psycopg.AsyncConnection[Any]):
+        async def commit(self) -> None:
+            raise psycopg.OperationalError("not now")
+
+    def source() -> Any:
+        made.append(Broken.connect(database))
+        return made[-1]
+
+    async def async_source() -> Any:
+        made.append(await AsyncBroken.connect(database))
+        return made[-1]
+
+    with pytest.raises(psycopg.OperationalError, match="not now"):
+        Opener(source, "test").open()
+    with pytest.raises(psycopg.OperationalError, match="not now"):
+        await Opener(async_source, "test").open_async()
+    assert [connection.closed for connection in made] == [True, True]
+
+
+async def test_an_adopted_connection_adapts_values_and_tells_notices_as_before(database: str) -> None:
+    notices: list[str] = []
+
+    def source() -> Any:
+        connection = psycopg.connect(database, row_factory=dict_row)
+        set_json_loads(lambda text: ("loaded", bytes(text)), connection)
+        connection.add_notice_handler(lambda notice: notices.append(notice.message_primary or ""))
+        connection.execute("set timezone to 'Asia/Tokyo'")  # It begins a transaction.
+        return connection
+
+    connection = await Opener(source, "test").open_async()
+    try:
+        assert connection.autocommit
+        cursor = await connection.execute("select '1'::jsonb, current_setting('timezone')")
+        assert await cursor.fetchone() == (("loaded", b"1"), "Asia/Tokyo")
+        await connection.execute("do $$begin raise notice 'hear, hear'; end$$")
+        assert notices == ["hear, hear"]
+    finally:
+        await connection.close()
+
+
+# The consumers
+
+
+async def idle(_: Step) -> None:
+    pass
+
+
+# The first connection finds the queue; then one is opened to listen, one to settle, one for the handler.
+@pytest.mark.parametrize("freely", [0, 1, 2])
+@pytest.mark.parametrize("form", THREADS, ids=str)
+def test_a_stop_while_it_connects_waits_for_nobody_and_loses_nothing(
+    form: Form, freely: int, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name).enqueue(1)
+    gate = Gate(database, freely)
+    consumer = form.consumer(gate, name, idle)
+    starting = beside(consumer.start)
+    assert gate.reached.wait(30)
+    started = time.monotonic()
+    beside(lambda: consumer.stop(force=True)).result(20)
+    assert time.monotonic() - started < 15, "it waited for who connects"
+    starting.result(10)
+    assert gate.reached.is_set()
+    gate.opened.set()
+    wait_for(lambda: not opening_threads())
+    wait_for(lambda: not [thread for thread in threading.enumerate() if name in thread.name])
+    assert gate.all_closed()
+
+
+def test_a_handler_that_connected_too_late_is_not_called(database: str, connection: Connection, name: str) -> None:
+    queue = prepare(connection, name)
+    queue.enqueue(1)
+    gate = Gate(database)
+    called: list[Any] = []
+
+    def connect() -> Any:
+        return gate() if threading.current_thread().name == f"pgqueue-{name}-1" else psycopg.connect(database)
+
+    consumer = Consumer(connect, name, called.append, transactional=True, concurrency=1)
+    consumer.start()
+    assert gate.reached.wait(30)
+    consumer.stop(force=True)
+    assert [message.attempt_count for message in queue.browse()] == [0]
+    gate.opened.set()
+    wait_for(lambda: not [thread for thread in threading.enumerate() if name in thread.name])
+    assert len(gate.made) == 1
+    assert gate.all_closed()
+    assert called == []
+
+
+async def test_who_is_left_behind_by_a_stop_closes_its_connection_in_the_end(
+    database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name).enqueue(1)
+    inside, go_on = asyncio.Event(), asyncio.Event()
+    used: list[Any] = []
+
+    async def handle(delivery: Any) -> None:
+        used.append(delivery.connection)
+        inside.set()
+        while not go_on.is_set():
+            with suppress(asyncio.CancelledError):
+                await go_on.wait()
+
+    consumer = AsyncConsumer(database, name, handle, transactional=True, on_critical=lambda *_: None)
+    await consumer.start()
+    await inside.wait()
+    await consumer.stop(force=True)
+    go_on.set()
+    await others_are_done()
+    assert [connection.closed for connection in used] == [True]
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+async def test_a_run_that_is_cancelled_again_and_again_closes_its_connections(
+    times: int, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name).enqueue_batch([1, 2])
+    made: list[Any] = []
+    inside = asyncio.Event()
+
+    async def connect() -> Any:
+        made.append(await psycopg.AsyncConnection.connect(database))
+        return made[-1]
+
+    async def handle(_: Any) -> None:
+        inside.set()
+        await asyncio.sleep(30)
+
+    consumer = AsyncConsumer(connect, name, handle, transactional=True)
+    run = asyncio.create_task(consumer.run())
+    await inside.wait()
+    for _ in range(times):
+        run.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    await others_are_done()
+    assert len(made) >= 2
+    assert [connection.closed for connection in made] == [True] * len(made)
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing_running(
+    database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name).enqueue(1)
+    handled: list[Any] = []
+    wanted = asyncio.Event()
+    go_on = asyncio.Event()
+
+    async def connect() -> Any:
+        wanted.set()
+        await go_on.wait()
+        return await psycopg.AsyncConnection.connect(database)
+
+    async def handle(delivery: Any) -> None:
+        handled.append(delivery.message.payload)
+
+    consumer = AsyncConsumer(connect, name, handle)
+    starting = asyncio.create_task(consumer.start())
+    await wanted.wait()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert len(asyncio.all_tasks()) == 1
+    go_on.set()
+    async with consumer:
+        while not handled:  # noqa: ASYNC110 - the handler knows nothing of who waits
+            await asyncio.sleep(0.001)
+    assert handled == [1]
+
+
+async def test_a_start_that_is_cancelled_at_once_can_be_repeated(
+    database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name)
+
+    async def handle(_: Any) -> None:
+        pass
+
+    consumer = AsyncConsumer(database, name, handle)
+    starting = asyncio.create_task(consumer.start())
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    async with consumer:
+        pass

@@ -1,0 +1,225 @@
+"""What may go wrong between a consumer and its server in the middle of things: it costs nothing that it need not."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from clients import connect, is_empty, wait_for
+from consumers import FORMS, SECOND, Form, Step, each, each_transactional, prepare, rows, together, waits
+
+from pgqueue import Queue
+
+Connection = psycopg.Connection[Any]
+LEASES = [Form(is_async, "transactional") for is_async in (False, True)]
+RECEIVES = [Form(is_async, "receive") for is_async in (False, True)]
+in_leases = pytest.mark.parametrize("form", LEASES, ids=str)
+in_receives = pytest.mark.parametrize("form", RECEIVES, ids=str)
+
+
+def kill(step: Step) -> None:
+    """End the connection of a step from beside."""
+    with connect(step.connection.info.dsn + " dbname=" + step.connection.info.dbname) as beside:
+        beside.execute("select pg_terminate_backend(%s, 5000)", (step.connection.info.backend_pid,))
+
+
+# Connections that die
+
+
+@in_leases
+@pytest.mark.parametrize("size", [None, 2])
+def test_the_death_of_a_connection_costs_a_lease_no_attempt(
+    form: Form, size: int | None, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, visibility_timeout=timedelta(hours=1))
+    queue.enqueue_batch([1, 2])
+    connection.execute(f'create table "{name}" (n int)')
+    killed: list[int] = []
+
+    async def work(step: Step) -> None:
+        for delivery in step.deliveries:
+            await step.execute(f'insert into "{name}" values (%s)', (delivery.message.payload,))
+        if not killed:
+            killed.append(step.connection.info.backend_pid)
+            kill(step)
+
+    with form.consuming(database, name, work, concurrency=1, batch_size=size) as run:
+        wait_for(lambda: is_empty(connection, name))
+    assert killed
+    assert set(run.attempts) == {1}
+    assert rows(connection, f'select n from "{name}" order by n') == [(1,), (2,)]
+    stats = run.consumer.stats
+    assert (stats.succeeded, stats.failed, stats.lost) == (2, 0, 0)
+
+
+@in_leases
+def test_a_message_that_kills_every_connection_spends_its_attempts(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=2)
+    queue.enqueue(1)
+
+    async def work(step: Step) -> None:
+        kill(step)
+        await step.execute("select 1")
+
+    with form.consuming(database, name, work, concurrency=1) as run:
+        [dead] = wait_for(queue.browse_dead_messages)
+    assert run.attempts == [1, 1, 2, 2]
+    assert (dead.reason, dead.attempt_count) == ("attempts_exhausted", 2)
+    assert run.consumer.stats.failed == 2
+
+
+@in_leases
+def test_what_was_committed_before_the_connection_died_is_not_done_again(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, visibility_timeout=timedelta(hours=1))
+    queue.enqueue(1)
+    connection.execute(f'create table "{name}" (n int)')
+    done: list[Any] = []
+
+    async def work(step: Step) -> None:
+        # Somebody else finishes the work, and then the connection dies: the claim is gone.
+        if not done:
+            message = step.message
+            done.append(connection.execute("select pgqueue.ack(%s, %s, %s)", (name, message.id, message.claim_token)))
+            connection.execute(f'insert into "{name}" values (1)')
+            kill(step)
+        await step.execute(f'insert into "{name}" values (1)')
+
+    with form.consuming(database, name, work, concurrency=1) as run:
+        wait_for(lambda: run.consumer.stats.lost == 1)
+    assert run.attempts == [1]
+    assert rows(connection, f'select n from "{name}"') == [(1,)]
+
+
+@each_transactional
+def test_a_division_by_zero_of_the_user_s_own_is_a_failed_attempt(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=2)
+    queue.enqueue(1)
+    connection.execute(
+        f'create table "{name}" (n int);'
+        f""" create function "{name}_divide"() returns trigger language plpgsql as 'begin return new.n / 0; end';"""
+        f' create constraint trigger late after insert on "{name}" deferrable initially deferred'
+        f' for each row execute function "{name}_divide"()'
+    )
+
+    async def work(step: Step) -> None:
+        await step.execute(f'insert into "{name}" values (1)')
+
+    with form.consuming(database, name, work, concurrency=1) as run:
+        [dead] = wait_for(queue.browse_dead_messages)
+    assert run.attempts == [1, 2]
+    assert "division by zero" in (dead.last_error or "")
+    assert run.consumer.stats.lost == 0
+
+
+# Prepared claims
+
+
+@in_receives
+def test_a_handler_may_deallocate_what_was_prepared(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    queue.enqueue_batch(list(range(5)))
+    backends: set[int] = set()
+
+    async def work(step: Step) -> None:
+        backends.add(step.connection.info.backend_pid)
+        await step.execute("deallocate all")
+
+    with form.consuming(database, name, work, concurrency=1) as run:
+        wait_for(lambda: is_empty(connection, name))
+    assert run.attempts == [1] * 5
+    assert run.circuits == []
+    assert len(backends) == 1
+
+
+@in_receives
+@pytest.mark.parametrize("threshold", [None, 5])
+def test_the_claim_is_prepared_once_and_only_where_that_is_allowed(
+    form: Form, threshold: int | None, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name).enqueue_batch(list(range(5)))
+    prepared: list[int] = []
+
+    def connected() -> Any:
+        return psycopg.connect(database, prepare_threshold=threshold)
+
+    async def work(step: Step) -> None:
+        statement = "select count(*) from pg_prepared_statements where statement like '%%pgqueue.claim%%' and from_sql"
+        prepared.append((await step.execute(statement))[0][0])
+
+    with form.consuming(connected, name, work, concurrency=1) as run:
+        wait_for(lambda: is_empty(connection, name))
+    assert prepared == [0 if threshold is None else 1] * 5
+    assert run.attempts == [1] * 5
+
+
+# Waiting
+
+
+@pytest.fixture
+def slow_to_wait(empty_database: Callable[[], str]) -> str:
+    """A database where it takes a second to say that one waits, the first time."""
+    dsn = empty_database()
+    with connect(dsn) as connection:
+        connection.execute(
+            """
+            create extension pgqueue;
+            create schema honest;
+            alter function pgqueue.prepare_wait(text, interval) set schema honest;
+            create sequence waits;
+            create function pgqueue.prepare_wait(queue_name text, timeout interval) returns timestamptz
+            language plpgsql security definer as $$
+            declare
+                answer timestamptz := honest.prepare_wait(queue_name, timeout);
+            begin
+                if nextval('public.waits') = 1 then
+                    perform pg_sleep(1);
+                end if;
+                return answer;
+            end
+            $$;
+            """
+        )
+    return dsn
+
+
+@each
+def test_what_is_sent_while_it_says_that_it_waits_is_not_slept_over(form: Form, slow_to_wait: str) -> None:
+    with connect(slow_to_wait) as connection:
+        queue = prepare(connection, "q")
+        with form.consuming(slow_to_wait, "q", peek_delay=10 * SECOND) as run:
+            wait_for(lambda: waits(connection, "q"))
+            # It is told at once, but there is nothing to be had before the wait has been prepared.
+            queue.enqueue(1, delay=1.5 * SECOND)
+            wait_for(lambda: run.returned == [1], 6)
+
+
+# Stops that come early
+
+
+@together(FORMS)
+def test_a_stop_that_is_asked_for_before_the_run_ends_it(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    queue.enqueue(1)
+    with form.consuming(database, name, start=False) as run:
+        run.consumer.request_stop()
+        run.ask("run")
+        assert run.calls == []
+        # That was that: the next one runs.
+        run.start()
+        wait_for(lambda: is_empty(connection, name))
+        run.stop()
+        assert run.returned == [1]
+        Queue(connection, name).enqueue(2)
+        run.start()
+        wait_for(lambda: run.returned == [1, 2])
