@@ -1,0 +1,295 @@
+"""The commands that run on Spark: the pipelines, under their names."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from ..client import Queues
+from .frame import Failure, Session, Status
+from .values import QueueName, period_option
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["archive_to_parquet", "dead_letter_report", "flow_report", "redrive_where", "replay", "summarize_flights"]
+
+
+def _moment(text: str | datetime) -> datetime:
+    """Read a moment in ISO 8601, in UTC unless it says otherwise."""
+    if isinstance(text, datetime):
+        return text
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a moment: write 2026-01-31 or 2026-01-31T12:00:00Z.") from None
+    return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+
+
+_MOMENT: Any = {"parser": _moment, "metavar": "MOMENT", "show_default": False}
+Path_ = Annotated[str, typer.Argument(metavar="PATH", help="A directory for this alone.", show_default=False)]
+Queues_ = Annotated[
+    list[str] | None, typer.Option("--queue", metavar="QUEUE", help="Only these (all).", show_default=False)
+]
+Where = Annotated[
+    str, typer.Option(metavar="PREDICATE", help="Which: a predicate of Spark SQL over the columns.", show_default=False)
+]
+Since = Annotated[datetime | None, typer.Option(help="Only what was finished from then on.", **_MOMENT)]
+Until = Annotated[datetime | None, typer.Option(help="Only what was finished before.", **_MOMENT)]
+Master = Annotated[str, typer.Option(metavar="URL", help="Where Spark runs.")]
+AppId = Annotated[str | None, typer.Option(metavar="NAME", help="What the ledger knows this by.", show_default=False)]
+Version = Annotated[int, typer.Option(min=0, metavar="N", help="Each version is done once.")]
+
+
+def archive_to_parquet(session: Session, path: Path_, queue: Queues_ = None, master: Master = "local[*]") -> None:
+    """Write finished messages to Parquet, each once.
+
+    By queue and UTC day, those that are not there yet: to be run again and again, and after a crash. --queue may be
+    repeated; by default all queues that keep an archive.
+    """
+    with _spark(session, master, "archive to Parquet") as (spark, dsn, progress):
+        from ..spark import pipelines
+
+        names = queue or _all(dsn, is_archived=True)
+        progress.update(_ONE, total=len(names), description="archive to Parquet")
+        done = pipelines.archive_to_parquet(
+            spark, path, dsn=dsn, queues=names, tell=lambda _: progress.update(_ONE, advance=1)
+        )
+    session.show(
+        done,
+        ["queue", ">written", "since", "complete until"],
+        lambda one: [one.queue_name, one.written, one.since, one.complete_until],
+    )
+
+
+def replay(
+    session: Session,
+    path: Path_,
+    queue: QueueName,
+    where: Where = "true",
+    of: Annotated[
+        list[str] | None, typer.Option(metavar="QUEUE", help="Only messages of these queues.", show_default=False)
+    ] = None,
+    since: Since = None,
+    until: Until = None,
+    app_id: AppId = None,
+    version: Version = 1,
+    master: Master = "local[*]",
+) -> None:
+    """Send finished messages once more, from Parquet.
+
+    PATH is that of archive-to-parquet, QUEUE where they are sent to. The same replay is done once, however often it
+    is called: --version 2 does it again.
+    """
+    with _spark(session, master, "replay") as (spark, dsn, _):
+        from ..spark import pipelines
+
+        done = pipelines.replay(
+            spark,
+            path,
+            queue,
+            where,
+            dsn=dsn,
+            queues=of,
+            since=since,
+            until=until,
+            app_id=app_id,
+            version=version,
+        )
+    told = "had been sent into" if done.was_done else "are in"
+    session.say(f"{done.chosen:,} messages {told} queue {queue}, as version {version} of {done.app_id}", **asdict(done))
+
+
+def dead_letter_report(
+    session: Session,
+    queue: Queues_ = None,
+    window: Annotated[timedelta, period_option(help="The length of a window (1h).")] = timedelta(hours=1),
+    master: Master = "local[*]",
+) -> None:
+    """Count dead letters by what they died of.
+
+    By queue, reason, error and hour (UTC), the most first. Of an error stays what does not differ from one message
+    to the next: no numbers, ids, quoted texts or addresses.
+    """
+    with _spark(session, master, "dead letters") as (spark, dsn, _):
+        from pyspark.sql import functions as F
+
+        from ..spark import pipelines
+
+        letters = pipelines.read_dead_letters(spark, queue or _all(dsn), dsn=dsn)
+        report = pipelines.dead_letter_report(letters, window)
+        for moment in ("died_from", "last_died_at"):
+            report = report.withColumn(moment, F.unix_micros(moment))
+        found = [row.asDict() for row in report.collect()]
+    for kind in found:
+        for moment in ("died_from", "last_died_at"):
+            kind[moment] = datetime.fromtimestamp(kind[moment] / 1e6, UTC)
+    session.show(
+        found,
+        [">letters", "queue", "reason", "from (UTC)", "…error"],
+        lambda kind: [
+            kind["letters"],
+            kind["queue_name"],
+            kind["reason"],
+            f"{kind['died_from']:%Y-%m-%d %H:%M}",
+            kind["error"],
+        ],
+    )
+
+
+def redrive_where(
+    session: Session,
+    queue: QueueName,
+    where: Where,
+    app_id: AppId = None,
+    version: Version = 1,
+    master: Master = "local[*]",
+) -> None:
+    """Make dead letters ready again, by a predicate.
+
+    All for which it holds, or none, such as --where "reason = 'rejected' and last_error like '%timeout%'". With
+    --app-id each version is done once.
+    """
+    with _spark(session, master, "redrive") as (spark, dsn, _):
+        from ..spark import pipelines
+
+        done = pipelines.redrive_where(spark, queue, where, dsn=dsn, app_id=app_id, version=version)
+    told = f"{done.redriven:,} of {done.chosen:,} chosen dead letters of queue {queue} are ready again"
+    session.say("this version was redriven before; nothing is done" if done.was_done else told, **asdict(done))
+
+
+def flow_report(
+    session: Session,
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where it is written.", show_default=False)],
+    queue: Queues_ = None,
+    parquet: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Parquet to be read beside the archive.", show_default=False)
+    ] = None,
+    since: Since = None,
+    until: Until = None,
+    window: Annotated[timedelta | None, period_option(help="The length of a window (as fits).")] = None,
+    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="PNGs, too, if matplotlib is there.")] = True,
+    master: Master = "local[*]",
+) -> None:
+    """Write a page on how messages flow.
+
+    On throughput, waiting and processing times, retries and failures, by queue and window (UTC).
+    """
+    with _spark(session, master, "flow report") as (spark, dsn, _):
+        from ..spark import pipelines
+
+        names = queue or _all(dsn, is_archived=True)
+        report = pipelines.flow_report(
+            spark,
+            directory,
+            names,
+            dsn=dsn,
+            path=parquet,
+            since=since,
+            until=until,
+            window=window,
+            plots=None if plots else False,
+        )
+    if session.json:
+        session.lines(report.flow.totals)
+    else:
+        session.say("\n".join(map(str, [report.page, *report.pictures])))
+
+
+def summarize_flights(
+    session: Session,
+    path: Path_,
+    queue: Annotated[str, typer.Option(metavar="QUEUE", help="Where the flights come from.")] = "flights",
+    summaries: Annotated[str, typer.Option(metavar="QUEUE", help="Where summaries go to.")] = "flight-summaries",
+    master: Master = "local[*]",
+) -> None:
+    """Add up the flights of the demo, exactly once.
+
+    By carrier and hour, to Parquet and into a queue of summaries. Ends when what is in the queue is done, and goes
+    on there when it is called again.
+    """
+    with _spark(session, master, "summarize flights") as (spark, dsn, progress):
+        from ..spark import pipelines
+
+        written = 0
+
+        def tell(done: Any) -> None:
+            nonlocal written
+            written += done.summaries
+            progress.update(_ONE, description=f"summarize flights: {written:,} summaries")
+
+        query = pipelines.summarize_flights(spark, path, dsn=dsn, queue=queue, summaries=summaries, tell=tell)
+        try:
+            query.awaitTermination()
+        finally:
+            query.stop()
+    session.say(f"{written:,} summaries are in {path} and in queue {summaries}", written=written)
+
+
+_ONE: Any = 0  # the task of a progress display, of which there is one
+
+
+@contextmanager
+def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSession", str, Progress]]:
+    """Spark and the database for a command, and a bar on stderr that says that something goes on."""
+    try:
+        from ..spark.java import JavaNotFoundError, use_java
+        from ..spark.options import OptionError
+        from ..spark.pipelines import ArchiveBusyError, PredicateError, SparkFailure, local_session
+    except ImportError as error:
+        raise Failure(f"the commands of Spark need {error.name}", "pip install 'pgqueue[cli,spark]'") from None
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        console=session.err,
+        transient=True,
+        disable=session.quiet or not session.err.is_interactive,
+    )
+    progress.add_task("Spark starts", total=None)
+    try:
+        use_java()  # before a database is asked for: what is missing is said at once
+        with progress, session.conninfo() as dsn, local_session(master) as spark:
+            progress.update(_ONE, description=what)
+            yield spark, dsn, progress
+    except JavaNotFoundError as error:
+        raise Failure(str(error)) from None
+    except PredicateError as error:
+        raise Failure(str(error), status=Status.USAGE) from None
+    except (OptionError, ArchiveBusyError, SparkFailure) as error:
+        raise Failure(str(error)) from None
+    except Exception as error:
+        raise _explained(error) from error
+
+
+def _explained(error: Exception) -> Exception:
+    """An error of Spark in a line: what the worker or the query said last, and where the log is."""
+    if not type(error).__module__.startswith(("pyspark", "py4j")):
+        return error
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # What was raised in a worker stands behind its name, below the stack that led there.
+    raised = [line for line in lines if re.match(r"(?:pgqueue|psycopg)[\w.]*\.\w+: ", line)]
+    said = raised[-1].partition(": ")[2] if raised else lines[0] if lines else type(error).__name__
+    return Failure(re.sub(r"^\[[\w.]+\] | SQLSTATE: \w+", "", said), "; ".join(getattr(error, "__notes__", [])) or None)
+
+
+def _all(dsn: str, is_archived: bool = False) -> list[str]:
+    """The queues, or those that keep an archive."""
+    import psycopg
+
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        queues = Queues(connection).list_queues()
+    names = [info.name for info in queues if not is_archived or info.archive_for is not None]
+    if not names:
+        what = "there is no queue" if not is_archived else "no queue keeps an archive"
+        hint = "pgqueue create makes one." if not is_archived else "pgqueue create --archive-for keeps one."
+        raise Failure(what, hint, Status.NO)
+    return names

@@ -1,0 +1,51 @@
+"""Connections of the driver and of the workers: where the database is, and how it is named where it cannot be shown."""
+
+import os
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import Conninfo
+
+from .options import OptionError
+
+__all__ = ["connect", "conninfo"]
+
+_DATABASE_VARIABLES = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE")
+
+
+def conninfo(dsn: str | None) -> str:
+    """How to connect: by option dsn, else PGQUEUE_DSN, else the libpq variables; to be called on the driver.
+
+    What the variables of the driver say becomes part of it, as workers on other machines have others. Raises
+    OptionError.
+    """
+    given = dsn or os.environ.get("PGQUEUE_DSN") or ""
+    if not given and not any(os.environ.get(name) for name in _DATABASE_VARIABLES):
+        raise OptionError(
+            "option dsn is missing, and so are PGQUEUE_DSN and the libpq variables (PGHOST, PGDATABASE, PGSERVICE …)"
+            " in the environment that Spark was started in"
+        )
+    try:
+        named = conninfo_to_dict(given)
+    except psycopg.ProgrammingError:
+        # Its message would show a part of it, which may be the password.
+        raise OptionError("PGQUEUE_DSN is not a connection string of libpq") from None
+    variables = {
+        default.keyword.decode(): (default.val or b"").decode()
+        for default in Conninfo.get_defaults()
+        if default.envvar and os.environ.get(default.envvar.decode())
+    }
+    if "service" in named or "service" in variables:
+        # A service comes before the variables, and is looked up where the connection is made.
+        variables = {name: value for name, value in variables.items() if name in ("service", "servicefile")}
+    usual = {"application_name": "pgqueue spark"}
+    return make_conninfo("", **usual | variables | named | {"client_encoding": "utf8"})
+
+
+def connect(conninfo: str, **settings: Any) -> psycopg.Connection[Any]:
+    """A connection that notices a server which is gone within a minute; `settings` are psycopg's."""
+    alive = {"keepalives_idle": 20, "keepalives_interval": 10, "keepalives_count": 3, "connect_timeout": 10}
+    named = conninfo_to_dict(conninfo)
+    defaults = {name: value for name, value in alive.items() if name not in named}
+    return psycopg.connect(make_conninfo(conninfo, **defaults), **settings)

@@ -1,0 +1,212 @@
+"""Messages once more: from Parquet into a queue, and dead letters back to theirs, by a predicate of Spark SQL."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+from uuid import uuid4
+
+import psycopg
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from ...client import Queue
+from ..links import connect, conninfo
+from .archive import read_archive
+from .files import Folder
+from .predicates import matching
+from .times import from_micros
+
+__all__ = ["Redriven", "Replayed", "read_dead_letters", "redrive_where", "replay"]
+
+_ENTER: Final = """
+select pgqueue.sink_commit(%(run)s::uuid, '{}', '{}', %(app_id)s::text, %(version)s::bigint)
+"""
+_REDRIVE: Final = """
+select pgqueue.redrive(%(queue)s, greatest(cardinality(found.ids), 1), found.ids)
+from (
+    select array(
+        select d.id
+        from unnest(%(ids)s::bigint[], %(died_at)s::timestamptz[]) as read (id, died_at)
+        join pgqueue.dead_messages d on d.id = read.id and d.died_at = read.died_at
+        where d.queue_name = %(queue)s
+    ) as ids
+) found
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A replay: the name and version it is known by, and how many messages were chosen.
+
+    `was_done` says that this version had been sent before, and nothing was sent now; None where the role may not read
+    the ledger (pgqueue.sink_commits), and so cannot know.
+    """
+
+    app_id: str
+    version: int
+    chosen: int
+    was_done: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Redriven:
+    """A redrive: how many dead letters were chosen, and how many of them went back to their queue.
+
+    `was_done` says that this version of the application had been redriven before, and nothing was done now.
+    """
+
+    chosen: int
+    redriven: int
+    was_done: bool
+
+
+def replay(
+    spark: SparkSession,
+    path: str,
+    queue: str,
+    where: str = "true",
+    *,
+    dsn: str | None = None,
+    queues: Iterable[str] | None = None,
+    since: datetime | None = None,
+    until: datetime | None = None,
+    app_id: str | None = None,
+    version: int = 1,
+) -> Replayed:
+    """Send finished messages once more, from Parquet that `archive_to_parquet` wrote, into a queue.
+
+    All or none of them, and once for each version of `app_id`, however often it is called, and wherever it was
+    interrupted. They are new messages: with payload or body, headers and message_id of the old ones, ids of their own,
+    and all attempts before them.
+
+    Args:
+        spark: A classic session (not Spark Connect).
+        path: Where the Parquet lies.
+        queue: Where the messages are sent to.
+        where: Which: a predicate of Spark SQL over the columns of `read_archive`, such as
+            `get_json_object(payload, '$.carrier') = 'UA' and attempt_count > 1`.
+        dsn: The database, as option `dsn` of the format.
+        queues: Only messages that were finished in these queues.
+        since: Only messages that were finished from this moment on.
+        until: Only messages that were finished before this moment.
+        app_id: What the ledger knows this replay by, 1 to 200 characters; by default a digest of path, queue and all
+            that chooses, so that the same replay is done once.
+        version: Another one sends the messages once more.
+
+    Raises PredicateError; PySparkException, and then nothing was sent.
+    """
+    name = app_id if app_id is not None else _digest(str(Folder(spark, path)), queue, where, queues, since, until)
+    found = matching(read_archive(spark, path, queues=queues, since=since, until=until), where)
+    dsn = conninfo(dsn)
+    # A column has one type: raw bytes go apart from JSON, under a name of their own.
+    parts = {name: ("payload", F.col("body").isNull()), f"{name} (bodies)": ("body", F.col("body").isNotNull())}
+    was_done = _all_known([_is_known(dsn, part, version) for part in parts])
+    found = found.select("payload", "body", "headers", "message_id").persist()
+    try:
+        chosen = found.count()
+        for part, (column, condition) in parts.items():
+            if column == "payload" or found.where(condition).head(1):
+                _send(found.where(condition), F.col(column), dsn, queue, part, version)
+    finally:
+        found.unpersist()
+    return Replayed(name, version, chosen, was_done)
+
+
+def read_dead_letters(spark: SparkSession, queues: Iterable[str], *, dsn: str | None = None) -> DataFrame:
+    """The dead letters of some queues, as `dead_letter_report` takes them."""
+    where = conninfo(dsn)
+    parts = [
+        spark.read.format("pgqueue").options(dsn=where, queue=queue, source="dead").load()
+        for queue in dict.fromkeys(queues)
+    ]
+    if not parts:
+        raise ValueError("invalid queues: name a queue at least")
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole.unionByName(part)
+    return whole
+
+
+def redrive_where(
+    spark: SparkSession,
+    queue: str,
+    where: str,
+    *,
+    dsn: str | None = None,
+    app_id: str | None = None,
+    version: int = 1,
+) -> Redriven:
+    """Send the dead letters of a queue for which a predicate holds back to it, as the verb redrive does.
+
+    All or none of them. Called again it redrives what is dead then: what went back and died once more was chosen
+    by nobody the first time. With `app_id` each version is done once, as where a job may be started again.
+
+    Args:
+        spark: A classic session (not Spark Connect).
+        queue: The queue.
+        where: Which: a predicate of Spark SQL over the columns of the dead letters, such as
+            `reason = 'rejected' and last_error like '%timeout%'`.
+        dsn: The database, as option `dsn` of the format.
+        app_id: What the ledger knows this redrive by, 1 to 256 characters. Needs access `producer`, too.
+        version: Its version.
+
+    Raises PredicateError; QueueNotFound; PySparkException, and then nothing was redriven.
+    """
+    dsn = conninfo(dsn)
+    found = matching(read_dead_letters(spark, [queue], dsn=dsn), where)
+    chosen = found.select("id", F.unix_micros("died_at").alias("died_at")).collect()
+    values = {
+        "queue": queue,
+        "ids": [row["id"] for row in chosen],
+        "died_at": [from_micros(row["died_at"]) for row in chosen],
+    }
+    with connect(dsn) as connection:
+        Queue(connection, queue).get_queue()
+        if app_id is not None and not _enter(connection, app_id, version):
+            return Redriven(len(chosen), 0, True)
+        (row,) = connection.execute(_REDRIVE, values).fetchall()
+        return Redriven(len(chosen), row[0], False)
+
+
+def _send(found: DataFrame, payload: Column, dsn: str, queue: str, app_id: str, version: int) -> None:
+    (
+        found.select(payload.alias("payload"), "headers", "message_id")
+        .write.format("pgqueue")
+        .options(dsn=dsn, queue=queue, txnAppId=app_id, txnVersion=version)
+        .mode("append")
+        .save()
+    )
+
+
+def _enter(connection: psycopg.Connection[Any], app_id: str, version: int) -> bool:
+    """Enter a version into the ledger, in the transaction of the work; false if it is there."""
+    # A commit of no messages.
+    values = {"run": uuid4(), "app_id": f"redrive {app_id}", "version": version}
+    (row,) = connection.execute(_ENTER, values).fetchall()
+    return bool(row[0])
+
+
+def _is_known(dsn: str, app_id: str, version: int) -> bool | None:
+    """Whether the ledger has a version; None where it may not be read."""
+    with connect(dsn, autocommit=True) as connection:
+        try:
+            return bool(
+                connection.execute(
+                    "select exists (select from pgqueue.sink_commits c where c.app_id = %s and c.version = %s)",
+                    [app_id, version],
+                ).fetchall()[0][0]
+            )
+        except psycopg.errors.InsufficientPrivilege:
+            return None
+
+
+def _all_known(parts: Iterable[bool | None]) -> bool | None:
+    known = [*parts]
+    return None if None in known else any(known)
+
+
+def _digest(*choice: Any) -> str:
+    told = "\0".join(repr(sorted(part) if isinstance(part, list | tuple | set) else part) for part in choice)
+    return f"replay {hashlib.sha256(told.encode()).hexdigest()[:32]}"

@@ -1,0 +1,57 @@
+"""A directory on whatever file system Spark can write to: what Spark's own readers and writers cannot do there."""
+
+from typing import Any, cast
+
+from pyspark.sql import SparkSession
+
+__all__ = ["Folder"]
+
+
+class Folder:
+    """A directory, made where it is missing. Names are relative to it."""
+
+    def __init__(self, spark: SparkSession, path: str) -> None:
+        self._jvm = cast(Any, spark._jvm)
+        self._conf = spark._jsc.hadoopConfiguration()
+        root = self._jvm.org.apache.hadoop.fs.Path(path)
+        self._fs = root.getFileSystem(self._conf)
+        self._root = self._fs.makeQualified(root)
+        self._fs.mkdirs(self._root)
+
+    def __str__(self) -> str:
+        return str(self._root.toString())
+
+    def read(self, name: str) -> str | None:
+        """The text of a file; None where there is none."""
+        path = self._path(name)
+        if not self._fs.exists(path):
+            return None
+        stream = self._fs.open(path)
+        try:
+            return str(self._jvm.org.apache.commons.io.IOUtils.toString(stream, "UTF-8"))
+        finally:
+            stream.close()
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file, all of it or none: whoever reads sees the old text or the new one."""
+        path, draft = self._path(name), self._path(f"{name}.draft")
+        stream = self._fs.create(draft, True)
+        try:
+            stream.write(bytearray(text.encode()))
+        finally:
+            stream.close()
+        rename = self._jvm.org.apache.hadoop.fs.Options.Rename.OVERWRITE
+        options = self._jvm.java.lang.reflect.Array.newInstance(rename.getClass(), 1)
+        options[0] = rename
+        self._jvm.org.apache.hadoop.fs.FileContext.getFileContext(self._conf).rename(draft, path, options)
+
+    def delete(self, name: str) -> bool:
+        """Delete a file, or a directory with all in it; False where there is none."""
+        return bool(self._fs.delete(self._path(name), True))
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file or directory of this name."""
+        return bool(self._fs.exists(self._path(name)))
+
+    def _path(self, name: str) -> object:
+        return self._jvm.org.apache.hadoop.fs.Path(self._root, name)

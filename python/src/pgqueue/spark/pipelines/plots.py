@@ -1,0 +1,73 @@
+"""Charts of a report as PNG, for mails and slides; drawn by matplotlib, extra `plots`."""
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .page import Flow, Measure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["draw"]
+
+_BLUES = {"p50": "#86b6ef", "p95": "#2a78d6", "p99": "#104281"}
+_RED = "#d03b3b"
+
+
+def draw(flow: Flow, directory: Path) -> list[Path]:
+    """Draw the charts of each queue into `directory`, as QUEUE.png; returns the files. Raises ImportError."""
+    from matplotlib import dates
+    from matplotlib.figure import Figure
+
+    drawn: list[Path] = []
+    for queue in dict.fromkeys(total.queue_name for total in flow.totals):
+        found = flow.of(queue)
+        if not found:
+            continue
+        figure = Figure(figsize=(11, 6.5), layout="constrained")
+        figure.suptitle(queue)
+        for axes, kind in zip(figure.subplots(2, 2).flat, ("rate", "failures", "wait", "processing"), strict=True):
+            _tell_time(dates, axes)
+            axes.grid(axis="y", color="#e4e3dd", linewidth=0.8)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right", "left"]].set_visible(False)
+            _fill(axes, kind, found, flow.window)
+            axes.legend(frameon=False, fontsize="small")
+        drawn.append(directory / f"{queue}.png")
+        figure.savefig(drawn[-1], dpi=110)
+    return drawn
+
+
+def _tell_time(dates: Any, axes: "Axes") -> None:
+    locator = dates.AutoDateLocator(tz=UTC)
+    axes.xaxis.set_major_locator(locator)
+    axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator, tz=UTC))
+
+
+def _fill(axes: Any, kind: str, found: Sequence[Measure], window: timedelta) -> None:
+    starts = [measure.window_start for measure in found]
+    if kind == "rate":
+        seconds = window.total_seconds()
+        finished = [measure.finished / seconds for measure in found]
+        dead = [measure.dead / seconds for measure in found]
+        axes.bar(starts, finished, width=window, align="edge", color=_BLUES["p95"], label="finished")
+        axes.bar(starts, dead, bottom=finished, width=window, align="edge", color=_RED, label="dead")
+        axes.set_title("Messages per second", loc="left", fontsize="medium")
+        return
+    middles = [start + window / 2 for start in starts if start is not None]
+    if kind == "failures":
+        retries = [measure.retries / measure.finished * 100 if measure.finished else math.nan for measure in found]
+        failed = [math.nan if measure.failure_rate is None else measure.failure_rate * 100 for measure in found]
+        axes.plot(middles, retries, color=_BLUES["p95"], marker=".", label="retries")
+        axes.plot(middles, failed, color=_RED, marker=".", label="dead")
+        axes.set_title("Retries and failures, %", loc="left", fontsize="medium")
+        return
+    for rank, colour in _BLUES.items():
+        values = [getattr(measure, f"{kind}_{rank}") for measure in found]
+        known = [math.nan if value is None else value for value in values]
+        axes.plot(middles, known, color=colour, marker=".", label=rank)
+    titles = {"wait": "Wait, from enqueue to claim, s", "processing": "Work, from claim to ack, s"}
+    axes.set_title(titles[kind], loc="left", fontsize="medium")

@@ -1,0 +1,229 @@
+"""Writing: tasks stage their rows, and the driver publishes them all in one transaction, once.
+
+A task copies its rows into a staging table, under a token of this attempt at this partition, and sends the token along
+with its count. `commit` names the tokens of the attempts that Spark counts; whatever other attempts have staged is
+discarded. A ledger of (app, version) in the same transaction makes a commit that is repeated a commit that is done.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeVar
+from uuid import UUID, uuid4
+
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark import TaskContext
+from pyspark.sql.datasource import (
+    DataSourceArrowWriter,
+    DataSourceStreamArrowWriter,
+    WriterCommitMessage,
+)
+from pyspark.sql.types import StructType
+
+from ..client import Queue, Queues
+from ..errors import InvalidArgument
+from .driver import Patience
+from .lines import Layout, plan
+from .links import connect, conninfo
+from .options import OptionError, Options
+
+__all__ = ["QueueArrowWriter", "QueueStreamArrowWriter", "Staged"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("pgqueue.spark")
+_PIECE_BYTES = 4 * 1024 * 1024
+_LINE = re.compile(r"COPY staged_messages, line (\d+)(?:, column (\w+))?")
+
+
+@dataclass
+class Staged(WriterCommitMessage):
+    """What a task has staged: a token and a count for each queue. `query_id` is None where the write is no stream's."""
+
+    run: UUID
+    partition: int
+    attempt: int
+    query_id: str | None
+    counts: dict[UUID, int]
+
+
+class _Writer:
+    """What both writers share. It travels to the tasks, so it holds no connection."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        self.options = options
+        self.layout = plan(schema, options.queue)
+        self.conninfo = conninfo(options.dsn)
+        self.run = uuid4()
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
+        """Stage the rows of one attempt at one partition, in a transaction. Runs in a task.
+
+        Raises QueueNotFound, and InvalidArgument for a value that cannot be stored, naming its row.
+        """
+        partition, attempt, query_id = _task()
+        batches = (batch for batch in iterator if batch.num_rows)
+        first = next(batches, None)
+        counts: dict[UUID, int] = {}
+        if first is not None:
+            with connect(self.conninfo) as connection:
+                staging = _Staging(connection, self.layout, self.run, partition, attempt)
+                staging.add(chain([first], batches))
+                counts = staging.counts
+        return Staged(self.run, partition, attempt, query_id, counts)
+
+    def _publish(self, staged: list[Staged], app_id: str | None, version: int | None) -> None:
+        run = staged[0].run if staged else self.run
+        counts = {token: count for message in staged for token, count in message.counts.items()}
+
+        def commit(queues: Queues) -> bool:
+            return queues.sink_commit(run, counts.keys(), counts.values(), app_id, version)
+
+        if not self._insist(commit):
+            _log.warning(
+                "version %s of %r was committed before: %s messages are discarded",
+                version,
+                app_id,
+                sum(counts.values()),
+            )
+
+    def _insist(self, call: Callable[[Queues], T]) -> T:
+        """Call the database until it answers, for retryTimeout at most. Only for what may be called twice."""
+        patience = Patience(self.options.retry_timeout)
+        while True:
+            try:
+                with connect(self.conninfo, autocommit=True) as connection:
+                    return call(Queues(connection))
+            except psycopg.Error as error:
+                patience.wait(error)
+
+    def _discard(self, runs: set[UUID]) -> None:
+        """Give up what was staged; what cannot be reached now is left to sweep_staged."""
+        with suppress(psycopg.OperationalError), connect(self.conninfo, autocommit=True) as connection:
+            for run in runs:
+                Queues(connection).sink_abort(run)
+
+
+class QueueArrowWriter(_Writer, DataSourceArrowWriter):
+    """A batch write: all rows of the job, or none; with txnAppId and txnVersion once, however often it is run."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        if (options.txn_app_id is None) is not (options.txn_version is None):
+            raise OptionError("options txnAppId and txnVersion go together: one is missing")
+        super().__init__(options, schema)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Publish what the tasks staged. Runs in the driver, as do the following."""
+        staged = [message for message in messages if isinstance(message, Staged)]
+        if self.options.txn_app_id is not None or any(message.counts for message in staged):
+            self._publish(staged, self.options.txn_app_id, self.options.txn_version)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:  # noqa: ARG002 - the run says it all
+        """Discard it."""
+        self._discard({self.run})
+
+
+class QueueStreamArrowWriter(_Writer, DataSourceStreamArrowWriter):
+    """A streaming query's writes: each micro-batch once, by the id of the query, or txnAppId, and that of the batch.
+
+    Spark makes a new writer for `commit` and `abort`: what they need is in the messages.
+    """
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        if options.txn_version is not None:
+            raise OptionError("option txnVersion is not for streaming queries: the version is that of the micro-batch")
+        super().__init__(options, schema)
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
+        """Publish what the tasks staged."""
+        staged = [message for message in messages if isinstance(message, Staged)]
+        if any(message.counts for message in staged):
+            self._publish(staged, self.options.txn_app_id or staged[0].query_id, batchId)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803
+        """Discard it."""
+        self._discard({message.run for message in messages if isinstance(message, Staged)})
+
+
+def _task() -> tuple[int, int, str | None]:
+    """The partition, the attempt, and the id of the streaming query, if this is one."""
+    context: Any = TaskContext.get()
+    if context is None:
+        return 0, 0, None
+    return context.partitionId(), context.taskAttemptId(), context.getLocalProperty("sql.streaming.queryId")
+
+
+class _Staging:
+    """One attempt at one partition, in a transaction of its own."""
+
+    def __init__(
+        self, connection: psycopg.Connection[Any], layout: Layout, run: UUID, partition: int, attempt: int
+    ) -> None:
+        # What a crash of the server would take away it takes away anyway: the tables are unlogged.
+        connection.execute("set local synchronous_commit to off")
+        self.counts: dict[UUID, int] = {}
+        self._connection = connection
+        self._layout = layout
+        self._names = (run, partition, attempt)
+        self._partition = partition
+        self._tokens: dict[str, UUID] = {}
+        self._rows = 0
+
+    def add(self, batches: Iterator[pa.RecordBatch]) -> None:
+        """Stage batches: in one COPY where all rows go to one queue, else in one each, as any may bring new queues."""
+        if self._layout.queue is not None:
+            self._begin(self._layout.queue)
+            self._copy(batches)
+        else:
+            for batch in batches:
+                for name in self._layout.queues(batch):
+                    self._begin(self._known(batch, name))
+                self._copy([batch])
+
+    def _known(self, batch: pa.RecordBatch, name: str | None) -> str:
+        if name is None:
+            row = self._rows + 1 + pc.index(batch.column("queue_name").is_null(), True).as_py()
+            raise InvalidArgument(f"row {row} of partition {self._partition}: invalid queue_name: null")
+        return name
+
+    def _begin(self, name: str) -> None:
+        if name not in self._tokens:
+            token = Queue(self._connection, name).sink_stage(*self._names)
+            self._tokens[name] = token
+            self.counts[token] = 0
+
+    def _copy(self, batches: Iterable[pa.RecordBatch]) -> None:
+        before = self._rows
+        tokens = {name: str(token) for name, token in self._tokens.items()}
+        try:
+            with self._connection.cursor().copy(self._layout.statement()) as copy:
+                for piece in (piece for batch in batches for piece in _pieces(batch)):
+                    copy.write(self._layout.lines(piece, tokens, self._rows + 1))
+                    self._rows += piece.num_rows
+                    for name, count in self._layout.queues(piece).items():
+                        self.counts[self._tokens[str(name)]] += count
+        except psycopg.DataError as error:
+            raise _located(error, self._partition, before) from error
+
+
+def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """A batch cut up: Spark bounds its rows, not its bytes, and its lines take several times as much."""
+    step = max(1, batch.num_rows * _PIECE_BYTES // max(1, batch.nbytes))
+    for start in range(0, batch.num_rows, step):
+        yield batch.slice(start, step)
+
+
+def _located(error: psycopg.DataError, partition: int, before: int) -> Exception:
+    """What the server says of a value, with the row and the column it stands in; `before` are rows copied earlier."""
+    found = _LINE.search(error.diag.context or "")
+    if found is None:
+        return error
+    said = ": ".join(filter(None, (error.diag.message_primary, error.diag.message_detail)))
+    return InvalidArgument(
+        f"row {before + int(found[1])} of partition {partition}: invalid {found[2] or 'line'}: {said}"
+    )

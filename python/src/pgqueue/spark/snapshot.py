@@ -1,0 +1,234 @@
+"""Batch reads: messages as they are, without claiming or changing one.
+
+A read is cut into ranges of ids, bounded by the highest at planning. Each is read in a snapshot of its own, and as a
+message keeps its id wherever it goes, it is seen once at most, also by source `all`. One that moves between the
+tables of two sources, or is sent, while a read of several partitions runs may or may not be seen.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+from psycopg import sql
+from pyspark.sql.datasource import (
+    DataSourceReader,
+    EqualNullSafe,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    InputPartition,
+    IsNotNull,
+    IsNull,
+    LessThan,
+    LessThanOrEqual,
+    Not,
+)
+from pyspark.sql.types import IntegerType, LongType, StructType, TimestampType
+
+from .links import connect, conninfo
+from .options import Options
+from .rows import check, column, copy
+
+__all__ = ["IdRange", "PushdownSnapshotReader", "SnapshotReader"]
+
+_SHARED = "id, queue_name, payload, body, headers, message_id, attempt_count, max_attempts, enqueued_at, expires_at"
+_NONE = "null::timestamptz"
+
+
+def _relation(table: str, state: str, condition: str = "true", **columns: str) -> str:
+    """A table with the columns of all sources, those that it lacks being null."""
+    others = {
+        "visible_at": _NONE,
+        "claimed_at": _NONE,
+        "finished_at": _NONE,
+        "reason": "null::text",
+        "died_at": _NONE,
+    } | columns
+    listed = ", ".join(f"{expression} as {name}" for name, expression in others.items())
+    return (
+        f"select {_SHARED}, claimed_by, last_error, {state} as state, {listed}"  # noqa: S608 - constants of this file
+        f" from pgqueue.{table} where queue_name = %(queue)s and id between %(first)s and %(last)s and {condition}"
+    )
+
+
+# Told apart as browse does, at the moment of planning.
+_MESSAGES = (
+    "case when visible_at > %(at)s then case when attempt_count > 0 then 'inflight' else 'scheduled' end"
+    " when expires_at <= %(at)s then 'expired' else 'ready' end"
+)
+_WAITING = "case when due_at > %(at)s then 'scheduled' when expires_at <= %(at)s then 'expired' else 'ready' end"
+_ALIVE = "coalesce(expires_at > %(at)s, true)"
+
+
+def _messages(condition: str = "true") -> str:
+    return _relation("messages", _MESSAGES, condition, visible_at="visible_at")
+
+
+def _scheduled(condition: str = "true") -> str:
+    return _relation("scheduled_messages", _WAITING, condition, visible_at="due_at")
+
+
+_DEAD = _relation("dead_messages", "'dead'", reason="reason", died_at="died_at")
+# Unfiled ones wait for the partition of their day.
+_ARCHIVE = tuple(
+    _relation(table, "'archived'", claimed_at="claimed_at", finished_at="finished_at")
+    for table in ("archived_messages", "unfiled_messages")
+)
+_RELATIONS = {
+    "ready": (_messages(f"visible_at <= %(at)s and {_ALIVE}"), _scheduled(f"due_at <= %(at)s and {_ALIVE}")),
+    "inflight": (_messages("visible_at > %(at)s and attempt_count > 0"),),
+    "scheduled": (_messages("visible_at > %(at)s and attempt_count = 0"), _scheduled("due_at > %(at)s")),
+    "dead": (_DEAD,),
+    "archive": _ARCHIVE,
+    "all": (_messages(), _scheduled(), _DEAD, *_ARCHIVE),
+}
+_TABLES = {
+    "ready": ("messages", "scheduled_messages"),
+    "inflight": ("messages",),
+    "scheduled": ("messages", "scheduled_messages"),
+    "dead": ("dead_messages",),
+    "archive": ("archived_messages", "unfiled_messages"),
+    "all": ("messages", "scheduled_messages", "dead_messages", "archived_messages", "unfiled_messages"),
+}
+# Which moment since and until are about.
+_MOMENTS = {"dead": "died_at", "archive": "finished_at"}
+
+
+@dataclass
+class IdRange(InputPartition):
+    """The ids from first to last, and the moment that says what is ready."""
+
+    first: int
+    last: int
+    at: datetime
+
+
+class SnapshotReader(DataSourceReader):
+    """Reads one range of ids for each partition."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        check(schema, options.source)
+        self._options = options
+        self._schema = schema
+        self._conninfo = conninfo(options.dsn)
+        self._conditions: list[sql.Composable] = []
+        self._values: dict[str, Any] = {"queue": options.queue, "since": options.since, "until": options.until}
+        moment = sql.Identifier(_MOMENTS.get(options.source, "enqueued_at"))
+        if options.since is not None:
+            self._conditions.append(sql.SQL("{} >= %(since)s").format(moment))
+        if options.until is not None:
+            self._conditions.append(sql.SQL("{} < %(until)s").format(moment))
+        self._bounds = list(self._conditions)
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """Cut the ids that there are now into ranges of the same width."""
+        options = self._options
+        # Within the bounds, so that a day of a long archive is cut evenly.
+        conditions = sql.SQL(" and ").join([sql.SQL("queue_name = %(queue)s"), *self._bounds])
+        ends = sql.SQL(" union all ").join(
+            sql.SQL("select min(id) as first, max(id) as last from {} where {}").format(
+                sql.Identifier("pgqueue", table), conditions
+            )
+            for table in _TABLES[options.source]
+        )
+        with connect(self._conninfo) as connection:
+            # A queue that does not exist is an error, not an empty one.
+            connection.execute("select from pgqueue.get_queue(%(queue)s)", self._values)
+            row = connection.execute(
+                sql.SQL("select clock_timestamp(), min(first), max(last) from ({}) as ends").format(ends), self._values
+            ).fetchone()
+        assert row is not None  # noqa: S101 - an aggregate is one row
+        at, first, last = row
+        if first is None:
+            return [IdRange(0, -1, at)]
+        first = first if options.min_id is None else max(first, options.min_id)
+        last = last if options.max_id is None else min(last, options.max_id)
+        width = max(1, -(-(last - first + 1) // options.num_partitions))
+        ranges = [IdRange(low, min(low + width - 1, last), at) for low in range(first, last + 1, width)]
+        return list(ranges) or [IdRange(0, -1, at)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read a range of ids."""
+        assert isinstance(partition, IdRange)  # noqa: S101 - as partitions() made it
+        if partition.last < partition.first:
+            return
+        relation = sql.SQL(" union all ".join(_RELATIONS[self._options.source]))
+        rows = sql.SQL("({}) as found").format(relation)
+        if self._conditions:
+            rows = sql.SQL("{} where {}").format(rows, sql.SQL(" and ").join(self._conditions))
+        values = self._values | {"first": partition.first, "last": partition.last, "at": partition.at}
+        with connect(self._conninfo) as connection:
+            yield from copy(connection, rows, values, self._schema)
+
+
+_COMPARISONS = {
+    EqualTo: "=",
+    EqualNullSafe: "is not distinct from",
+    GreaterThan: ">",
+    GreaterThanOrEqual: ">=",
+    LessThan: "<",
+    LessThanOrEqual: "<=",
+}
+# Texts that are compared for equality only: order is a matter of collation.
+_PLAIN_TEXTS = {"state", "queue_name", "claimed_by", "reason"}
+
+
+class PushdownSnapshotReader(SnapshotReader):
+    """Lets the database apply filters, those that mean the very same there. Spark refuses it while pushdown is off."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
+        """Take the filters that can be applied, and return the others."""
+        for filter_ in filters:
+            condition = self._condition(filter_)
+            if condition is None:
+                yield filter_
+            else:
+                self._conditions.append(condition)
+
+    def _condition(self, filter_: Filter) -> sql.Composable | None:
+        if isinstance(filter_, Not):
+            inner = self._condition(filter_.child)
+            return None if inner is None else sql.SQL("not ({})").format(inner)
+        path: tuple[str, ...] = getattr(filter_, "attribute", ())
+        if len(path) != 1 or path[0] not in self._schema.names:
+            return None
+        (name,) = path
+        value: Any = getattr(filter_, "value", None)
+        if isinstance(filter_, IsNull):
+            return sql.SQL("{} is null").format(column(name))
+        if isinstance(filter_, IsNotNull):
+            return sql.SQL("{} is not null").format(column(name))
+        if isinstance(filter_, In):
+            if not all(self._fits(name, one) for one in value):
+                return None
+            return sql.SQL("{} = any ({})").format(column(name), self._place(list(value)))
+        operator = _COMPARISONS.get(type(filter_))
+        if operator is None or not self._fits(name, value):
+            return None
+        if name in _PLAIN_TEXTS and operator not in ("=", "is not distinct from"):
+            return None
+        return sql.SQL("{} {} {}").format(column(name), sql.SQL(operator), self._place(value))
+
+    def _fits(self, name: str, value: Any) -> bool:
+        kind = self._schema[name].dataType
+        if isinstance(kind, (IntegerType, LongType)):
+            return isinstance(value, int) and not isinstance(value, bool)
+        if isinstance(kind, TimestampType):
+            return isinstance(value, datetime)
+        return name in _PLAIN_TEXTS and isinstance(value, str) and "\0" not in value
+
+    def _place(self, value: Any) -> sql.Composable:
+        """Make a value a parameter."""
+        place = f"filter{len(self._values)}"
+        self._values[place] = _in_utc(value)
+        return sql.Placeholder(place)
+
+
+def _in_utc(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_in_utc(one) for one in value]
+    return value.replace(tzinfo=UTC) if isinstance(value, datetime) and value.tzinfo is None else value

@@ -1,0 +1,121 @@
+"""Spark's engine without Spark: the calls that a micro-batch makes on a source, in its order, and a checkpoint.
+
+What dies, dies between two steps; what is started again has the checkpoint, and nothing else.
+"""
+
+import json
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyspark.sql import types
+from pyspark.sql.streaming.datasource import ReadLimit
+
+from pgqueue.spark.source import PgQueueDataSource
+
+Rows = list[dict[str, Any]]
+
+_TYPES = {
+    "binary": types.BinaryType(),
+    "int": types.IntegerType(),
+    "long": types.LongType(),
+    "map": types.MapType(types.StringType(), types.StringType()),
+    "string": types.StringType(),
+    "timestamp": types.TimestampType(),
+}
+
+
+def struct(columns: str) -> types.StructType:
+    """A schema from `id long, payload string`, which Spark itself reads only in a session."""
+    pairs = [column.split() for column in columns.split(", ") if column]
+    return types.StructType([types.StructField(name, _TYPES[kind]) for name, kind in pairs])
+
+
+class Died(Exception):
+    """The driver is dead."""
+
+
+@dataclass
+class Checkpoint:
+    """What Spark keeps: the offset of each batch that was planned, and how many of them are done."""
+
+    offsets: list[str] = field(default_factory=list)
+    done: int = 0
+
+    def copy(self) -> "Checkpoint":
+        return Checkpoint(list(self.offsets), self.done)
+
+
+class Engine:
+    """A driver with a query, on a checkpoint. `sink` gets a batch's number and rows."""
+
+    def __init__(self, dsn: str, queue: str, checkpoint: Checkpoint, schema: str | None = None, **options: str) -> None:
+        source = PgQueueDataSource({"dsn": dsn, "queue": queue, "streamId": "s"} | options)
+        self.reader: Any = source.streamReader(source.schema() if schema is None else struct(schema))
+        # Pickled before it is used: the workers' copy shares nothing with the driver's.
+        self.worker: Any = pickle.loads(pickle.dumps(self.reader))
+        self.checkpoint = checkpoint
+        self.sink: list[tuple[int, Rows]] = []
+        self.start: Any = None
+        self.limit: ReadLimit = self.reader.getDefaultReadLimit()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # As Spark: the process is gone, and stop() was not called. Its connections and its heartbeat end with it.
+        self.reader.stop()
+
+    def begin(self) -> "Engine":
+        """Find out where to go on, and replay what was planned and not done."""
+        offsets = self.checkpoint.offsets
+        if not offsets:
+            self.start = self.reader.initialOffset()
+        elif len(offsets) == self.checkpoint.done:
+            self.start = json.loads(offsets[-1])
+        else:
+            self.start = json.loads(offsets[-2]) if len(offsets) > 1 else self.reader.initialOffset()
+            self.run(json.loads(offsets[-1]))
+        return self
+
+    def plan(self, dies: bool = False) -> Any:
+        """Ask for the next batch and write it down; None where there is none."""
+        end = self.reader.latestOffset(self.start, self.limit)
+        if dies:
+            raise Died
+        if end == self.start:
+            return None
+        self.checkpoint.offsets.append(json.dumps(end))
+        if len(self.checkpoint.offsets) > 1:
+            self.reader.commit(json.loads(self.checkpoint.offsets[-2]))
+        return end
+
+    def parts(self, end: Any) -> list[Any]:
+        return [pickle.loads(pickle.dumps(part)) for part in self.reader.partitions(self.start, end)]
+
+    def read(self, part: Any) -> Rows:
+        return [row for batch in self.worker.read(part) for row in batch.to_pylist()]
+
+    def run(self, end: Any, dies: str = "") -> Rows:
+        """Read a batch, give it to the sink, and write down that it is done."""
+        if dies == "before the sink":
+            raise Died
+        rows = [row for part in self.parts(end) for row in self.read(part)]
+        self.sink.append((len(self.checkpoint.offsets), rows))
+        if dies == "behind the sink":
+            raise Died
+        self.checkpoint.done = len(self.checkpoint.offsets)
+        self.start = end
+        return rows
+
+    def trigger(self, dies: str = "") -> Rows | None:
+        """A micro-batch; None where there is nothing to do."""
+        end = self.plan(dies == "behind the claim")
+        return None if end is None else self.run(end, dies)
+
+    def drain(self) -> list[Rows]:
+        """Until there is nothing to do."""
+        found = []
+        while (rows := self.trigger()) is not None:
+            found.append(rows)
+        return found

@@ -1,0 +1,105 @@
+"""A Spark of its own that runs four queries, each up to the point where it is to die, and waits there to be killed.
+
+A stream is named after its point. It shares a checkpoint and an output with the query that goes on in its place.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pyspark.sql.streaming.datasource import ReadLimit
+
+from pgqueue.spark.source import PgQueueDataSource
+from pgqueue.spark.stream import QueueStreamReader
+
+POINTS = ("behind-the-claim", "before-the-sink", "behind-the-sink", "behind-the-commit")
+PER_BATCH = 10
+
+
+def die(point: str) -> NoReturn:
+    """Say that the point is reached, and wait for the end."""
+    Path(os.environ["PGQUEUE_TEST_DIR"], f"{point}.reached").touch()
+    while True:
+        time.sleep(60)
+
+
+class VictimReader(QueueStreamReader):
+    """Dies in the second batch, where its point is in latestOffset."""
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's name
+        point = self._options.stream_id
+        if point == "behind-the-commit" and start["seq"] == 1:
+            # Called, so the first batch is in the commit log; and nothing is said to the database.
+            die(point)
+        end = super().latestOffset(start, limit)
+        if point == "behind-the-claim" and start["seq"] == 1:
+            die(point)
+        return end
+
+
+class VictimSource(PgQueueDataSource):
+    @classmethod
+    def name(cls) -> str:
+        return "pgqueue_victim"
+
+    def streamReader(self, schema: Any) -> Any:  # noqa: N802 - Spark's name
+        reader = super().streamReader(schema)
+        return VictimReader(reader._options, schema)
+
+
+def query(
+    spark: Any, format: str, dsn: str, queue: str, point: str, home: Path, sink: Callable[[Any, int], None]
+) -> Any:
+    """A query of all that there is, in batches."""
+    stream = spark.readStream.format(format).options(dsn=dsn, queue=queue, streamId=point)
+    stream = stream.option("maxMessagesPerTrigger", str(PER_BATCH)).option("leaseDuration", "1 hour")
+    write = stream.load().writeStream.foreachBatch(sink).option("checkpointLocation", str(home / point))
+    return write.trigger(availableNow=True).start()
+
+
+def note(home: Path, point: str, frame: Any, batch: int) -> None:
+    """What the sink has: it only ever appends."""
+    found = sorted(row.id for row in frame.select("id").collect())
+    with (home / f"{point}.out").open("a") as out:
+        out.write(json.dumps([batch, found]) + "\n")
+
+
+def noted(home: Path, point: str) -> list[Any]:
+    return [json.loads(line) for line in (home / f"{point}.out").read_text().splitlines()]
+
+
+def main(dsn: str, queues: list[str]) -> None:
+    from sparks import session
+
+    home = Path(os.environ["PGQUEUE_TEST_DIR"])
+    spark = session()
+    spark.dataSource.register(VictimSource)
+
+    def sink_of(point: str) -> Callable[[Any, int], None]:
+        def sink(frame: Any, batch: int) -> None:
+            if point == "before-the-sink" and batch == 1:
+                die(point)
+            note(home, point, frame, batch)
+            if point == "behind-the-sink" and batch == 1:
+                die(point)
+
+        return sink
+
+    for queue, point in zip(queues, POINTS, strict=True):
+        # One after the other: a worker that takes 10 s to start, among many, is given up by Spark.
+        running = query(spark, "pgqueue_victim", dsn, queue, point, home, sink_of(point))
+        while not (home / f"{point}.reached").exists():
+            if running.awaitTermination(1):
+                sys.exit(f"{point} was not reached")
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    # By its name, as the workers import it.
+    from spark_victim import main as run
+
+    run(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,206 @@
+"""What the options of the data source take and refuse, and what they never show."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+
+pytest.importorskip("pyspark")
+
+from pgqueue.spark.links import conninfo
+from pgqueue.spark.options import OPTIONS, READ, STREAM, WRITE, OptionError, parse
+
+NEEDED = {READ: {"queue": "q"}, STREAM: {"queue": "q", "streamId": "s"}, WRITE: {}}
+
+
+def refused(use: str, **given: str) -> str:
+    """What is said of options."""
+    with pytest.raises(OptionError) as raised:
+        parse(NEEDED[use] | given, use)
+    return str(raised.value)
+
+
+def test_what_is_not_given_has_its_default() -> None:
+    options = parse(NEEDED[STREAM], STREAM)
+    assert (options.queue, options.stream_id) == ("q", "s")
+    assert options.max_messages_per_trigger == 10000
+    assert options.lease_duration == timedelta(minutes=10)
+    assert (options.fail_on_data_loss, options.on_ack, options.heartbeat_interval) == (True, None, None)
+    assert parse(NEEDED[READ], READ).source == "ready"
+
+
+def test_names_are_case_insensitive_as_spark_s_are() -> None:
+    options = parse({"QUEUE": "q", "streamid": "s", "MAXmessagesPERtrigger": "7"}, STREAM)
+    assert (options.stream_id, options.max_messages_per_trigger) == ("s", 7)
+
+
+def test_an_unknown_option_is_refused_and_the_one_that_was_meant_is_named() -> None:
+    assert "unknown option maxMessagesPerTriger for streaming reads" in refused(STREAM, maxMessagesPerTriger="1")
+    assert "did you mean maxMessagesPerTrigger?" in refused(STREAM, maxmessagespertriger="1")
+    assert "did you mean" not in refused(STREAM, zebra="1")
+    assert "there are dsn, queue, numPartitions" in refused(STREAM, zebra="1")
+
+
+def test_an_option_of_something_else_is_refused_and_told_of_what() -> None:
+    assert (
+        refused(READ, streamId="s")
+        == "option streamId is not for batch reads (spark.read) but for streaming reads (spark.readStream)"
+    )
+    assert "option minId is not for streaming reads" in refused(STREAM, minid="3")
+    assert "option source is not for writes" in refused(WRITE, source="dead")
+
+
+def test_a_path_is_refused_and_told_what_to_name() -> None:
+    assert "name the option queue" in refused(READ, path="/tmp/x")
+
+
+def test_what_spark_adds_to_a_query_s_options_is_passed_over() -> None:
+    parse({"queue": "q", "checkpointLocation": "/tmp/c", "queryName": "x"}, WRITE)
+
+
+@pytest.mark.parametrize("use", [READ, STREAM])
+def test_a_queue_must_be_named(use: str) -> None:
+    with pytest.raises(OptionError, match="option queue is missing: 1 to 128 lowercase letters"):
+        parse({"streamId": "s"} if use == STREAM else {}, use)
+
+
+def test_a_stream_must_be_named() -> None:
+    with pytest.raises(OptionError, match="option streamId is missing"):
+        parse({"queue": "q"}, STREAM)
+
+
+@pytest.mark.parametrize(
+    ("use", "name", "value", "allowed"),
+    [
+        (READ, "queue", "Orders", "lowercase letters"),
+        (READ, "queue", "", "lowercase letters"),
+        (READ, "source", "done", "ready, inflight, scheduled, dead, archive or all"),
+        (READ, "numPartitions", "0", "an integer from 1 to 1000"),
+        (READ, "numPartitions", "1001", "an integer from 1 to 1000"),
+        (READ, "numPartitions", "2.5", "an integer from 1 to 1000"),
+        (READ, "numPartitions", "1_0", "an integer from 1 to 1000"),
+        (READ, "minId", "-1", "an integer from 0"),
+        (READ, "maxId", "9223372036854775808", "an integer from 0"),
+        (READ, "since", "yesterday", "a moment in ISO 8601"),
+        (READ, "pushdown", "yes", "true or false"),
+        (STREAM, "maxMessagesPerTrigger", "100001", "an integer from 1 to 100000"),
+        (STREAM, "leaseDuration", "0s", "a duration from 1 s to 12 h"),
+        (STREAM, "leaseDuration", "13 h", "a duration from 1 s to 12 h"),
+        (STREAM, "leaseDuration", "soon", "a duration from 1 s to 12 h"),
+        (STREAM, "leaseDuration", "nan", "a duration from 1 s to 12 h"),
+        (STREAM, "leaseDuration", "1e400", "a duration from 1 s to 12 h"),
+        (STREAM, "heartbeatInterval", "0", "a duration from 0.1 s to 6 h"),
+        (STREAM, "failOnDataLoss", "1", "true or false"),
+        (STREAM, "onAck", "keep", "archive or delete"),
+        (STREAM, "maxReplays", "-1", "an integer from 0 to 1000000"),
+        (STREAM, "retryTimeout", "2 days", "a duration from 0 s to 24 h"),
+    ],
+)
+def test_a_malformed_value_is_refused_with_name_value_and_what_is_allowed(
+    use: str, name: str, value: str, allowed: str
+) -> None:
+    said = refused(use, **{name: value})
+    assert said.startswith(f"invalid option {name}: {value!r} is not ")
+    assert allowed in said
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("90", timedelta(seconds=90)),
+        ("1.5", timedelta(seconds=1.5)),
+        ("90s", timedelta(seconds=90)),
+        ("90 seconds", timedelta(seconds=90)),
+        ("10m", timedelta(minutes=10)),
+        ("10 min", timedelta(minutes=10)),
+        ("1 Minute", timedelta(minutes=1)),
+        ("2h", timedelta(hours=2)),
+        ("1500 ms", timedelta(seconds=1.5)),
+        ("1500 milliseconds", timedelta(seconds=1.5)),
+    ],
+)
+def test_durations_are_written_as_people_write_them(written: str, meant: timedelta) -> None:
+    assert parse(NEEDED[STREAM] | {"leaseDuration": written}, STREAM).lease_duration == meant
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("2026-01-31", datetime(2026, 1, 31, tzinfo=UTC)),
+        ("2026-01-31 12:00", datetime(2026, 1, 31, 12, tzinfo=UTC)),
+        ("2026-01-31T12:00:00.5Z", datetime(2026, 1, 31, 12, 0, 0, 500000, tzinfo=UTC)),
+        ("2026-01-31T12:00:00+02:00", datetime(2026, 1, 31, 10, tzinfo=UTC)),
+    ],
+)
+def test_moments_are_in_utc_unless_they_say_otherwise(written: str, meant: datetime) -> None:
+    options = parse(NEEDED[READ] | {"since": written}, READ)
+    assert (options.since, options.since.tzinfo) == (meant, UTC)
+
+
+def test_values_that_contradict_each_other_are_refused() -> None:
+    assert "heartbeatInterval: 60 s is not shorter than leaseDuration, 60 s" in refused(
+        STREAM, leaseDuration="1 min", heartbeatInterval="60s"
+    )
+    assert "minId, maxId: 7 is behind 3" in refused(READ, minId="7", maxId="3")
+    assert "since, until" in refused(READ, since="2026-02-01", until="2026-01-01")
+
+
+def test_every_option_says_what_it_is_and_its_default_is_one_it_would_take() -> None:
+    assert len({option.name.lower() for option in OPTIONS}) == len(OPTIONS)
+    for option in OPTIONS:
+        assert option.doc.endswith(".")
+        assert set(option.required) <= set(option.uses) <= {READ, STREAM, WRITE}
+        if isinstance(option.default, (int, str)):
+            assert option.parse(str(option.default).lower()) == option.default
+
+
+DSN = "postgresql://user:s3cret@db.example:7777/app"
+
+
+def test_a_password_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = "host=db password=s3cret oops"
+    assert refused(READ, dsn=broken) == (
+        "invalid option dsn: it is not a connection string of libpq, such as 'host=db dbname=app' or postgresql://db/app"
+    )
+    assert "s3cret" not in repr(parse({"queue": "q", "dsn": DSN}, READ))
+    monkeypatch.setenv("PGQUEUE_DSN", broken)
+    with pytest.raises(OptionError) as raised:
+        conninfo(None)
+    assert "s3cret" not in str(raised.value)
+    assert raised.value.__suppress_context__
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No variable of libpq is set."""
+    for name in ("PGQUEUE_DSN", *(o.envvar.decode() for o in psycopg.pq.Conninfo.get_defaults() if o.envvar)):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def named(dsn: str | None) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in conninfo_to_dict(conninfo(dsn)).items()
+        if key not in ("application_name", "client_encoding")
+    }
+
+
+def test_the_database_is_that_of_the_option_else_of_the_environment(environment: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="option dsn is missing, and so are PGQUEUE_DSN and the libpq variables"):
+        conninfo(None)
+    environment.setenv("PGHOST", "from-variable")
+    environment.setenv("PGPASSWORD", "s3cret")
+    assert named(None) == {"host": "from-variable", "password": "s3cret"}
+    environment.setenv("PGQUEUE_DSN", "host=from-dsn dbname=app")
+    assert named(None) == {"host": "from-dsn", "dbname": "app", "password": "s3cret"}
+    assert named("host=from-option") == {"host": "from-option", "password": "s3cret"}
+
+
+def test_a_service_is_looked_up_where_the_connection_is_made(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("PGHOST", "from-variable")
+    assert named("service=app") == {"service": "app"}
+    environment.setenv("PGSERVICE", "other")
+    assert named(None) == {"service": "other"}

@@ -1,0 +1,227 @@
+"""Predicates, dead letters by what they died of, and messages once more: chosen clearly, and sent once."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+pytest.importorskip("pyspark")
+
+from pyspark.errors import PySparkException
+from pyspark.sql import functions as F
+
+from pgqueue import Queue
+from pgqueue.spark.pipelines import (
+    PredicateError,
+    archive_to_parquet,
+    dead_letter_report,
+    matching,
+    normalized_error,
+    read_dead_letters,
+    redrive_where,
+    replay,
+)
+
+Connection = psycopg.Connection[Any]
+
+
+@pytest.fixture
+def queue(connection: Connection, name: str) -> Queue:
+    queue = Queue(connection, name)
+    queue.create_queue(archive_for=timedelta(days=1), max_attempts=1)
+    return queue
+
+
+def die(queue: Queue, *errors: str) -> list[int]:
+    """Dead letters, one for each error."""
+    for error in errors:
+        queue.enqueue({"error": error})
+        (message,) = queue.claim()
+        queue.nack(message.id, message.claim_token, error=error)
+    return [letter.id for letter in queue.browse_dead_messages(1000)][-len(errors) :]
+
+
+def dead(queue: Queue) -> list[int]:
+    return [letter.id for letter in queue.browse_dead_messages(1000)]
+
+
+# Predicates.
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ("", "unexpected empty statement"),
+        ("id = ", "Syntax error at or near end of input"),
+        ("id = 1; drop table pgqueue.messages", "Syntax error at or near ';'"),
+        ("id = 1) or (true", "Syntax error at or near ')'"),
+        ("id = 1 union select 1", "Syntax error"),
+        ("id = 1 or", "it ends in a name, or, as of a column"),
+        ("nope = 1", "`nope` cannot be resolved"),
+        ("id", "is not a boolean"),
+        ("*", "Invalid usage of '*'"),
+        ("count(*) > 1", "contains invalid expressions: count(1)"),
+        ("row_number() over (order by id) = 1", "window functions inside WHERE"),
+        ("rand() < 0.5", "it may choose other rows when it is asked again"),
+        ("reflect('java.lang.System', 'getProperty', 'user.home') like '%'", "it may choose other rows"),
+        ("java_method('java.lang.Runtime', 'getRuntime') is null", "it may choose other rows"),
+        ("exists (select 1)", "it has a subquery"),
+        ("id in (select 1)", "it has a subquery"),
+        ("id > (select 1)", "it has a subquery"),
+        ("at > date'2026-02-30'", "typed literal"),
+        ("x" * 10_001, "it has 10,001 characters, and may have 10,000"),
+    ],
+)
+def test_what_is_no_predicate_is_refused_in_a_line(spark: Any, where: str, reason: str) -> None:
+    frame = spark.range(3).withColumn("at", F.current_timestamp())
+    with pytest.raises(PredicateError) as refused:
+        matching(frame, where)
+    said = str(refused.value)
+    assert said.startswith("invalid where: ")
+    assert reason in said
+    assert "\n" not in said
+    assert "SQLSTATE" not in said
+
+
+def test_a_predicate_is_what_it_says(spark: Any) -> None:
+    frame = spark.range(10).withColumn("text", F.lit("it's; -- ok"))
+    assert matching(frame, "id % 2 = 0 and text = 'it\\'s; -- ok' -- the even ones").count() == 5
+    assert matching(frame, "exists(array(id), x -> x > 7)").count() == 2
+
+
+# What they died of.
+
+
+@pytest.mark.parametrize(
+    ("error", "normalized"),
+    [
+        ("ValueError: UA 12 of 2013-01-01 is gone\n\nTraceback …", "ValueError: UA <n> of <time> is gone"),
+        ("can't open 'orders.csv' at 0x7f3a, isn't \"there\"", "can't open <text> at <address>, isn't <text>"),
+        ("Traceback (most recent call last):\n  File \"x.py\", line 3\nKeyError: 'abc'\n", "KeyError: <text>"),
+        ("connection to 10.0.0.1:5432 failed after 1.5 s", "connection to <address> failed after <n> s"),
+        ("db.example.com:5432 and [::1]:80 and fe80::1 refused", "<address> and <address> and <address> refused"),
+        ("order 3f2504e0-4f89-11d3-9a0c-0305e82c3301 is lost", "order <uuid> is lost"),
+        ("GET https://x.example/y?z=1 for a.b@c.example", "GET <address> for <address>"),
+        ("deadbeef12 is gone at 12:30:01.5", "<id> is gone at <time>"),
+        ("decadedad and std::bad_alloc in worker-12", "decadedad and std::bad_alloc in worker-<n>"),
+        ("-5 of +3e10, 1,234.5", "<n> of <n>, <n>"),
+        ("  \n\n first\r\nsecond", "first"),
+        ("x " * 1000, ("x " * 150)[:300]),
+        ("", ""),
+        (None, None),
+    ],
+)
+def test_errors_lose_what_differs(spark: Any, error: str | None, normalized: str | None) -> None:
+    frame = spark.createDataFrame([(error,)], "error string")
+    assert frame.select(normalized_error(F.col("error"))).first()[0] == normalized
+
+
+def test_dead_letters_are_counted_by_what_they_died_of(spark: Any, database: str, queue: Queue) -> None:
+    ids = die(queue, "order 17 is late", "order 4 is late", "boom", "order 99 is late")
+    rows = dead_letter_report(read_dead_letters(spark, [queue.name], dsn=database)).collect()
+    told = [(row["error"], row["letters"], row["attempts"], row["first_id"], row["last_id"]) for row in rows]
+    assert told == [("order <n> is late", 3, 3, ids[0], ids[3]), ("boom", 1, 1, ids[2], ids[2])]
+    assert rows[0]["example"] == "order 17 is late"
+    assert {(row["queue_name"], row["reason"]) for row in rows} == {(queue.name, "attempts_exhausted")}
+
+
+# Redrive.
+
+
+def test_a_redrive_by_predicate_is_done_once(spark: Any, database: str, queue: Queue) -> None:
+    late, boom, other = die(queue, "timeout after 5 s", "boom", "timeout after 7 s")
+    where = "last_error like 'timeout%' and get_json_object(payload, '$.error') <> 'x'"
+    done = redrive_where(spark, queue.name, where, dsn=database)
+    assert (done.chosen, done.redriven, done.was_done) == (2, 2, False)
+    assert dead(queue) == [boom]
+    assert sorted(message.id for message in queue.claim(10)) == [late, other]
+    done = redrive_where(spark, queue.name, where, dsn=database)
+    assert (done.chosen, done.redriven, done.was_done) == (0, 0, False)
+
+
+def test_a_version_of_a_redrive_is_done_once_though_letters_die_again(spark: Any, database: str, queue: Queue) -> None:
+    (first,) = die(queue, "boom")
+    done = redrive_where(spark, queue.name, "true", dsn=database, app_id=queue.name)
+    assert (done.redriven, done.was_done) == (1, False)
+    (message,) = queue.claim()
+    queue.nack(message.id, message.claim_token, error="boom again")
+    done = redrive_where(spark, queue.name, "true", dsn=database, app_id=queue.name)
+    assert (done.chosen, done.redriven, done.was_done) == (1, 0, True)
+    assert dead(queue) == [first]
+    assert redrive_where(spark, queue.name, "true", dsn=database, app_id=queue.name, version=2).redriven == 1
+
+
+def test_a_letter_that_died_anew_since_it_was_read_was_chosen_by_nobody(
+    spark: Any, database: str, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pgqueue.spark.pipelines import again
+
+    (first,) = die(queue, "timeout")
+    choose = again.matching
+
+    def late(frame: Any, where: str) -> Any:
+        """Somebody redrives the letter, and it dies of something else, once it was read."""
+        rows = choose(frame, where).persist()
+        rows.count()
+        queue.redrive()
+        (message,) = queue.claim()
+        queue.nack(message.id, message.claim_token, error="boom")
+        return rows
+
+    monkeypatch.setattr(again, "matching", late)
+    done = redrive_where(spark, queue.name, "last_error = 'timeout'", dsn=database)
+    assert (done.chosen, done.redriven) == (1, 0)
+    assert dead(queue) == [first]
+
+
+def test_a_predicate_that_fails_as_it_is_asked_redrives_nothing(spark: Any, database: str, queue: Queue) -> None:
+    die(queue, "a", "b")
+    with pytest.raises(PySparkException, match="cannot be cast"):
+        redrive_where(spark, queue.name, "cast(last_error as int) = 1", dsn=database)
+    assert len(dead(queue)) == 2
+
+
+# Replay.
+
+
+@pytest.fixture
+def parquet(spark: Any, database: str, queue: Queue, tmp_path: Path) -> str:
+    """Ten messages and one of raw bytes that are done, in Parquet."""
+    queue.enqueue_batch([{"n": n, "text": "ü"} for n in range(10)], headers=[{"kind": "test"}] * 10)
+    queue.enqueue_batch(bodies=[b"\0\xff"])
+    claimed = queue.claim(11)
+    queue.ack_batch([message.id for message in claimed], claimed[0].claim_token)
+    archive_to_parquet(spark, str(tmp_path), dsn=database, queues=[queue.name])
+    return str(tmp_path)
+
+
+def test_a_replay_is_sent_once(spark: Any, database: str, connection: Connection, queue: Queue, parquet: str) -> None:
+    target = Queue(connection, f"{queue.name}-again")
+    target.create_queue()
+    where = "get_json_object(payload, '$.n') >= 7 or body is not null"
+    done = replay(spark, parquet, target.name, where, dsn=database)
+    assert (done.chosen, done.version, done.was_done) == (4, 1, False)
+    again = replay(spark, parquet, target.name, where, dsn=database)
+    assert (again.app_id, again.chosen, again.was_done) == (done.app_id, 4, True)
+    sent = target.claim(100)
+    assert sorted(str(message.payload) for message in sent if message.body is None) == [
+        f"{{'n': {n}, 'text': 'ü'}}" for n in (7, 8, 9)
+    ]
+    assert [message.headers for message in sent if message.body is None] == [{"kind": "test"}] * 3
+    assert [message.body for message in sent if message.body is not None] == [b"\0\xff"]
+    # Another choice is another replay, and another version is meant.
+    assert replay(spark, parquet, target.name, "false", dsn=database).was_done is False
+    assert replay(spark, parquet, target.name, where, dsn=database, version=2).was_done is False
+    assert len(target.claim(100)) == 4
+
+
+def test_a_replay_that_fails_sends_nothing(spark: Any, database: str, queue: Queue, parquet: str) -> None:
+    with pytest.raises(PySparkException, match="does not exist"):
+        replay(spark, parquet, "nobodys-queue", dsn=database)
+    with pytest.raises(PredicateError):
+        replay(spark, parquet, queue.name, "payload = ", dsn=database)
+    with pytest.raises(PySparkException, match="cannot be cast"):
+        replay(spark, parquet, queue.name, "cast(payload as int) = 1", dsn=database)
+    assert queue.peek() == 0

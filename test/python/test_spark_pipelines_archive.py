@@ -1,0 +1,283 @@
+"""Finished messages to Parquet: each once, by queue and UTC day, whatever crashes, commits late or runs twice."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+pytest.importorskip("pyspark")
+
+from pgqueue import Queue
+from pgqueue.spark.pipelines import ArchiveBusyError, archive, archive_to_parquet, read_archive
+
+Connection = psycopg.Connection[Any]
+# Filed by the verb into the days that these moments lie in, however long ago.
+FINISH = """
+insert into pgqueue.unfiled_messages
+    (id, queue_name, payload, headers, message_id, attempt_count, max_attempts, enqueued_at, claimed_at, finished_at)
+select nextval('pgqueue.message_id'), %s, '{"n": 1}', '{"kind": "test"}', gen_random_uuid(), 2, 5,
+    f - interval '2 s', f - interval '1 s', f
+from unnest(%s::timestamptz[]) f
+"""
+COLUMNS = (
+    "id, payload::text, body, headers::text, message_id::text, attempt_count, max_attempts, enqueued_at, claimed_at,"
+    " finished_at, expires_at, claimed_by, last_error, queue_name"
+)
+
+
+@pytest.fixture
+def queue(connection: Connection, name: str) -> Queue:
+    queue = Queue(connection, name)
+    queue.create_queue(archive_for=timedelta(days=3000))
+    return queue
+
+
+@pytest.fixture(autouse=True)
+def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acknowledgements count as over at once: else a minute would hide what a run forgets."""
+    monkeypatch.setattr(archive, "_MARGIN", timedelta(0))
+    monkeypatch.setattr(archive, "_PATIENCE", 0.3)
+
+
+def finish(connection: Connection, queue: Queue, *moments: datetime) -> None:
+    connection.execute(FINISH, [queue.name, [*moments]])
+    connection.execute("select pgqueue.maintain_archive()")
+
+
+def work(queue: Queue, messages: int = 1) -> None:
+    """Messages through the queue to the archive, by the verbs."""
+    queue.enqueue_batch([{"n": n} for n in range(messages)])
+    claimed = queue.claim(messages)
+    assert queue.ack_batch([message.id for message in claimed], claimed[0].claim_token) == messages
+
+
+def in_archive(connection: Connection, queue: Queue) -> list[tuple[Any, ...]]:
+    query = f"select {COLUMNS} from pgqueue.archived_messages where queue_name = %s order by id"
+    return connection.execute(query.encode(), [queue.name]).fetchall()
+
+
+def in_parquet(path: Path) -> list[tuple[Any, ...]]:
+    """What any reader of Parquet finds, without Spark."""
+    import pyarrow.dataset
+
+    files = [str(file) for file in path.glob("queue_name=*/day=*/*.parquet")]
+    if not files:
+        return []
+    table = pyarrow.dataset.dataset(files, partition_base_dir=str(path), partitioning="hive").to_table()
+    names = [column.partition("::")[0].strip() for column in COLUMNS.split(",")]
+    return sorted(tuple(row[name] for name in names) for row in table.to_pylist())
+
+
+def run(spark: Any, database: str, queue: Queue, path: Path) -> int:
+    """How many a run wrote."""
+    (done,) = archive_to_parquet(spark, str(path), dsn=database, queues=[queue.name])
+    return done.written
+
+
+def test_each_run_adds_what_is_new(
+    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
+) -> None:
+    work(queue, 5)
+    assert run(spark, database, queue, tmp_path) == 5
+    assert in_parquet(tmp_path) == in_archive(connection, queue)
+    assert len(in_parquet(tmp_path)) == 5
+    began = datetime.now(UTC)
+    assert run(spark, database, queue, tmp_path) == 0
+    work(queue, 3)
+    (done,) = archive_to_parquet(spark, str(tmp_path), dsn=database, queues=[queue.name])
+    assert done.written == 3
+    # It looked at nothing that was settled before.
+    assert done.since is not None
+    assert began < done.since < datetime.now(UTC)
+    assert in_parquet(tmp_path) == in_archive(connection, queue)
+    day = datetime.now(UTC).date()
+    assert [folder.name for folder in tmp_path.glob(f"queue_name={queue.name}/*")] == [f"day={day}"]
+
+
+def test_all_that_a_message_has_arrives(
+    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
+) -> None:
+    queue.enqueue({"text": "Grüße, „Welt“ \u2028 \\ \" '"}, headers={"a": None}, expires_in=timedelta(days=9))
+    queue.enqueue_batch(bodies=[b"\0\xff raw"])
+    for message in queue.claim(2, claimed_by="worker"):
+        queue.ack(message.id, message.claim_token)
+    queue.enqueue({"received": True})
+    queue.receive()
+    assert run(spark, database, queue, tmp_path) == 3
+    rows = in_parquet(tmp_path)
+    assert rows == in_archive(connection, queue)
+    assert rows[1][2] == b"\0\xff raw"
+
+
+def test_what_commits_late_is_found_though_younger_ones_were_written(
+    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
+) -> None:
+    work(queue)
+    queue.enqueue_batch([{"late": n} for n in range(2)])
+    early, late = queue.claim(), queue.claim()
+    with psycopg.connect(database) as other:
+        assert Queue(other, queue.name).ack(late[0].id, late[0].claim_token)
+        queue.ack(early[0].id, early[0].claim_token)
+        # The late one is acknowledged before the early one, and not to be seen yet: twice, to let the notes move on.
+        assert run(spark, database, queue, tmp_path) == 2
+        work(queue)
+        assert run(spark, database, queue, tmp_path) == 1
+        other.commit()
+    assert run(spark, database, queue, tmp_path) == 1
+    assert run(spark, database, queue, tmp_path) == 0
+    assert in_parquet(tmp_path) == in_archive(connection, queue)
+
+
+def test_what_is_not_filed_yet_is_written_too_and_once(
+    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
+) -> None:
+    connection.execute(FINISH, [queue.name, [datetime.now(UTC) - timedelta(minutes=5)]])
+    assert run(spark, database, queue, tmp_path) == 1
+    connection.execute("select pgqueue.maintain_archive()")
+    assert run(spark, database, queue, tmp_path) == 0
+    assert in_parquet(tmp_path) == in_archive(connection, queue)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_days_end_at_midnight_in_utc(
+    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
+) -> None:
+    midnight = datetime(2026, 3, 29, tzinfo=UTC)  # a day on which clocks are put forward
+    finish(
+        connection, queue, midnight - timedelta(microseconds=1), midnight, midnight + timedelta(hours=23, minutes=59)
+    )
+    assert run(spark, database, queue, tmp_path) == 3
+    assert {folder.name for folder in (tmp_path / f"queue_name={queue.name}").iterdir()} == {
+        "day=2026-03-28",
+        "day=2026-03-29",
+    }
+    assert in_parquet(tmp_path) == in_archive(connection, queue)
+    of_day = read_archive(spark, str(tmp_path), since=midnight, until=midnight + timedelta(days=1))
+    assert of_day.count() == 2
+    assert of_day.where("day = date'2026-03-29'").count() == 2
+
+
+@pytest.fixture
+def elsewhere(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The session and the process are in two time zones, neither of them UTC, and half an hour off at that."""
+    import time
+
+    before = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", "Asia/Kolkata")
+    monkeypatch.setenv("TZ", "America/St_Johns")
+    time.tzset()
+    yield
+    spark.conf.set("spark.sql.session.timeZone", before)
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_names_that_look_like_something_else_stay(
+    spark: Any, database: str, connection: Connection, tmp_path: Path
+) -> None:
+    names = ["007", "2026-01-01", "1e5", "true", "null"]
+    for name in names:
+        queue = Queue(connection, name)
+        queue.create_queue(archive_for=timedelta(days=1))
+        work(queue)
+    done = archive_to_parquet(spark, str(tmp_path), dsn=database, queues=names)
+    assert [(one.queue_name, one.written) for one in done] == [(name, 1) for name in names]
+    again = archive_to_parquet(spark, str(tmp_path), dsn=database, queues=names)
+    assert [one.written for one in again] == [0] * 5
+    found = read_archive(spark, str(tmp_path), queues=["007", "1e5"])
+    assert sorted(row["queue_name"] for row in found.collect()) == ["007", "1e5"]
+    for name in names:
+        Queue(connection, name).drop_queue()
+
+
+def test_what_a_crash_leaves_is_not_written_twice(
+    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
+) -> None:
+    today = datetime.now(UTC)
+    finish(connection, queue, today - timedelta(days=2), today - timedelta(days=1))
+    run(spark, database, queue, tmp_path)
+    rows = in_parquet(tmp_path)
+    # A task that had finished, of a run that was killed before it took over what its tasks had written.
+    (first, second) = sorted(tmp_path.glob("queue_name=*/day=*/*.parquet"))
+    left = tmp_path / "_temporary/0/task_202611210000000000000000_0000_m_000000" / second.relative_to(tmp_path)
+    left.parent.mkdir(parents=True)
+    shutil.copy(second, left.with_name(f"part-00009-{second.name[11:]}"))
+    work(queue)
+    assert run(spark, database, queue, tmp_path) == 1
+    assert in_parquet(tmp_path)[:2] == rows
+    # A run that was killed while it took them over: a day is there, the other is not, and nothing is noted.
+    first.unlink()
+    (tmp_path / f"_pgqueue/{queue.name}.json").unlink()
+    assert run(spark, database, queue, tmp_path) == 1
+    assert in_parquet(tmp_path) == in_archive(connection, queue)
+
+
+CHILD = """
+import os, signal, sys
+import sparks
+from pgqueue.spark.pipelines import archive
+
+dsn, path, queue = sys.argv[1:]
+archive._Note.write = lambda *_: os.killpg(0, signal.SIGKILL)
+archive.archive_to_parquet(sparks.session(), path, dsn=dsn, queues=[queue])
+"""
+
+
+def test_a_run_that_is_killed_once_it_has_written_is_repeated(
+    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
+) -> None:
+    work(queue, 1000)
+    killed = subprocess.run(
+        [sys.executable, "-c", CHILD, database, str(tmp_path), queue.name],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        start_new_session=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(in_parquet(tmp_path)) == 1000
+    work(queue, 10)
+    assert run(spark, database, queue, tmp_path) == 10
+    assert in_parquet(tmp_path) == in_archive(connection, queue)
+
+
+def test_one_run_at_a_time(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
+    with psycopg.connect(database, autocommit=True) as other:
+        archive._hold(other, f"file:{tmp_path}")
+        with pytest.raises(ArchiveBusyError, match=f"another archive_to_parquet writes to file:{tmp_path}"):
+            run(spark, database, queue, tmp_path)
+
+
+def test_a_note_about_another_database_is_not_believed(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
+    work(queue)
+    run(spark, database, queue, tmp_path)
+    note = tmp_path / f"_pgqueue/{queue.name}.json"
+    note.write_text(note.read_text().replace('"database": "', '"database": "9'))
+    (tmp_path / f"_pgqueue/.{queue.name}.json.crc").unlink()
+    (done,) = archive_to_parquet(spark, str(tmp_path), dsn=database, queues=[queue.name])
+    assert (done.since, done.written) == (None, 0)
+
+
+def test_notes_move_on_only_past_those_who_ended() -> None:
+    at = [datetime(2026, 1, day, tzinfo=UTC) for day in range(1, 6)]
+    note = archive._Note("db")
+    note = note.after(at[0], {"a"})
+    assert (note.settled, note.noted, note.writers) == (None, at[0], {"a"})
+    # Somebody else is writing now, but a has ended: all up to the first run was to be seen by the second.
+    note = note.after(at[1], {"b", "c"})
+    assert (note.settled, note.noted, note.writers) == (at[0], at[1], {"b", "c"})
+    note = note.after(at[2], {"b", "d"})
+    assert (note.settled, note.noted, note.writers) == (at[0], at[1], {"b"})
+    note = note.after(at[3], {"d"})
+    assert (note.settled, note.noted, note.writers) == (at[1], at[3], {"d"})
+    note = note.after(at[4], set())
+    assert (note.settled, note.noted) == (at[4], None)

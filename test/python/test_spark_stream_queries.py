@@ -1,0 +1,339 @@
+"""Streaming queries in Spark: what holds of the source holds of the whole; and a driver that is killed."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import psycopg
+import pytest
+
+pytest.importorskip("pyspark")
+
+from clients import wait_for
+from pyspark import TaskContext
+from pyspark.errors import StreamingQueryException
+from spark_victim import PER_BATCH, POINTS, note, noted, query
+
+import pgqueue
+from pgqueue.embedded import EmbeddedServer
+
+PATIENCE = 300  # seconds, for what takes a moment
+
+
+@pytest.fixture
+def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue()
+    return queue
+
+
+class Queries:
+    """Starts queries on a queue, on one checkpoint; what their sink is given is `got`, by batch."""
+
+    def __init__(self, spark: Any, dsn: str, queue: str, home: Path) -> None:
+        self.spark = spark
+        self.dsn = dsn
+        self.queue = queue
+        self.home = home
+        self.checkpoint = home / "checkpoint"
+        self.got: list[tuple[int, list[int]]] = []
+        self.started: list[Any] = []
+
+    def load(self, **options: str) -> Any:
+        usual = {"dsn": self.dsn, "queue": self.queue, "streamId": "s", "maxMessagesPerTrigger": "4"}
+        return self.spark.readStream.format("pgqueue").options(**usual | options).load()
+
+    def take(self, frame: Any, batch: int) -> None:
+        self.got.append((batch, sorted(row.id for row in frame.collect())))
+
+    def start(self, sink: Callable[[Any, int], None] | None = None, **options: str) -> Any:
+        """A query that goes on."""
+        return self._start(sink, options, processingTime="0 seconds")
+
+    def run(self, sink: Callable[[Any, int], None] | None = None, **options: str) -> Any:
+        """A query of all that there is, to its end."""
+        started = self._start(sink, options, availableNow=True)
+        started.awaitTermination()
+        return started
+
+    def fails(self, sink: Callable[[Any, int], None] | None = None, **options: str) -> str:
+        """What is said of a query that fails."""
+        with pytest.raises(StreamingQueryException) as raised:
+            self.run(sink, **options)
+        return str(raised.value)
+
+    def _start(self, sink: Callable[[Any, int], None] | None, options: dict[str, str], **trigger: Any) -> Any:
+        write = self.load(**options).writeStream.foreachBatch(sink or self.take).trigger(**trigger)
+        started = write.option("checkpointLocation", str(self.checkpoint)).start()
+        self.started.append(started)
+        return started
+
+    def forget(self, *files: str) -> None:
+        """Take files out of the checkpoint, and what Spark keeps beside them."""
+        for file in files:
+            path = self.checkpoint / file
+            path.unlink()
+            path.with_name(f".{path.name}.crc").unlink()
+
+
+@pytest.fixture
+def queries(spark: Any, database: str, name: str, tmp_path: Path) -> Iterator[Queries]:
+    made = Queries(spark, database, name, tmp_path)
+    yield made
+    for started in made.started:
+        started.stop()
+
+
+def left(queue: pgqueue.Queue) -> int:
+    stats = queue.stats()
+    return stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
+
+
+def broken(_frame: Any, _batch: int) -> None:
+    raise RuntimeError("the sink is broken")
+
+
+def test_a_queue_is_drained_into_files_and_its_last_batch_is_acknowledged(
+    orders: pgqueue.Queue, queries: Queries, spark: Any
+) -> None:
+    sent = orders.enqueue_batch(list(range(10)))
+    out = str(queries.home / "out")
+    write = queries.load(numPartitions="3").writeStream.format("parquet").option("path", out)
+    started = write.option("checkpointLocation", str(queries.checkpoint)).trigger(availableNow=True).start()
+    started.awaitTermination()
+    assert sorted(row.id for row in spark.read.parquet(out).collect()) == sent
+    assert left(orders) == 0
+    progress = [json.loads(one.json) for one in started.recentProgress]
+    assert [one["numInputRows"] for one in progress if one["numInputRows"]] == [4, 4, 2]
+    assert progress[0]["sources"][0]["latestOffset"]["ready_messages"] == 6
+
+
+def test_a_query_of_what_is_available_ends_while_more_is_sent(orders: pgqueue.Queue, queries: Queries) -> None:
+    sent = orders.enqueue_batch(list(range(8)))
+
+    def sink(frame: Any, batch: int) -> None:
+        assert batch < 5, "there is no end"
+        queries.take(frame, batch)
+        orders.enqueue_batch(list(range(8)))
+
+    queries.run(sink)
+    assert queries.got == [(0, sent[:4]), (1, sent[4:])]
+    stats = orders.stats()
+    assert (stats.ready_messages, stats.inflight_messages) == (16, 0)
+
+
+def connections(connection: psycopg.Connection[Any]) -> int:
+    """How many connections Spark has."""
+    return connection.execute(
+        "select count(*) from pg_stat_activity"
+        " where application_name = 'pgqueue spark' and datname = current_database()"
+    ).fetchone()[0]
+
+
+def test_an_idle_query_acknowledges_and_leaves_the_database_when_it_is_stopped(
+    orders: pgqueue.Queue, queries: Queries, connection: psycopg.Connection[Any]
+) -> None:
+    sent = orders.enqueue_batch([1, 2])
+    running = queries.start(heartbeatInterval="0.2 s")
+    wait_for(lambda: queries.got, PATIENCE)
+    wait_for(lambda: left(orders) == 0, PATIENCE)
+    more = orders.enqueue_batch([3])
+    running.processAllAvailable()
+    assert queries.got == [(0, sent), (1, more)]
+    assert connections(connection) > 0
+    running.stop()
+    wait_for(lambda: connections(connection) == 0, PATIENCE)
+
+
+def test_6_actions_tasks_that_fail_and_workers_that_die_read_the_same(orders: pgqueue.Queue, queries: Queries) -> None:
+    sent = orders.enqueue_batch(list(range(4)))
+
+    def fail(rows: Any) -> Any:
+        found = [row.id for row in rows]
+        if TaskContext.get().attemptNumber() == 0:
+            raise RuntimeError("the first attempt fails")
+        return found
+
+    def leave(rows: Any) -> Any:
+        found = [row.id for row in rows]
+        if TaskContext.get().attemptNumber() == 0:
+            os._exit(1)
+        return found
+
+    def sink(frame: Any, batch: int) -> None:
+        for partition in (fail, leave):
+            queries.got.append((batch, sorted(frame.rdd.mapPartitions(partition).collect())))
+        queries.take(frame, batch)
+
+    queries.run(sink, numPartitions="2")
+    assert queries.got == [(0, sent)] * 3
+    assert left(orders) == 0
+
+
+def test_2_a_batch_that_failed_is_replayed_also_in_other_partitions(orders: pgqueue.Queue, queries: Queries) -> None:
+    sent = orders.enqueue_batch(list(range(6)))
+    seen: list[Any] = []
+
+    def sink(frame: Any, batch: int) -> None:
+        seen.append((frame.rdd.getNumPartitions(), sorted(row.id for row in frame.collect())))
+        broken(frame, batch)
+
+    assert "the sink is broken" in queries.fails(sink, numPartitions="3")
+    queries.run(numPartitions="2", maxMessagesPerTrigger="100")
+    assert seen == [(3, sent[:4])]
+    assert queries.got == [(0, sent[:4]), (1, sent[4:])]
+
+
+def test_9_of_two_queries_of_one_stream_the_older_ends(orders: pgqueue.Queue, queries: Queries) -> None:
+    older = queries.start()
+    orders.enqueue_batch([1])
+    wait_for(lambda: queries.got, PATIENCE)
+    queries.checkpoint = queries.home / "another"
+    more = orders.enqueue_batch([2])
+    queries.start().processAllAvailable()
+    with pytest.raises(StreamingQueryException, match="is fenced"):
+        older.awaitTermination(PATIENCE)
+    assert more in [ids for _, ids in queries.got]
+
+
+def test_10_and_11_a_checkpoint_may_be_lost_but_not_rolled_back(orders: pgqueue.Queue, queries: Queries) -> None:
+    sent = orders.enqueue_batch(list(range(8)))
+    queries.run()
+    queries.forget("commits/1")
+    assert "is out of step" in queries.fails()
+    queries.forget("offsets/1")
+    assert "is out of step" in queries.fails()
+    assert queries.got == [(0, sent[:4]), (1, sent[4:])]
+    shutil.rmtree(queries.checkpoint)
+    more = orders.enqueue_batch([9])
+    queries.run()
+    assert queries.got[2:] == [(0, more)]
+
+
+def test_a_poisoned_batch_ends_the_query_with_stream_batch_and_messages(
+    orders: pgqueue.Queue, queries: Queries
+) -> None:
+    sent = orders.enqueue_batch([1, 2])
+    assert "the sink is broken" in queries.fails(broken, maxReplays="0")
+    said = queries.fails(maxReplays="0")
+    assert f"batch 1 up after 0 replays: messages {sent[0]}, {sent[1]}" in said
+    assert "stream 's'" in said
+
+
+def test_13_a_server_that_restarts_ends_no_query(spark: Any, name: str, tmp_path: Path) -> None:
+    with EmbeddedServer(durable=False) as server:
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            connection.execute("create extension pgqueue")
+            queue = pgqueue.Queue(connection, name)
+            queue.create_queue()
+            sent = queue.enqueue_batch(list(range(20)))
+        queries = Queries(spark, server.dsn, name, tmp_path)
+
+        def sink(frame: Any, batch: int) -> None:
+            # Down while the source has to read, to acknowledge and to claim.
+            if batch in (1, 3):
+                server.kill()
+                back = threading.Timer(0.5, server.start)
+                back.start()
+            queries.take(frame, batch)
+            if batch in (1, 3):
+                back.join()
+                server.restart()
+
+        queries.run(sink, retryTimeout="60 s")
+        assert queries.got == [(batch, sent[4 * batch :][:4]) for batch in range(5)]
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            assert left(pgqueue.Queue(connection, name)) == 0
+
+
+def test_options_are_checked_and_a_password_is_shown_nowhere(
+    orders: pgqueue.Queue, queries: Queries, database: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert "did you mean maxReplays?" in queries.fails(maxReplay="1")
+    queries.checkpoint = queries.home / "another"
+    orders.enqueue(1)
+    done = queries.run(dsn=f"{database} password=s3cret")
+    queries.load(dsn=f"{database} password=s3cret").explain("extended")
+    done.explain(True)
+    shown = "".join(one.json for one in done.recentProgress) + "".join(capfd.readouterr())
+    assert "s3cret" not in shown
+    kept = "".join(path.read_text(errors="replace") for path in queries.checkpoint.rglob("*") if path.is_file())
+    assert "s3cret" not in kept
+
+
+def kill(pid: int) -> None:
+    """End a process and what it has started, all at once, as when the machine goes."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        everything = [*process.children(recursive=True), process]
+        for one in everything:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(everything, 10)
+
+
+@pytest.fixture(scope="module")
+def killed(
+    database: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, dict[str, list[int]], dict[str, Any]]]:
+    """A driver that was killed with its four queries each at another point: its files, what was sent, its streams."""
+    home = tmp_path_factory.mktemp("killed")
+    with psycopg.connect(database, autocommit=True) as connection:
+        queues = {point: pgqueue.Queue(connection, f"killed-{point}") for point in POINTS}
+        sent = {}
+        for point, queue in queues.items():
+            queue.create_queue()
+            sent[point] = queue.enqueue_batch(list(range(25)))
+        here = str(Path(__file__).parent)
+        environment = os.environ | {"PGQUEUE_TEST_DIR": str(home), "PYTHONPATH": here}
+        command = [sys.executable, "-m", "spark_victim", database, *(queue.name for queue in queues.values())]
+        with (
+            (home / "log").open("w") as log,
+            subprocess.Popen(command, env=environment, stdout=log, stderr=log) as victim,
+        ):
+            try:
+
+                def has_come_so_far() -> bool:
+                    assert victim.poll() is None, (home / "log").read_text()
+                    return all((home / f"{point}.reached").exists() for point in POINTS)
+
+                wait_for(has_come_so_far, PATIENCE)
+            finally:
+                kill(victim.pid)
+        streams = {point: queue.list_streams()[0] for point, queue in queues.items()}
+        yield home, sent, streams
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_1_to_4_a_driver_that_is_killed_is_carried_on(
+    spark: Any, killed: Any, database: str, connection: psycopg.Connection[Any], point: str
+) -> None:
+    home, sent, streams = killed
+    ids = sent[point]
+    batches = [[n, ids[n * PER_BATCH :][:PER_BATCH]] for n in range(3)]
+    written = {"behind-the-claim": 1, "before-the-sink": 1, "behind-the-sink": 2, "behind-the-commit": 1}[point]
+    offsets = sorted(int(path.name) for path in (home / point / "offsets").glob("[0-9]*"))
+    commits = sorted(int(path.name) for path in (home / point / "commits").glob("[0-9]*"))
+    assert noted(home, point) == batches[:written]
+    assert (offsets, commits) == ([0, 1] if point.endswith("sink") else [0], [0])
+    assert streams[point].acked_seq == (0 if point == "behind-the-commit" else 1)
+
+    def sink(frame: Any, batch: int) -> None:
+        note(home, point, frame, batch)
+
+    query(spark, "pgqueue", database, f"killed-{point}", point, home, sink).awaitTermination()
+    repeated = [batches[1]] if point == "behind-the-sink" else []
+    assert noted(home, point) == batches[:written] + repeated + batches[written:]
+    second = json.loads((home / point / "offsets" / "1").read_text().splitlines()[-1])
+    if point != "behind-the-commit":
+        # The very reservation that the dead driver made.
+        assert second["token"] == str(streams[point].claim_token)
+    assert left(pgqueue.Queue(connection, f"killed-{point}")) == 0
