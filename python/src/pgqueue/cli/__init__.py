@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import dead, messages, queues, send, work
+from . import dead, messages, queues, send, serve, spark, topics, work
 from .frame import Dsn, Session, command
 
 __all__ = ["app", "main"]
@@ -68,6 +68,9 @@ command(app)(queues.resume)
 command(app)(queues.drop)
 
 command(app)(send.send)
+command(app)(topics.publish)
+command(app)(topics.subscribe)
+command(app)(topics.unsubscribe)
 command(app)(messages.claim)
 command(app)(messages.ack)
 command(app)(messages.nack)
@@ -75,6 +78,7 @@ command(app)(messages.browse)
 command(app)(messages.purge)
 
 command(app)(work.work)
+command(app)(serve.serve)
 
 _dead = typer.Typer(no_args_is_help=True)
 app.add_typer(_dead, name="dead", help="List, show, redrive or delete dead letters.")
@@ -82,6 +86,15 @@ command(_dead, "list")(dead.list_)
 command(_dead)(dead.show)
 command(_dead)(dead.redrive)
 command(_dead)(dead.purge)
+
+_spark = typer.Typer(no_args_is_help=True)
+app.add_typer(_spark, name="spark", help="Archive, replay, report and redrive, on Apache Spark.")
+command(_spark, "archive-to-parquet")(spark.archive_to_parquet)
+command(_spark)(spark.replay)
+command(_spark, "dead-letter-report")(spark.dead_letter_report)
+command(_spark, "redrive-where")(spark.redrive_where)
+command(_spark, "flow-report")(spark.flow_report)
+command(_spark, "summarize-flights")(spark.summarize_flights)
 
 command(app)(queues.install)
 command(app)(queues.doctor)

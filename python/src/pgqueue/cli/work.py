@@ -122,7 +122,9 @@ def work(
     log_level: Annotated[Level, typer.Option(help="From which level on.")] = Level.INFO,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON objects.")] = False,
 ) -> None:
-    """Consume a queue with a handler until SIGTERM, SIGINT or Ctrl-C.
+    """Consume a queue with a handler, until stopped.
+
+    SIGTERM, SIGINT and Ctrl-C stop it.
 
     What the handler returns from is acknowledged. If it raises, the message comes again after the backoff of the queue,
     or as --immediate-retries, --delayed-retries and --retry-delay say, until its attempts are spent.

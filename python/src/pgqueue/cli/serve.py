@@ -1,0 +1,109 @@
+"""`serve`: the managed queue over HTTP, with its agent."""
+
+import os
+import secrets
+import sys
+from contextlib import ExitStack
+from enum import StrEnum
+from getpass import getpass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from psycopg.conninfo import conninfo_to_dict
+
+from .frame import Failure, Session, Status
+from .logs import Level, log_to
+
+if TYPE_CHECKING:
+    from ..http import Settings
+
+__all__ = ["serve"]
+
+
+class Role(StrEnum):
+    """What a process does."""
+
+    ALL = "all"
+    CONTROLLER = "controller"
+    AGENT = "agent"
+
+
+def serve(
+    session: Session,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", envvar="PGQUEUE_CONFIG", help="Services and users, as TOML.", show_default=False),
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="HOST", help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="PORT", help="Where to listen; 0 takes any.", min=0, max=65535)] = 8080,
+    role: Annotated[Role, typer.Option(help="Answer requests, work on their tasks, or both.")] = Role.ALL,
+    grace_seconds: Annotated[
+        int, typer.Option(metavar="N", help="How long requests may take when it stops.", min=0, max=3600)
+    ] = 30,
+    hash_password: Annotated[
+        bool, typer.Option("--hash-password", help="Ask for a password, print its hash for FILE, and end.")
+    ] = False,
+    log_level: Annotated[Level, typer.Option(help="From which level on.")] = Level.INFO,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON objects.")] = False,
+) -> None:
+    """Serve queues over HTTP, with a page to watch them.
+
+    SIGTERM, SIGINT and Ctrl-C stop it.
+
+    Without --config, the service is called local and is the database of --dsn; the user is admin, with the password of
+    PGQUEUE_PASSWORD, or a new one that is printed.
+
+    The first signal lets requests and tasks end, a second one does not.
+    """
+    try:
+        from .. import http
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        raise Failure(f"serve needs {missing}", "pip install pgqueue[http]") from None
+    if hash_password:
+        _print_hash(session)
+        return
+    with ExitStack() as stack:
+        if config is None:
+            settings = _own(session, stack.enter_context(session.conninfo()))
+        else:
+            try:
+                settings = http.Settings.load(config)
+            except http.SettingsError as error:
+                raise Failure(str(error), status=Status.USAGE) from None
+        log_to(session.err, log_level, log_json)
+        if role is Role.AGENT:
+            session.note("works on tasks")
+        http.serve(settings, role.value, host, port, grace_seconds, lambda at, on: _tell(session, at, on))
+
+
+def _tell(session: Session, host: str, port: int) -> None:
+    at = f"[{host}]" if ":" in host else host
+    session.note(f"serves http://{at}:{port}/")
+
+
+def _own(session: Session, conninfo: str) -> "Settings":
+    """Settings for one who has no file."""
+    from .. import http
+    from ..http.passwords import hash_password
+
+    password = os.environ.get("PGQUEUE_PASSWORD")
+    if not password:
+        password = secrets.token_urlsafe(12)
+        session.note(f"no --config: user admin, password {password}")
+    database = str(conninfo_to_dict(conninfo).get("dbname") or os.environ.get("PGDATABASE") or "postgres")
+    return http.Settings(
+        control_dsn=conninfo,
+        services={"local": http.Service("local", conninfo, (database,))},
+        users={"admin": hash_password(password)},
+    )
+
+
+def _print_hash(session: Session) -> None:
+    from ..http.passwords import hash_password
+
+    password = getpass("Password: ") if sys.stdin.isatty() else sys.stdin.readline().rstrip("\n")
+    if not password:
+        raise Failure("the password is empty", status=Status.USAGE)
+    session.say(hash_password(password), password_hash=hash_password(password))

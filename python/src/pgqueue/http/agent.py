@@ -1,0 +1,260 @@
+"""The agent: takes tasks from the broker's queue, does what they say in the target database, and records it.
+
+A task may be delivered twice, as its agent may die or stall at any moment. What it does in the target database is
+therefore recorded there, in the same transaction, under the task's id: who comes later finds it done.
+"""
+
+import asyncio
+import json
+import logging
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+from uuid import UUID
+
+import psycopg
+from psycopg_pool import PoolTimeout
+
+from .. import errors as refusals
+from ..client import AsyncQueue
+from ..consumer import AsyncConsumer, Delivery, Reject
+from . import registry
+from .databases import Databases
+from .errors import ApiError, is_passing, of_database
+from .messages import send
+from .metrics import Metrics
+from .once import Answer, Key, once
+from .raw import to_json
+from .registry import Assignment, QueueRow
+from .settings import Settings
+
+__all__ = ["Agent"]
+
+logger = logging.getLogger("pgqueue.http")
+
+# A task is not begun after this time, long before it is forgotten that it was done.
+_OLDEST: Final = timedelta(days=3)
+_REMEMBERED_DAYS: Final = 7
+_RETRY_SECONDS: Final = 1.0
+_BURIAL_SECONDS: Final = 30.0
+_CLEANING_SECONDS: Final = 3600.0
+
+
+class _Refused(Exception):
+    """A task that cannot be done, and why, for its caller."""
+
+
+class Agent:
+    """Works on tasks until it is told to stop; while the control database is down, it waits for it."""
+
+    def __init__(self, settings: Settings, databases: Databases, metrics: Metrics) -> None:
+        self._settings = settings
+        self._databases = databases
+        self._metrics = metrics
+        self.is_running = False
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Work. Tasks that are being worked on when it is told to stop are finished."""
+        house = asyncio.create_task(self._keep_house())
+        try:
+            while not stopping.is_set():
+                try:
+                    await self._consume(stopping)
+                except (psycopg.Error, PoolTimeout, OSError) as error:
+                    logger.warning("the agent waits for the control database: %s", of_database(error).message)
+                    self._databases.doubt()
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(stopping.wait(), _RETRY_SECONDS)
+        finally:
+            house.cancel()
+            with suppress(asyncio.CancelledError):
+                await house
+
+    async def _consume(self, stopping: asyncio.Event) -> None:
+        async with self._databases.control():
+            pass  # from now on the queue is there
+        tasks = self._settings.tasks
+        consumer = AsyncConsumer(
+            self._databases.control_conninfo,
+            tasks.queue,
+            self.handle,
+            concurrency=tasks.concurrency,
+            visibility_timeout=timedelta(seconds=tasks.visibility_timeout_seconds),
+        )
+        try:
+            await consumer.start()
+            self.is_running = True
+            logger.info("the agent works on tasks")
+            await stopping.wait()
+        finally:
+            self.is_running = False
+            await consumer.stop()
+
+    async def handle(self, delivery: Delivery) -> None:
+        """Work on a task. What it raises is tried again later."""
+        try:
+            task_id = UUID(delivery.message.payload["task_id"])
+        except (KeyError, TypeError, ValueError):
+            raise Reject("this is no task") from None
+        async with self._databases.control() as connection:
+            task = await registry.start(connection, task_id)
+        if task is None:
+            return  # another agent has done it, and died before it could say so
+        try:
+            await self._work(task)
+        except Exception as error:
+            last = delivery.attempt >= delivery.message.max_attempts
+            if _may_pass(error) and not last:
+                raise
+            if not isinstance(error, (_Refused, psycopg.Error, ApiError)) and not is_passing(error):
+                logger.exception("task %s (%s) failed", task.id, task.kind)
+            await self._fail(task.id, task.kind, _words(error))
+        else:
+            self._metrics.task(task.kind, "completed")
+
+    async def _work(self, task: Assignment) -> None:
+        if datetime.now(UTC) - task.created_at > _OLDEST:
+            raise _Refused(f"the task was not begun within {_OLDEST.days} days")
+        async with self._databases.control() as connection:
+            queue = await registry.get(connection, task.queue_id)
+        if task.kind == "provision":
+            await self._provision(task, queue)
+        elif task.kind == "deprovision":
+            await self._deprovision(task, queue)
+        elif queue is None or queue.status != "Active":
+            raise _Refused(f"the queue is {'gone' if queue is None else queue.status}")
+        elif task.kind == "enqueue":
+            await self._enqueue(task, queue)
+        else:
+            await self._look(task, queue)
+
+    async def _provision(self, task: Assignment, queue: QueueRow | None) -> None:
+        if queue is not None and queue.status in ("Pending", "Provisioning"):
+            service = self._databases.service(queue.service_id)
+            async with (
+                self._databases.target(service, queue.database_name, prepare=True) as target,
+                target.transaction(),
+            ):
+                if await self._holds(target, queue.id, ("Pending", "Provisioning")):
+                    await _create(target, queue)
+        await self._finish(task, queue="activate")
+
+    async def _deprovision(self, task: Assignment, queue: QueueRow | None) -> None:
+        if queue is not None and queue.status == "Deprovisioning":
+            service = self._databases.service(queue.service_id)
+            async with (
+                self._databases.target(service, queue.database_name, prepare=True) as target,
+                target.transaction(),
+            ):
+                if await self._holds(target, queue.id, ("Deprovisioning",)):
+                    await _drop(target, queue)
+        await self._finish(task, queue="delete")
+
+    async def _holds(self, target: psycopg.AsyncConnection[Any], id: UUID, wanted: tuple[str, ...]) -> bool:
+        """Hold a queue for the rest of the transaction, and look whether its status is still what it was.
+
+        Without this an agent that stalled could make a queue that was deleted meanwhile, and nobody would know it.
+        """
+        await target.execute("select pg_advisory_xact_lock(hashtextextended(%s, 0))", [f"pgqueue_http:{id}"])
+        async with self._databases.control() as connection:
+            queue = await registry.get(connection, id)
+        return queue is not None and queue.status in wanted
+
+    async def _enqueue(self, task: Assignment, queue: QueueRow) -> None:
+        service = self._databases.service(queue.service_id)
+        async with self._databases.target(service, queue.database_name, prepare=True) as target:
+
+            async def effect() -> Answer:
+                ids = await send(target, queue.name, task.request or "{}")
+                return Answer(200, to_json({"message_ids": ids}))
+
+            answer = await once(target, Key("task", str(task.id)), effect)
+        await self._finish(task, answer.text)
+
+    async def _look(self, task: Assignment, queue: QueueRow) -> None:
+        service = self._databases.service(queue.service_id)
+        async with self._databases.target(service, queue.database_name) as target:
+            stats = await AsyncQueue(target, queue.name).stats()
+        result = {
+            "queue_name": queue.name,
+            "ready_messages": stats.ready_messages,
+            "inflight_messages": stats.inflight_messages,
+            "dead_messages": stats.dead_messages,
+            "oldest_age_seconds": round(stats.oldest_age_seconds or 0.0, 3),
+        }
+        await self._finish(task, to_json(result))
+
+    async def _finish(self, task: Assignment, result: str | None = None, queue: str | None = None) -> None:
+        async with self._databases.control() as connection, connection.transaction():
+            await registry.finish(connection, task.id, result, queue)
+
+    async def _fail(self, id: UUID, kind: str, message: str) -> None:
+        async with self._databases.control() as connection, connection.transaction():
+            await registry.fail(connection, id, message)
+        self._metrics.task(kind, "failed")
+
+    async def _keep_house(self) -> None:
+        """Bury tasks on which every agent died, and forget what is old."""
+        loop = asyncio.get_running_loop()
+        cleaned_at = -_CLEANING_SECONDS
+        while True:
+            try:
+                await self.bury()
+                if loop.time() - cleaned_at >= _CLEANING_SECONDS:
+                    await self.clean()
+                    cleaned_at = loop.time()
+            except (psycopg.Error, PoolTimeout, OSError) as error:
+                logger.debug("housekeeping has to wait: %s", type(error).__name__)
+            await asyncio.sleep(_BURIAL_SECONDS)
+
+    async def bury(self) -> None:
+        """Set the tasks whose messages are dead letters to failed: no agent lived to do it."""
+        async with self._databases.control() as connection:
+            broker = AsyncQueue(connection, self._settings.tasks.queue)
+            for letter in await broker.browse_dead_messages(max_messages=100):
+                with suppress(KeyError, TypeError, ValueError):
+                    task_id = UUID(json.loads(letter.payload)["task_id"])
+                    await self._fail(task_id, "buried", letter.last_error or "every agent that began it has died")
+                await broker.purge_dead_messages([letter.id])
+
+    async def clean(self) -> None:
+        """Forget tasks and answers that are older than a week, in every database."""
+        async with self._databases.control() as connection:
+            await registry.forget(connection, _REMEMBERED_DAYS)
+        for service in self._settings.services.values():
+            for database in service.databases:
+                async with self._databases.target(service, database) as connection:
+                    await registry.forget_effects(connection, _REMEMBERED_DAYS)
+
+
+async def _create(target: psycopg.AsyncConnection[Any], queue: QueueRow) -> None:
+    cursor = await target.execute(
+        "insert into pgqueue_http.provisioned (queue_id, queue_name) values (%s, %s) on conflict do nothing",
+        [queue.id, queue.name],
+    )
+    if cursor.rowcount:
+        await AsyncQueue(target, queue.name).create_queue(
+            visibility_timeout=timedelta(seconds=queue.visibility_timeout_seconds),
+            max_attempts=queue.max_attempts,
+            dlq_enabled=queue.dlq_enabled,
+        )
+
+
+async def _drop(target: psycopg.AsyncConnection[Any], queue: QueueRow) -> None:
+    # What the server did not make, it does not drop: a queue of the same name may be somebody else's.
+    cursor = await target.execute("delete from pgqueue_http.provisioned where queue_id = %s", [queue.id])
+    if cursor.rowcount:
+        with suppress(refusals.QueueNotFound):  # somebody dropped it by SQL
+            async with target.transaction():
+                await AsyncQueue(target, queue.name).drop_queue()
+
+
+def _may_pass(error: Exception) -> bool:
+    # An agent may lack a service that others have: an ApiError is one that looks for it.
+    return is_passing(error) or isinstance(error, (refusals.QueueBusy, psycopg.errors.QueryCanceled, ApiError))
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, _Refused):
+        return str(error)
+    return error.message if isinstance(error, ApiError) else of_database(error).message

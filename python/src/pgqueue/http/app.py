@@ -1,0 +1,152 @@
+"""The application: its parts are made here, and its routes get their places.
+
+`pgqueue.http.app:app` is one for servers other than `pgqueue serve`; its configuration file is that of PGQUEUE_CONFIG.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
+from typing import Any, Literal
+
+import psycopg
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.staticfiles import StaticFiles
+from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
+from starlette.exceptions import HTTPException
+
+from . import direct, managed, operations, page
+from .agent import Agent
+from .context import Context
+from .databases import Databases
+from .edge import Edge
+from .errors import ApiError, error_response, of_database, of_status, of_validation
+from .metrics import Metrics
+from .passwords import Authenticator
+from .sampling import Sampler
+from .settings import Settings, SettingsError
+from .waiting import Waiting
+
+__all__ = ["Role", "create_app"]
+
+logger = logging.getLogger("pgqueue.http")
+Role = Literal["all", "controller"]
+
+_DESCRIPTION = """Queues in PostgreSQL, managed and used over HTTP.
+
+Managed queues are created, filled and looked at by way of agents: a request is answered at once, and polled for. The
+direct routes answer in one round trip. A POST that has an `Idempotency-Key` may be sent again: it happens once."""
+
+
+def create_app(settings: Settings, role: Role = "all") -> FastAPI:
+    """The application. With the role `controller` it has no agent of its own."""
+    databases = Databases(settings)
+    sampler = Sampler(settings, databases)
+    metrics = Metrics(sampler)
+    context = Context(settings, databases, metrics, sampler, Waiting())
+    if role == "all":
+        context.agent = Agent(settings, databases, metrics)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        sampling = asyncio.create_task(sampler.run(), name="pgqueue sampler")
+        working = asyncio.create_task(_work(context), name="pgqueue agent")
+        try:
+            yield
+        finally:
+            context.stopping.set()
+            sampling.cancel()
+            with suppress(asyncio.CancelledError):
+                await sampling
+            await working
+            await context.waiting.close()
+            await databases.close()
+
+    app = FastAPI(
+        title="pgqueue",
+        version=version("pgqueue"),
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        docs_url=None,  # they would load scripts from another host
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.context = context
+    app.include_router(managed.router)
+    app.include_router(direct.router)
+    app.include_router(operations.router)
+    app.include_router(page.router)
+    app.mount("/static", StaticFiles(packages=[("pgqueue.http", "static")]), name="static")
+    app.add_middleware(
+        Edge,
+        authenticator=Authenticator(settings.users),
+        metrics=metrics,
+        seconds=settings.limits.request_seconds,
+    )
+    _handle_errors(app)
+    _describe(app)
+    return app
+
+
+async def _work(context: Context) -> None:
+    if context.agent is not None:
+        await context.agent.run(context.stopping)
+
+
+def _handle_errors(app: FastAPI) -> None:
+    async def api(_request: Request, error: Any) -> Response:
+        return error_response(error)
+
+    async def validation(_request: Request, error: Any) -> Response:
+        return error_response(of_validation(error.errors()))
+
+    async def status(_request: Request, error: Any) -> Response:
+        if isinstance(error.__cause__, ApiError):  # which the body was, while it was read
+            return error_response(error.__cause__)
+        return error_response(of_status(error.status_code, str(error.detail), error.headers))
+
+    async def database(request: Request, error: Any) -> Response:
+        answer = of_database(error)
+        if answer.status >= 500:
+            level = logging.ERROR if answer.status == 500 else logging.WARNING
+            trace = error if answer.status == 500 else None
+            logger.log(level, "%s %s: %s", request.method, answer.code, type(error).__name__, exc_info=trace)
+        return error_response(answer)
+
+    async def unexpected(_request: Request, error: Any) -> Response:
+        return error_response(of_database(error))
+
+    app.add_exception_handler(ApiError, api)
+    app.add_exception_handler(RequestValidationError, validation)
+    app.add_exception_handler(HTTPException, status)
+    for kind in (psycopg.Error, PoolTimeout, PoolClosed, TooManyRequests, ConnectionError):
+        app.add_exception_handler(kind, database)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _describe(app: FastAPI) -> None:
+    """Say in OpenAPI that a name and a password are needed."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = made()
+            schema["components"]["securitySchemes"] = {"basic": {"type": "http", "scheme": "basic"}}
+            schema["security"] = [{"basic": []}]
+            for path in ("/healthz", "/readyz"):
+                schema["paths"][path]["get"]["security"] = []
+        return app.openapi_schema or {}
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    path = os.environ.get("PGQUEUE_CONFIG")
+    if not path:
+        raise SettingsError("PGQUEUE_CONFIG is not set: it names the configuration file")
+    return create_app(Settings.load(path))

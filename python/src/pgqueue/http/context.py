@@ -1,0 +1,99 @@
+"""What the routes share, and what they have in common: the caller's key, the answer, the errors that they document."""
+
+import asyncio
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final
+
+from fastapi import Depends, Header, Request, Response
+
+from .databases import Databases
+from .errors import ApiError
+from .metrics import Metrics
+from .models import ErrorBody
+from .once import Answer, Key, fingerprint
+from .sampling import Sampler
+from .settings import Settings
+from .waiting import Waiting
+
+__all__ = ["Context", "Given", "IdempotencyKey", "context_of", "errors", "is_name", "reply"]
+
+_NAME: Final = re.compile("[a-z0-9_-]{1,128}")
+_ERRORS: Final = {
+    400: "The body is no JSON.",
+    401: "Name or password are missing or wrong.",
+    403: "A browser was made to send this by another site.",
+    404: "There is no such service, queue, task or message.",
+    409: "It is not possible now: the name is taken, or the queue is not Active.",
+    410: "The claim was lost.",
+    413: "The body or a payload is too large.",
+    422: "A field is missing or out of its limits.",
+    503: "A database cannot be reached, or took too long.",
+}
+
+
+@dataclass(slots=True)
+class Context:
+    """The parts of a running server. `stopping` is set when it is told to stop: who waits should not."""
+
+    settings: Settings
+    databases: Databases
+    metrics: Metrics
+    sampler: Sampler
+    waiting: Waiting
+    agent: Any = None
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+async def context_of(request: Request) -> Context:
+    """The parts of the server that serves a request. Not to be run on a thread, hence async."""
+    context: Context = request.app.state.context
+    return context
+
+
+Given = Annotated[Context, Depends(context_of)]
+
+
+async def _key_of(
+    request: Request,
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            alias="Idempotency-Key",
+            min_length=1,
+            max_length=255,
+            pattern="^[!-~]+$",
+            description="A name for this request: sent again under it, nothing happens twice.",
+        ),
+    ] = None,
+) -> Key | None:
+    if idempotency_key is None:
+        return None
+    query = request.scope["query_string"]
+    what = fingerprint(request.method.encode(), request.scope["path"].encode(), query, await request.body())
+    return Key(f"user:{request.scope['user']}", idempotency_key, what)
+
+
+IdempotencyKey = Annotated[Key | None, Depends(_key_of)]
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors of a route, for OpenAPI: those named, and those that any route may have."""
+    return {each: {"description": _ERRORS[each], "model": ErrorBody} for each in sorted({401, 422, 503, *statuses})}
+
+
+def is_name(text: str) -> bool:
+    """Whether a queue may be called so."""
+    return _NAME.fullmatch(text) is not None
+
+
+def queue_not_found(name: str) -> ApiError:
+    """There is no such queue."""
+    return ApiError(404, "queue_not_found", f"there is no queue {name[:128]!r}", "queue_name", name)
+
+
+def reply(answer: Answer, **headers: str) -> Response:
+    """The response of an answer."""
+    if answer.replayed:
+        headers["Idempotent-Replayed"] = "true"
+    return Response(answer.text, answer.status, headers, "application/json")

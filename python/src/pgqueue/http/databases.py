@@ -1,0 +1,206 @@
+"""Connections to the control database and to those of the services: pooled, checked, bounded in time."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+from psycopg import AsyncConnection
+from psycopg.conninfo import make_conninfo
+from psycopg_pool import AsyncConnectionPool, PoolTimeout
+
+from .._files import install_script
+from ..client import AsyncQueue
+from .errors import ApiError
+from .migrations import CONTROL, TARGET, migrate
+from .raw import RawJson
+from .settings import Service, Settings
+
+__all__ = ["Connection", "Databases"]
+
+Connection = AsyncConnection[Any]
+Place = tuple[str, str] | None  # a service and a database; None is the control database
+
+_RETRY_SECONDS = 1.0  # after a failed connection; a request that comes later begins anew
+
+
+class Databases:
+    """Everything that is connected to, by name. Pools are made when first used, and opened in the background."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._pools: dict[Place, AsyncConnectionPool[Connection]] = {}
+        self._gates: dict[Place, asyncio.Semaphore] = {}
+        self._failing: set[Place] = set()
+        self._opening = asyncio.Lock()
+        self._migrated: set[Place] = set()
+
+    def service(self, id: str) -> Service:
+        """A service by its id. Raises `ApiError` 404."""
+        service = self._settings.services.get(id)
+        if service is None:
+            raise ApiError(404, "service_not_found", f"there is no service {id[:128]!r}", "service_id", id)
+        return service
+
+    def conninfo(self, service: Service, database: str) -> str:
+        """How to connect to a database of a service, for a connection of one's own."""
+        return make_conninfo(service.dsn, dbname=database, **self._options(service.dsn))
+
+    @property
+    def control_conninfo(self) -> str:
+        """How to connect to the control database."""
+        return make_conninfo(self._settings.control_dsn, **self._options(self._settings.control_dsn))
+
+    def doubt(self) -> None:
+        """Look again, next time, whether the tables are there: the databases may not be those of before."""
+        self._migrated.clear()
+
+    def _options(self, dsn: str) -> dict[str, Any]:
+        given = psycopg.conninfo.conninfo_to_dict(dsn)
+        ours: dict[str, Any] = {
+            "connect_timeout": max(2, int(self._settings.limits.connect_seconds)),
+            "fallback_application_name": "pgqueue serve",
+            "tcp_user_timeout": int(self._settings.limits.database_seconds * 1000),
+        }
+        return {name: value for name, value in ours.items() if name not in given}
+
+    @asynccontextmanager
+    async def control(self) -> AsyncIterator[Connection]:
+        """A connection to the control database, migrated, in autocommit mode."""
+        pool = self._pools.get(None) or await self._open(None, self.control_conninfo)
+        async with self._taken(None, pool) as connection:
+            if None not in self._migrated:
+                await install(connection)
+                await migrate(connection, CONTROL)
+                await self._open_broker(connection)
+                self._migrated.add(None)
+            yield connection
+
+    @asynccontextmanager
+    async def target(self, service: Service, database: str, prepare: bool = False) -> AsyncIterator[Connection]:
+        """A connection to a database of a service, in autocommit mode.
+
+        With `prepare`, pgqueue and our own schema are installed where they are missing. Raises `ApiError` 404 for a
+        database that the service does not have.
+        """
+        place = (service.id, database)
+        if database not in service.databases:
+            limit = f"one of {', '.join(service.databases)}"
+            message = f"database_name must be {limit}"
+            raise ApiError(404, "database_not_found", message, "database_name", database, limit)
+        pool = self._pools.get(place) or await self._open(place, self.conninfo(service, database))
+        async with self._taken(place, pool) as connection:
+            if prepare and place not in self._migrated:
+                await install(connection)
+                await migrate(connection, TARGET)
+                self._migrated.add(place)
+            yield connection
+
+    @asynccontextmanager
+    async def _taken(self, place: Place, pool: AsyncConnectionPool[Connection]) -> AsyncIterator[Connection]:
+        """A connection of a pool. Who waits for others to give theirs back has patience, who waits for the server less.
+
+        For a connection several tries are made: a pool gives up after the first, and begins anew when it is asked.
+        """
+        limits, gate = self._settings.limits, self._gates[place]
+        try:
+            async with asyncio.timeout(limits.connect_seconds if place in self._failing else limits.request_seconds):
+                await gate.acquire()
+        except TimeoutError:
+            raise PoolTimeout("too many wait for this database") from None
+        try:
+            connection = await self._connected(place, pool)
+            try:
+                yield connection
+            finally:
+                await pool.putconn(connection)
+        finally:
+            gate.release()
+
+    async def _connected(self, place: Place, pool: AsyncConnectionPool[Connection]) -> Connection:
+        until = time.monotonic() + self._settings.limits.connect_seconds
+        while True:
+            try:
+                connection = await pool.getconn(min(_RETRY_SECONDS, max(0.1, until - time.monotonic())))
+            except PoolTimeout:
+                self._failing.add(place)
+                if time.monotonic() >= until:
+                    raise
+            else:
+                self._failing.discard(place)
+                return connection
+
+    async def _open_broker(self, connection: Connection) -> None:
+        tasks = self._settings.tasks
+        await AsyncQueue(connection, tasks.queue).create_queue(
+            max_attempts=tasks.max_attempts,
+            backoff_base=timedelta(seconds=0.5),
+            backoff_max=timedelta(seconds=30),
+            if_not_exists=True,
+        )
+
+    async def _open(self, place: Place, conninfo: str) -> AsyncConnectionPool[Connection]:
+        async with self._opening:
+            if place not in self._pools:
+                connections = self._settings.limits.connections
+                pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
+                    conninfo,
+                    kwargs={"autocommit": True},
+                    min_size=1,
+                    max_size=connections,
+                    open=False,
+                    configure=self._configure,
+                    check=_check,
+                    reconnect_timeout=_RETRY_SECONDS,
+                    name="control" if place is None else "/".join(place),
+                )
+                await pool.open(wait=False)
+                self._gates[place] = asyncio.Semaphore(connections)
+                self._pools[place] = pool
+            return self._pools[place]
+
+    async def _configure(self, connection: Connection) -> None:
+        psycopg.types.json.set_json_loads(RawJson.loads, connection)
+        milliseconds = int(self._settings.limits.database_seconds * 1000)
+        await connection.execute(
+            f"set statement_timeout = {milliseconds}; set lock_timeout = {milliseconds // 2};"
+            f" set idle_in_transaction_session_timeout = {2 * milliseconds};"
+            " set default_transaction_isolation = 'read committed'"
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        pools, self._pools = list(self._pools.values()), {}
+        for pool in pools:
+            await pool.close(timeout=5)
+
+
+async def _check(connection: Connection) -> None:
+    """Raise if the server has closed the connection, as far as can be told without a round trip."""
+    connection.pgconn.consume_input()  # the server's last words, if there are any, …
+    connection.pgconn.is_busy()
+    connection.pgconn.consume_input()  # … and the end that follows them
+    if connection.closed:
+        raise psycopg.OperationalError("the server closed the connection")
+
+
+async def install(connection: Connection) -> None:
+    """Make sure that pgqueue is in a database: as the extension where the server offers it, else as plain SQL."""
+    async with connection.transaction():
+        await connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue_http'))")
+        cursor = await connection.execute(
+            "select to_regnamespace('pgqueue') is not null,"
+            " exists (select from pg_available_extensions where name = 'pgqueue')"
+        )
+        is_there, is_offered = await cursor.fetchone() or (False, False)
+        if is_there:
+            return
+        if is_offered:
+            await connection.execute("create extension pgqueue")
+        else:
+            script = re.sub(r"(?m)^(begin|commit);$", "", install_script().read_text("utf8"))
+            await connection.execute(script.encode())

@@ -1,0 +1,256 @@
+"""The direct routes: the verbs of a queue in one round trip, beside the managed ones that go by way of an agent."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from psycopg import AsyncConnection
+
+from ..client import AsyncQueue
+from ..message import Message
+from .context import Context, Given, IdempotencyKey, errors, is_name, queue_not_found, reply
+from .errors import ApiError
+from .messages import check_payloads, send
+from .models import (
+    MAX_ID,
+    Ack,
+    AckBatch,
+    Claim,
+    ClaimedMessage,
+    ClaimedMessages,
+    Count,
+    DeadLetter,
+    DeadLetters,
+    DirectStats,
+    Done,
+    EnqueueDirect,
+    Extend,
+    Ids,
+    MessageIds,
+    Nack,
+)
+from .once import Answer, Key, once
+from .raw import to_json
+from .settings import Service
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["direct"])
+
+_LOOK_SECONDS: Final = 5.0  # between looks of a long poll, beside notifications and what comes due
+_FAULTS: Final = errors(400, 403, 404, 409, 413, 422)
+_CLAIMS: Final = _FAULTS | errors(410)
+_CLAIMED: Final = tuple(ClaimedMessage.model_fields)
+_DEAD: Final = tuple(DeadLetter.model_fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The queue that a request is about, and where it is. Nothing is looked up yet."""
+
+    context: Context
+    service: Service
+    database: str
+    name: str
+    key: Key | None
+
+    @asynccontextmanager
+    async def queue(self, keyed: bool = False) -> AsyncIterator[AsyncQueue]:
+        """The queue, on a connection; `keyed` if answers are to be kept in its database."""
+        async with self.context.databases.target(self.service, self.database, prepare=keyed) as connection:
+            yield AsyncQueue(connection, self.name)
+
+    def count(self, operation: str, number: int) -> None:
+        """Count messages."""
+        self.context.metrics.messages(self.service.id, self.database, self.name, operation, number)
+
+    async def once(self, effect: Callable[[AsyncQueue], Awaitable[Answer]]) -> Answer:
+        """Carry out an effect, once if the request has a key."""
+        async with self.queue(keyed=self.key is not None) as queue:
+            connection: AsyncConnection[Any] = queue.connection
+            return await once(connection, self.key, lambda: effect(queue))
+
+
+async def _target(
+    context: Given,
+    key: IdempotencyKey,
+    queue_name: str,
+    service_id: Annotated[str | None, Query(description="By default the server's first service")] = None,
+    database_name: Annotated[str | None, Query(description="By default the service's")] = None,
+) -> Target:
+    service = context.settings.default_service if service_id is None else context.databases.service(service_id)
+    if not is_name(queue_name) or queue_name == context.settings.tasks.queue:
+        raise queue_not_found(queue_name)
+    database = service.default_database if database_name is None else database_name
+    return Target(context, service, database, queue_name, key)
+
+
+On = Annotated[Target, Depends(_target)]
+
+
+@router.post("/messages", status_code=201, response_model=MessageIds, responses=_FAULTS)
+async def enqueue(request: Request, on: On, body: EnqueueDirect) -> Response:
+    """Send up to 100 messages in one transaction; returns their ids in request order."""
+    check_payloads(body.messages)
+    text = (await request.body()).decode()
+
+    async def effect(queue: AsyncQueue) -> Answer:
+        return Answer(201, to_json({"message_ids": await send(queue.connection, on.name, text)}))
+
+    answer = await on.once(effect)
+    if not answer.replayed:
+        on.count("enqueued", len(body.messages))
+    return reply(answer)
+
+
+@router.post("/claim", response_model=ClaimedMessages, responses=_FAULTS)
+async def claim(request: Request, on: On, body: Claim) -> Response:
+    """Claim up to 100 messages, and wait up to 20 seconds for the first; empty where none came."""
+
+    async def effect(queue: AsyncQueue) -> Answer:
+        claimed = await queue.claim(body.max_messages, _seconds(body.visibility_timeout_seconds), body.claimed_by)
+        if not claimed:
+            raise _NothingReady  # so that the answer is not kept: who asks again may get some
+        on.count("claimed", len(claimed))
+        return Answer(200, to_json({"messages": [_fields(each, _CLAIMED) for each in claimed]}))
+
+    try:
+        return reply(await on.once(effect))
+    except _NothingReady:
+        pass
+    if body.wait_seconds:
+        answer = await _wait_for(on, effect, body.wait_seconds, request)
+        if answer is not None:
+            return reply(answer)
+    return reply(Answer(200, '{"messages": []}'))
+
+
+class _NothingReady(Exception):
+    """A claim found nothing."""
+
+
+async def _wait_for(
+    on: Target, effect: Callable[[AsyncQueue], Awaitable[Answer]], seconds: float, request: Request
+) -> Answer | None:
+    """Claim when something comes, or give up."""
+    until = time.monotonic() + seconds
+    async with on.queue() as queue:
+        channel = await queue.channel()
+    conninfo = on.context.databases.conninfo(on.service, on.database)
+    stopping = asyncio.create_task(on.context.stopping.wait())
+    try:
+        async with on.context.waiting.on(conninfo, channel) as sent:
+            # Whoever has gone away must not be given a message.
+            while time.monotonic() < until and not stopping.done() and not await request.is_disconnected():
+                sent.clear()
+                async with on.queue() as queue:
+                    due = (await queue.prepare_wait(timedelta(seconds=_LOOK_SECONDS))).timestamp() - time.time()
+                try:
+                    return await on.once(effect)
+                except _NothingReady:
+                    pass
+                rest = max(0.01, min(until - time.monotonic(), due, _LOOK_SECONDS))
+                heard = asyncio.create_task(sent.wait())
+                await asyncio.wait({heard, stopping}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
+                heard.cancel()
+    finally:
+        stopping.cancel()
+    return None
+
+
+@router.post("/ack", response_model=Done, responses=_CLAIMS)
+async def ack(on: On, body: Ack) -> Response:
+    """Acknowledge a message: it is done and gone. 410 if the claim was lost."""
+    return await _settle(on, body.id, "acked", lambda queue: queue.ack(body.id, body.claim_token))
+
+
+@router.post("/ack-batch", response_model=Count, responses=_FAULTS)
+async def ack_batch(on: On, body: AckBatch) -> Response:
+    """Acknowledge messages of one claim; returns how many were still claimed."""
+    return await _counted(on, "acked", lambda queue: queue.ack_batch(body.ids, body.claim_token))
+
+
+@router.post("/nack", response_model=Done, responses=_CLAIMS)
+async def nack(on: On, body: Nack) -> Response:
+    """Give a message back; it dies if its attempts are spent. 410 if the claim was lost."""
+    delay = _seconds(body.delay_seconds)
+    return await _settle(
+        on, body.id, "nacked", lambda queue: queue.nack(body.id, body.claim_token, delay, _storable(body.error))
+    )
+
+
+@router.post("/extend", response_model=Done, responses=_CLAIMS)
+async def extend(on: On, body: Extend) -> Response:
+    """Let a claim last longer, from now on. 410 if it was lost."""
+    timeout = _seconds(body.visibility_timeout_seconds)
+    return await _settle(on, body.id, "extended", lambda queue: queue.extend(body.id, body.claim_token, timeout))
+
+
+@router.get("/stats", response_model=DirectStats, responses=errors(404, 422))
+async def stats(on: On) -> Response:
+    """The depth of a queue, cheap on a deep one."""
+    async with on.queue() as queue:
+        return reply(Answer(200, to_json(await queue.stats())))
+
+
+@router.get("/dead-letters", response_model=DeadLetters, responses=errors(404, 422))
+async def dead_letters(
+    on: On,
+    max_messages: Annotated[int, Query(ge=1, le=100)] = 100,
+    after_id: Annotated[int, Query(ge=0, le=MAX_ID)] = 0,
+) -> Response:
+    """Dead letters by id, from behind `after_id` on."""
+    async with on.queue() as queue:
+        letters = await queue.browse_dead_messages(max_messages, after_id)
+    return reply(Answer(200, to_json({"dead_messages": [_fields(each, _DEAD) for each in letters]})))
+
+
+@router.post("/redrive", response_model=Count, responses=_FAULTS)
+async def redrive(on: On, body: Ids) -> Response:
+    """Make dead letters ready again, some or up to all of them; returns how many."""
+    return await _counted(on, "redriven", lambda queue: queue.redrive(ids=body.ids))
+
+
+@router.post("/purge-dead-letters", response_model=Count, responses=_FAULTS)
+async def purge_dead_letters(on: On, body: Ids) -> Response:
+    """Delete dead letters, some or all of them; returns how many."""
+    return await _counted(on, "purged", lambda queue: queue.purge_dead_messages(body.ids))
+
+
+async def _settle(on: Target, id: int, operation: str, verb: Callable[[AsyncQueue], Awaitable[bool]]) -> Response:
+    async def effect(queue: AsyncQueue) -> Answer:
+        if not await verb(queue):
+            raise ApiError(410, "claim_lost", f"the claim of message {id} was lost", "claim_token")
+        return Answer(200, to_json({"id": id}))
+
+    answer = await on.once(effect)
+    if not answer.replayed:
+        on.count(operation, 1)
+    return reply(answer)
+
+
+async def _counted(on: Target, operation: str, verb: Callable[[AsyncQueue], Awaitable[int]]) -> Response:
+    async def effect(queue: AsyncQueue) -> Answer:
+        number = await verb(queue)
+        on.count(operation, number)
+        return Answer(200, to_json({"count": number}))
+
+    return reply(await on.once(effect))
+
+
+def _seconds(number: int | None) -> timedelta | None:
+    return None if number is None else timedelta(seconds=number)
+
+
+def _storable(text: str | None) -> str | None:
+    """Text without what PostgreSQL cannot store."""
+    return None if text is None else text.replace("\x00", "").encode("utf8", "replace").decode()
+
+
+def _fields(record: Message | Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}

@@ -1,0 +1,144 @@
+"""How figures look on the page: rows of the table, sparklines, and words for numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from ..message import QueueStats
+from .registry import QueueRow
+from .sampling import History, Place, Sampler
+
+__all__ = ["ENVIRONMENT", "Row", "rows_of"]
+
+_WIDTH: Final = 120
+_HEIGHT: Final = 28
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A queue in the table: as the registry has it, as it was sampled, or both."""
+
+    place: Place
+    stats: QueueStats | None = None
+    history: History | None = None
+    status: str = ""
+    error_message: str | None = None
+
+    @property
+    def key(self) -> str:
+        """What tells it from other rows."""
+        return "/".join(self.place)
+
+    @property
+    def state(self) -> str:
+        """One word for how it is."""
+        if self.stats is not None and self.stats.paused:
+            return "Paused"
+        return self.status or "Active"
+
+    def about(self, number: str) -> bool:
+        """Whether a figure is an estimate."""
+        return self.stats is not None and number in self.stats.estimates
+
+    @property
+    def depths(self) -> list[float]:
+        """The depth, from sample to sample."""
+        return [] if self.history is None else [float(each.depth) for each in self.history.samples]
+
+    @property
+    def changes(self) -> list[float]:
+        """The change of the depth a second."""
+        return [] if self.history is None else self.history.changes
+
+    @property
+    def ages(self) -> list[float]:
+        """The age of the oldest ready message in seconds."""
+        samples = () if self.history is None else self.history.samples
+        return [each.stats.oldest_age_seconds or 0.0 for each in samples]
+
+    @property
+    def change(self) -> float:
+        """The change a second, now."""
+        return 0.0 if self.history is None else self.history.change
+
+
+def rows_of(sampler: Sampler, registered: Sequence[QueueRow], hidden: str) -> list[Row]:
+    """A row for each queue that was sampled, or is registered and not there yet; but for the hidden one."""
+    known = {(row.service_id, row.database_name, row.name): row for row in registered}
+    rows = {}
+    for place, history in sampler.histories():
+        row = known.pop(place, None)
+        if place[2] != hidden:
+            status, message = (row.status, row.error_message) if row else ("", None)
+            rows[place] = Row(place, history.last.stats, history, status, message)
+    for place, row in known.items():
+        rows[place] = Row(place, status=row.status, error_message=row.error_message)
+    return [row for _, row in sorted(rows.items())]
+
+
+def sparkline(values: Sequence[float], label: str, kind: str) -> Markup:
+    """A small line of what was, the newest at the right; 0 is drawn where values lie on both sides of it."""
+    if len(values) < 2:
+        return Markup('<span class="spark"></span>')
+    low, high = min(0.0, *values), max(0.0, *values)
+    span = (high - low) or 1.0
+    step = _WIDTH / (len(values) - 1)
+
+    def y(value: float) -> float:
+        return _HEIGHT - 2 - (value - low) / span * (_HEIGHT - 4)
+
+    points = " ".join(f"{place * step:.1f},{y(value):.1f}" for place, value in enumerate(values))
+    zero = y(0.0)
+    return Markup(
+        '<svg class="spark {kind}" viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img"'
+        ' aria-label="{label}"><title>{label}</title>'
+        '<polygon points="0,{zero} {points} {width},{zero}"/>'
+        '<line x1="0" y1="{zero}" x2="{width}" y2="{zero}"/><polyline points="{points}"/></svg>'
+    ).format(
+        kind=kind, width=_WIDTH, height=_HEIGHT, label=f"{label}, from {_short(low)} to {_short(high)}",
+        zero=f"{zero:.1f}", points=points,
+    )  # fmt: skip
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10 or float(value).is_integer() else f"{value:,.1f}"
+
+
+def signed(value: float) -> str:
+    """A change a second."""
+    text = _short(abs(value))
+    return "0" if text in ("0", "0.0") else f"{'+' if value > 0 else '−'}{text}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration in its largest units."""
+    if value is None:
+        return "–"
+    whole = int(value)
+    if whole < 60:
+        return f"{value:.1f} s" if value < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    hours = f"{whole // 3600 % 24} h" if whole >= 86400 else f"{whole // 3600} h {whole // 60 % 60:02d} min"
+    return f"{whole // 86400} d {hours}" if whole >= 86400 else hours
+
+
+def moment(at: datetime) -> Markup:
+    """A moment, in UTC."""
+    at = at.astimezone(UTC)
+    return Markup('<time datetime="{}">{}</time>').format(at.isoformat(), f"{at:%Y-%m-%d %H:%M:%S} UTC")
+
+
+ENVIRONMENT: Final = Environment(
+    loader=PackageLoader("pgqueue.http"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+ENVIRONMENT.filters |= {"seconds": seconds, "moment": moment, "signed": signed, "number": lambda n: f"{n:,}"}
+ENVIRONMENT.globals["sparkline"] = sparkline

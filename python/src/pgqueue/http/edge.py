@@ -1,0 +1,123 @@
+"""What every request passes before a route sees it: who it is from, how large it is, how long it may take."""
+
+import asyncio
+import logging
+import time
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError, error_response
+from .metrics import Metrics
+from .models import BATCH_LIMIT, PAYLOAD_LIMIT
+from .passwords import Authenticator
+
+__all__ = ["BODY_LIMIT", "Edge"]
+
+logger = logging.getLogger("pgqueue.http")
+
+# A full batch of the largest payloads, written with twice as many characters as PostgreSQL needs.
+BODY_LIMIT: Final = 2 * BATCH_LIMIT * PAYLOAD_LIMIT
+_OPEN: Final = {"/healthz", "/readyz"}
+_SAFE: Final = {"GET", "HEAD", "OPTIONS"}
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self';"
+    " img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+class Edge:
+    """The middleware. Errors that it finds look like those of the routes."""
+
+    def __init__(self, app: ASGIApp, authenticator: Authenticator, metrics: Metrics, seconds: float) -> None:
+        self._app = app
+        self._authenticator = authenticator
+        self._metrics = metrics
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began = time.perf_counter()
+        status = 500
+        started = False
+
+        async def answer(message: Message) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._admit(scope)
+                await self._app(scope, _Bounded(receive), answer)
+        except ApiError as error:
+            if not started:
+                await error_response(error)(scope, receive, answer)
+        except TimeoutError:
+            if not started:
+                message = f"the request took longer than {self._seconds:g} s"
+                late = ApiError(503, "timeout", message, limit=f"{self._seconds:g} s", headers={"Retry-After": "1"})
+                await error_response(late)(scope, receive, answer)
+        finally:
+            self._metrics.request(scope, status, time.perf_counter() - began)
+
+    async def _admit(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if scope["path"] not in _OPEN:
+            scope["user"] = await self._user(headers)
+        if scope["method"] not in _SAFE:
+            _refuse_other_sites(headers)
+        length = headers.get("content-length", "0")
+        if not length.isascii() or not length.isdigit() or int(length) > BODY_LIMIT:
+            raise _too_large(length)
+
+    async def _user(self, headers: Headers) -> str:
+        user = await self._authenticator.user(headers.get("authorization"))
+        if user is None:
+            challenge = {"WWW-Authenticate": 'Basic realm="pgqueue", charset="UTF-8"'}
+            raise ApiError(401, "unauthorized", "name and password are needed, and must be right", headers=challenge)
+        return user
+
+
+class _Bounded:
+    """Receives a body of no more bytes than there may be."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._bytes = 0
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self._bytes += len(message.get("body", b""))
+        if self._bytes > BODY_LIMIT:
+            raise _too_large(self._bytes)
+        return message
+
+
+def _too_large(size: Any) -> ApiError:
+    message = f"the body is over the limit of {BODY_LIMIT} bytes"
+    return ApiError(413, "body_too_large", message, "body", f"{size} bytes", f"{BODY_LIMIT} bytes")
+
+
+def _refuse_other_sites(headers: Headers) -> None:
+    """Refuse what a page of another site had a browser send: it would come with our user's password."""
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        is_ours = site in ("same-origin", "none")
+    else:
+        origin = headers.get("origin")
+        is_ours = origin is None or urlsplit(origin).netloc == headers.get("host")
+    if not is_ours:
+        raise ApiError(403, "cross_site", "requests that change something must not come from another site")

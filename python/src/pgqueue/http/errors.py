@@ -1,0 +1,177 @@
+"""What goes wrong, as callers are told: one shape of JSON that names the field, its value and the limit."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import psycopg
+from psycopg_pool import PoolClosed, PoolTimeout
+from starlette.responses import Response
+
+from ..errors import InvalidArgument, PayloadTooLarge, QueueBusy, QueueExists, QueueNotFound
+
+__all__ = ["ApiError", "error_response", "of_database", "of_status", "of_validation"]
+
+_SHOWN: Final = 100  # characters of a value
+_CODES: Final = {
+    400: "bad_request",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "too_large",
+    422: "invalid",
+    500: "internal_error",
+    503: "unavailable",
+}
+# Connection, resources, intervention by an operator, a server that restarts: later it may well work.
+_PASSING: Final = ("08", "53", "57", "58")
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    `code` is a stable word; `field` is the part of the request it is about, `value` what was given, shortened, and
+    `limit` what may be given, where there are such.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        field: str | None = None,
+        value: object = None,
+        limit: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.field = field
+        self.value = _shown(value)
+        self.limit = limit
+        self.headers = dict(headers or {})
+
+
+def _shown(value: object) -> str | int | float | bool | None:
+    """A value as it may be repeated: short, and nothing that JSON lacks."""
+    if value is None or (isinstance(value, (bool, int, float)) and abs(value) < 2**63):
+        return value
+    if isinstance(value, (dict, list, tuple)):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    text = str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def error_response(error: ApiError) -> Response:
+    """The response of an error."""
+    body = {
+        "error": {
+            "code": error.code,
+            "message": error.message,
+            "field": error.field,
+            "value": error.value,
+            "limit": error.limit,
+        }
+    }
+    # Lone surrogates, which a request may have, are escaped: the answer is always UTF-8.
+    content = json.dumps(body).encode()
+    return Response(content, error.status, error.headers, "application/json")
+
+
+def of_status(status: int, detail: str, headers: Mapping[str, str] | None = None) -> ApiError:
+    """The error of a status of HTTP itself, such as a path that nobody has."""
+    return ApiError(status, _CODES.get(status, "error"), detail, headers=headers)
+
+
+def of_validation(faults: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The error of a request that does not fit its description: the first fault."""
+    fault = faults[0]
+    kind, place = fault["type"], list(fault["loc"])
+    where = place[0] if place else "body"
+    if kind == "json_invalid" or (where == "body" and len(place) == 1 and kind != "missing"):
+        message = "the body must be a JSON object, sent as Content-Type: application/json"
+        return ApiError(400, "malformed_json", message, field="body")
+    field = _field(place[1:] if where in ("body", "query", "path", "header") else place) or "body"
+    limit = _limit(kind, fault.get("ctx") or {}, fault["msg"])
+    value = None if kind == "missing" else fault.get("input")
+    said = "is missing" if kind == "missing" else "is invalid"
+    return ApiError(422, "invalid", f"{field} {said}; must be {limit}", field, value, limit)
+
+
+def _field(place: Sequence[str | int]) -> str:
+    text = ""
+    for step in place:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
+    return text
+
+
+def _limit(kind: str, context: Mapping[str, Any], message: str) -> str:
+    match kind:
+        case "missing":
+            return "given"
+        case "extra_forbidden":
+            return "left out: there is no such field"
+        case "greater_than_equal":
+            return f"at least {context['ge']}"
+        case "less_than_equal":
+            return f"at most {context['le']}"
+        case "too_long" | "string_too_long":
+            return f"at most {context['max_length']} {'items' if kind == 'too_long' else 'characters'} long"
+        case "too_short" | "string_too_short":
+            return f"at least {context['min_length']} {'items' if kind == 'too_short' else 'characters'} long"
+        case "string_pattern_mismatch":
+            return f"of the form {context['pattern']}"
+        case "int_type" | "int_from_float" | "int_parsing" | "int_parsing_size":
+            return "a whole number"
+        case "bool_type" | "bool_parsing":
+            return "true or false"
+        case "string_type":
+            return "a string"
+        case "dict_type":
+            return "a JSON object"
+        case "list_type":
+            return "a list"
+        case "uuid_type" | "uuid_parsing":
+            return "a UUID"
+    return message
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same request may well succeed later: the database is down, restarts, or has no room."""
+    if isinstance(error, (PoolTimeout, PoolClosed, OSError, TimeoutError)):
+        return True
+    if not isinstance(error, psycopg.Error):
+        return False
+    state = error.sqlstate
+    if state is None:
+        return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
+    return state[:2] in _PASSING or state[:2] == "40" or state in ("55P03", "25006")
+
+
+def of_database(error: BaseException) -> ApiError:
+    """The error of what the database or the way to it said. Never has a DSN, a host or a statement in it."""
+    said = (error.diag.message_primary or "") if isinstance(error, psycopg.Error) else ""
+    match error:
+        case QueueNotFound():
+            return ApiError(404, "queue_not_found", said)
+        case QueueExists():
+            return ApiError(409, "queue_exists", said)
+        case QueueBusy():
+            return ApiError(409, "queue_busy", f"{said}: try again", headers={"Retry-After": "1"})
+        case PayloadTooLarge():
+            return ApiError(413, "payload_too_large", said, field="payload", limit="the queue's max_payload_bytes")
+        case InvalidArgument():
+            return ApiError(422, "invalid", said)
+        case psycopg.errors.InvalidSchemaName() | psycopg.errors.UndefinedFunction():
+            return ApiError(404, "queue_not_found", "there is no queue in this database: pgqueue is not installed")
+        case psycopg.errors.QueryCanceled():
+            return ApiError(503, "timeout", "the database took too long", headers={"Retry-After": "1"})
+        case psycopg.DataError():
+            return ApiError(422, "invalid", f"PostgreSQL cannot store this: {said}", field="body")
+    if is_passing(error):
+        message = "the database cannot be reached now: try again"
+        return ApiError(503, "database_unavailable", message, headers={"Retry-After": "1"})
+    return of_status(500, "an internal error, which the server's log explains")

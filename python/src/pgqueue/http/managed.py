@@ -1,0 +1,194 @@
+"""The managed queues: created, listed, filled, looked at and deleted by way of agents, whose tasks are polled for."""
+
+from typing import Annotated, Any
+from uuid import UUID
+
+from fastapi import APIRouter, Query, Request, Response
+from psycopg import AsyncConnection
+from pydantic import BaseModel
+
+from . import registry
+from .context import Context, Given, IdempotencyKey, errors, is_name, queue_not_found, reply
+from .errors import ApiError
+from .messages import check_payloads
+from .models import CreateQueue, EnqueueRequest, EnqueueTask, QueueBody, QueueList, StatsTask, TaskId
+from .once import Answer, Key, once
+from .raw import RawJson, moment, to_json
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/managed-services/{service_id}/queues", tags=["managed queues"])
+
+TaskOf = Annotated[UUID, Query(description="What the request for it returned")]
+_SETTINGS = ("visibility_timeout_seconds", "max_attempts", "dlq_enabled")
+_BODY = ("id", "service_id", "name", "database_name", *_SETTINGS, "status")
+_LISTED = ("id", "name", "database_name", "status", *_SETTINGS)
+
+
+def _unfinished(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    return errors(404, 422) | {202: {"model": model, "description": "Pending or running"}}
+
+
+@router.post("", status_code=201, response_model=QueueBody, responses=errors(400, 403, 404, 409, 413, 422))
+async def create_queue(context: Given, service_id: str, body: CreateQueue, key: IdempotencyKey) -> Response:
+    """Create a queue. It is Pending, then Provisioning, and takes messages once it is Active."""
+    service = context.databases.service(service_id)
+    database = service.default_database if body.database_name is None else body.database_name
+    if database not in service.databases:
+        limit = f"one of {', '.join(service.databases)}"
+        raise ApiError(422, "invalid", f"database_name is invalid; must be {limit}", "database_name", database, limit)
+    if body.name == context.settings.tasks.queue:
+        raise ApiError(422, "invalid", f"name {body.name} is reserved", "name", body.name, "any other name")
+
+    async with context.databases.control() as connection:
+
+        async def effect() -> Answer:
+            async with connection.transaction():
+                row = await registry.create(
+                    connection,
+                    service.id,
+                    body.name,
+                    database,
+                    body.visibility_timeout_seconds,
+                    body.max_attempts,
+                    body.dlq_enabled,
+                )
+                if row is None:
+                    message = f"service {service.id} has a queue {body.name} already"
+                    raise ApiError(409, "queue_exists", message, "name", body.name, "a name that no queue has")
+                await registry.submit(connection, context.settings.tasks.queue, "provision", row.id)
+            return Answer(201, to_json(_body(row)))
+
+        return reply(await once(connection, key, effect), Location=f"/managed-services/{service.id}/queues/{body.name}")
+
+
+@router.get("", response_model=QueueList, responses=errors(404))
+async def list_queues(context: Given, service_id: str) -> Response:
+    """The queues of a service, by name."""
+    service = context.databases.service(service_id)
+    async with context.databases.control() as connection:
+        rows = await registry.list_all(connection, service.id)
+    return reply(Answer(200, to_json({"queues": [_listed(row) for row in rows]})))
+
+
+@router.get("/{queue_name}", response_model=QueueBody, responses=errors(404))
+async def get_queue(context: Given, service_id: str, queue_name: str) -> Response:
+    """A queue, by name."""
+    async with context.databases.control() as connection:
+        return reply(Answer(200, to_json(_body(await _found(context, connection, service_id, queue_name)))))
+
+
+@router.delete("/{queue_name}", status_code=202, response_model=QueueBody, responses=errors(403, 404))
+async def delete_queue(context: Given, service_id: str, queue_name: str) -> Response:
+    """Delete a queue with all its messages. It is Deprovisioning, then gone; asked for twice, it happens once."""
+    async with context.databases.control() as connection:
+        before = await _found(context, connection, service_id, queue_name)
+        async with connection.transaction():
+            row = await registry.begin_deletion(connection, before.service_id, queue_name)
+            if row is not None:
+                await registry.submit(connection, context.settings.tasks.queue, "deprovision", row.id)
+        if row is None:
+            row = await _found(context, connection, service_id, queue_name)
+    return reply(Answer(202, to_json(_body(row))))
+
+
+@router.post(
+    "/{queue_name}/messages",
+    status_code=202,
+    response_model=TaskId,
+    responses=errors(400, 403, 404, 409, 413, 422),
+)
+async def enqueue(
+    request: Request, context: Given, service_id: str, queue_name: str, body: EnqueueRequest, key: IdempotencyKey
+) -> Response:
+    """Send up to 100 messages in one transaction, by an agent: poll for the ids."""
+    check_payloads(body.messages)
+    return await _submit(context, service_id, queue_name, "enqueue", key, (await request.body()).decode())
+
+
+@router.get(
+    "/{queue_name}/messages",
+    response_model=EnqueueTask,
+    response_model_exclude_none=True,
+    responses=_unfinished(EnqueueTask),
+)
+async def poll_enqueue(context: Given, service_id: str, queue_name: str, task_id: TaskOf) -> Response:
+    """What became of messages that were to be sent: their ids, in request order, once it is completed."""
+    return await _poll(context, service_id, queue_name, "enqueue", task_id)
+
+
+@router.post("/{queue_name}/stats", status_code=202, response_model=TaskId, responses=errors(403, 404, 409, 422))
+async def request_stats(context: Given, service_id: str, queue_name: str, key: IdempotencyKey) -> Response:
+    """Have an agent look at a queue: poll for what it sees."""
+    return await _submit(context, service_id, queue_name, "stats", key, None)
+
+
+@router.get(
+    "/{queue_name}/stats",
+    response_model=StatsTask,
+    response_model_exclude_none=True,
+    responses=_unfinished(StatsTask),
+)
+async def poll_stats(context: Given, service_id: str, queue_name: str, task_id: TaskOf) -> Response:
+    """What the agent saw."""
+    return await _poll(context, service_id, queue_name, "stats", task_id)
+
+
+async def _found(
+    context: Context, connection: AsyncConnection[Any], service_id: str, queue_name: str
+) -> registry.QueueRow:
+    service = context.databases.service(service_id)
+    row = await registry.find(connection, service.id, queue_name) if is_name(queue_name) else None
+    if row is None:
+        raise queue_not_found(queue_name)
+    return row
+
+
+async def _submit(
+    context: Context,
+    service_id: str,
+    queue_name: str,
+    kind: registry.TaskKind,
+    key: Key | None,
+    request: str | None,
+) -> Response:
+    async with context.databases.control() as connection:
+        row = await _found(context, connection, service_id, queue_name)
+
+        async def effect() -> Answer:
+            if row.status != "Active":
+                message = f"queue {queue_name} is {row.status}, and only Active queues take this"
+                raise ApiError(409, "queue_not_active", message, "status", row.status, "Active")
+            task_id = await registry.submit(connection, context.settings.tasks.queue, kind, row.id, request)
+            return Answer(202, to_json({"task_id": task_id}))
+
+        return reply(await once(connection, key, effect))
+
+
+async def _poll(context: Context, service_id: str, queue_name: str, kind: registry.TaskKind, task_id: UUID) -> Response:
+    service = context.databases.service(service_id)
+    if not is_name(queue_name):
+        raise queue_not_found(queue_name)
+    async with context.databases.control() as connection:
+        task = await registry.find_task(connection, service.id, queue_name, kind, task_id)
+    if task is None:
+        raise ApiError(404, "task_not_found", f"queue {queue_name} has no task of this id", "task_id", task_id)
+    body: dict[str, Any] = {"task_id": task.id, "status": task.status}
+    if task.result is not None:
+        body["result"] = RawJson(task.result)
+    if task.error_message is not None:
+        body["error_message"] = task.error_message
+    return reply(Answer(200 if task.status in ("completed", "failed") else 202, to_json(body)))
+
+
+def _body(row: registry.QueueRow) -> dict[str, Any]:
+    body = {name: getattr(row, name) for name in _BODY}
+    return body | {"created_at": moment(row.created_at), "updated_at": moment(row.updated_at)} | _failure(row)
+
+
+def _listed(row: registry.QueueRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in _LISTED} | _failure(row)
+
+
+def _failure(row: registry.QueueRow) -> dict[str, str]:
+    return {} if row.error_message is None else {"error_message": row.error_message}

@@ -1,0 +1,83 @@
+"""What Prometheus is told: depths as they were sampled last, and what this process did."""
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from .sampling import Sampler
+
+__all__ = ["Metrics"]
+
+_QUEUE = ("service", "database", "queue")
+_GAUGES = {
+    "ready_messages": "Messages available for claim.",
+    "inflight_messages": "Messages that are claimed.",
+    "scheduled_messages": "Messages that wait for their delay to end.",
+    "dead_messages": "Dead letters.",
+    "oldest_age_seconds": "Age of the oldest ready message, 0 where none is ready.",
+    "paused": "1 while the queue is paused.",
+}
+
+
+class _Depths(Collector):
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def collect(self) -> Any:
+        families = {name: GaugeMetricFamily(f"pgqueue_{name}", text, labels=_QUEUE) for name, text in _GAUGES.items()}
+        change = GaugeMetricFamily(
+            "pgqueue_depth_change_per_second", "How fast the depth grows, or shrinks below 0.", labels=_QUEUE
+        )
+        for place, history in self._sampler.histories():
+            stats = history.last.stats
+            for name, family in families.items():
+                family.add_metric(place, float(getattr(stats, name) or 0))
+            change.add_metric(place, history.change)
+        yield from families.values()
+        yield change
+
+
+class Metrics:
+    """The counters of one server, in a registry of its own."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Depths(sampler))
+        self._requests = Histogram(
+            "pgqueue_http_request_seconds",
+            "How long requests took.",
+            ("method", "route", "status"),
+            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+            registry=self._registry,
+        )
+        self._messages = Counter(
+            "pgqueue_http_messages",
+            "Messages that this server has enqueued, claimed, acked, nacked, extended, redriven or purged.",
+            (*_QUEUE, "operation"),
+            registry=self._registry,
+        )
+        self._tasks = Counter(
+            "pgqueue_http_tasks", "Tasks that this agent has ended.", ("kind", "status"), registry=self._registry
+        )
+
+    def request(self, scope: Any, status: int, seconds: float) -> None:
+        """Count a request, by its route: what a path holds is not told."""
+        route = getattr(scope.get("route"), "path", "none")
+        method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE", "HEAD") else "other"
+        self._requests.labels(method, route, str(status)).observe(seconds)
+
+    def messages(self, service: str, database: str, queue: str, operation: str, number: int) -> None:
+        """Count messages that exist: call it after the queue was found."""
+        if number:
+            self._messages.labels(service, database, queue, operation).inc(number)
+
+    def task(self, kind: str, status: str) -> None:
+        """Count a task that has ended."""
+        self._tasks.labels(kind, status).inc()
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self._registry)

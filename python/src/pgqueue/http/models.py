@@ -1,0 +1,300 @@
+"""The bodies of requests and responses, as seed and OpenAPI have them. Limits are checked here, strictly."""
+
+from datetime import datetime
+from typing import Annotated, Any, Final, Literal
+from uuid import UUID
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+__all__ = [
+    "BATCH_LIMIT",
+    "DELAY_LIMIT",
+    "PAYLOAD_LIMIT",
+    "CreateQueue",
+    "EnqueueDirect",
+    "EnqueueRequest",
+    "ErrorBody",
+]
+
+PAYLOAD_LIMIT: Final = 256 * 1024  # bytes of JSON text, as PostgreSQL writes it
+BATCH_LIMIT: Final = 100
+DELAY_LIMIT: Final = 43200
+TIMEOUT_LIMIT: Final = 43200
+WAIT_LIMIT: Final = 20
+MAX_ID: Final = 2**63 - 1
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+def _uuid(value: object) -> object:
+    return UUID(value) if isinstance(value, str) and len(value) == 36 else value
+
+
+Token = Annotated[UUID, BeforeValidator(_uuid)]
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# JSON has no integers: 30.0 is one, too.
+_Whole = BeforeValidator(_whole)
+Delay = Annotated[int, Field(ge=0, le=DELAY_LIMIT), _Whole]
+Timeout = Annotated[int, Field(ge=1, le=TIMEOUT_LIMIT), _Whole]
+Attempts = Annotated[int, Field(ge=1, le=100), _Whole]
+Id = Annotated[int, Field(ge=1, le=MAX_ID), _Whole]
+Batch = Annotated[int, Field(ge=1, le=BATCH_LIMIT), _Whole]
+Wait = Annotated[int, Field(ge=0, le=WAIT_LIMIT), _Whole]
+
+
+class CreateQueue(_Request):
+    """A queue to be made."""
+
+    name: str = Field(
+        min_length=1,
+        max_length=128,
+        pattern="^[a-z0-9_-]+$",
+        description="Lowercase alphanumerics, hyphens, and underscores; max 128 characters",
+    )
+    database_name: str | None = Field(None, description="Target database within the service; by default the service's")
+    visibility_timeout_seconds: Timeout = Field(
+        30, description="How long a claimed message is hidden from other consumers, 1 to 43200"
+    )
+    max_attempts: Attempts = Field(
+        5, description="Maximum delivery attempts before a message moves to the DLQ, 1 to 100"
+    )
+    dlq_enabled: bool = Field(True, description="Whether exhausted messages are saved in the dead letters")
+
+
+class BrokeredMessage(_Request):
+    """A message to be sent by an agent."""
+
+    payload: dict[str, Any] = Field(description="A JSON object, max 256 KB")
+    delay_seconds: Delay = Field(0, description="Postpone first visibility by this many seconds (0 to 43200)")
+
+
+class EnqueueRequest(_Request):
+    """A batch of messages, sent in one transaction."""
+
+    messages: list[BrokeredMessage] = Field(min_length=1, max_length=BATCH_LIMIT)
+
+
+class DirectMessage(_Request):
+    """A message to be sent at once: any JSON, and headers if need be."""
+
+    payload: Any = Field(description="Any JSON, max 256 KB")
+    delay_seconds: Delay = Field(0, description="Postpone first visibility by this many seconds (0 to 43200)")
+    headers: dict[str, Any] | None = Field(None, description="A JSON object, max 64 KB")
+
+
+class EnqueueDirect(_Request):
+    """A batch of messages, sent in one transaction."""
+
+    messages: list[DirectMessage] = Field(min_length=1, max_length=BATCH_LIMIT)
+
+
+class Claim(_Request):
+    """How many messages to claim, and for how long."""
+
+    max_messages: Batch = 1
+    visibility_timeout_seconds: Timeout | None = Field(None, description="By default the queue's")
+    claimed_by: str | None = Field(None, max_length=256, description="A name for people who look")
+    wait_seconds: Wait = Field(0, description="How long to wait for a first message")
+
+
+class Claimed(_Request):
+    """A message that was claimed."""
+
+    id: Id
+    claim_token: Token
+
+
+class Ack(Claimed):
+    """A message that is done."""
+
+
+class AckBatch(_Request):
+    """Messages of one claim that are done."""
+
+    ids: list[Id] = Field(min_length=1, max_length=BATCH_LIMIT)
+    claim_token: Token
+
+
+class Nack(Claimed):
+    """A message to be given back."""
+
+    delay_seconds: Delay | None = Field(None, description="By default the queue's backoff")
+    error: str | None = Field(None, max_length=10_000, description="Kept as last_error")
+
+
+class Extend(Claimed):
+    """A message whose claim is to last longer."""
+
+    visibility_timeout_seconds: Timeout | None = Field(None, description="From now; by default the queue's")
+
+
+class Ids(_Request):
+    """Dead letters, by id; all of them where `ids` is null."""
+
+    ids: list[Id] | None = Field(None, min_length=1, max_length=10_000)
+
+
+# Responses: for OpenAPI; what is sent is written as JSON directly.
+
+
+class Fault(BaseModel):
+    """What is wrong: a stable word, a sentence, and the field with its value and the limit where there are such."""
+
+    code: str
+    message: str
+    field: str | None
+    value: str | int | float | bool | None
+    limit: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every error."""
+
+    error: Fault
+
+
+class ListedQueue(BaseModel):
+    """A queue in a list."""
+
+    id: UUID
+    name: str
+    database_name: str
+    status: Literal["Pending", "Provisioning", "Active", "Deprovisioning", "Failed"]
+    visibility_timeout_seconds: int
+    max_attempts: int
+    dlq_enabled: bool
+    error_message: str | None = None
+
+
+class QueueBody(ListedQueue):
+    """A queue. `error_message` is there if it failed."""
+
+    service_id: str
+    created_at: datetime
+    updated_at: datetime
+
+
+class QueueList(BaseModel):
+    """The queues of a service."""
+
+    queues: list[ListedQueue]
+
+
+class TaskId(BaseModel):
+    """A task to poll for."""
+
+    task_id: UUID
+
+
+class _Task(BaseModel):
+    task_id: UUID
+    status: Literal["pending", "running", "completed", "failed"]
+    error_message: str | None = None
+
+
+class MessageIds(BaseModel):
+    """The ids of messages, in request order."""
+
+    message_ids: list[int]
+
+
+class StatsResult(BaseModel):
+    """The depth of a queue; `oldest_age_seconds` is 0 where nothing is ready."""
+
+    queue_name: str
+    ready_messages: int
+    inflight_messages: int
+    dead_messages: int
+    oldest_age_seconds: float
+
+
+class EnqueueTask(_Task):
+    """A task that sends messages."""
+
+    result: MessageIds | None = None
+
+
+class StatsTask(_Task):
+    """A task that looks at a queue."""
+
+    result: StatsResult | None = None
+
+
+class ClaimedMessage(BaseModel):
+    """A message. `payload` is null beside a `body`, which is base64."""
+
+    id: int
+    payload: Any
+    body: str | None
+    headers: dict[str, Any] | None
+    message_id: UUID | None
+    attempt_count: int
+    max_attempts: int
+    enqueued_at: datetime
+    visible_at: datetime
+    expires_at: datetime | None
+    claimed_by: str | None
+    claim_token: UUID | None
+    last_error: str | None
+
+
+class ClaimedMessages(BaseModel):
+    """What was claimed; empty if nothing was ready."""
+
+    messages: list[ClaimedMessage]
+
+
+class Count(BaseModel):
+    """How many messages it was about."""
+
+    count: int
+
+
+class Done(BaseModel):
+    """The message it was about."""
+
+    id: int
+
+
+class DirectStats(BaseModel):
+    """The depth of a queue, as SQL has it; `estimates` names the figures that are estimated."""
+
+    queue_name: str
+    ready_messages: int
+    inflight_messages: int
+    scheduled_messages: int
+    dead_messages: int
+    oldest_age_seconds: float | None
+    paused: bool
+    estimates: list[str]
+
+
+class DeadLetter(BaseModel):
+    """A dead letter: the message, why and when it died."""
+
+    id: int
+    payload: Any
+    body: str | None
+    headers: dict[str, Any] | None
+    message_id: UUID | None
+    attempt_count: int
+    max_attempts: int
+    enqueued_at: datetime
+    expires_at: datetime | None
+    claimed_by: str | None
+    last_error: str | None
+    reason: str
+    died_at: datetime
+
+
+class DeadLetters(BaseModel):
+    """Dead letters by id; for the next ones give the last id as `after_id`."""
+
+    dead_messages: list[DeadLetter]

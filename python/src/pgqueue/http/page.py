@@ -1,0 +1,176 @@
+"""The page: what the queues do, and what to do about their dead letters. It works without scripts, and by keyboard."""
+
+import json
+from typing import Annotated, Any, Final
+from urllib.parse import parse_qs, urlencode
+
+import psycopg
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+from psycopg_pool import PoolTimeout
+
+from ..client import AsyncQueue
+from ..message import DeadMessage
+from . import registry
+from .context import Context, Given, is_name, queue_not_found
+from .drawing import ENVIRONMENT, Row, rows_of
+from .errors import ApiError
+from .models import MAX_ID
+
+__all__ = ["router"]
+
+router = APIRouter(include_in_schema=False)
+
+_SHOWN: Final = 20  # dead letters on a page
+_TEXT: Final = 4000  # characters of a payload or an error
+_FAILURES: Final = "pgqueue.failures"
+
+_Text = Annotated[str, Query()]
+_After = Annotated[int, Query(ge=0, le=MAX_ID)]
+# What can be done, and how it is asked for: the verb and what it does to the dead letters.
+_ASKED: Final = {"redrive": "Redrive", "purge": "Delete"}
+
+
+@router.get("/")
+async def queues(context: Given) -> Response:
+    """All queues."""
+    return _page("queues.html", await _table(context))
+
+
+@router.get("/page/queues")
+async def table(context: Given) -> Response:
+    """The table of all queues, to be put in place of the one before."""
+    return _page("table.html", await _table(context))
+
+
+async def _table(context: Context) -> dict[str, Any]:
+    try:
+        async with context.databases.control() as connection:
+            registered = await registry.list_all(connection)
+    except (psycopg.Error, PoolTimeout, OSError):
+        registered = None
+    rows = rows_of(context.sampler, registered or [], context.settings.tasks.queue)
+    return {"rows": rows, "control_fails": registered is None, "failing": sorted(context.sampler.failing)}
+
+
+@router.get("/queue")
+async def queue(
+    context: Given, service: _Text, database: _Text, name: _Text, after: _After = 0, done: str = ""
+) -> Response:
+    """A queue and its dead letters."""
+    async with _opened(context, service, database, name) as opened:
+        settings, stats = await opened.get_queue(), await opened.stats()
+        letters = await opened.browse_dead_messages(_SHOWN + 1, after)
+    row = next((each for each in rows_of(context.sampler, [], "") if each.place == (service, database, name)), None)
+    more = letters[_SHOWN - 1].id if len(letters) > _SHOWN else None
+    return _page(
+        "queue.html",
+        {
+            "place": (service, database, name),
+            "settings": settings,
+            "stats": stats,
+            "row": row or Row((service, database, name), stats=stats),
+            "letters": [_letter(each) for each in letters[:_SHOWN]],
+            "after": after,
+            "more": more,
+            "done": done[:200],
+        },
+    )
+
+
+@router.get("/queue/confirm")
+async def confirm(
+    context: Given, service: _Text, database: _Text, name: _Text, action: _Text, id: int | None = None
+) -> Response:
+    """Ask before dead letters are redriven or deleted."""
+    if action not in _ASKED:
+        raise ApiError(404, "not_found", f"there is nothing to confirm about {action[:20]!r}", "action", action)
+    async with _opened(context, service, database, name) as opened:
+        stats = await opened.stats()
+    values = {"place": (service, database, name), "action": action, "verb": _ASKED[action], "id": id, "stats": stats}
+    return _page("confirm.html", values)
+
+
+@router.post("/queue/{action}")
+async def act(request: Request, context: Given, service: _Text, database: _Text, name: _Text, action: str) -> Response:
+    """Do it, and show the queue, or all queues, again."""
+    form = parse_qs((await request.body()).decode(errors="replace"))
+    ids = [int(each) for each in form.get("id", []) if each.isdecimal() and len(each) < 19] or None
+    if "id" in form and ids is None:
+        raise ApiError(422, "invalid", "id is invalid; must be the id of a message", "id", form["id"][0])
+    async with _opened(context, service, database, name) as opened:
+        match action:
+            case "pause":
+                done = f"{name} is paused" if await opened.pause_queue() else f"{name} was paused already"
+            case "resume":
+                done = f"{name} goes on" if await opened.resume_queue() else f"{name} was not paused"
+            case "redrive":
+                done = f"Redriven: {_count(await opened.redrive(ids=ids))}"
+            case "purge":
+                done = f"Deleted: {_count(await opened.purge_dead_messages(ids))}"
+            case _:
+                raise ApiError(404, "not_found", f"there is no action {action[:20]!r}", "action", action)
+    await context.sampler.sample(context.databases.service(service), database)
+    if form.get("to") == ["queues"]:
+        return RedirectResponse("/", 303)
+    return RedirectResponse(where("queue", (service, database, name), done=done), 303)
+
+
+def _opened(context: Context, service: str, database: str, name: str) -> Any:
+    return _Opened(context, service, database, name)
+
+
+class _Opened:
+    """A queue, on a connection of its database."""
+
+    def __init__(self, context: Context, service: str, database: str, name: str) -> None:
+        if not is_name(name):
+            raise queue_not_found(name)
+        self._target = context.databases.target(context.databases.service(service), database)
+        self._name = name
+
+    async def __aenter__(self) -> AsyncQueue:
+        return AsyncQueue(await self._target.__aenter__(), self._name)
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._target.__aexit__(*error)
+
+
+def where(path: str, place: tuple[str, str, str], **more: object) -> str:
+    """The address of what concerns a queue."""
+    service, database, name = place
+    return f"/{path}?{urlencode({'service': service, 'database': database, 'name': name} | more)}"
+
+
+def _count(number: int) -> str:
+    return f"{number:,} dead letter{'' if number == 1 else 's'}"
+
+
+def _cut(text: str | None) -> str:
+    if text is None or len(text) <= _TEXT:
+        return text or ""
+    return f"{text[:_TEXT]}\n… {len(text):,} characters in all; /v1 has them"
+
+
+def _letter(message: DeadMessage) -> dict[str, Any]:
+    """A dead letter as it is shown: text, cut where it is long; the history its consumers have left in the headers."""
+    headers = json.loads(str(message.headers)) if message.headers is not None else {}
+    history = headers.get(_FAILURES) if isinstance(headers, dict) else None
+    own = {name: value for name, value in headers.items() if not name.startswith("pgqueue.")}
+    body = None if message.body is None else f"{len(message.body):,} bytes: {message.body[:64].hex(' ')}"
+    return {
+        "id": message.id,
+        "reason": message.reason.replace("_", " "),
+        "died_at": message.died_at,
+        "enqueued_at": message.enqueued_at,
+        "attempts": f"{message.attempt_count} of {message.max_attempts}",
+        "claimed_by": message.claimed_by,
+        "error": _cut(message.last_error),
+        "payload": body or _cut(str(message.payload)),
+        "headers": _cut(json.dumps(own, indent=2, ensure_ascii=False)) if own else "",
+        "history": [each for each in history if isinstance(each, dict)] if isinstance(history, list) else [],
+    }
+
+
+def _page(template: str, values: dict[str, Any]) -> Response:
+    return HTMLResponse(ENVIRONMENT.get_template(template).render(values | {"where": where}))

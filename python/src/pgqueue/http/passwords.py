@@ -1,0 +1,83 @@
+"""Passwords: how they are kept, and who a request comes from."""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+from typing import Final
+
+__all__ = ["Authenticator", "hash_password", "is_hash"]
+
+_COST: Final = 16384  # 16 MB and some 50 ms for each guess
+_LONGEST: Final = 1024  # characters of a header: more than any name and password
+
+
+def hash_password(password: str) -> str:
+    """A password as it may be kept in a file: salted, and costly to guess."""
+    salt = secrets.token_bytes(16)
+    return f"scrypt:{_COST}:{salt.hex()}:{_derive(password, salt, _COST).hex()}"
+
+
+def is_hash(text: str) -> bool:
+    """Whether a text is what `hash_password` returns."""
+    try:
+        kind, cost, salt, key = text.split(":")
+        return kind == "scrypt" and int(cost) in range(1024, 2**20) and bool(bytes.fromhex(salt + key))
+    except ValueError:
+        return False
+
+
+def _derive(password: str, salt: bytes, cost: int) -> bytes:
+    # Digested first: scrypt takes two passwords that differ in NULs at their end for the same.
+    digest = hashlib.sha256(password.encode()).digest()
+    return hashlib.scrypt(digest, salt=salt, n=cost, r=8, p=1, maxmem=256 * cost * 8, dklen=32)
+
+
+def _matches(password: str, hashed: str) -> bool:
+    _, cost, salt, key = hashed.split(":")
+    return hmac.compare_digest(_derive(password, bytes.fromhex(salt), int(cost)), bytes.fromhex(key))
+
+
+class Authenticator:
+    """Says whose name and password an `Authorization` header has.
+
+    A password that was right once is remembered as a keyed digest, so that the next request costs microseconds. A wrong
+    one, and a name that nobody has, cost the same time; few are tried at once, and never on the event loop.
+    """
+
+    def __init__(self, users: Mapping[str, str]) -> None:
+        self._users = users
+        self._key = secrets.token_bytes(32)
+        self._right: dict[str, bytes] = {}
+        self._decoy = hash_password(secrets.token_hex(16))
+        self._gate = asyncio.Semaphore(2)
+
+    async def user(self, authorization: str | None) -> str | None:
+        """The user's name, None if there is no such user or the password is another."""
+        name, password = _credentials(authorization)
+        if name is None:
+            return None
+        digest = hmac.digest(self._key, password.encode(), "sha256")
+        right = self._right.get(name)
+        if right is not None and hmac.compare_digest(right, digest):
+            return name
+        async with self._gate:
+            matches = await asyncio.to_thread(_matches, password, self._users.get(name, self._decoy))
+        if not matches or name not in self._users:
+            return None
+        self._right[name] = digest
+        return name
+
+
+def _credentials(authorization: str | None) -> tuple[str | None, str]:
+    scheme, _, encoded = (authorization or "").partition(" ")
+    if scheme.lower() != "basic" or len(encoded) > _LONGEST:
+        return None, ""
+    try:
+        name, colon, password = base64.b64decode(encoded.strip(), validate=True).decode().partition(":")
+    except (binascii.Error, UnicodeDecodeError):
+        return None, ""
+    return (name, password) if colon else (None, "")

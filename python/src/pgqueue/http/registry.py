@@ -1,0 +1,232 @@
+"""The registry: which queues were asked for and what became of them, and the tasks on their way.
+
+Every function works on a connection to the control database, in the caller's transaction if there is one.
+"""
+# ruff: noqa: S608 - what is put into statements are columns
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+from uuid import UUID
+
+import psycopg
+from psycopg import AsyncConnection
+from psycopg.rows import class_row
+
+from .raw import RawJson
+
+__all__ = ["Assignment", "QueueRow", "Status", "TaskKind", "TaskRow"]
+
+Connection = AsyncConnection[Any]
+Status = Literal["Pending", "Provisioning", "Active", "Deprovisioning", "Failed"]
+TaskKind = Literal["provision", "deprovision", "enqueue", "stats"]
+
+_QUEUE = (
+    "q.id, q.service_id, q.name, q.database_name, q.visibility_timeout_seconds, q.max_attempts, q.dlq_enabled,"
+    " q.status, q.error_message, q.created_at, q.updated_at"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRow:
+    """A queue as the registry has it."""
+
+    id: UUID
+    service_id: str
+    name: str
+    database_name: str
+    visibility_timeout_seconds: int
+    max_attempts: int
+    dlq_enabled: bool
+    status: Status
+    error_message: str | None
+    created_at: datetime
+    updated_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow:
+    """A task as its caller sees it."""
+
+    id: UUID
+    status: str
+    result: RawJson | None
+    error_message: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A task as its agent gets it: `request` is the body of the request as its caller wrote it."""
+
+    id: UUID
+    kind: TaskKind
+    request: str | None
+    created_at: datetime
+    queue_id: UUID
+
+
+async def find(connection: Connection, service_id: str, name: str) -> QueueRow | None:
+    """A queue that is not deleted."""
+    cursor = connection.cursor(row_factory=class_row(QueueRow))
+    await cursor.execute(
+        f"select {_QUEUE} from pgqueue_http.queues q where q.service_id = %s and q.name = %s and q.deleted_at is null",
+        [service_id, name],
+    )
+    return await cursor.fetchone()
+
+
+async def get(connection: Connection, id: UUID) -> QueueRow | None:
+    """A queue by its id, unless it is deleted."""
+    cursor = connection.cursor(row_factory=class_row(QueueRow))
+    await cursor.execute(
+        f"select {_QUEUE} from pgqueue_http.queues q where q.id = %s and q.deleted_at is null",
+        [id],
+    )
+    return await cursor.fetchone()
+
+
+async def list_all(connection: Connection, service_id: str | None = None) -> list[QueueRow]:
+    """The queues of a service, or of all, by name."""
+    cursor = connection.cursor(row_factory=class_row(QueueRow))
+    await cursor.execute(
+        f"select {_QUEUE} from pgqueue_http.queues q"
+        " where q.deleted_at is null and (%(service)s::text is null or q.service_id = %(service)s)"
+        " order by q.service_id, q.name",
+        {"service": service_id},
+    )
+    return await cursor.fetchall()
+
+
+async def create(
+    connection: Connection,
+    service_id: str,
+    name: str,
+    database_name: str,
+    visibility_timeout_seconds: int,
+    max_attempts: int,
+    dlq_enabled: bool,
+) -> QueueRow | None:
+    """Register a queue as Pending. None if the service has one of this name."""
+    cursor = connection.cursor(row_factory=class_row(QueueRow))
+    await cursor.execute(
+        "insert into pgqueue_http.queues as q (service_id, name, database_name, visibility_timeout_seconds,"
+        f" max_attempts, dlq_enabled) values (%s, %s, %s, %s, %s, %s) on conflict do nothing returning {_QUEUE}",
+        [service_id, name, database_name, visibility_timeout_seconds, max_attempts, dlq_enabled],
+    )
+    return await cursor.fetchone()
+
+
+async def begin_deletion(connection: Connection, service_id: str, name: str) -> QueueRow | None:
+    """Set a queue to Deprovisioning. None if it is so already, or if there is no such queue."""
+    cursor = connection.cursor(row_factory=class_row(QueueRow))
+    await cursor.execute(
+        "update pgqueue_http.queues q set status = 'Deprovisioning', error_message = null, updated_at = now()"
+        " where q.service_id = %s and q.name = %s and q.deleted_at is null and q.status <> 'Deprovisioning'"
+        f" returning {_QUEUE}",
+        [service_id, name],
+    )
+    return await cursor.fetchone()
+
+
+async def submit(
+    connection: Connection, task_queue: str, kind: TaskKind, queue_id: UUID, request: str | None = None
+) -> UUID:
+    """Record a task and send it to the agents, both or neither; returns its id."""
+    cursor = await connection.execute(
+        "with task as ("
+        " insert into pgqueue_http.tasks (kind, queue_id, request) values (%s, %s, %s::jsonb) returning id"
+        ") select t.id, pgqueue.enqueue(%s, jsonb_build_object('task_id', t.id, 'kind', %s::text)) from task t",
+        [kind, queue_id, request, task_queue, kind],
+    )
+    row = await cursor.fetchone()
+    assert row is not None  # noqa: S101 - it was inserted
+    task_id: UUID = row[0]
+    return task_id
+
+
+async def find_task(
+    connection: Connection, service_id: str, queue_name: str, kind: TaskKind, id: UUID
+) -> TaskRow | None:
+    """A task of a queue, also of one that was deleted since."""
+    cursor = connection.cursor(row_factory=class_row(TaskRow))
+    await cursor.execute(
+        "select t.id, t.status, t.result, t.error_message"
+        " from pgqueue_http.tasks t join pgqueue_http.queues q on q.id = t.queue_id"
+        " where t.id = %s and t.kind = %s and q.service_id = %s and q.name = %s",
+        [id, kind, service_id, queue_name],
+    )
+    return await cursor.fetchone()
+
+
+async def start(connection: Connection, id: UUID) -> Assignment | None:
+    """Set a task to running, and its queue to Provisioning if that is the task. None if the task is done."""
+    cursor = connection.cursor(row_factory=class_row(Assignment))
+    await cursor.execute(
+        "with task as ("
+        " update pgqueue_http.tasks t set status = 'running', updated_at = now()"
+        " where t.id = %s and t.status in ('pending', 'running') returning t.*"
+        "), queue as ("
+        " update pgqueue_http.queues q set status = 'Provisioning', updated_at = now() from task t"
+        " where q.id = t.queue_id and t.kind = 'provision' and q.status = 'Pending'"
+        ") select t.id, t.kind, t.request::text as request, t.created_at, t.queue_id from task t",
+        [id],
+    )
+    return await cursor.fetchone()
+
+
+async def finish(connection: Connection, id: UUID, result: str | None = None, queue: str | None = None) -> None:
+    """Set a task to completed, in one transaction with what becomes of its queue: `activate`, `delete` or nothing."""
+    await _end(connection, id, "completed", result, None)
+    if queue == "activate":
+        await connection.execute(
+            "update pgqueue_http.queues q set status = 'Active', updated_at = now() from pgqueue_http.tasks t"
+            " where t.id = %s and q.id = t.queue_id and q.status = 'Provisioning'",
+            [id],
+        )
+    elif queue == "delete":
+        await connection.execute(
+            "update pgqueue_http.queues q set deleted_at = now(), updated_at = now() from pgqueue_http.tasks t"
+            " where t.id = %s and q.id = t.queue_id and q.status = 'Deprovisioning' and q.deleted_at is null",
+            [id],
+        )
+
+
+async def fail(connection: Connection, id: UUID, message: str) -> None:
+    """Set a task to failed, and its queue too, if it was to be made or removed."""
+    await _end(connection, id, "failed", None, message)
+    await connection.execute(
+        "update pgqueue_http.queues q set status = 'Failed', error_message = %s, updated_at = now()"
+        " from pgqueue_http.tasks t"
+        " where t.id = %s and t.status = 'failed' and q.id = t.queue_id and q.deleted_at is null"
+        " and ((t.kind = 'provision' and q.status in ('Pending', 'Provisioning'))"
+        " or (t.kind = 'deprovision' and q.status = 'Deprovisioning'))",
+        [message, id],
+    )
+
+
+async def _end(connection: Connection, id: UUID, status: str, result: str | None, message: str | None) -> None:
+    # The request has served: it may be 25 MB.
+    await connection.execute(
+        "update pgqueue_http.tasks set status = %s, result = %s::jsonb, error_message = %s, request = null,"
+        " updated_at = now() where id = %s and status in ('pending', 'running')",
+        [status, result, message, id],
+    )
+
+
+async def forget(connection: Connection, days: int) -> None:
+    """Remove the tasks and the answers to idempotency keys that are older than so many days."""
+    await connection.execute(
+        "delete from pgqueue_http.tasks where created_at < now() - make_interval(days => %s)", [days]
+    )
+    await forget_effects(connection, days)
+
+
+async def forget_effects(connection: Connection, days: int) -> None:
+    """Remove what is remembered of effects that are older than so many days."""
+    with_no_table = psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName
+    try:
+        await connection.execute(
+            "delete from pgqueue_http.effects where done_at < now() - make_interval(days => %s)", [days]
+        )
+    except with_no_table:
+        return

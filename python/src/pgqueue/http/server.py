@@ -1,0 +1,122 @@
+"""Runs it: the application under uvicorn, or an agent alone, until SIGTERM or SIGINT; a second one forces the end."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, Literal
+
+import uvicorn
+from fastapi import FastAPI
+
+from .agent import Agent
+from .app import create_app
+from .databases import Databases
+from .metrics import Metrics
+from .sampling import Sampler
+from .settings import Settings
+
+__all__ = ["serve"]
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class _Server(uvicorn.Server):
+    """Tells those who wait for messages that it stops, before it waits for them."""
+
+    def __init__(self, app: FastAPI, config: uvicorn.Config, started: Callable[[str, int], None]) -> None:
+        super().__init__(config)
+        self._app = app
+        self._started = started
+
+    async def startup(self, sockets: object = None) -> None:
+        await super().startup(sockets)  # type: ignore[arg-type]
+        for server in self.servers:
+            for socket in server.sockets:
+                self._started(*socket.getsockname()[:2])
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._app.state.context.stopping.set()
+
+
+def serve(
+    settings: Settings,
+    role: Literal["all", "controller", "agent"] = "all",
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    grace_seconds: int = 30,
+    started: Callable[[str, int], None] = lambda _host, _port: None,
+) -> None:
+    """Serve until a signal; `started` is told where it listens. Requests that run get `grace_seconds` to end.
+
+    The role `agent` listens nowhere. Raises `OSError` where the port is taken.
+    """
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("psycopg.pool").addFilter(_once_a_minute())
+    if role == "agent":
+        asyncio.run(_work(settings))
+        return
+    app = create_app(settings, role)
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=grace_seconds,
+        h11_max_incomplete_event_size=64 * 1024,
+    )
+    asyncio.run(_Server(app, config, started).serve())
+
+
+def _once_a_minute() -> Callable[[logging.LogRecord], bool]:
+    """A filter: while a database is down, its pool says so again and again."""
+    said: dict[object, float] = {}
+
+    def filter_(record: logging.LogRecord) -> bool:
+        about = record.args[0] if isinstance(record.args, tuple) and record.args else record.msg
+        if record.created - said.get(about, 0.0) < 60:
+            return False
+        said[about] = record.created
+        return True
+
+    return filter_
+
+
+async def _work(settings: Settings) -> None:
+    databases = Databases(settings)
+    agent = Agent(settings, databases, Metrics(Sampler(settings, databases)))
+    stopping = asyncio.Event()
+    working = asyncio.create_task(agent.run(stopping))
+
+    def stop() -> None:
+        if stopping.is_set():
+            working.cancel()
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop)
+    try:
+        await working
+    except asyncio.CancelledError:
+        pass
+    finally:
+        await databases.close()

@@ -1,0 +1,211 @@
+"""What the server is told by its configuration file, checked: services, users, the broker, limits."""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from psycopg import ProgrammingError
+from psycopg.conninfo import conninfo_to_dict
+
+from .passwords import hash_password, is_hash
+
+__all__ = ["Limits", "Service", "Settings", "SettingsError", "Tasks"]
+
+
+class SettingsError(Exception):
+    """A configuration that makes no sense; the message names the place, what is there, and what may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A PostgreSQL that has a name: how to connect, and the databases in which queues may be made.
+
+    The first database is the service's default. The DSN is not shown: it may hold a password.
+    """
+
+    id: str
+    dsn: str = field(repr=False)
+    databases: tuple[str, ...]
+
+    @property
+    def default_database(self) -> str:
+        """The database of requests that name none."""
+        return self.databases[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """How tasks reach agents.
+
+    `queue` is the name of the broker's queue in the control database, `visibility_timeout_seconds` (1 to 43200) how
+    soon the task of a killed agent is given to another, `concurrency` (1 to 100) how many an agent works on at once,
+    `max_attempts` (1 to 100) how often one is tried while its database cannot be reached.
+    """
+
+    queue: str = "pgqueue-http-tasks"
+    visibility_timeout_seconds: int = 30
+    concurrency: int = 8
+    max_attempts: int = 50
+
+    def __post_init__(self) -> None:
+        _within("tasks.visibility_timeout_seconds", self.visibility_timeout_seconds, 1, 43200)
+        _within("tasks.concurrency", self.concurrency, 1, 100)
+        _within("tasks.max_attempts", self.max_attempts, 1, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may cost, times in seconds.
+
+    `request_seconds` (1 to 600) is how long a request may take, `database_seconds` (1 to 600) a statement,
+    `connect_seconds` (1 to 60) how long it may wait for a connection; `connections` (1 to 1000) is how many a database
+    gets, `sample_seconds` (0.2 to 3600) how often depths are looked at for the page and for metrics.
+    """
+
+    request_seconds: float = 30.0
+    database_seconds: float = 15.0
+    connect_seconds: float = 3.0
+    connections: int = 10
+    sample_seconds: float = 2.0
+
+    def __post_init__(self) -> None:
+        _within("limits.request_seconds", self.request_seconds, 1, 600)
+        _within("limits.database_seconds", self.database_seconds, 1, 600)
+        _within("limits.connect_seconds", self.connect_seconds, 1, 60)
+        _within("limits.connections", self.connections, 1, 1000)
+        _within("limits.sample_seconds", self.sample_seconds, 0.2, 3600)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The configuration. `users` maps names to hashed passwords; `control_dsn` is where the registry lives."""
+
+    control_dsn: str = field(repr=False)
+    services: Mapping[str, Service]
+    users: Mapping[str, str] = field(repr=False)
+    tasks: Tasks = field(default_factory=Tasks)
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def default_service(self) -> Service:
+        """The service of direct requests that name none: the first."""
+        return next(iter(self.services.values()))
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read a file. Raises `SettingsError`, and `OSError` where it cannot be read."""
+        text = Path(path).read_bytes()
+        try:
+            return cls.of(tomllib.loads(text.decode()))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{path} is no TOML: {error}") from None
+        except SettingsError as error:
+            raise SettingsError(f"{path}: {error}") from None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """The settings of a parsed file. Raises `SettingsError`."""
+        _known("", given, {"control_dsn", "control_dsn_env", "services", "users", "tasks", "limits"})
+        services = {name: _service(name, entry) for name, entry in _table("services", given).items()}
+        if not services:
+            raise SettingsError("services: none given; at least one is needed")
+        users = {name: _user(name, entry) for name, entry in _table("users", given).items()}
+        if not users:
+            raise SettingsError("users: none given; at least one is needed")
+        return cls(
+            control_dsn=_dsn("control_dsn", given, "control_dsn"),
+            services=services,
+            users=users,
+            tasks=_values(Tasks, "tasks", _table("tasks", given)),
+            limits=_values(Limits, "limits", _table("limits", given)),
+        )
+
+
+def _table(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    table = given.get(name, {})
+    if not isinstance(table, Mapping):
+        raise SettingsError(f"{name}: must be a table")
+    return table
+
+
+def _known(place: str, given: Mapping[str, Any], names: set[str]) -> None:
+    for name in given.keys() - names:
+        raise SettingsError(f"{place}{name}: unknown; must be one of {', '.join(sorted(names))}")
+
+
+def _within(place: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise SettingsError(f"{place}: {value}; must be from {least} to {most}")
+
+
+def _values(kind: type[Any], place: str, given: Mapping[str, Any]) -> Any:
+    defaults = {each.name: each.default for each in fields(kind)}
+    _known(f"{place}.", given, set(defaults))
+    for name, value in given.items():
+        wanted = type(defaults[name])
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            raise SettingsError(f"{place}.{name}: {value!r}; must be of type {wanted.__name__}")
+    return kind(**given)
+
+
+def _secret(place: str, given: Mapping[str, Any], name: str) -> str | None:
+    """A value that may be named by an environment variable instead, so that it is in no file."""
+    if f"{name}_env" in given:
+        variable = given[f"{name}_env"]
+        if name in given:
+            raise SettingsError(f"{place}: given twice, also as {name}_env")
+        if not isinstance(variable, str) or not os.environ.get(variable):
+            raise SettingsError(f"{place}_env: the environment variable {variable} is not set")
+        return os.environ[variable]
+    value = given.get(name)
+    if value is not None and not isinstance(value, str):
+        raise SettingsError(f"{place}: must be a string")
+    return value
+
+
+def _dsn(place: str, given: Mapping[str, Any], name: str) -> str:
+    dsn = _secret(place, given, name)
+    if dsn is None:
+        raise SettingsError(f"{place}: missing; give it, or {name}_env with the variable that has it")
+    try:
+        conninfo_to_dict(dsn)
+    except ProgrammingError:  # its message quotes the DSN, with the password
+        raise SettingsError(f"{place}: no DSN as libpq has it, host=… dbname=…, or postgresql://host/dbname") from None
+    return dsn
+
+
+def _service(id: str, given: Any) -> Service:
+    place = f"services.{id}"
+    if not isinstance(given, Mapping):
+        raise SettingsError(f"{place}: must be a table")
+    if not 1 <= len(id) <= 128 or "/" in id or not id.isprintable():
+        raise SettingsError(f"{place}: a service id has 1 to 128 printable characters, and no slash")
+    _known(f"{place}.", given, {"dsn", "dsn_env", "databases"})
+    dsn = _dsn(f"{place}.dsn", given, "dsn")
+    named = conninfo_to_dict(dsn).get("dbname")
+    databases = given.get("databases", [named] if named else [])
+    is_list = isinstance(databases, list) and bool(databases)
+    if not is_list or not all(isinstance(each, str) and each for each in databases):
+        raise SettingsError(f"{place}.databases: {databases!r}; must be a list of at least one name")
+    return Service(id, dsn, tuple(databases))
+
+
+def _user(name: str, given: Any) -> str:
+    place = f"users.{name}"
+    if not isinstance(given, Mapping):
+        raise SettingsError(f"{place}: must be a table with password_hash or password_env")
+    if not name or ":" in name:
+        raise SettingsError(f"{place}: a user's name is not empty and has no colon")
+    _known(f"{place}.", given, {"password_hash", "password_env"})
+    if "password_hash" in given:
+        hashed = given["password_hash"]
+        if "password_env" in given or not isinstance(hashed, str) or not is_hash(hashed):
+            raise SettingsError(f"{place}.password_hash: must be what pgqueue serve --hash-password prints")
+        return hashed
+    password = _secret(f"{place}.password", given, "password")
+    if not password:
+        raise SettingsError(f"{place}: must have password_hash or password_env")
+    return hash_password(password)

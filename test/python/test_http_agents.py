@@ -1,0 +1,229 @@
+"""Tasks of agents that die or stall, at every step."""
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from served import Server, Site, locked, new_name, serving, terminate, waiters
+
+TASK_ROW = "select from pgqueue_http.tasks where id = %s for update"
+TABLE = {"provision": "provisioned", "deprovision": "provisioned", "enqueue": "effects"}
+
+
+@pytest.fixture(scope="module")
+def site(empty_database: Callable[[], str]) -> Site:
+    return Site(empty_database)
+
+
+@pytest.fixture(scope="module")
+def config(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return site.configuration(tmp_path_factory.mktemp("config"))
+
+
+@pytest.fixture(scope="module")
+def controller(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A controller alone: tasks stay where they are until a test starts an agent."""
+    with serving(config, tmp_path_factory.mktemp("controller"), role="controller") as web:
+        yield web
+
+
+@pytest.fixture(scope="module")
+def prepared(config: Path, controller: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The target database has its tables."""
+    with serving(config, tmp_path_factory.mktemp("first"), role="agent"):
+        controller.create(new_name())
+
+
+class Job:
+    """A task that no agent has begun, and what must be true in the target when it has happened once."""
+
+    def __init__(self, kind: str, site: Site, controller: Server, agent: Callable[[], Any]) -> None:
+        self.kind, self.site, self.controller, self.name = kind, site, controller, new_name()
+        self.path = f"{controller.queues}/{self.name}/messages"
+        if kind != "provision":
+            with agent():
+                controller.create(self.name)
+        if kind == "provision":
+            controller.create(self.name, wait=False)
+        elif kind == "enqueue":
+            body = {"messages": [{"payload": {"n": 1}}, {"payload": {"n": 2}, "delay_seconds": 600}]}
+            assert controller.post(self.path, body).status_code == 202
+        else:
+            controller.call("DELETE", f"{controller.queues}/{self.name}")
+        ((self.task,),) = self._control(
+            "select t.id from pgqueue_http.tasks t join pgqueue_http.queues q on q.id = t.queue_id"
+            " where q.name = %s and t.kind = %s",
+            self.name,
+            kind,
+        )
+
+    def _rows(self, dsn: str, statement: str, *values: Any) -> list[Any]:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            return connection.execute(statement, values).fetchall()
+
+    def _control(self, statement: str, *values: Any) -> list[Any]:
+        return self._rows(self.site.control, statement, *values)
+
+    def _target(self, statement: str, *values: Any) -> list[Any]:
+        return self._rows(self.site.target, statement, *values)
+
+    @property
+    def exists(self) -> bool:
+        return bool(self._target("select from pgqueue.queues where name = %s", self.name))
+
+    @property
+    def sent(self) -> list[int]:
+        rows = self._target(
+            "select id from pgqueue.messages where queue_name = %(name)s union all"
+            " select id from pgqueue.scheduled_messages where queue_name = %(name)s order by 1".replace(
+                "%(name)s", "%s"
+            ),
+            self.name,
+            self.name,
+        )
+        return [row[0] for row in rows]
+
+    @property
+    def has_happened(self) -> bool:
+        if self.kind == "enqueue":
+            return len(self.sent) > 0
+        return self.exists == (self.kind == "provision")
+
+    @property
+    def status(self) -> str:
+        ((status,),) = self._control("select status from pgqueue_http.tasks where id = %s", self.task)
+        return str(status)
+
+    def recreate(self) -> None:
+        """Somebody else makes a queue of the same name, with a message."""
+        self._target("select pgqueue.create_queue(%s)", self.name)
+        self._target("select pgqueue.enqueue(%s, '1')", self.name)
+
+    def check(self, recreated: bool = False) -> None:
+        """It has happened, once, and everybody is told so."""
+        assert self.status == "completed"
+        if self.kind == "provision":
+            assert self.controller.status(self.name) == "Active"
+            assert self.exists
+            rows = self._target("select from pgqueue_http.provisioned where queue_name = %s", self.name)
+            assert len(rows) == 1
+        elif self.kind == "enqueue":
+            task = self.controller.task(self.path, str(self.task))
+            assert task["result"]["message_ids"] == self.sent
+            assert len(self.sent) == 2
+        else:
+            assert self.controller.status(self.name) is None
+            assert self.exists == recreated
+            assert len(self.sent) == recreated
+
+
+@pytest.mark.parametrize("kind", ["provision", "enqueue", "deprovision"])
+@pytest.mark.parametrize("step", ["begun", "effect", "recorded"])
+@pytest.mark.usefixtures("prepared")
+def test_the_task_of_a_killed_agent_happens_once(
+    kind: str, step: str, site: Site, config: Path, controller: Server, tmp_path: Path
+) -> None:
+    """The agent dies before it begins, before its effect commits, and between that commit and the record of it."""
+    agents = iter(range(10))
+
+    def agent() -> Any:
+        return serving(config, tmp_path / f"agent-{next(agents)}", role="agent")
+
+    job = Job(kind, site, controller, agent)
+    table = f"lock table pgqueue_http.{TABLE[kind]} in share row exclusive mode"
+
+    def die(victim: Server, dsn: str) -> None:
+        waiting = victim.until(lambda: waiters(dsn))
+        victim.command.process.kill()
+        victim.command.process.wait()
+        terminate(dsn, waiting)  # else what it had sent would be carried out after its death
+
+    if step == "begun":
+        with locked(site.control, TASK_ROW, job.task), agent() as victim:
+            die(victim, site.control)
+        assert job.status == "pending"
+    elif step == "effect":
+        with locked(site.target, table), agent() as victim:
+            die(victim, site.target)
+            assert job.status == "running"
+    else:
+        with locked(site.target, table) as gate, agent() as victim:
+            victim.until(lambda: waiters(site.target))
+            with locked(site.control, TASK_ROW, job.task):
+                gate.rollback()
+                die(victim, site.control)
+                assert job.status == "running"
+                assert job.has_happened
+    assert job.has_happened == (step == "recorded")
+    recreated = (kind, step) == ("deprovision", "recorded")
+    if recreated:
+        job.recreate()
+    with agent() as second:
+        second.until(lambda: job.status == "completed")
+    job.check(recreated)
+
+
+@pytest.mark.usefixtures("prepared")
+def test_an_agent_that_stalls_does_not_send_what_another_has_sent(
+    site: Site, config: Path, controller: Server, tmp_path: Path
+) -> None:
+    with serving(config, tmp_path / "slow", role="agent") as slow:
+        name = new_name()
+        controller.create(name)
+        path = f"{controller.queues}/{name}/messages"
+        with locked(site.target, "lock table pgqueue_http.effects in share row exclusive mode"):
+            task = controller.post(path, {"messages": [{"payload": {}}]}).json()["task_id"]
+            slow.until(lambda: waiters(site.target))
+            slow.command.signal(signal.SIGSTOP)
+            terminate(site.target, waiters(site.target))  # so that only what it does later counts
+        with serving(config, tmp_path / "quick", role="agent"):
+            done = controller.task(path, task)
+            slow.command.signal(signal.SIGCONT)
+            slow.command.signal(signal.SIGTERM)
+            assert slow.command.end().status == 0
+    with psycopg.connect(site.target) as connection:
+        rows = connection.execute("select id from pgqueue.messages where queue_name = %s", [name]).fetchall()
+    assert [row[0] for row in rows] == done["result"]["message_ids"]
+
+
+@pytest.mark.usefixtures("prepared")
+def test_a_task_on_which_every_agent_died_fails(site: Site, config: Path, controller: Server, tmp_path: Path) -> None:
+    name = new_name()
+    controller.create(name, wait=False)
+    with psycopg.connect(site.control, autocommit=True) as connection:
+        connection.execute("update pgqueue.messages set attempt_count = max_attempts")
+        connection.execute("select id from pgqueue.claim('pgqueue-http-tasks')")
+    with serving(config, tmp_path, role="agent"):
+        controller.until(lambda: controller.status(name) == "Failed")
+    assert "died" in controller.get(f"{controller.queues}/{name}").json()["error_message"]
+
+
+@pytest.mark.usefixtures("prepared")
+def test_a_queue_that_is_deleted_before_it_is_made_is_never_made(
+    site: Site, config: Path, controller: Server, tmp_path: Path
+) -> None:
+    name = new_name()
+    controller.create(name, wait=False)
+    controller.call("DELETE", f"{controller.queues}/{name}")
+    controller.call("DELETE", f"{controller.queues}/{name}")
+    with serving(config, tmp_path, role="agent") as agent:
+        agent.until(lambda: controller.status(name) is None)
+        with psycopg.connect(site.control, autocommit=True) as connection:
+            agent.until(
+                lambda: (
+                    not connection.execute(
+                        "select from pgqueue_http.tasks where status in ('pending', 'running')"
+                    ).fetchall()
+                )
+            )
+            tasks = connection.execute(
+                "select t.kind from pgqueue_http.tasks t join pgqueue_http.queues q on q.id = t.queue_id"
+                " where q.name = %s order by t.created_at",
+                [name],
+            ).fetchall()
+    assert tasks == [("provision",), ("deprovision",)]  # asked for twice, done once
+    with psycopg.connect(site.target) as connection:
+        assert connection.execute("select from pgqueue.queues where name = %s", [name]).fetchall() == []

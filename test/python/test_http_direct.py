@@ -1,0 +1,401 @@
+"""The direct routes: a queue's verbs in one round trip, long polls, and requests that are sent twice."""
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+from served import ADMIN, SERVICE, Server, Site, locked, new_name, serving
+
+TOKEN = "00000000-0000-4000-8000-000000000000"
+
+
+@pytest.fixture(scope="module")
+def site(empty_database: Callable[[], str]) -> Site:
+    return Site(empty_database)
+
+
+@pytest.fixture(scope="module")
+def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("served")
+    with serving(site.configuration(directory, limits={"database_seconds": 3}), directory) as web:
+        web.create(new_name())  # pgqueue is there
+        yield web
+
+
+@pytest.fixture
+def sql(web: Server, site: Site) -> Iterator[psycopg.Connection[Any]]:
+    assert web.url  # pgqueue is there since it runs
+    with psycopg.connect(site.target, autocommit=True) as connection:
+        yield connection
+
+
+class DirectQueue:
+    def __init__(self, web: Server, name: str) -> None:
+        self.web, self.name, self.path = web, name, f"/v1/queues/{name}"
+
+    def post(self, verb: str, body: Any = None, key: str | None = None, **more: Any) -> httpx.Response:
+        headers = {} if key is None else {"Idempotency-Key": key}
+        return self.web.post(f"{self.path}/{verb}", {} if body is None else body, headers=headers, **more)
+
+    def send(self, *payloads: Any) -> list[int]:
+        answer = self.post("messages", {"messages": [{"payload": each} for each in payloads]})
+        assert answer.status_code == 201, answer.text
+        return answer.json()["message_ids"]
+
+    def claim(self, **body: Any) -> list[dict[str, Any]]:
+        answer = self.post("claim", body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["messages"]
+
+    def stats(self) -> dict[str, Any]:
+        return self.web.get(f"{self.path}/stats").json()
+
+
+@pytest.fixture
+def queue(web: Server, sql: psycopg.Connection[Any]) -> DirectQueue:
+    """A queue that was made by SQL: the direct routes need no registry."""
+    name = new_name()
+    sql.execute("select pgqueue.create_queue(%s, max_attempts => 2, backoff_base => '0')", [name])
+    return DirectQueue(web, name)
+
+
+def code(answer: httpx.Response, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"code", "message", "field", "value", "limit"}
+    return error["code"]
+
+
+def test_a_message_lives_through_every_verb(queue: DirectQueue) -> None:
+    message = {"payload": {"n": 1}, "headers": {"event": "created"}}
+    (sent,) = queue.post("messages", {"messages": [message]}).json()["message_ids"]
+    (claimed,) = queue.claim(claimed_by="worker-1", visibility_timeout_seconds=60)
+    assert {name: claimed[name] for name in ("id", "payload", "headers", "attempt_count", "claimed_by")} == {
+        "id": sent, "payload": {"n": 1}, "headers": {"event": "created"}, "attempt_count": 1, "claimed_by": "worker-1",
+    }  # fmt: skip
+    held = {"id": sent, "claim_token": claimed["claim_token"]}
+    assert queue.post("extend", held | {"visibility_timeout_seconds": 120}).json() == {"id": sent}
+    assert queue.post("nack", held | {"delay_seconds": 0, "error": "declined"}).json() == {"id": sent}
+    (again,) = queue.claim()
+    assert (again["attempt_count"], again["last_error"]) == (2, "declined")
+    held["claim_token"] = again["claim_token"]
+    assert queue.post("nack", held | {"error": "declined again"}).json() == {"id": sent}
+    (dead,) = queue.web.get(f"{queue.path}/dead-letters").json()["dead_messages"]
+    assert (dead["id"], dead["reason"], dead["last_error"]) == (sent, "attempts_exhausted", "declined again")
+    assert queue.stats()["dead_messages"] == 1
+    assert queue.post("redrive", {"ids": [sent]}).json() == {"count": 1}
+    (last,) = queue.claim()
+    assert queue.post("ack", {"id": sent, "claim_token": last["claim_token"]}).json() == {"id": sent}
+    assert queue.stats() | {"oldest_age_seconds": None} == {
+        "queue_name": queue.name,
+        "ready_messages": 0,
+        "inflight_messages": 0,
+        "scheduled_messages": 0,
+        "dead_messages": 0,
+        "oldest_age_seconds": None,
+        "paused": False,
+        "estimates": [],
+    }
+
+
+@pytest.mark.parametrize("verb", ["ack", "nack", "extend"])
+def test_a_lost_claim_is_410(queue: DirectQueue, verb: str) -> None:
+    queue.send(1)
+    (message,) = queue.claim()
+    assert code(queue.post(verb, {"id": message["id"], "claim_token": TOKEN}), 410) == "claim_lost"
+    assert code(queue.post(verb, {"id": 10**15, "claim_token": TOKEN}), 410) == "claim_lost"
+    assert queue.post(verb, {"id": message["id"], "claim_token": message["claim_token"]}).status_code == 200
+
+
+def test_a_batch_is_acknowledged_and_counted(queue: DirectQueue) -> None:
+    ids = queue.send(*range(100))
+    claimed = queue.claim(max_messages=100)
+    assert [each["id"] for each in claimed] == ids
+    body = {"ids": ids, "claim_token": claimed[0]["claim_token"]}
+    assert queue.post("ack-batch", body).json() == {"count": 100}
+    assert queue.post("ack-batch", body).json() == {"count": 0}
+
+
+@pytest.mark.parametrize(
+    ("verb", "field", "good", "bad"),
+    [
+        ("claim", "max_messages", 1, 0),
+        ("claim", "max_messages", 100, 101),
+        ("claim", "wait_seconds", 0, -1),
+        ("claim", "wait_seconds", None, 21),
+        ("claim", "visibility_timeout_seconds", 1, 0),
+        ("claim", "visibility_timeout_seconds", 43200, 43201),
+        ("claim", "claimed_by", "x" * 256, "x" * 257),
+        ("nack", "delay_seconds", 0, -1),
+        ("nack", "delay_seconds", 43200, 43201),
+        ("nack", "error", "x" * 10_000, "x" * 10_001),
+        ("extend", "visibility_timeout_seconds", 43200, 43201),
+        ("ack", "id", 2**63 - 1, 2**63),
+        ("ack", "claim_token", TOKEN, "token"),
+        ("ack-batch", "ids", [1] * 100, [1] * 101),
+        ("redrive", "ids", [1], []),
+        ("purge-dead-letters", "ids", [1], [0]),
+    ],
+)
+def test_limits_hold_at_the_edge_and_one_beyond(queue: DirectQueue, verb: str, field: str, good: Any, bad: Any) -> None:
+    needed: dict[str, Any] = {"id": 1, "claim_token": TOKEN} if verb in ("ack", "nack", "extend") else {}
+    if verb == "ack-batch":
+        needed = {"ids": [1], "claim_token": TOKEN}
+    answer = queue.post(verb, needed | {field: bad})
+    code(answer, 422)
+    assert answer.json()["error"]["field"].startswith(field)
+    if good is not None:
+        assert queue.post(verb, needed | {field: good}).status_code in (200, 410)
+
+
+def test_payloads_are_limited_here_too(queue: DirectQueue) -> None:
+    assert queue.send("x" * (262144 - 2))
+    answer = queue.post("messages", {"messages": [{"payload": "x" * (262144 - 1)}]})
+    assert code(answer, 413) == "payload_too_large"
+    too_many = queue.post("messages", {"messages": [{"payload": 1}] * 101})
+    assert code(too_many, 422) == "invalid"
+
+
+def test_headers_over_64_kb_and_other_limits_of_the_database_are_told(
+    queue: DirectQueue, sql: psycopg.Connection[Any]
+) -> None:
+    message = {"payload": 1, "headers": {"x": "y" * 70_000}}
+    assert code(queue.post("messages", {"messages": [message]}), 413) == "payload_too_large"
+    sql.execute("select pgqueue.alter_queue(%s, max_payload_bytes => 10)", [queue.name])
+    assert code(queue.post("messages", {"messages": [{"payload": "x" * 20}]}), 413) == "payload_too_large"
+
+
+def test_any_json_passes_as_it_was_written(queue: DirectQueue) -> None:
+    text = '[1.10, 1e400, null, "\\u00e9", {"a": {}}]'
+    body = f'{{"messages": [{{"payload": {text}}}, {{"payload": null}}, {{"payload": false}}]}}'
+    assert queue.post("messages", body).status_code == 201
+    answer = queue.post("claim", {"max_messages": 3})
+    assert '"payload": [1.10, 1' in answer.text
+    assert [each["payload"] for each in answer.json()["messages"][1:]] == [None, False]
+
+
+def test_raw_bodies_are_base64(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+    sql.execute("select pgqueue.enqueue(%s, body => %s)", [queue.name, b"\x00\xff"])
+    (message,) = queue.claim()
+    assert base64.b64decode(message["body"]) == b"\x00\xff"
+
+
+def test_the_service_and_the_database_can_be_named(web: Server, site: Site, queue: DirectQueue) -> None:
+    queue.send(1)
+    where = {"service_id": SERVICE, "database_name": site.databases[0]}
+    assert web.get(f"{queue.path}/stats", params=where).json()["ready_messages"] == 1
+    where["database_name"] = site.databases[1]
+    assert code(web.get(f"{queue.path}/stats", params=where), 404) == "queue_not_found"
+
+
+def test_what_there_is_not_is_not_found(queue: DirectQueue) -> None:
+    nobody = DirectQueue(queue.web, new_name())
+    for verb, body in [
+        ("messages", {"messages": [{"payload": 1}]}),
+        ("claim", {}),
+        ("claim", {"wait_seconds": 20}),
+        ("ack", {"id": 1, "claim_token": TOKEN}),
+        ("redrive", {}),
+        ("purge-dead-letters", {}),
+    ]:
+        assert code(nobody.post(verb, body), 404) == "queue_not_found"
+    assert code(nobody.web.get(f"{nobody.path}/stats"), 404) == "queue_not_found"
+    assert code(nobody.web.get(f"{nobody.path}/dead-letters"), 404) == "queue_not_found"
+    assert code(DirectQueue(queue.web, "pgqueue-http-tasks").post("claim", {}), 404) == "queue_not_found"
+
+
+# Long polls.
+
+
+def test_a_long_poll_gets_what_is_sent_meanwhile(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(queue.claim, wait_seconds=20)
+        queue.web.until(lambda: listens(sql, queue.name))
+        began = time.monotonic()
+        sql.execute("select pgqueue.enqueue(%s, '1')", [queue.name])
+        (message,) = waiting.result(20)
+        assert time.monotonic() - began < 5
+    assert message["payload"] == 1
+
+
+def listens(sql: psycopg.Connection[Any], name: str) -> bool:
+    """Whether somebody waits: the register says until when."""
+    ((register,),) = sql.execute("select waiting_register from pgqueue.queues where name = %s", [name]).fetchall()
+    ((value,),) = sql.execute("select coalesce(pg_sequence_last_value(%s), 0)", [register]).fetchall()
+    ((now,),) = sql.execute("select (extract(epoch from clock_timestamp()) * 1000000)::bigint").fetchall()
+    return value > now
+
+
+def has_looked_in_vain(sql: psycopg.Connection[Any], name: str) -> bool:
+    """Whether somebody has said that it waits, and has looked once more: now nothing but a notification wakes it."""
+    if not listens(sql, name):
+        return False
+    ((register,),) = sql.execute("select waiting_register from pgqueue.queues where name = %s", [name]).fetchall()
+    return bool(
+        sql.execute(
+            "select from pg_stat_activity where datname = current_database() and application_name = 'pgqueue serve'"
+            " and state = 'idle' and query like '%%pgqueue.claim(%%'"
+            " and query_start > to_timestamp(pg_sequence_last_value(%s) / 1000000.0) - interval '5 s'",
+            [register],
+        ).fetchall()
+    )
+
+
+def test_a_long_poll_is_woken_and_does_not_just_look_again(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+    """Ten messages one by one, each sent when the poll sleeps: looks alone would take half a second each at best."""
+    slept = 0.0
+    for _ in range(10):
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(queue.claim, wait_seconds=20)
+            queue.web.until(lambda: has_looked_in_vain(sql, queue.name))
+            began = time.monotonic()
+            sql.execute("select pgqueue.enqueue(%s, '1')", [queue.name])
+            assert len(waiting.result(20)) == 1
+            slept += time.monotonic() - began
+    assert slept < 3
+
+
+def test_a_long_poll_gets_what_comes_due(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+    sql.execute("select pgqueue.enqueue(%s, '1', delay => '1.2 s')", [queue.name])
+    assert len(queue.claim(wait_seconds=20)) == 1
+
+
+def test_a_long_poll_that_finds_nothing_ends_when_it_said(queue: DirectQueue) -> None:
+    began = time.monotonic()
+    assert queue.claim(wait_seconds=2) == []
+    assert 1.9 < time.monotonic() - began < 8
+
+
+def test_nobody_who_waits_has_a_transaction_open(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+    with ThreadPoolExecutor(30) as threads:
+        waiting = [threads.submit(queue.claim, wait_seconds=20) for _ in range(30)]
+        queue.web.until(lambda: listens(sql, queue.name))
+        for _ in range(50):
+            rows = sql.execute(
+                "select pid, state from pg_stat_activity where datname = current_database()"
+                " and state like 'idle in transaction%%'"
+            ).fetchall()
+            assert rows == []
+        # Thirty wait, on ten connections: others are served all the same.
+        assert queue.stats()["ready_messages"] == 0
+        sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[30]))", [queue.name])
+        assert sum(len(each.result(30)) for each in waiting) == 30
+
+
+def test_who_has_gone_away_is_given_nothing(queue: DirectQueue) -> None:
+    with (
+        httpx.Client(base_url=queue.web.url, auth=ADMIN, trust_env=False) as client,
+        pytest.raises(httpx.ReadTimeout),
+    ):
+        client.post(f"{queue.path}/claim", json={"wait_seconds": 20}, timeout=0.5)
+    queue.send(1)
+    assert len(queue.claim(wait_seconds=5)) == 1
+
+
+# Requests that are sent twice.
+
+
+def test_a_request_that_is_sent_again_happens_once(queue: DirectQueue) -> None:
+    key, body = new_name(), {"messages": [{"payload": 1}]}
+    first, second = queue.post("messages", body, key), queue.post("messages", body, key)
+    assert (first.status_code, first.json()) == (second.status_code, second.json())
+    assert "idempotent-replayed" not in first.headers
+    assert second.headers["idempotent-replayed"] == "true"
+    assert queue.stats()["ready_messages"] == 1
+    assert queue.post("messages", body, new_name()).json() != first.json()
+
+
+def test_a_claim_that_is_sent_again_gets_the_same_messages(queue: DirectQueue) -> None:
+    key = new_name()
+    assert queue.post("claim", {}, key).json() == {"messages": []}  # nothing is not kept
+    queue.send(1, 2)
+    first, second = queue.post("claim", {}, key), queue.post("claim", {}, key)
+    assert first.json() == second.json()
+    held = {"id": first.json()["messages"][0]["id"], "claim_token": first.json()["messages"][0]["claim_token"]}
+    key = new_name()
+    assert queue.post("ack", held, key).status_code == 200
+    assert queue.post("ack", held, key).status_code == 200
+    assert queue.post("ack", held).status_code == 410
+
+
+def test_a_key_is_for_one_request(queue: DirectQueue) -> None:
+    key = new_name()
+    assert queue.post("messages", {"messages": [{"payload": 1}]}, key).status_code == 201
+    answer = queue.post("messages", {"messages": [{"payload": 2}]}, key)
+    assert code(answer, 422) == "idempotency_key_reused"
+    for bad in ("", "x" * 256, "ä".encode(), "a b"):
+        headers = {"Idempotency-Key": bad}
+        assert queue.web.post(f"{queue.path}/claim", {}, headers=headers).status_code == 422
+    assert queue.post("claim", {}, "x" * 255).status_code == 200
+
+
+def test_what_failed_is_not_kept(web: Server, sql: psycopg.Connection[Any]) -> None:
+    name, key, body = new_name(), new_name(), {"messages": [{"payload": 1}]}
+    assert DirectQueue(web, name).post("messages", body, key).status_code == 404
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    assert DirectQueue(web, name).post("messages", body, key).status_code == 201
+
+
+def test_of_requests_at_the_same_time_one_happens(queue: DirectQueue) -> None:
+    key, body = new_name(), {"messages": [{"payload": 1}]}
+    gate = threading.Barrier(8)
+
+    def send() -> Any:
+        gate.wait()
+        return queue.post("messages", body, key).json()
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = [each.result() for each in [threads.submit(send) for _ in range(8)]]
+    assert len({json.dumps(answer) for answer in answers}) == 1
+    assert queue.stats()["ready_messages"] == 1
+
+
+def test_who_waits_too_long_for_the_same_request_is_told(queue: DirectQueue, site: Site) -> None:
+    key = new_name()
+    insert = "insert into pgqueue_http.effects (scope, key, fingerprint) values ('user:admin', %s, '')"
+    queue.post("claim", {}, new_name())  # the table is there
+    with locked(site.target, insert, key), ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(queue.post, "messages", {"messages": [{"payload": 1}]}, key)
+        assert code(waiting.result(40), 409) == "idempotency_key_in_use"
+
+
+def test_managed_requests_that_are_sent_again_happen_once(web: Server, site: Site) -> None:
+    name, key = new_name(), new_name()
+    headers = {"Idempotency-Key": key}
+    first, second = (web.post(web.queues, {"name": name}, headers=headers) for _ in range(2))
+    assert first.status_code == second.status_code == 201
+    assert first.json() == second.json()
+    web.until(lambda: web.status(name) == "Active")
+    path = f"{web.queues}/{name}/messages"
+    headers = {"Idempotency-Key": new_name()}
+    tasks = {web.post(path, {"messages": [{"payload": {}}]}, headers=headers).json()["task_id"] for _ in range(3)}
+    assert len(tasks) == 1
+    web.task(path, tasks.pop())
+    with psycopg.connect(site.target) as connection:
+        assert connection.execute("select ready_messages from pgqueue.stats(%s)", [name]).fetchone() == (1,)
+
+
+def test_what_happens_is_counted(queue: DirectQueue, web: Server) -> None:
+    queue.send(1, 2, 3)
+    (message, _) = queue.claim(max_messages=2)
+    queue.post("ack", {"id": message["id"], "claim_token": message["claim_token"]})
+
+    def metric(name: str, **labels: str) -> float | None:
+        for line in web.get("/metrics").text.splitlines():
+            if line.startswith(f"{name}{{") and all(f'{key}="{value}"' in line for key, value in labels.items()):
+                return float(line.rpartition(" ")[2])
+        return None
+
+    for operation, number in (("enqueued", 3), ("claimed", 2), ("acked", 1)):
+        assert metric("pgqueue_http_messages_total", queue=queue.name, operation=operation) == number
+    web.until(lambda: metric("pgqueue_ready_messages", queue=queue.name) == 1)
+    assert metric("pgqueue_inflight_messages", queue=queue.name) == 1
+    assert metric("pgqueue_oldest_age_seconds", queue=queue.name) is not None
+    assert metric("pgqueue_http_request_seconds_count", route="/v1/queues/{queue_name}/claim") is not None

@@ -1,0 +1,581 @@
+"""The managed routes: the contract of seed 004, its limits, and who may use it."""
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from served import ADMIN, SERVICE, Server, Site, new_name, serving
+
+HOSTILE = [
+    "'; drop table pgqueue_http.queues; --",
+    '" or 1=1 --',
+    "../../etc/passwd",
+    "%00",
+    "a%00b",
+    "$$",
+    "{}",
+    "queue name",
+    "Größe",
+    "UPPER",
+    "%F0%9F%92%A9",
+    "a" * 129,
+    "%ff%fe",
+    "<script>alert(1)</script>",
+]
+
+
+@pytest.fixture(scope="module")
+def site(empty_database: Callable[[], str]) -> Site:
+    return Site(empty_database)
+
+
+@pytest.fixture(scope="module")
+def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("served")
+    with serving(site.configuration(directory), directory) as web:
+        yield web
+
+
+@pytest.fixture(scope="module")
+def queue(web: Server) -> str:
+    name = new_name()
+    web.create(name)
+    return name
+
+
+def refused(answer: Any, status: int, field: str | None = None, limit: str | None = None) -> dict[str, Any]:
+    """The error of an answer, which must have the one shape."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert set(error) == {"code", "message", "field", "value", "limit"}
+    if field is not None:
+        assert error["field"] == field
+    if limit is not None:
+        assert limit in error["limit"]
+    return error
+
+
+# The seed, as printed.
+
+CREATE = """curl -u admin:password -X POST \\
+https://api.foundrydb.com/managed-services/{service-id}/queues \\
+-H "Content-Type: application/json" \\
+-d '{
+"name": "order-events",
+"database_name": "defaultdb",
+"visibility_timeout_seconds": 60,
+"max_attempts": 5,
+"dlq_enabled": true
+}'"""
+LIST = """curl -u admin:password \\
+https://api.foundrydb.com/managed-services/{service-id}/queues"""
+GET = """curl -u admin:password \\
+https://api.foundrydb.com/managed-services/{service-id}/queues/order-events"""
+ENQUEUE = """curl -u admin:password -X POST \\
+https://api.foundrydb.com/managed-services/{service-id}/queues/order-events/messages \\
+-H "Content-Type: application/json" \\
+-d '{
+"messages": [
+{"payload": {"order_id": 1001, "event": "created"}},
+{"payload": {"order_id": 1002, "event": "paid"}, "delay_seconds": 30}
+]
+}'"""
+POLL_ENQUEUE = """curl -u admin:password \\
+"https://api.foundrydb.com/managed-services/{service-id}/queues/order-events/messages?task_id=task-uuid\""""
+STATS = """curl -u admin:password -X POST \\
+https://api.foundrydb.com/managed-services/{service-id}/queues/order-events/stats"""
+POLL_STATS = """curl -u admin:password \\
+"https://api.foundrydb.com/managed-services/{service-id}/queues/order-events/stats?task_id=task-uuid\""""
+DELETE = """curl -u admin:password -X DELETE \\
+https://api.foundrydb.com/managed-services/{service-id}/queues/order-events"""
+
+SQL_ENQUEUE = """INSERT INTO mdb_queue.messages (queue_name, payload, max_attempts, visible_at)
+SELECT q.name, $2, q.max_attempts, now() + ($3 * interval '1 second')
+FROM mdb_queue.queues q WHERE q.name = $1
+RETURNING id;"""
+SQL_CLAIM = """UPDATE mdb_queue.messages m
+SET visible_at = now() + (60 * interval '1 second'),
+attempt_count = m.attempt_count + 1,
+claimed_by = 'worker-1'
+WHERE m.id IN (
+SELECT id FROM mdb_queue.messages
+WHERE queue_name = 'order-events'
+AND visible_at <= now()
+AND attempt_count < max_attempts
+ORDER BY id
+FOR UPDATE SKIP LOCKED
+LIMIT 10
+)
+RETURNING m.id, m.payload, m.attempt_count, m.enqueued_at;"""
+SQL_ACK = "DELETE FROM mdb_queue.messages WHERE id = $1 AND claimed_by = $2;"
+SQL_NACK = """UPDATE mdb_queue.messages
+SET visible_at = now() + ($3 * interval '1 second'),
+last_error = $4
+WHERE id = $1 AND claimed_by = $2;"""
+SQL_EXTEND = """UPDATE mdb_queue.messages
+SET visible_at = now() + ($3 * interval '1 second')
+WHERE id = $1 AND claimed_by = $2;"""
+
+MOMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+
+
+def test_the_seed_s_examples_run_as_printed(empty_database: Callable[[], str], tmp_path: Path) -> None:
+    if shutil.which("curl") is None or shutil.which("bash") is None:
+        assert not os.environ.get("CI"), "curl and bash are missing"
+        pytest.skip("curl or bash is missing")
+    control = empty_database()
+    with psycopg.connect(control, autocommit=True) as connection:
+        connection.execute("drop database if exists defaultdb")
+        connection.execute("create database defaultdb")
+    try:
+        target = psycopg.conninfo.make_conninfo(control, dbname="defaultdb")
+        config = tmp_path / "pgqueue.toml"
+        config.write_text(
+            f"control_dsn = {json.dumps(control)}\n[users.admin]\npassword_env = 'TEST_PASSWORD'\n"
+            f"[services.{SERVICE}]\ndsn = {json.dumps(control)}\ndatabases = ['defaultdb']\n"
+        )
+        with serving(config, tmp_path / "run") as web:
+            _walk(web, target)
+    finally:
+        with psycopg.connect(control, autocommit=True) as connection:
+            connection.execute("drop database defaultdb with (force)")
+
+
+def _walk(web: Server, target: str) -> None:
+    def curl(example: str, task_id: str = "") -> tuple[int, Any]:
+        text = example.replace("https://api.foundrydb.com", web.url)
+        text = text.replace("{service-id}", SERVICE).replace("task-uuid", task_id)
+        text = text.replace("curl ", "curl -sS -w '\\n%{http_code}' --noproxy '*' ", 1)
+        done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
+        body, _, status = done.stdout.rpartition("\n")
+        return int(status), json.loads(body)
+
+    def polled(example: str, task_id: str) -> Any:
+        seen = set()
+        while (answer := curl(example, task_id))[0] == 202:
+            assert answer[1]["status"] in ("pending", "running")
+            seen.add(answer[1]["status"])
+        assert answer[0] == 200
+        return answer[1]
+
+    status, created = curl(CREATE)
+    assert status == 201
+    assert list(created) == [
+        "id", "service_id", "name", "database_name", "visibility_timeout_seconds", "max_attempts", "dlq_enabled",
+        "status", "created_at", "updated_at",
+    ]  # fmt: skip
+    assert MOMENT.fullmatch(created["created_at"])
+    assert MOMENT.fullmatch(created["updated_at"])
+    assert created | {"id": "q-uuid", "created_at": "", "updated_at": ""} == {
+        "id": "q-uuid",
+        "service_id": "pg-service-uuid",
+        "name": "order-events",
+        "database_name": "defaultdb",
+        "visibility_timeout_seconds": 60,
+        "max_attempts": 5,
+        "dlq_enabled": True,
+        "status": "Pending",
+        "created_at": "",
+        "updated_at": "",
+    }
+    web.until(lambda: web.status("order-events") == "Active")
+
+    assert curl(LIST) == (
+        200,
+        {
+            "queues": [
+                {
+                    "id": created["id"],
+                    "name": "order-events",
+                    "database_name": "defaultdb",
+                    "status": "Active",
+                    "visibility_timeout_seconds": 60,
+                    "max_attempts": 5,
+                    "dlq_enabled": True,
+                }
+            ]
+        },
+    )
+    status, found = curl(GET)
+    assert (status, found["id"], found["status"]) == (200, created["id"], "Active")
+
+    status, task = curl(ENQUEUE)
+    assert status == 202
+    assert list(task) == ["task_id"]
+    sent = polled(POLL_ENQUEUE, task["task_id"])
+    assert list(sent) == ["task_id", "status", "result"]
+    assert sent["status"] == "completed"
+    (first, second) = sent["result"]["message_ids"]
+    assert first < second
+
+    status, task = curl(STATS)
+    assert (status, list(task)) == (202, ["task_id"])
+    stats = polled(POLL_STATS, task["task_id"])
+    assert list(stats) == ["task_id", "status", "result"]
+    assert stats["result"] | {"oldest_age_seconds": 0} == {
+        "queue_name": "order-events",
+        "ready_messages": 1,
+        "inflight_messages": 0,
+        "dead_messages": 0,
+        "oldest_age_seconds": 0,
+    }
+    assert stats["result"]["oldest_age_seconds"] > 0
+
+    _sql(target, first)
+
+    status, deleted = curl(DELETE)
+    assert (status, deleted["status"], deleted["id"]) == (202, "Deprovisioning", created["id"])
+    web.until(lambda: web.status("order-events") is None)
+
+
+def _sql(target: str, first: int) -> None:
+    """The SQL of the seed, in the schema that it has here, in the database to which HTTP sent."""
+    with psycopg.connect(target, autocommit=True, cursor_factory=psycopg.RawCursor) as connection:
+
+        def run(statement: str, *values: Any) -> psycopg.Cursor[Any]:
+            return connection.execute(statement.replace("mdb_queue", "pgqueue"), values)
+
+        ((sent,),) = run(SQL_ENQUEUE, "order-events", '{"order_id": 1003}', 0).fetchall()
+        claimed = run(SQL_CLAIM).fetchall()
+        assert [(row[0], row[1], row[2]) for row in claimed] == [
+            (first, {"order_id": 1001, "event": "created"}, 1),
+            (sent, {"order_id": 1003}, 1),
+        ]
+        assert run(SQL_EXTEND, first, "worker-1", 120).rowcount == 1
+        assert run(SQL_NACK, first, "worker-1", 0, "card declined").rowcount == 1
+        assert run(SQL_ACK, sent, "worker-1").rowcount == 1
+        assert run(SQL_ACK, sent, "worker-1").rowcount == 0
+        assert run(SQL_CLAIM).fetchall()[0][2] == 2
+
+
+# Limits, at the edge and one beyond.
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad", "limit"),
+    [
+        ("name", "a" * 128, "a" * 129, "at most 128 characters"),
+        ("name", "z-_9", "Z", "^[a-z0-9_-]+$"),
+        ("name", "-", "", "at least 1"),
+        ("visibility_timeout_seconds", 1, 0, "at least 1"),
+        ("visibility_timeout_seconds", 43200, 43201, "at most 43200"),
+        ("max_attempts", 1, 0, "at least 1"),
+        ("max_attempts", 100, 101, "at most 100"),
+        ("dlq_enabled", False, "no", "true or false"),
+        ("max_attempts", 2, 2.5, "a whole number"),
+        ("max_attempts", 3, True, "a whole number"),
+        ("max_attempts", 4, "4", "a whole number"),
+    ],
+)
+def test_a_queue_is_created_at_each_limit_and_not_beyond(
+    web: Server, field: str, good: Any, bad: Any, limit: str
+) -> None:
+    base = {"name": new_name()}
+    error = refused(web.post(web.queues, base | {field: bad}), 422, field, limit)
+    assert error["value"] == (bad if not isinstance(bad, str) or len(bad) < 100 else f"{bad[:100]}…")
+    answer = web.post(web.queues, base | {field: good})
+    assert answer.status_code == 201, answer.text
+    assert answer.json()[field] == good
+
+
+def test_defaults_are_those_of_the_seed(web: Server, site: Site) -> None:
+    made = web.post(web.queues, {"name": new_name()}).json()
+    assert made["database_name"] == site.databases[0]
+    assert (made["visibility_timeout_seconds"], made["max_attempts"], made["dlq_enabled"]) == (30, 5, True)
+
+
+def test_what_is_missing_or_unknown_is_named(web: Server) -> None:
+    refused(web.post(web.queues, {}), 422, "name", "given")
+    refused(web.post(web.queues, {"name": "x", "max_attempt": 1}), 422, "max_attempt", "no such field")
+    refused(web.post(web.queues, '{"name": '), 400, "body")
+    refused(web.post(web.queues, "[]"), 400, "body")
+    refused(web.post(web.queues, b"\xff\xfe"), 400)
+    refused(web.post(web.queues, "[" * 100_000), 400)
+    refused(web.http.post(web.queues, data={"name": "x"}), 400, "body")
+
+
+def test_database_name_chooses_the_database(web: Server, site: Site) -> None:
+    name = new_name()
+    web.create(name, database_name=site.databases[1])
+    web.enqueue(name, {"n": 1})
+    with psycopg.connect(site.other) as connection:
+        assert connection.execute("select ready_messages from pgqueue.stats(%s)", [name]).fetchone() == (1,)
+    with psycopg.connect(site.target) as connection:
+        assert connection.execute("select 1 from pgqueue.queues where name = %s", [name]).fetchall() == []
+    for hostile in ("postgres", "", "x; drop database", "host=elsewhere"):
+        refused(web.post(web.queues, {"name": new_name(), "database_name": hostile}), 422, "database_name")
+
+
+def test_settings_reach_the_queue(web: Server, site: Site) -> None:
+    name = new_name()
+    web.create(name, visibility_timeout_seconds=61, max_attempts=7, dlq_enabled=False)
+    with psycopg.connect(site.target) as connection:
+        row = connection.execute(
+            "select extract(epoch from visibility_timeout)::int, max_attempts, dlq_enabled from pgqueue.queues"
+            " where name = %s",
+            [name],
+        ).fetchone()
+    assert row == (61, 7, False)
+
+
+def payload_of(size: int) -> str:
+    """A payload that takes so many bytes as PostgreSQL writes it."""
+    return json.dumps({"x": "é" + "a" * (size - 11)}, ensure_ascii=False)
+
+
+def test_a_payload_may_have_256_kb_and_not_a_byte_more(web: Server, site: Site, queue: str) -> None:
+    path = f"{web.queues}/{queue}/messages"
+
+    def body(size: int) -> bytes:
+        return f'{{"messages": [{{"payload": {{}}}}, {{"payload": {payload_of(size)}}}]}}'.encode()
+
+    error = refused(web.post(path, body(262145)), 413, "messages[1].payload", "262144")
+    assert error["value"] == "262145 bytes"
+    task = web.task(path, web.post(path, body(262144)).json()["task_id"])
+    sent = task["result"]["message_ids"][1]
+    with psycopg.connect(site.target) as connection:
+        row = connection.execute(
+            "select octet_length(payload::text) from pgqueue.messages where queue_name = %s and id = %s", [queue, sent]
+        ).fetchone()
+    assert row == (262144,)
+
+
+def test_a_batch_may_have_100_messages_and_not_one_more(web: Server, site: Site, queue: str) -> None:
+    path = f"{web.queues}/{queue}/messages"
+    ids = web.enqueue(queue, *({"n": n} for n in range(100)))
+    assert ids == sorted(set(ids))
+    with psycopg.connect(site.target) as connection:
+        sent = connection.execute(
+            "select array_agg(payload -> 'n' order by id) from pgqueue.messages where queue_name = %s and id = any(%s)",
+            [queue, ids],
+        ).fetchone()
+    assert sent == (list(range(100)),)  # the ids are in request order
+    refused(web.post(path, {"messages": [{"payload": {}}] * 101}), 422, "messages", "at most 100 items")
+    refused(web.post(path, {"messages": []}), 422, "messages", "at least 1")
+
+
+def test_the_largest_batch_is_sent(web: Server, queue: str) -> None:
+    text = ", ".join(f'{{"payload": {payload_of(262144)}}}' for _ in range(100))
+    path = f"{web.queues}/{queue}/messages"
+    answer = web.post(path, f'{{"messages": [{text}]}}'.encode())
+    assert answer.status_code == 202
+    assert len(web.task(path, answer.json()["task_id"])["result"]["message_ids"]) == 100
+
+
+def test_a_body_over_the_limit_is_not_read(web: Server, queue: str) -> None:
+    path = f"{web.queues}/{queue}/messages"
+    refused(web.http.post(path, content=b" " * (52_428_800 + 1)), 413, "body", "52428800 bytes")
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(60):
+            yield b" " * 1_000_000
+
+    refused(web.http.post(path, content=chunks(), headers={"Content-Type": "application/json"}), 413, "body")
+
+
+@pytest.mark.parametrize(("good", "bad", "limit"), [(0, -1, "at least 0"), (43200, 43201, "at most 43200")])
+def test_a_delay_may_be_12_hours_and_not_a_second_more(
+    web: Server, queue: str, good: int, bad: int, limit: str
+) -> None:
+    path = f"{web.queues}/{queue}/messages"
+    answer = web.post(path, {"messages": [{"payload": {}, "delay_seconds": good}]})
+    assert web.task(path, answer.json()["task_id"])["status"] == "completed"
+    message = {"payload": {}, "delay_seconds": bad}
+    refused(web.post(path, {"messages": [{"payload": {}}, message]}), 422, "messages[1].delay_seconds", limit)
+
+
+@pytest.mark.parametrize("payload", ['"text"', "1", "null", "[]"])
+def test_a_payload_is_an_object(web: Server, queue: str, payload: str) -> None:
+    body = f'{{"messages": [{{"payload": {payload}}}]}}'
+    refused(web.post(f"{web.queues}/{queue}/messages", body), 422, "messages[0].payload", "a JSON object")
+
+
+def test_a_payload_arrives_as_it_was_written(web: Server, site: Site, queue: str) -> None:
+    text = '{"n": 1.10, "big": 12345678901234567890.12345, "e": 1E+400, "s": "\\u00e9\\ud83d\\ude00 \\\\u0000"}'
+    path = f"{web.queues}/{queue}/messages"
+    answer = web.post(path, f'{{"messages": [{{"payload": {text}}}]}}')
+    (sent,) = web.task(path, answer.json()["task_id"])["result"]["message_ids"]
+    with psycopg.connect(site.target) as connection:
+        row = connection.execute(
+            "select payload = %s::jsonb, payload ->> 'n' from pgqueue.messages where queue_name = %s and id = %s",
+            [text, queue, sent],
+        ).fetchone()
+    assert row == (True, "1.10")
+
+
+@pytest.mark.parametrize("text", ['{"x": "\\u0000"}', '{"x": "\\ud800"}', '{"x": NaN}', '{"x": 1e999999}'])
+def test_what_postgresql_cannot_store_is_refused_at_once(web: Server, queue: str, text: str) -> None:
+    body = f'{{"messages": [{{"payload": {text}}}]}}'
+    assert web.post(f"{web.queues}/{queue}/messages", body).status_code in (400, 422)
+
+
+# What there is not, and what is not possible now.
+
+
+def test_what_there_is_not_is_not_found(web: Server, queue: str) -> None:
+    elsewhere = "/managed-services/another/queues"
+    for answer in (web.get(elsewhere), web.post(elsewhere, {"name": "x"}), web.get(f"{elsewhere}/x")):
+        refused(answer, 404, "service_id")
+    missing = f"{web.queues}/{new_name()}"
+    refused(web.get(missing), 404, "queue_name")
+    refused(web.call("DELETE", missing), 404, "queue_name")
+    refused(web.post(f"{missing}/messages", {"messages": [{"payload": {}}]}), 404, "queue_name")
+    refused(web.post(f"{missing}/stats"), 404, "queue_name")
+    task = web.post(f"{web.queues}/{queue}/stats").json()["task_id"]
+    refused(web.get(f"{web.queues}/{queue}/messages", params={"task_id": task}), 404, "task_id")
+    refused(web.get(f"{web.queues}/{queue}/stats", params={"task_id": "x"}), 422, "task_id", "a UUID")
+    refused(web.get(f"{web.queues}/{queue}/stats"), 422, "task_id", "given")
+    refused(web.get("/nowhere"), 404)
+    refused(web.call("PUT", web.queues), 405)
+
+
+def test_a_name_is_taken_until_its_queue_is_gone(web: Server, site: Site) -> None:
+    name = new_name()
+    web.create(name)
+    refused(web.post(web.queues, {"name": name}), 409, "name")
+    refused(web.post(web.queues, {"name": name, "database_name": site.databases[1]}), 409, "name")
+    first = web.get(f"{web.queues}/{name}").json()["id"]
+    assert web.call("DELETE", f"{web.queues}/{name}").json()["status"] == "Deprovisioning"
+    web.until(lambda: web.status(name) is None)
+    with psycopg.connect(site.target) as connection:
+        assert connection.execute("select 1 from pgqueue.queues where name = %s", [name]).fetchall() == []
+    with psycopg.connect(site.control) as connection:
+        rows = connection.execute("select deleted_at is null from pgqueue_http.queues where id = %s", [first])
+        assert rows.fetchall() == [(False,)]
+    web.create(name)
+    assert web.get(f"{web.queues}/{name}").json()["id"] != first
+
+
+def test_only_active_queues_take_messages(web: Server, site: Site) -> None:
+    name = new_name()
+    web.create(name)
+    with psycopg.connect(site.control, autocommit=True) as connection:
+        for status in ("Pending", "Provisioning", "Deprovisioning", "Failed"):
+            connection.execute("update pgqueue_http.queues set status = %s where name = %s", [status, name])
+            error = refused(
+                web.post(f"{web.queues}/{name}/messages", {"messages": [{"payload": {}}]}), 409, "status", "Active"
+            )
+            assert error["value"] == status
+            refused(web.post(f"{web.queues}/{name}/stats"), 409, "status")
+
+
+def test_a_queue_that_somebody_else_made_is_neither_adopted_nor_dropped(web: Server, site: Site) -> None:
+    name = new_name()
+    web.create(new_name())  # so that pgqueue is there
+    with psycopg.connect(site.target, autocommit=True) as connection:
+        connection.execute("select pgqueue.create_queue(%s)", [name])
+        connection.execute("select pgqueue.enqueue(%s, '1')", [name])
+        web.create(name, wait=False)
+        web.until(lambda: web.status(name) == "Failed")
+        assert "exists" in web.get(f"{web.queues}/{name}").json()["error_message"]
+        listed = [each for each in web.get(web.queues).json()["queues"] if each["name"] == name]
+        assert "exists" in listed[0]["error_message"]
+        web.call("DELETE", f"{web.queues}/{name}")
+        web.until(lambda: web.status(name) is None)
+        assert connection.execute("select ready_messages from pgqueue.stats(%s)", [name]).fetchone() == (1,)
+
+
+def test_a_queue_that_was_dropped_by_sql_fails_its_tasks_and_can_be_deleted(web: Server, site: Site) -> None:
+    name = new_name()
+    web.create(name)
+    with psycopg.connect(site.target, autocommit=True) as connection:
+        connection.execute("select pgqueue.drop_queue(%s)", [name])
+    path = f"{web.queues}/{name}/messages"
+    task = web.task(path, web.post(path, {"messages": [{"payload": {}}]}).json()["task_id"])
+    assert task["status"] == "failed"
+    assert name in task["error_message"]
+    assert "result" not in task
+    web.call("DELETE", f"{web.queues}/{name}")
+    web.until(lambda: web.status(name) is None)
+
+
+# Who may.
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        None,
+        "",
+        "Basic",
+        "Basic !!!",
+        "Bearer token",
+        "Basic " + base64.b64encode(b"admin").decode(),
+        "Basic " + base64.b64encode(b"admin:").decode(),
+        "Basic " + base64.b64encode(b"admin:Password").decode(),
+        "Basic " + base64.b64encode(b"admin:password\x00").decode(),
+        "Basic " + base64.b64encode(b"root:password").decode(),
+        "Basic " + base64.b64encode(b":").decode(),
+        "Basic " + base64.b64encode(b"\xff:\xff").decode(),
+        "Basic " + "A" * 5000,
+    ],
+)
+def test_who_is_nobody_sees_nothing(web: Server, authorization: str | None) -> None:
+    assert web.get(web.queues).status_code == 200  # the right password is remembered now
+    headers = {} if authorization is None else {"Authorization": authorization}
+    for method, path in [
+        ("GET", "/"),
+        ("GET", web.queues),
+        ("POST", web.queues),
+        ("POST", "/v1/queues/x/claim"),
+        ("GET", "/metrics"),
+        ("GET", "/openapi.json"),
+        ("GET", "/static/page.js"),
+        ("GET", "/nowhere"),
+    ]:
+        request = web.http.build_request(method, path, headers=headers)
+        answer = web.http.send(request, auth=None)
+        refused(answer, 401)
+        assert answer.headers["www-authenticate"].startswith("Basic realm=")
+    assert web.http.send(web.http.build_request("GET", "/healthz"), auth=None).text == "ok\n"
+
+
+@pytest.mark.usefixtures("queue")
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_hostile_name_is_a_name_that_nobody_has(web: Server, site: Site, hostile: str) -> None:
+    for answer in (
+        web.get(f"{web.queues}/{hostile}"),
+        web.call("DELETE", f"{web.queues}/{hostile}"),
+        web.post(f"{web.queues}/{hostile}/stats"),
+        web.get(f"/managed-services/{hostile}/queues"),
+        web.get(f"/v1/queues/{hostile}/stats"),
+        web.get("/v1/queues/x/stats", params={"service_id": hostile}),
+        web.get("/v1/queues/x/stats", params={"database_name": hostile}),
+        web.post(f"/v1/queues/{hostile}/claim", {}),
+    ):
+        assert answer.status_code in (404, 405), answer.text
+    refused(web.post(web.queues, {"name": hostile}), 422, "name")
+    with psycopg.connect(site.control) as connection:
+        assert connection.execute("select count(*) > 0 from pgqueue_http.queues").fetchone() == (True,)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "same-origin", "Origin": "https://behind.a.proxy"}, 202),
+        ({"Sec-Fetch-Site": "none"}, 202),
+        ({}, 202),
+    ],
+)
+def test_another_site_cannot_use_the_password_of_a_browser(
+    web: Server, queue: str, headers: dict[str, str], status: int
+) -> None:
+    assert web.post(f"{web.queues}/{queue}/stats", headers=headers).status_code == status
+
+
+def test_no_password_is_in_what_the_server_says(web: Server) -> None:
+    said = web.command.err + web.command.out
+    assert ADMIN[1] not in said

@@ -1,0 +1,225 @@
+"""Trouble: databases that go and come back, requests that take too long, and servers that are told to stop."""
+
+import base64
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import psycopg
+import pytest
+from served import ADMIN, SERVICE, Server, Site, configuration, locked, new_name, serving
+
+from pgqueue.embedded import EmbeddedServer
+
+
+@pytest.fixture(scope="module")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """A server of its own, as it is stopped and started, with a password."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with EmbeddedServer(durable=False, data_dir=tmp_path_factory.mktemp("postgres") / "data", port=port) as embedded:
+        with psycopg.connect(embedded.dsn, autocommit=True) as connection:
+            connection.execute("create database control")
+            connection.execute("create database target")
+        yield embedded
+
+
+@pytest.fixture(scope="module")
+def web(postgres: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("served")
+    control = psycopg.conninfo.make_conninfo(postgres.tcp_dsn, dbname="control")
+    services = {SERVICE: (postgres.tcp_dsn, ["target"])}
+    limits = {"connect_seconds": 3.0, "database_seconds": 5, "request_seconds": 8}
+    with serving(configuration(directory, control, services, limits=limits), directory) as web:
+        yield web
+
+
+def enqueue(web: Server, name: str) -> httpx.Response:
+    return web.post(f"/v1/queues/{name}/messages", {"messages": [{"payload": 1}]})
+
+
+def test_a_database_that_is_down_is_503_and_all_recovers_by_itself(web: Server, postgres: EmbeddedServer) -> None:
+    name = new_name()
+    web.create(name)
+    assert enqueue(web, name).status_code == 201
+    path = f"{web.queues}/{name}/messages"
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(web.post, "/v1/queues/" + name + "/claim", {"max_messages": 1, "wait_seconds": 7})
+        assert waiting.result().status_code == 200
+        waiting = threads.submit(web.post, "/v1/queues/" + name + "/claim", {"wait_seconds": 7})
+        time.sleep(0.3)  # it waits by now, or will meet the same end a moment later
+        postgres.stop(immediate=True)
+        assert waiting.result().status_code in (200, 503)
+    calls: list[Callable[[], httpx.Response]] = [
+        lambda: web.get(web.queues),
+        lambda: web.post(path, {"messages": [{"payload": {}}]}),
+        lambda: enqueue(web, name),
+        lambda: web.get(f"/v1/queues/{name}/stats"),
+        lambda: web.get("/readyz"),
+    ]
+    with ThreadPoolExecutor(5) as threads:
+        answers = [each.result() for each in [threads.submit(call) for call in calls]]
+    for answer in answers:
+        assert answer.status_code == 503, answer.text
+        error = answer.json()["error"]
+        assert error["code"] == "database_unavailable"
+        assert "host" not in error["message"]
+        assert "dbname" not in error["message"]
+    assert web.get("/healthz").status_code == 200
+    assert web.get("/metrics").status_code == 200
+    assert web.get("/").status_code == 200
+    postgres.start()
+    web.until(lambda: web.get("/readyz").status_code == 200)
+    web.until(lambda: enqueue(web, name).status_code == 201)
+    web.until(lambda: web.status(name) == "Active")
+    assert len(web.enqueue(name, {"after": "the outage"})) == 1
+    web.create(new_name())
+
+
+def test_a_restart_between_two_requests_is_not_noticed(web: Server, postgres: EmbeddedServer) -> None:
+    name = new_name()
+    web.create(name)
+    for _ in range(3):
+        postgres.restart()
+        assert enqueue(web, name).status_code == 201
+
+
+def test_a_server_that_starts_before_its_database_waits_for_it(
+    web: Server, postgres: EmbeddedServer, tmp_path: Path
+) -> None:
+    config = web.command.process.args[web.command.process.args.index("--config") + 1]  # type: ignore[union-attr,index]
+    postgres.stop()
+    try:
+        with serving(Path(str(config)), tmp_path, ready=False) as late:
+            assert late.get("/readyz").status_code == 503
+            assert late.get("/healthz").status_code == 200
+            postgres.start()
+            late.until(lambda: late.get("/readyz").status_code == 200)
+            late.create(new_name())
+    finally:
+        if postgres.pid is None:
+            postgres.start()
+
+
+def test_a_task_waits_for_a_target_that_is_down(
+    empty_database: Callable[[], str], postgres: EmbeddedServer, web: Server, tmp_path: Path
+) -> None:
+    services = {SERVICE: (postgres.tcp_dsn, ["target"])}
+    config = configuration(tmp_path, empty_database(), services, limits={"connect_seconds": 1.0})
+    name = new_name()
+    web.create(name)
+    with serving(config, tmp_path) as other:
+        postgres.stop()
+        try:
+            other.create(name + "-b", wait=False)
+            other.until(lambda: other.status(name + "-b") == "Provisioning")
+            assert other.get("/readyz").status_code == 200  # one target down does not take the others along
+            assert other.get(other.queues).status_code == 200
+        finally:
+            postgres.start()
+        other.until(lambda: other.status(name + "-b") == "Active")
+
+
+def test_a_statement_that_takes_too_long_is_503(web: Server, postgres: EmbeddedServer) -> None:
+    name = new_name()
+    web.create(name)
+    target = psycopg.conninfo.make_conninfo(postgres.tcp_dsn, dbname="target")
+    with locked(target, "lock table pgqueue.messages in access exclusive mode"):
+        answer = enqueue(web, name)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] in ("timeout", "database_unavailable")
+    assert enqueue(web, name).status_code == 201
+
+
+def test_a_body_that_never_ends_is_given_up(web: Server) -> None:
+    host, port = web.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.settimeout(30)
+        authorization = f"Basic {base64.b64encode(':'.join(ADMIN).encode()).decode()}"
+        connection.sendall(
+            f"POST {web.queues} HTTP/1.1\r\nHost: x\r\nAuthorization: {authorization}\r\n"
+            "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{".encode()
+        )
+        assert connection.recv(100).startswith(b"HTTP/1.1 503")
+
+
+def test_no_password_is_in_the_log(web: Server, postgres: EmbeddedServer) -> None:
+    password = psycopg.conninfo.conninfo_to_dict(postgres.tcp_dsn)["password"]
+    assert password
+    assert str(password) not in web.command.err + web.command.out
+
+
+@pytest.fixture
+def site(empty_database: Callable[[], str]) -> Site:
+    return Site(empty_database)
+
+
+def test_a_signal_lets_requests_and_tasks_end(site: Site, tmp_path: Path) -> None:
+    with serving(site.configuration(tmp_path), tmp_path) as web, ThreadPoolExecutor(2) as threads:
+        name = new_name()
+        web.create(name)
+        path = f"{web.queues}/{name}/messages"
+        idle = new_name()
+        web.create(idle, database_name=site.databases[1])
+        polling = threads.submit(
+            web.post, f"/v1/queues/{idle}/claim", {"wait_seconds": 20}, params={"database_name": site.databases[1]}
+        )
+        with locked(site.target, "lock table pgqueue.messages in share row exclusive mode"):
+            task = web.post(path, {"messages": [{"payload": {}}]}).json()["task_id"]
+            web.until(lambda: web.get(path, params={"task_id": task}).json()["status"] == "running")
+            sending = threads.submit(enqueue, web, name)
+            with psycopg.connect(site.target, autocommit=True) as connection:
+                web.until(
+                    lambda: (
+                        len(
+                            connection.execute(
+                                "select from pg_stat_activity where datname = current_database()"
+                                " and wait_event_type = 'Lock'"
+                            ).fetchall()
+                        )
+                        == 2
+                    )
+                )
+            began = time.monotonic()
+            web.command.signal(signal.SIGTERM)
+            assert polling.result().json() == {"messages": []}  # who waits for messages does not hold it up
+            assert time.monotonic() - began < 5
+        assert sending.result().status_code == 201
+        assert web.command.end().status == 0
+        with psycopg.connect(site.control) as connection:
+            rows = connection.execute("select status from pgqueue_http.tasks where id = %s", [task]).fetchall()
+        assert rows == [("completed",)]
+
+
+def test_a_second_signal_does_not_wait(site: Site, tmp_path: Path) -> None:
+    with serving(site.configuration(tmp_path), tmp_path) as web, ThreadPoolExecutor(1) as threads:
+        name = new_name()
+        web.create(name)
+        with locked(site.target, "lock table pgqueue.messages in share row exclusive mode"):
+            sending = threads.submit(enqueue, web, name)
+            with psycopg.connect(site.target, autocommit=True) as connection:
+                web.until(
+                    lambda: connection.execute(
+                        "select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+                    ).fetchall()
+                )
+            web.command.signal(signal.SIGTERM)
+            web.until(lambda: refuses(web))
+            web.command.signal(signal.SIGTERM)
+            web.command.process.wait(5)
+        with suppress(httpx.HTTPError):
+            assert sending.result().status_code >= 500
+
+
+def refuses(web: Server) -> bool:
+    host, port = web.url.removeprefix("http://").split(":")
+    try:
+        socket.create_connection((host, int(port)), 1).close()
+    except OSError:
+        return True
+    return False

@@ -1,0 +1,79 @@
+"""OpenAPI: it is valid, says what is so, and whatever it allows to be sent is answered as it says."""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from served import ADMIN, SERVICE, Server, Site, serving
+
+from pgqueue.http import Settings, create_app
+from pgqueue.http.passwords import hash_password
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::pytest.PytestWarning")
+
+
+@pytest.fixture(scope="module")
+def web(empty_database: Callable[[], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory: Path = tmp_path_factory.mktemp("served")
+    site = Site(empty_database)
+    with serving(site.configuration(directory, limits={"database_seconds": 3}), directory) as web:
+        web.create("orders")
+        yield web
+
+
+_SETTINGS = Settings.of(
+    {
+        "control_dsn": "",
+        "services": {SERVICE: {"dsn": "", "databases": ["x"]}},
+        "users": {"admin": {"password_hash": hash_password("x")}},
+    }
+)
+DOCUMENT = create_app(_SETTINGS, "controller").openapi()
+EXAMPLES = int(os.environ.get("PGQUEUE_TEST_EXAMPLES", "12"))
+OPERATIONS = [
+    (method, path, mode)
+    for path, methods in DOCUMENT["paths"].items()
+    for method, operation in methods.items()
+    for mode in GenerationMode
+    if mode == GenerationMode.POSITIVE or operation.get("parameters")
+]
+
+
+def test_the_schema_is_valid(web: Server) -> None:
+    document = web.get("/openapi.json").json()
+    loaded = schemathesis.openapi.from_dict(document)
+    loaded.validate()
+    assert document["components"]["securitySchemes"] == {"basic": {"type": "http", "scheme": "basic"}}
+    paths = {path for path in document["paths"] if path.startswith("/managed-services")}
+    base = "/managed-services/{service_id}/queues"
+    assert paths == {base, f"{base}/{{queue_name}}", f"{base}/{{queue_name}}/messages", f"{base}/{{queue_name}}/stats"}
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            for status, response in operation["responses"].items():
+                if int(status) >= 400:
+                    body = response["content"]["application/json"]["schema"]
+                    assert body == {"$ref": "#/components/schemas/ErrorBody"}, (path, method, status)
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
+def test_every_answer_is_as_the_schema_says(web: Server, method: str, path: str, mode: GenerationMode) -> None:
+    api = schemathesis.openapi.from_dict(DOCUMENT)
+    api.config.update(base_url=web.url)
+
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(case=api[path][method].as_strategy(generation_mode=mode))
+    def run(case: Any) -> None:
+        if isinstance(case.body, dict):
+            case.body.pop("wait_seconds", None)  # nobody sends anything: it would only take time
+            case.body.pop("database_name", None)  # which ones there are is no matter of form
+        if case.path_parameters and random.random() < 0.7:  # else nothing but 404 is seen
+            case.path_parameters |= {"service_id": SERVICE, "queue_name": "orders"}
+        case.call_and_validate(auth=ADMIN, timeout=30)
+
+    run()

@@ -1,0 +1,153 @@
+"""Several servers side by side, and queues that go while others write."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psycopg
+import pytest
+from served import ADMIN, Server, Site, locked, new_name, serving
+
+
+@pytest.fixture(scope="module")
+def site(empty_database: Callable[[], str]) -> Site:
+    return Site(empty_database)
+
+
+@pytest.fixture(scope="module")
+def config(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return site.configuration(tmp_path_factory.mktemp("config"))
+
+
+@pytest.fixture(scope="module")
+def pair(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """Two servers, each controller and agent."""
+    with (
+        serving(config, tmp_path_factory.mktemp("one")) as one,
+        serving(config, tmp_path_factory.mktemp("two")) as two,
+    ):
+        yield [one, two]
+
+
+def test_of_two_controllers_one_creates_the_queue(pair: list[Server], site: Site) -> None:
+    names = [new_name() for _ in range(8)]
+
+    def create(web: Server, name: str) -> int:
+        return web.post(web.queues, {"name": name}).status_code
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = {name: [threads.submit(create, web, name) for web in pair * 3] for name in names}
+    for answer in answers.values():
+        assert sorted(each.result() for each in answer) == [201, 409, 409, 409, 409, 409]
+    for name in names:
+        pair[0].until(lambda name=name: pair[1].status(name) == "Active")  # type: ignore[misc]
+    with psycopg.connect(site.target) as connection:
+        rows = connection.execute("select from pgqueue.queues where name = any(%s)", [names]).fetchall()
+    assert len(rows) == len(names)
+
+
+def test_a_thousand_parallel_enqueues_are_each_completed_exactly_once(pair: list[Server], site: Site) -> None:
+    name = new_name()
+    pair[0].create(name)
+    path = f"{pair[0].queues}/{name}/messages"
+
+    async def one(client: httpx.AsyncClient, urls: list[str], number: int) -> tuple[int, int]:
+        here, there = urls[number % 2], urls[(number + 1) % 2]
+        answer = await client.post(here + path, json={"messages": [{"payload": {"number": number}}]})
+        assert answer.status_code == 202, answer.text
+        task = answer.json()["task_id"]
+        pause = 1.0
+        await asyncio.sleep(pause)
+        while (answer := await client.get(there + path, params={"task_id": task})).status_code == 202:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 4.0)
+        assert answer.json()["status"] == "completed", answer.text
+        (sent,) = answer.json()["result"]["message_ids"]
+        return sent, number
+
+    async def some(numbers: Iterable[int]) -> list[tuple[int, int]]:
+        # Clients of their own: one of httpx with hundreds of requests in its queue is slow by itself.
+        async with httpx.AsyncClient(auth=ADMIN, timeout=60, trust_env=False) as client:
+            urls = [web.url for web in pair]
+            return list(await asyncio.gather(*(one(client, urls, number) for number in numbers)))
+
+    async def run() -> list[tuple[int, int]]:
+        parts = await asyncio.gather(*(some(range(first, 1000, 20)) for first in range(20)))
+        return [each for part in parts for each in part]
+
+    answers = asyncio.run(run())
+    with psycopg.connect(site.target) as connection:
+        rows = connection.execute(
+            "select id, (payload ->> 'number')::int from pgqueue.messages where queue_name = %s", [name]
+        ).fetchall()
+    assert sorted(answers) == sorted(rows)
+    assert len(rows) == 1000
+
+
+def test_a_queue_is_deleted_while_producers_write(pair: list[Server], site: Site) -> None:
+    name = new_name()
+    pair[0].create(name)
+    path = f"{pair[0].queues}/{name}/messages"
+    stop = threading.Event()
+    writing = threading.Barrier(4)
+    tasks: list[str] = []
+    seen: set[int] = set()
+
+    def brokered(web: Server) -> None:
+        writing.wait()
+        while not stop.is_set():
+            answer = web.post(path, {"messages": [{"payload": {}}]})
+            seen.add(answer.status_code)
+            if answer.status_code == 202:
+                tasks.append(answer.json()["task_id"])
+
+    def direct(web: Server) -> None:
+        writing.wait()
+        while not stop.is_set():
+            seen.add(web.post(f"/v1/queues/{name}/messages", {"messages": [{"payload": 1}]}).status_code)
+
+    def raw() -> str:
+        writing.wait()
+        with psycopg.connect(site.target, autocommit=True) as connection:
+            while True:
+                try:
+                    with connection.transaction():
+                        connection.execute("select pgqueue.enqueue(%s, '1')", [name])
+                        connection.execute("select pgqueue.enqueue(%s, '2', delay => '1 min')", [name])
+                except psycopg.Error as error:
+                    return str(error.sqlstate)
+
+    with ThreadPoolExecutor(4) as threads:
+        writers = [threads.submit(brokered, pair[0]), threads.submit(direct, pair[1]), threads.submit(raw)]
+        writing.wait()
+        pair[0].until(lambda: len(tasks) > 20)
+        assert pair[1].call("DELETE", f"{pair[1].queues}/{name}").status_code == 202
+        pair[0].until(lambda: pair[0].status(name) is None)
+        assert writers[2].result(30) == "PQ001"
+        pair[0].until(lambda: 404 in seen)
+        stop.set()
+        for writer in writers:
+            writer.result(30)
+    assert seen <= {201, 202, 404, 409}
+    assert {pair[1].task(path, task)["status"] for task in tasks} <= {"completed", "failed"}
+    with psycopg.connect(site.target) as connection:
+        for table in ("queues where name", "messages where queue_name", "scheduled_messages where queue_name"):
+            assert connection.execute(f"select from pgqueue.{table} = %s", [name]).fetchall() == []
+
+
+def test_a_longer_transaction_delays_a_deletion_and_does_not_break_it(pair: list[Server], site: Site) -> None:
+    name = new_name()
+    pair[0].create(name)
+    with locked(site.target, "select pgqueue.enqueue(%s, '1')", name):
+        pair[0].call("DELETE", f"{pair[0].queues}/{name}")
+        with psycopg.connect(site.control, autocommit=True) as connection:
+            pair[0].until(
+                lambda: connection.execute(
+                    "select from pgqueue.scheduled_messages where last_error like '%QueueBusy%'"
+                ).fetchall()
+            )
+        assert pair[0].status(name) == "Deprovisioning"
+    pair[0].until(lambda: pair[0].status(name) is None)

@@ -1,0 +1,180 @@
+"""The configuration file and the passwords in it; `pgqueue serve` by its options."""
+
+import asyncio
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import commands
+import httpx
+import pytest
+from served import ADMIN, Site, new_name, serving
+
+from pgqueue.http import Settings, SettingsError
+from pgqueue.http.passwords import Authenticator, hash_password
+
+HASH = hash_password("password")
+GOOD: dict[str, Any] = {
+    "control_dsn": "dbname=control",
+    "services": {"one": {"dsn": "host=h password=secret", "databases": ["a", "b"]}, "two": {"dsn": "dbname=c"}},
+    "users": {"admin": {"password_hash": HASH}},
+}
+
+
+def test_a_file_says_which_services_and_users_there_are() -> None:
+    settings = Settings.of(GOOD)
+    assert settings.services["one"].databases == ("a", "b")
+    assert settings.services["one"].default_database == "a"
+    assert settings.services["two"].databases == ("c",)
+    assert settings.default_service.id == "one"
+    assert (settings.tasks.visibility_timeout_seconds, settings.limits.connections) == (30, 10)
+    shown = repr(settings)
+    assert "secret" not in shown
+    assert HASH not in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"control_dsn": 5}, "control_dsn: must be a string"),
+        ({"control_dsn": "host=h passwort=secret"}, "control_dsn: no DSN"),
+        ({"control_dsn_env": "NOT_SET"}, "given twice"),
+        ({"services": {}}, "services: none given"),
+        ({"services": {"a/b": {"dsn": "dbname=x"}}}, "no slash"),
+        ({"services": {"a": {"dsn": "host=x"}}}, "services.a.databases"),
+        ({"services": {"a": {"databases": ["x"]}}}, "services.a.dsn: missing"),
+        ({"services": {"a": {"dsn_env": "NOT_SET", "databases": ["x"]}}}, "environment variable NOT_SET is not set"),
+        ({"services": {"a": {"dsn": "", "databases": ["x"], "database": 1}}}, "services.a.database: unknown"),
+        ({"users": {}}, "users: none given"),
+        ({"users": {"a:b": {"password_hash": HASH}}}, "no colon"),
+        ({"users": {"a": {"password_hash": "secret"}}}, "--hash-password"),
+        ({"users": {"a": {"password": "secret"}}}, "users.a.password: unknown"),
+        ({"tasks": {"concurrency": 0}}, "tasks.concurrency: 0; must be from 1 to 100"),
+        ({"tasks": {"concurrency": 101}}, "from 1 to 100"),
+        ({"tasks": {"max_attempts": True}}, "tasks.max_attempts: True; must be of type int"),
+        ({"tasks": {"visibility_timeout_seconds": 43201}}, "from 1 to 43200"),
+        ({"limits": {"request_seconds": 0.5}}, "from 1 to 600"),
+        ({"limits": {"requests": 1}}, "limits.requests: unknown"),
+        ({"user": {}}, "user: unknown; must be one of"),
+    ],
+)
+def test_what_makes_no_sense_is_named(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(said)) as error:
+        Settings.of(GOOD | change)
+    assert "secret" not in str(error.value)
+
+
+def test_limits_may_be_reached() -> None:
+    edges = {"tasks": {"concurrency": 100, "max_attempts": 100, "visibility_timeout_seconds": 43200}}
+    assert Settings.of(GOOD | edges).tasks.concurrency == 100
+    assert Settings.of(GOOD | {"limits": {"request_seconds": 1, "connections": 1000}}).limits.request_seconds == 1
+
+
+def test_secrets_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_DSN", "dbname=from-there")
+    monkeypatch.setenv("TEST_WORD", "word")
+    given = {
+        "control_dsn_env": "TEST_DSN",
+        "services": {"a": {"dsn_env": "TEST_DSN"}},
+        "users": {"u": {"password_env": "TEST_WORD"}},
+    }
+    settings = Settings.of(given)
+    assert settings.control_dsn == "dbname=from-there"
+    assert settings.services["a"].databases == ("from-there",)
+    assert settings.users["u"].startswith("scrypt:")
+
+
+def basic(name: str, password: str) -> str:
+    return httpx.BasicAuth(name, password)._auth_header
+
+
+def test_a_password_is_right_or_it_is_not() -> None:
+    async def run() -> None:
+        authenticator = Authenticator({"admin": HASH, "empty": hash_password("")})
+        for _ in range(2):
+            assert await authenticator.user(basic("admin", "password")) == "admin"
+        for wrong in ("", "Password", "password ", "password\x00", "passwor", "p" * 300):
+            assert await authenticator.user(basic("admin", wrong)) is None
+        assert await authenticator.user(basic("nobody", "password")) is None
+        assert await authenticator.user(basic("ADMIN", "password")) is None
+
+    asyncio.run(run())
+
+
+def test_who_nobody_is_takes_as_long_to_find_out_as_a_wrong_password() -> None:
+    async def seconds(authenticator: Authenticator, name: str) -> float:
+        took = []
+        for _ in range(5):
+            began = time.process_time()
+            assert await authenticator.user(basic(name, "wrong")) is None
+            took.append(time.process_time() - began)
+        return min(took)
+
+    async def run() -> tuple[float, float]:
+        authenticator = Authenticator({"admin": HASH})
+        return await seconds(authenticator, "admin"), await seconds(authenticator, "nobody")
+
+    known, unknown = asyncio.run(run())
+    assert 0.5 < known / unknown < 2
+
+
+def test_hashes_are_salted_and_fit_into_the_file() -> None:
+    done = commands.run("serve", "--hash-password", stdin=b"password\n")
+    assert done.status == 0
+    assert done.out.strip() != HASH
+    settings = Settings.of(GOOD | {"users": {"admin": {"password_hash": done.out.strip()}}})
+    assert asyncio.run(Authenticator(settings.users).user(basic("admin", "password"))) == "admin"
+
+
+def test_a_file_that_cannot_be_used_ends_the_command(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.toml"
+    bad.write_text("control_dsn = ")
+    done = commands.run("serve", "--config", str(bad))
+    assert done.status == 2
+    assert "bad.toml is no TOML" in done.err
+    assert commands.run("serve", "--config", str(tmp_path / "none.toml")).status == 1
+
+
+def test_without_a_file_it_serves_the_database_it_is_given(empty_database: Callable[[], str], tmp_path: Path) -> None:
+    words = ("serve", "--dsn", empty_database(), "--port", "0")
+    with commands.running(*words, directory=tmp_path) as command:
+        url = command.wait_for(lambda: re.search(r"serves (http://[^/\s]+)/", command.err))[1]
+        password = re.search(r"user admin, password (\S+)", command.err)
+        assert password is not None
+        with httpx.Client(base_url=url, auth=("admin", password[1]), trust_env=False) as client:
+            name = new_name()
+            command.wait_for(lambda: client.get("/readyz").status_code == 200)
+            assert client.post("/managed-services/local/queues", json={"name": name}).status_code == 201
+            path = f"/managed-services/local/queues/{name}"
+            command.wait_for(lambda: client.get(path).json()["status"] == "Active")
+        command.signal(signal.SIGINT)
+        assert command.end().status == 0
+
+
+def test_a_controller_alone_leaves_the_work_to_agents(empty_database: Callable[[], str], tmp_path: Path) -> None:
+    config = Site(empty_database).configuration(tmp_path)
+    with serving(config, tmp_path / "controller", role="controller") as web:
+        name = new_name()
+        web.create(name, wait=False)
+        with serving(config, tmp_path / "agent", role="agent") as agent:
+            web.until(lambda: web.status(name) == "Active")
+            agent.command.signal(signal.SIGTERM)
+            assert agent.command.end().status == 0
+        other = new_name()
+        web.create(other, wait=False)
+        task = web.post(f"{web.queues}/{name}/stats").json()["task_id"]
+        answer = web.get(f"{web.queues}/{name}/stats", params={"task_id": task})
+        assert (answer.status_code, answer.json()) == (202, {"task_id": task, "status": "pending"})
+        assert web.status(other) == "Pending"
+
+
+def test_the_port_that_is_taken_is_named(empty_database: Callable[[], str], tmp_path: Path) -> None:
+    config = Site(empty_database).configuration(tmp_path)
+    with serving(config, tmp_path / "one") as web:
+        port = web.url.rpartition(":")[2]
+        done = commands.run("serve", "--config", str(config), "--port", port, TEST_PASSWORD=ADMIN[1])
+        assert done.status != 0
+        assert "address already in use" in done.err
