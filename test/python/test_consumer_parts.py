@@ -300,6 +300,15 @@ async def test_an_exchange_acknowledges_and_tells_what_was_lost(breaks: bool) ->
     assert desk.leases.is_settled
 
 
+async def test_what_was_released_is_kept_no_longer() -> None:
+    desk = Desk(release=lambda _: [1], extend_batch=lambda _: [2])
+    held = desk.hold(1, 2, seconds=-1)
+    assert await desk.leases.release(held[:1]) == 1
+    await desk.leases._extend()
+    assert desk.asked == ["release", "extend_batch"]
+    assert [one.lost for one in held] == [False, False]
+
+
 # Settings of the queue
 
 

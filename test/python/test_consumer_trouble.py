@@ -223,3 +223,27 @@ def test_a_stop_that_is_asked_for_before_the_run_ends_it(
         Queue(connection, name).enqueue(2)
         run.start()
         wait_for(lambda: run.returned == [1, 2])
+
+
+# The transaction is the consumer's
+
+
+@each_transactional
+def test_a_handler_that_would_commit_half_of_its_work_is_refused(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name, max_attempts=1).enqueue(1)
+    connection.execute(f'create table "{name}" (n int)')
+    seen: list[int] = []
+
+    async def work(step: Step) -> None:
+        await step.execute(f'insert into "{name}" values (1)')
+        for end in (step.connection.commit, step.connection.rollback):
+            with pytest.raises(psycopg.ProgrammingError, match="the consumer ends this transaction"):
+                await step._done(end())
+        seen.append(len(rows(connection, f'select n from "{name}"')))
+
+    with form.consuming(database, name, work) as run:
+        wait_for(lambda: is_empty(connection, name))
+    assert (seen, run.attempts, run.returned) == ([0], [1], [1])
+    assert rows(connection, f'select n from "{name}"') == [(1,)]
