@@ -88,7 +88,7 @@ def test_nobody_who_acknowledges_minds_who_maintains(
                 while not done.is_set():
                     changes.extend(pgqueue.Queues(own).maintain_archive())
                     own.execute(
-                        "select pgqueue._make_day(d) from (select pgqueue._day(now()) - 40) as t (d)"
+                        "select pgqueue._make_day(d) from (select pgqueue._day(now()) - 4000) as t (d)"
                         " where pgqueue._has_day(d) is not true"
                     )
                 changes.extend(pgqueue.Queues(own).maintain_archive())

@@ -303,6 +303,7 @@ def test_what_is_missing_or_unknown_is_named(web: Server) -> None:
     refused(web.http.post(web.queues, data={"name": "x"}), 400, "body")
 
 
+@pytest.mark.usefixtures("queue")  # The extension is in the other database, too.
 def test_database_name_chooses_the_database(web: Server, site: Site) -> None:
     name = new_name()
     web.create(name, database_name=site.databases[1])

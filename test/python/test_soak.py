@@ -80,6 +80,14 @@ def test_the_checker_accepts_a_history_in_which_every_promise_was_kept(exactly_o
     assert check(good(exactly_once)) == []
 
 
+def test_the_checker_accepts_two_acknowledgements_of_a_claim_that_a_crash_forgot() -> None:
+    history = good(exactly_once=False)
+    history.starts.append(Start(1, 1, "b"))
+    history.finished[1] += 1
+    history.acked[1] += 1
+    assert check(history) == []
+
+
 def lost(h: History) -> None:
     h.effects.remove(Effect(1, 1, "a"))
     h.counted -= 1
