@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
@@ -379,3 +380,20 @@ def test_what_ends_a_consumer_is_told_by_its_stop(
     with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
         consumer.stop()
     consumer.stop()
+
+
+async def test_a_task_that_drops_a_cancellation_is_cancelled_again() -> None:
+    dropped = asyncio.Event()
+
+    async def stubborn() -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        dropped.set()
+        await asyncio.sleep(60)
+
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await pump._ended([task])
+    assert dropped.is_set()
+    assert task.cancelled()

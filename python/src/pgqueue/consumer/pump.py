@@ -27,6 +27,21 @@ _UNRETURNED = 2  # receives on their way at once, as so many may come back empty
 _MANNERS = 5.0  # seconds for the last statements
 
 
+async def _ended(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel tasks until they have ended.
+
+    Once may not do: `asyncio.wait_for`, by which psycopg waits, drops a cancellation that comes together with the
+    answer, before Python 3.12.
+    """
+    left = [task for task in tasks if not task.done()]
+    while left:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=0.5)
+        left = [task for task in left if not task.done()]
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class Pump:
     """One run of a consumer."""
 
@@ -68,10 +83,8 @@ class Pump:
             raise
         finally:
             self._jobs.abandon()
-            for task in tasks:
-                task.cancel()
             try:
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await _ended(tasks)
             finally:
                 await core.close()
                 await self._workers.close()
@@ -80,8 +93,7 @@ class Pump:
         core = self._core
         # It ends by itself, unless it waits for a server that does not answer.
         await asyncio.wait([pumping], timeout=0.5 if core.forced else _MANNERS)
-        pumping.cancel()
-        await asyncio.gather(pumping, return_exceptions=True)
+        await _ended([pumping])
         unhandled = list(self._buffer)
         self._buffer.clear()
         await self._jobs.release(unhandled)
