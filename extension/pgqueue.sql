@@ -1971,7 +1971,8 @@ begin
                 - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
             );
             from_id := below_id;
-            span := span * 2;
+            -- Steps may be many: what doubles with each must end before bigint does.
+            span := least(span * 2, 1099511627776);
         end loop;
     end loop;
 
@@ -2065,7 +2066,7 @@ begin
                 if cardinality(live) = 1000 then
                     below_id := live[1000] + 1;
                 else
-                    span := span * 2;
+                    span := least(span * 2, 1099511627776);
                 end if;
                 pos := below_id;
                 if ready is not null then

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(66);
+select plan(70);
 
 create function pg_temp.sweeps(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -143,6 +143,33 @@ end;
 $$;
 select pg_temp.sweeps('sweep_shared', false);
 select pg_temp.sweeps('sweep_dedicated', true);
+
+-- Messages far apart: more stretches with something in them than a span may double, each of them a step.
+select pgqueue.create_queue('scattered', visibility_timeout => '1 h');
+create temporary table scattered as select id from pgqueue.enqueue_batch('scattered', array_fill('1'::jsonb, array[200])) as id;
+select count(*) from pgqueue.claim('scattered', 200);
+delete from pgqueue.messages m using scattered s where m.queue_name = 'scattered' and m.id = s.id and s.id % 2 = 0;
+create function pg_temp.knows(every bigint) returns void language sql as $$
+    update pgqueue.sweeps
+    set dead_ids = (
+            select range_agg(case when s.id = f.first then int8range(null, s.id) else int8range(s.id, s.id + 1) end)
+            from scattered s, (select min(id) as first from scattered where id % 2 = 1) f
+            where s.id = f.first or s.id % 2 = 0 and s.id % every = 0 and s.id < f.first + 126),
+        settled_id = (select max(s.id) from scattered s), bound_id = (select max(s.id) from scattered s),
+        learnt_at = pgqueue._now()
+    where queue_name = 'scattered'
+$$;
+select pg_temp.knows(2);
+select ok((select count(*) from pgqueue.sweeps s, unnest(s.dead_ids) where s.queue_name = 'scattered') between 60 and 64,
+    'what is known to be dead may lie in as many ranges as are kept');
+select is((select count(*) from pgqueue.claim('scattered')), 0::bigint, 'a sweep walks through all that lies between them');
+select pg_temp.pass('1 h 1 s');
+select pg_temp.knows(2);
+select is((select count(*) from pgqueue.claim('scattered', 200)), 100::bigint, 'and finds what comes back there');
+select pg_temp.knows(2);
+select lives_ok($$
+    select pgqueue._learn(q, pgqueue._now(), (select max(s.id) + 1 from scattered s))
+    from pgqueue.queues q where q.name = 'scattered' $$, 'and so does one that learns');
 
 select * from finish();
 rollback;
