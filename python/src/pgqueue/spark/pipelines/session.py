@@ -1,6 +1,5 @@
 """A Spark session of this machine for a command: on a Java that was checked, with Spark's own words kept in a log."""
 
-import logging
 import os
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from typing import IO, Any
 from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkRuntimeError
 from pyspark.java_gateway import launch_gateway
+from pyspark.logger import PySparkLogger
 from pyspark.sql import SparkSession
 
 from ..java import use_java
@@ -94,7 +94,8 @@ def _log() -> Iterator[IO[bytes]]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """PySpark logs each refused query, with the JVM's stack, beside raising it."""
-    logger = logging.getLogger("SQLQueryContextLogger")
+    # By PySpark's own class: it asks for the logger by name, and could not use a plain one that came first.
+    logger = PySparkLogger.getLogger("SQLQueryContextLogger")
     before, logger.disabled = logger.disabled, True
     try:
         yield
