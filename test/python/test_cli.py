@@ -70,7 +70,7 @@ def test_a_queue_is_created_listed_and_dropped(cli: Callable[..., Done], name: s
     (listed,) = [queue for queue in cli("list", "--json").records if queue["name"] == name]
     assert list(listed) == [field.name for field in fields(pgqueue.QueueInfo)]
     assert (listed["visibility_timeout"], listed["max_attempts"], listed["dlq_enabled"]) == (90, 1, False)
-    assert re.search(rf"^{name} +1m30s +1 +no ", cli("list").out, re.MULTILINE)
+    assert re.search(rf"^{name} +1m30s +1 +1s-10m +no dead letters *$", cli("list").out, re.MULTILINE)
     kept = cli("create", f"{name}-kept", "--archive-for", "7d12h")
     assert kept.out.endswith("then to the dead letters; archived for 7d12h\n")
     assert re.search(rf"^{name}-kept .* 7d12h ", cli("list").out, re.MULTILINE)
@@ -520,7 +520,15 @@ def test_a_terminal_is_not_commanded_by_what_a_queue_holds(cli: Callable[..., Do
     assert records[0]["last_error"] == f"{HOSTILE}\n{HOSTILE}"
 
 
-def test_tables_fit_a_terminal_and_figures_stay_whole(database: str, orders: pgqueue.Queue) -> None:
+def test_tables_fit_a_terminal_and_figures_stay_whole(
+    database: str, orders: pgqueue.Queue, connection: psycopg.Connection[Any], name: str
+) -> None:
+    # Whatever else there is to be listed, with all that can be said of a queue.
+    connection.execute(
+        "select pgqueue.create_queue(%s, '12 h', 100, false, true, backoff_base => '10 ms',"
+        " backoff_max => '11 d 13 h', archive_for => '10 y', expires_after_idle => '100 d'), pgqueue.pause_queue(%s)",
+        (f"{name}-{'x' * 60}", f"{name}-{'x' * 60}"),
+    )
     kill_letters(orders, 1, "y" * 500)
     orders.enqueue({"text": "x" * 500})
     for words in (["list"], ["stats"], ["browse", orders.name], ["dead", "list", orders.name]):

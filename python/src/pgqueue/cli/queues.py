@@ -135,14 +135,22 @@ def list_(session: Session) -> None:
             info.name,
             info.visibility_timeout,
             info.max_attempts,
-            info.dlq_enabled,
             f"{period(info.backoff_base)}-{period(info.backoff_max)}",
             info.archive_for,
-            info.dedicated,
-            f"for {ago(info.paused_at)}" if info.paused_at else "",
+            ", ".join(
+                filter(
+                    None,
+                    (
+                        info.paused_at and f"paused {ago(info.paused_at)}",
+                        info.dedicated and "dedicated",
+                        not info.dlq_enabled and "no dead letters",
+                        info.expires_after_idle and f"until idle for {period(info.expires_after_idle)}",
+                    ),
+                )
+            ),
         ]
 
-    session.show(queues, ["queue", ">timeout", ">attempts", "dlq", "backoff", ">archive", "dedicated", "paused"], row)
+    session.show(queues, ["queue", ">timeout", ">attempts", "backoff", ">archive", "~notes"], row)
 
 
 def stats(

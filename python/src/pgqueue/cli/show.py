@@ -69,14 +69,14 @@ def _json(value: Any) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table. `>` before a heading marks figures, `…` what is cut where the terminal ends."""
+    """A table. `>` before a heading marks figures, `~` what wraps, `…` what is cut where the terminal ends."""
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
     for place, heading in enumerate(headings):
         made.add_column(
-            heading.lstrip(">…"),
+            heading.lstrip(">~…"),
             justify="right" if heading.startswith(">") else "left",
             # What may wrap gives way first: the names of queues, and what is cut.
-            no_wrap=place > 0 and not heading.startswith("…"),
+            no_wrap=place > 0 and not heading.startswith(("~", "…")),
             overflow="fold",
         )
     for row in rows:
