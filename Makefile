@@ -122,7 +122,7 @@ test:  ## run everything; with PG=16 the SQL suites of one major
 # verify comes before anything that builds: it is about extension/ as committed.
 test-all: setup test-tools .venv/flights .cache/java/ready
 	@$(MAKE) --no-print-directory lint verify test-sql
-	@cd python && ../$(python) -m pytest
+	@cd python && ../$(python) -m pytest --numprocesses auto --dist loadgroup
 
 test-sql: build setup test-tools
 	@$(harness) $(if $(PG),--pg $(PG))

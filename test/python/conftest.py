@@ -31,6 +31,14 @@ __all__ = ["role", "spark"]  # fixtures
 _numbers = count(1)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run in several processes, the tests of a file share one, and those of Spark share a JVM."""
+    for item in items:
+        file = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("spark" if file.startswith("test_spark") else file))
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
     """How to connect to a server as superuser: PGQUEUE_TEST_DSN, or a private one."""

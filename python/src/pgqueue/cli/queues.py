@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
@@ -137,20 +137,21 @@ def list_(session: Session) -> None:
             info.max_attempts,
             f"{period(info.backoff_base)}-{period(info.backoff_max)}",
             info.archive_for,
-            ", ".join(
-                filter(
-                    None,
-                    (
-                        info.paused_at and f"paused {ago(info.paused_at)}",
-                        info.dedicated and "dedicated",
-                        not info.dlq_enabled and "no dead letters",
-                        info.expires_after_idle and f"until idle for {period(info.expires_after_idle)}",
-                    ),
-                )
-            ),
+            ", ".join(_notes(info)),
         ]
 
     session.show(queues, ["queue", ">timeout", ">attempts", "backoff", ">archive", "~notes"], row)
+
+
+def _notes(info: QueueInfo) -> Iterator[str]:
+    if info.paused_at:
+        yield f"paused {ago(info.paused_at)}"
+    if info.dedicated:
+        yield "dedicated"
+    if not info.dlq_enabled:
+        yield "no dead letters"
+    if info.expires_after_idle:
+        yield f"until idle for {period(info.expires_after_idle)}"
 
 
 def stats(
