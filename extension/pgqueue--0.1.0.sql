@@ -351,10 +351,10 @@ create table pgqueue.dead_messages (
     reason text not null,
     constraint dead_messages_pkey primary key (queue_name, id),
     constraint dead_messages_reason_is_known
-    check (reason in ('attempts_exhausted', 'expired', 'rejected'))
+    check (reason in ('attempts_exhausted', 'expired', 'rejected', 'queue_dropped'))
 );
 comment on table pgqueue.dead_messages is
-'Messages that were given up, with the reason, the last error and the moment.';
+'Messages that were given up, with the reason, the last error and the moment. Those that were not due when their queue was dropped (queue_dropped) outlive it, under its name.';
 
 -- A day of UTC is a partition, made days ahead. There is no default partition: attaching a day beside one locks it
 -- against everybody who reads the archive, for as long as the transaction lasts, and fails the acknowledgement that
@@ -1274,13 +1274,16 @@ begin
     if alter_queue.archive_for <> '0' then
         perform pgqueue._begin_archive(q);
     end if;
+    if alter_queue.archive_for is not null then
+        perform pgqueue._archive_transport(q);
+    end if;
     return pgqueue._public(q);
 end;
 $$;
 comment on function pgqueue.alter_queue(
     text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval, interval
 ) is
-'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. A new archive_for holds for what was archived before, too; 0 ends archiving, and what was archived is kept as long as was promised; an expires_after_idle of 0 keeps the queue for good. Raises 22023, PQ001.';
+'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. A new archive_for holds for what was archived before, too; 0 ends archiving, and what was archived is kept as long as was promised; an expires_after_idle of 0 keeps the queue for good. Raises 22023, PQ001, and PQ004 where archiving is to begin or end for the relation of a transport while a longer transaction uses it.';
 
 create function pgqueue.drop_queue(queue_name text)
 returns bigint
@@ -1305,7 +1308,7 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.drop_queue(text) is
-'Drops a queue with all its messages, the dead ones too, its streams and its subscriptions, and returns how many messages those were. What it archived is kept, under its name, as long as its archive_for said. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
+'Drops a queue with all its messages, the dead ones too, its streams and its subscriptions, and returns how many messages those were. Only delayed messages that are not due yet and were never claimed are kept, as their senders count on a delivery that is still to come: they become dead letters under the name of the queue, with reason queue_dropped, the moment they were due in last_error, and no expiry. browse_dead_messages and purge_dead_messages find them there, and redrive sends them once there is a queue of that name again. Where the queue has no dead letters they go, too, as they do after purge_queue. What it archived is kept, under its name, as long as its archive_for said. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
 
 create function pgqueue._drop(q pgqueue.queues)
 returns bigint
@@ -1319,7 +1322,12 @@ begin
     delete from pgqueue.queues where queues.name = q.name;
     delete from pgqueue.subscriptions where subscriptions.queue_name = q.name;
     perform pgqueue._conceal(q);
-    removed := pgqueue._empty(q, true);
+    delete from pgqueue.dead_messages d where d.queue_name = q.name;
+    get diagnostics removed = row_count;
+    if q.dlq_enabled then
+        perform pgqueue._bury_delayed(q);
+    end if;
+    removed := removed + pgqueue._empty(q, true);
     delete from pgqueue.sweeps where sweeps.queue_name = q.name;
     delete from pgqueue.streams where streams.queue_name = q.name;
     perform pgqueue._end_archive(q);
@@ -1332,7 +1340,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop(pgqueue.queues) is
-'Drops a queue that is held alone, and returns how many messages it held.';
+'Drops a queue that is held alone, and returns how many messages went with it.';
 
 create function pgqueue._empty(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -1359,15 +1367,12 @@ begin
     removed := removed + n;
     if dropping then
         delete from pgqueue.returns r where r.queue_name = q.name;
-        delete from pgqueue.dead_messages d where d.queue_name = q.name;
-        get diagnostics n = row_count;
-        removed := removed + n;
     end if;
     return removed;
 end;
 $$;
 comment on function pgqueue._empty(pgqueue.queues, boolean) is
-'Removes the messages of a queue, with dropping also the dead ones and a dedicated table, and returns how many.';
+'Removes the messages of a queue, with dropping also a dedicated table, and returns how many.';
 
 create function pgqueue._empty_partition(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -2886,7 +2891,7 @@ comment on function pgqueue._merged_headers(jsonb, jsonb) is
 'The headers of a message with those of a failure added; its own where the two exceed 64 KB, or where its own are no object.';
 
 create function pgqueue._fail(
-    q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, rejected boolean
+    q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, given_up text
 )
 returns void
 language plpgsql volatile
@@ -2898,7 +2903,7 @@ begin
     m.last_error := coalesce(left(error, 65536), m.last_error);
     m.headers := pgqueue._merged_headers(m.headers, _fail.headers);
 
-    if rejected or m.attempt_count >= m.max_attempts then
+    if given_up is not null or m.attempt_count >= m.max_attempts then
         if q.dlq_enabled then
             insert into pgqueue.dead_messages (
                 id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
@@ -2907,7 +2912,7 @@ begin
             values (
                 m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
                 m.payload, m.body, m.headers, m.claimed_by, m.last_error,
-                case when rejected then 'rejected' else 'attempts_exhausted' end,
+                coalesce(given_up, 'attempts_exhausted'),
                 m.transport_headers
             )
             on conflict on constraint dead_messages_pkey do update
@@ -2930,12 +2935,12 @@ begin
 end;
 $$;
 comment on function pgqueue._fail(
-    pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, boolean
+    pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, text
 ) is
-'What becomes of a message that was taken out of messages after an attempt failed: it is scheduled, or dead.';
+'What becomes of a message that was taken out of messages after an attempt failed: it is scheduled, or dead. given_up is the reason why it dies whatever attempts are left, or null.';
 
 create function pgqueue._settle_failed(
-    queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, rejected boolean
+    queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, given_up text
 )
 returns boolean
 language plpgsql volatile
@@ -2955,11 +2960,11 @@ begin
     if not found then
         return false;
     end if;
-    perform pgqueue._fail(q, m, at, delay, error, headers, rejected);
+    perform pgqueue._fail(q, m, at, delay, error, headers, given_up);
     return true;
 end;
 $$;
-comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, jsonb, boolean) is
+comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, jsonb, text) is
 'What nack and reject share.';
 
 create function pgqueue.nack(
@@ -2978,14 +2983,19 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    return pgqueue._settle_failed(queue_name, id, claim_token, delay, error, headers, false);
+    return pgqueue._settle_failed(queue_name, id, claim_token, delay, error, headers, null);
 end;
 $$;
 comment on function pgqueue.nack(text, bigint, uuid, interval, text, jsonb) is
 'Gives a claimed message back after a failure, and returns true; false if the claim was lost. It is delivered again after delay (0 to 10 years), by default after the queue''s backoff; if its attempts are spent it goes to the dead letters with reason attempts_exhausted, or is deleted where the queue has none. error is kept as last_error, up to 65,536 characters. headers, a JSON object, is merged into the message''s headers, in place of those of the same name; the message keeps its own as they are where the two together exceed 64 KB, or where its own are no object. Raises 22023, PQ001.';
 
 create function pgqueue.reject(
-    queue_name text, id bigint, claim_token uuid, error text default null, headers jsonb default null
+    queue_name text,
+    id bigint,
+    claim_token uuid,
+    error text default null,
+    headers jsonb default null,
+    reason text default 'rejected'
 )
 returns boolean
 language plpgsql volatile security definer
@@ -2995,11 +3005,15 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    return pgqueue._settle_failed(queue_name, id, claim_token, null, error, headers, true);
+    -- The other reasons are not a matter of opinion.
+    if reason is null or reason not in ('rejected', 'attempts_exhausted') then
+        perform pgqueue._raise_invalid('reason', reason, 'rejected or attempts_exhausted');
+    end if;
+    return pgqueue._settle_failed(queue_name, id, claim_token, null, error, headers, reason);
 end;
 $$;
-comment on function pgqueue.reject(text, bigint, uuid, text, jsonb) is
-'Gives a claimed message up at once, whatever attempts are left, and returns true; false if the claim was lost. It goes to the dead letters with reason rejected, or is deleted where the queue has none. error and headers are kept as by nack. Raises 22023, PQ001.';
+comment on function pgqueue.reject(text, bigint, uuid, text, jsonb, text) is
+'Gives a claimed message up at once, whatever attempts are left, and returns true; false if the claim was lost. It goes to the dead letters with reason, or is deleted where the queue has none: rejected, or attempts_exhausted where the caller counts attempts by rules of his own, and they are spent. error and headers are kept as by nack. Raises 22023, PQ001.';
 
 create function pgqueue.record_failure(
     queue_name text,
@@ -3050,7 +3064,7 @@ begin
         end if;
     end if;
     m.attempt_count := record_failure.attempt_count;
-    perform pgqueue._fail(q, m, at, delay, error, headers, false);
+    perform pgqueue._fail(q, m, at, delay, error, headers, null);
     return true;
 end;
 $$;
@@ -3799,7 +3813,7 @@ begin
         perform pgqueue._fail(
             q, m, at, null,
             coalesce(error, format('skipped with batch %s of stream %s after %s replays', seq, s.stream_name, s.replays)),
-            null, true);
+            null, 'rejected');
         skipped := skipped + 1;
     end loop;
     -- What is left has another chance. Who reads the batch while nobody has told him is fenced.
@@ -4587,6 +4601,61 @@ $$;
 comment on function pgqueue._place_for_transport() is
 'Trigger of the table of an exposed queue: whoever sends, a transport finds the message at its end.';
 
+create function pgqueue._archive_taken()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    is_filed constant boolean := coalesce(pgqueue._has_day(pgqueue._day(at)), false);
+begin
+    with done as (
+        select
+            t.id, t.queue_name, t.enqueued_at, null::timestamptz, at, t.attempt_count + 1, t.max_attempts, t.expires_at,
+            t.message_id, t.payload, t.body, t.headers, t.claimed_by, t.last_error
+        from taken t
+        where coalesce(t.expires_at > at, true)
+    ),
+    filed as (
+        insert into pgqueue.archived_messages select d.* from done d where is_filed
+    )
+    insert into pgqueue.unfiled_messages select d.* from done d where not is_filed;
+    return null;
+end;
+$$;
+comment on function pgqueue._archive_taken() is
+'Trigger of the table of an exposed queue that archives: what is deleted through the relation goes to the archive, as by receive.';
+
+create function pgqueue._archive_transport(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+declare
+    partition constant regclass := pgqueue._partition(q);
+    is_wanted constant boolean := q.archive_for is not null
+        and exists (select from pgqueue.transports t where t.queue_name = q.name);
+    is_there constant boolean := exists (
+        select from pg_trigger g where g.tgrelid = partition and g.tgname = 'archive_taken');
+begin
+    -- Of the statement: it fires for a delete of this very table, as the relation does it, and not for those of the
+    -- verbs, which delete from the parent and archive by themselves. Without an archive there is no trigger to pay for.
+    if is_wanted and not is_there then
+        execute format(
+            'create trigger archive_taken after delete on %s referencing old table as taken for each statement'
+            ' execute function pgqueue._archive_taken()', partition);
+    elsif is_there and not is_wanted then
+        execute format('drop trigger archive_taken on %s', partition);
+    end if;
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(q.name, 'alter_queue');
+end;
+$$;
+comment on function pgqueue._archive_transport(pgqueue.queues) is
+'Has the relation of a queue, if there is one, archive what is deleted through it, if the queue archives. Raises PQ004 where a longer transaction uses the table.';
+
 create function pgqueue._learn_head(t pgqueue.transports, partition regclass)
 returns pgqueue.transports
 language plpgsql volatile
@@ -4748,6 +4817,10 @@ begin
     execute format('select setval(%L, count(*) + 1, false) from %s', register, partition);
     execute format('create unique index %I on %s (transport_id)', name || '_transport_id', partition);
     execute format('create unique index %I on %s (transport_seq)', name || '_transport_seq', partition);
+    -- What is known of a queue is mostly that it was empty. To read it in its order must look cheap then, too, and not to
+    -- read and sort it as a whole: without knowing how the rows lie. And what is known must be learnt anew soon.
+    execute format('alter table %s alter transport_seq set statistics 0', partition);
+    execute format('alter table %s set (autovacuum_analyze_threshold = 1000)', partition);
     execute format('create index %I on %s (queue_name, expires_at) where expires_at is not null', name || '_expires_at', partition);
     execute format('create index %I on %s ((expires_at at time zone ''UTC'')) where expires_at is not null',
         name || '_expires', partition);
@@ -4763,6 +4836,7 @@ begin
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
     insert into pgqueue.transports (queue_name, relation, seq_register)
     values (q.name, relation::regclass, register::regclass);
+    perform pgqueue._archive_transport(q);
     update pgqueue.subscriptions s
     set queue_address = pgqueue._address(relation::regclass)
     where s.queue_name = q.name;
@@ -4846,7 +4920,7 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
-'Makes a relation over the queue, in schema_name under table_name (by default the queue''s name), on which an NServiceBus transport works as on its own table, and returns its address. Its columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text where it is UTF-8; with flavor sqlserver also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; what comes with headers that are no JSON object, or without a body, goes to the dead letters as it is. A delete takes messages as receive does, though past the archive; who shows up are those that could be claimed, and expired ones, as the transport drops those itself. The queue becomes dedicated. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on; who reads it needs grant_access(role, ''transport''), too. Raises 22023, PQ001, PQ004, 42501, 42P07 where the name is taken, 42710 where the queue is exposed.';
+'Makes a relation over the queue, in schema_name under table_name (by default the queue''s name), on which an NServiceBus transport works as on its own table, and returns its address. Its columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text where it is UTF-8; with flavor sqlserver also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; what comes with headers that are no JSON object, or without a body, goes to the dead letters as it is. A delete takes messages as receive does, to the archive where the queue has archive_for, though it does not tell a purge from a receive; who shows up are those that could be claimed, and expired ones, which the transport drops itself and nobody archives. The queue becomes dedicated. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on; who reads it needs grant_access(role, ''transport''), too. Raises 22023, PQ001, PQ004, 42501, 42P07 where the name is taken, 42710 where the queue is exposed.';
 
 create function pgqueue._conceal(q pgqueue.queues)
 returns boolean
@@ -4866,6 +4940,7 @@ begin
         execute format('drop view %s', t.relation);
     end if;
     execute format('drop trigger place_for_transport on %s', pgqueue._partition(q));
+    perform pgqueue._archive_transport(q);
     execute format(
         'drop index pgqueue.%I, pgqueue.%I, pgqueue.%I, pgqueue.%I',
         name || '_transport_id', name || '_transport_seq', name || '_expires_at', name || '_expires');
@@ -5102,6 +5177,39 @@ comment on function pgqueue.drop_idle_queues() is
 'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long; returns their names. A queue in use by an open transaction stays. create_queue does the same, for ten queues at most, where it is a transaction of its own and no dedicated table is in use: there is no need to call this, unless to be rid of them at once.';
 -- What was given up comes back, or goes for good.
 
+create function pgqueue._bury_delayed(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    source record;
+begin
+    -- A transport has what comes due moved into messages ahead of time. Its own table by name: the parent is locked later,
+    -- and once for all.
+    for source in
+        select * from (values
+            ('pgqueue.scheduled_messages'::regclass, 'due_at'), (pgqueue._partition(q), 'visible_at')
+        ) as s (relation, moment)
+    loop
+        execute format(
+            'with gone as ('
+            ' delete from %1$s m where m.queue_name = $1 and m.%2$I > $2 and m.attempt_count = 0'
+            ' and coalesce(m.expires_at > $2, true) returning m.*)'
+            ' insert into pgqueue.dead_messages ('
+            ' id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, message_id, payload, body, headers,'
+            ' last_error, reason, transport_headers)'
+            ' select g.id, g.queue_name, g.enqueued_at, $2, 0, g.max_attempts, g.message_id, g.payload, g.body, g.headers,'
+            ' format(''the queue was dropped before %%s, when the message was due'', g.%2$I), ''queue_dropped'','
+            ' g.transport_headers from gone g on conflict do nothing', source.relation, source.moment)
+        using q.name, at;
+    end loop;
+end;
+$$;
+comment on function pgqueue._bury_delayed(pgqueue.queues) is
+'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';
+
 create function pgqueue.redrive(
     queue_name text, max_messages int default 1000, ids bigint[] default null
 )
@@ -5149,13 +5257,18 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
     purged bigint;
 begin
+    -- What a queue never delivered outlives it.
+    if not pgqueue._hold_queue(queue_name)
+        or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name)
+    then
+        perform pgqueue._find_queue(queue_name);
+    end if;
     delete from pgqueue.dead_messages d
-    where d.queue_name = q.name and d.id = any (array(
+    where d.queue_name = purge_dead_messages.queue_name and d.id = any (array(
         select c.id from pgqueue.dead_messages c
-        where c.queue_name = q.name
+        where c.queue_name = purge_dead_messages.queue_name
             and (purge_dead_messages.ids is null or c.id = any (purge_dead_messages.ids))
         order by c.id for update));
     get diagnostics purged = row_count;
@@ -5163,7 +5276,7 @@ begin
 end;
 $$;
 comment on function pgqueue.purge_dead_messages(text, bigint[]) is
-'Deletes dead letters, all or those in ids, and returns how many. Raises PQ001.';
+'Deletes dead letters, all or those in ids, and returns how many; also those that a queue left which was dropped. Raises PQ001.';
 -- What lost its worth is removed ahead of the claim that would pass over it.
 
 create function pgqueue.purge_expired(queue_name text, batch_size int default 10000)
@@ -5375,21 +5488,23 @@ returns setof pgqueue.dead_message
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    q constant pgqueue.queues := pgqueue._look_at(queue_name);
 begin
+    -- What a queue never delivered outlives it.
+    if not exists (select from pgqueue.dead_messages d where d.queue_name = browse_dead_messages.queue_name) then
+        perform pgqueue._look_at(queue_name);
+    end if;
     perform pgqueue._check_page(max_messages, after_id);
     return query
     select
         d.id, d.queue_name, d.payload, d.body, d.headers, d.message_id, d.attempt_count, d.max_attempts,
         d.enqueued_at, d.expires_at, d.claimed_by, d.last_error, d.reason, d.died_at
     from pgqueue.dead_messages d
-    where d.queue_name = q.name and d.id > after_id
+    where d.queue_name = browse_dead_messages.queue_name and d.id > after_id
     order by d.id limit browse_dead_messages.max_messages;
 end;
 $$;
 comment on function pgqueue.browse_dead_messages(text, int, bigint) is
-'Shows up to max_messages (1 to 10000) dead letters by id, from behind after_id on, with reason, last error and moment. Raises 22023, PQ001.';
+'Shows up to max_messages (1 to 10000) dead letters by id, from behind after_id on, with reason, last error and moment. A queue that was dropped shows what it never delivered. Raises 22023, PQ001.';
 
 create function pgqueue.browse_archived_messages(
     queue_name text, max_messages int default 100, before_id bigint default null
@@ -5873,14 +5988,20 @@ as $$
         union all
         select n.table_name, (select min(s.queue_name) from pgqueue.scheduled_messages s where s.queue_name > n.queue_name)
         from scheduled n where n.queue_name is not null
+    ),
+    dead as (
+        (select 'dead_messages' as table_name, (select min(d.queue_name) from pgqueue.dead_messages d) as queue_name)
+        union all
+        select n.table_name, (select min(d.queue_name) from pgqueue.dead_messages d where d.queue_name > n.queue_name)
+        from dead n where n.queue_name is not null
     )
     select a.table_name, a.queue_name
-    from (select * from names union all select * from scheduled) a
+    from (select * from names union all select * from scheduled union all select * from dead) a
     where a.queue_name is not null
         and not exists (select from pgqueue.queues q where q.name = a.queue_name)
 $$;
 comment on function pgqueue._orphans() is
-'Names under which messages were inserted by plain SQL though no such queue exists.';
+'Names under which there are messages though no such queue exists: inserted by plain SQL, or, dead ones, left when it was dropped.';
 
 create function pgqueue._missing_index(q pgqueue.queues)
 returns text
@@ -6096,7 +6217,8 @@ begin
 
     return query
     select
-        'error', o.queue_name, 'orphaned_messages',
+        case o.table_name when 'dead_messages' then 'info' else 'error' end, o.queue_name,
+        case o.table_name when 'dead_messages' then 'undelivered_messages' else 'orphaned_messages' end,
         format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, o.queue_name),
         format('select pgqueue.create_queue(%L);', o.queue_name)
     from pgqueue._orphans() o;
@@ -6155,7 +6277,7 @@ begin
 end;
 $$;
 comment on function pgqueue.doctor(interval) is
-'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
+'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, undelivered_messages (that a dropped queue left), misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
 -- Who may do what, on one page: the verbs that a role may call are its privileges.
 
 create function pgqueue._access()

@@ -61,21 +61,23 @@ returns setof pgqueue.dead_message
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    q constant pgqueue.queues := pgqueue._look_at(queue_name);
 begin
+    -- What a queue never delivered outlives it.
+    if not exists (select from pgqueue.dead_messages d where d.queue_name = browse_dead_messages.queue_name) then
+        perform pgqueue._look_at(queue_name);
+    end if;
     perform pgqueue._check_page(max_messages, after_id);
     return query
     select
         d.id, d.queue_name, d.payload, d.body, d.headers, d.message_id, d.attempt_count, d.max_attempts,
         d.enqueued_at, d.expires_at, d.claimed_by, d.last_error, d.reason, d.died_at
     from pgqueue.dead_messages d
-    where d.queue_name = q.name and d.id > after_id
+    where d.queue_name = browse_dead_messages.queue_name and d.id > after_id
     order by d.id limit browse_dead_messages.max_messages;
 end;
 $$;
 comment on function pgqueue.browse_dead_messages(text, int, bigint) is
-'Shows up to max_messages (1 to 10000) dead letters by id, from behind after_id on, with reason, last error and moment. Raises 22023, PQ001.';
+'Shows up to max_messages (1 to 10000) dead letters by id, from behind after_id on, with reason, last error and moment. A queue that was dropped shows what it never delivered. Raises 22023, PQ001.';
 
 create or replace function pgqueue.browse_archived_messages(
     queue_name text, max_messages int default 100, before_id bigint default null

@@ -1,5 +1,38 @@
 -- What was given up comes back, or goes for good.
 
+create or replace function pgqueue._bury_delayed(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    source record;
+begin
+    -- A transport has what comes due moved into messages ahead of time. Its own table by name: the parent is locked later,
+    -- and once for all.
+    for source in
+        select * from (values
+            ('pgqueue.scheduled_messages'::regclass, 'due_at'), (pgqueue._partition(q), 'visible_at')
+        ) as s (relation, moment)
+    loop
+        execute format(
+            'with gone as ('
+            ' delete from %1$s m where m.queue_name = $1 and m.%2$I > $2 and m.attempt_count = 0'
+            ' and coalesce(m.expires_at > $2, true) returning m.*)'
+            ' insert into pgqueue.dead_messages ('
+            ' id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, message_id, payload, body, headers,'
+            ' last_error, reason, transport_headers)'
+            ' select g.id, g.queue_name, g.enqueued_at, $2, 0, g.max_attempts, g.message_id, g.payload, g.body, g.headers,'
+            ' format(''the queue was dropped before %%s, when the message was due'', g.%2$I), ''queue_dropped'','
+            ' g.transport_headers from gone g on conflict do nothing', source.relation, source.moment)
+        using q.name, at;
+    end loop;
+end;
+$$;
+comment on function pgqueue._bury_delayed(pgqueue.queues) is
+'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';
+
 create or replace function pgqueue.redrive(
     queue_name text, max_messages int default 1000, ids bigint[] default null
 )
@@ -47,13 +80,18 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
     purged bigint;
 begin
+    -- What a queue never delivered outlives it.
+    if not pgqueue._hold_queue(queue_name)
+        or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name)
+    then
+        perform pgqueue._find_queue(queue_name);
+    end if;
     delete from pgqueue.dead_messages d
-    where d.queue_name = q.name and d.id = any (array(
+    where d.queue_name = purge_dead_messages.queue_name and d.id = any (array(
         select c.id from pgqueue.dead_messages c
-        where c.queue_name = q.name
+        where c.queue_name = purge_dead_messages.queue_name
             and (purge_dead_messages.ids is null or c.id = any (purge_dead_messages.ids))
         order by c.id for update));
     get diagnostics purged = row_count;
@@ -61,4 +99,4 @@ begin
 end;
 $$;
 comment on function pgqueue.purge_dead_messages(text, bigint[]) is
-'Deletes dead letters, all or those in ids, and returns how many. Raises PQ001.';
+'Deletes dead letters, all or those in ids, and returns how many; also those that a queue left which was dropped. Raises PQ001.';

@@ -54,14 +54,20 @@ as $$
         union all
         select n.table_name, (select min(s.queue_name) from pgqueue.scheduled_messages s where s.queue_name > n.queue_name)
         from scheduled n where n.queue_name is not null
+    ),
+    dead as (
+        (select 'dead_messages' as table_name, (select min(d.queue_name) from pgqueue.dead_messages d) as queue_name)
+        union all
+        select n.table_name, (select min(d.queue_name) from pgqueue.dead_messages d where d.queue_name > n.queue_name)
+        from dead n where n.queue_name is not null
     )
     select a.table_name, a.queue_name
-    from (select * from names union all select * from scheduled) a
+    from (select * from names union all select * from scheduled union all select * from dead) a
     where a.queue_name is not null
         and not exists (select from pgqueue.queues q where q.name = a.queue_name)
 $$;
 comment on function pgqueue._orphans() is
-'Names under which messages were inserted by plain SQL though no such queue exists.';
+'Names under which there are messages though no such queue exists: inserted by plain SQL, or, dead ones, left when it was dropped.';
 
 create or replace function pgqueue._missing_index(q pgqueue.queues)
 returns text
@@ -277,7 +283,8 @@ begin
 
     return query
     select
-        'error', o.queue_name, 'orphaned_messages',
+        case o.table_name when 'dead_messages' then 'info' else 'error' end, o.queue_name,
+        case o.table_name when 'dead_messages' then 'undelivered_messages' else 'orphaned_messages' end,
         format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, o.queue_name),
         format('select pgqueue.create_queue(%L);', o.queue_name)
     from pgqueue._orphans() o;
@@ -336,4 +343,4 @@ begin
 end;
 $$;
 comment on function pgqueue.doctor(interval) is
-'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
+'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, undelivered_messages (that a dropped queue left), misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';

@@ -35,7 +35,7 @@ comment on function pgqueue._merged_headers(jsonb, jsonb) is
 'The headers of a message with those of a failure added; its own where the two exceed 64 KB, or where its own are no object.';
 
 create or replace function pgqueue._fail(
-    q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, rejected boolean
+    q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, given_up text
 )
 returns void
 language plpgsql volatile
@@ -47,7 +47,7 @@ begin
     m.last_error := coalesce(left(error, 65536), m.last_error);
     m.headers := pgqueue._merged_headers(m.headers, _fail.headers);
 
-    if rejected or m.attempt_count >= m.max_attempts then
+    if given_up is not null or m.attempt_count >= m.max_attempts then
         if q.dlq_enabled then
             insert into pgqueue.dead_messages (
                 id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
@@ -56,7 +56,7 @@ begin
             values (
                 m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
                 m.payload, m.body, m.headers, m.claimed_by, m.last_error,
-                case when rejected then 'rejected' else 'attempts_exhausted' end,
+                coalesce(given_up, 'attempts_exhausted'),
                 m.transport_headers
             )
             on conflict on constraint dead_messages_pkey do update
@@ -79,12 +79,12 @@ begin
 end;
 $$;
 comment on function pgqueue._fail(
-    pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, boolean
+    pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, text
 ) is
-'What becomes of a message that was taken out of messages after an attempt failed: it is scheduled, or dead.';
+'What becomes of a message that was taken out of messages after an attempt failed: it is scheduled, or dead. given_up is the reason why it dies whatever attempts are left, or null.';
 
 create or replace function pgqueue._settle_failed(
-    queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, rejected boolean
+    queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, given_up text
 )
 returns boolean
 language plpgsql volatile
@@ -104,11 +104,11 @@ begin
     if not found then
         return false;
     end if;
-    perform pgqueue._fail(q, m, at, delay, error, headers, rejected);
+    perform pgqueue._fail(q, m, at, delay, error, headers, given_up);
     return true;
 end;
 $$;
-comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, jsonb, boolean) is
+comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, jsonb, text) is
 'What nack and reject share.';
 
 create or replace function pgqueue.nack(
@@ -127,14 +127,19 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    return pgqueue._settle_failed(queue_name, id, claim_token, delay, error, headers, false);
+    return pgqueue._settle_failed(queue_name, id, claim_token, delay, error, headers, null);
 end;
 $$;
 comment on function pgqueue.nack(text, bigint, uuid, interval, text, jsonb) is
 'Gives a claimed message back after a failure, and returns true; false if the claim was lost. It is delivered again after delay (0 to 10 years), by default after the queue''s backoff; if its attempts are spent it goes to the dead letters with reason attempts_exhausted, or is deleted where the queue has none. error is kept as last_error, up to 65,536 characters. headers, a JSON object, is merged into the message''s headers, in place of those of the same name; the message keeps its own as they are where the two together exceed 64 KB, or where its own are no object. Raises 22023, PQ001.';
 
 create or replace function pgqueue.reject(
-    queue_name text, id bigint, claim_token uuid, error text default null, headers jsonb default null
+    queue_name text,
+    id bigint,
+    claim_token uuid,
+    error text default null,
+    headers jsonb default null,
+    reason text default 'rejected'
 )
 returns boolean
 language plpgsql volatile security definer
@@ -144,11 +149,15 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    return pgqueue._settle_failed(queue_name, id, claim_token, null, error, headers, true);
+    -- The other reasons are not a matter of opinion.
+    if reason is null or reason not in ('rejected', 'attempts_exhausted') then
+        perform pgqueue._raise_invalid('reason', reason, 'rejected or attempts_exhausted');
+    end if;
+    return pgqueue._settle_failed(queue_name, id, claim_token, null, error, headers, reason);
 end;
 $$;
-comment on function pgqueue.reject(text, bigint, uuid, text, jsonb) is
-'Gives a claimed message up at once, whatever attempts are left, and returns true; false if the claim was lost. It goes to the dead letters with reason rejected, or is deleted where the queue has none. error and headers are kept as by nack. Raises 22023, PQ001.';
+comment on function pgqueue.reject(text, bigint, uuid, text, jsonb, text) is
+'Gives a claimed message up at once, whatever attempts are left, and returns true; false if the claim was lost. It goes to the dead letters with reason, or is deleted where the queue has none: rejected, or attempts_exhausted where the caller counts attempts by rules of his own, and they are spent. error and headers are kept as by nack. Raises 22023, PQ001.';
 
 create or replace function pgqueue.record_failure(
     queue_name text,
@@ -199,7 +208,7 @@ begin
         end if;
     end if;
     m.attempt_count := record_failure.attempt_count;
-    perform pgqueue._fail(q, m, at, delay, error, headers, false);
+    perform pgqueue._fail(q, m, at, delay, error, headers, null);
     return true;
 end;
 $$;

@@ -362,13 +362,16 @@ begin
     if alter_queue.archive_for <> '0' then
         perform pgqueue._begin_archive(q);
     end if;
+    if alter_queue.archive_for is not null then
+        perform pgqueue._archive_transport(q);
+    end if;
     return pgqueue._public(q);
 end;
 $$;
 comment on function pgqueue.alter_queue(
     text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval, interval
 ) is
-'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. A new archive_for holds for what was archived before, too; 0 ends archiving, and what was archived is kept as long as was promised; an expires_after_idle of 0 keeps the queue for good. Raises 22023, PQ001.';
+'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. A new archive_for holds for what was archived before, too; 0 ends archiving, and what was archived is kept as long as was promised; an expires_after_idle of 0 keeps the queue for good. Raises 22023, PQ001, and PQ004 where archiving is to begin or end for the relation of a transport while a longer transaction uses it.';
 
 create or replace function pgqueue.drop_queue(queue_name text)
 returns bigint
@@ -393,7 +396,7 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.drop_queue(text) is
-'Drops a queue with all its messages, the dead ones too, its streams and its subscriptions, and returns how many messages those were. What it archived is kept, under its name, as long as its archive_for said. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
+'Drops a queue with all its messages, the dead ones too, its streams and its subscriptions, and returns how many messages those were. Only delayed messages that are not due yet and were never claimed are kept, as their senders count on a delivery that is still to come: they become dead letters under the name of the queue, with reason queue_dropped, the moment they were due in last_error, and no expiry. browse_dead_messages and purge_dead_messages find them there, and redrive sends them once there is a queue of that name again. Where the queue has no dead letters they go, too, as they do after purge_queue. What it archived is kept, under its name, as long as its archive_for said. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
 
 create or replace function pgqueue._drop(q pgqueue.queues)
 returns bigint
@@ -407,7 +410,12 @@ begin
     delete from pgqueue.queues where queues.name = q.name;
     delete from pgqueue.subscriptions where subscriptions.queue_name = q.name;
     perform pgqueue._conceal(q);
-    removed := pgqueue._empty(q, true);
+    delete from pgqueue.dead_messages d where d.queue_name = q.name;
+    get diagnostics removed = row_count;
+    if q.dlq_enabled then
+        perform pgqueue._bury_delayed(q);
+    end if;
+    removed := removed + pgqueue._empty(q, true);
     delete from pgqueue.sweeps where sweeps.queue_name = q.name;
     delete from pgqueue.streams where streams.queue_name = q.name;
     perform pgqueue._end_archive(q);
@@ -420,7 +428,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop(pgqueue.queues) is
-'Drops a queue that is held alone, and returns how many messages it held.';
+'Drops a queue that is held alone, and returns how many messages went with it.';
 
 create or replace function pgqueue._empty(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -447,15 +455,12 @@ begin
     removed := removed + n;
     if dropping then
         delete from pgqueue.returns r where r.queue_name = q.name;
-        delete from pgqueue.dead_messages d where d.queue_name = q.name;
-        get diagnostics n = row_count;
-        removed := removed + n;
     end if;
     return removed;
 end;
 $$;
 comment on function pgqueue._empty(pgqueue.queues, boolean) is
-'Removes the messages of a queue, with dropping also the dead ones and a dedicated table, and returns how many.';
+'Removes the messages of a queue, with dropping also a dedicated table, and returns how many.';
 
 create or replace function pgqueue._empty_partition(q pgqueue.queues, dropping boolean)
 returns bigint

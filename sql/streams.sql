@@ -634,7 +634,7 @@ begin
         perform pgqueue._fail(
             q, m, at, null,
             coalesce(error, format('skipped with batch %s of stream %s after %s replays', seq, s.stream_name, s.replays)),
-            null, true);
+            null, 'rejected');
         skipped := skipped + 1;
     end loop;
     -- What is left has another chance. Who reads the batch while nobody has told him is fenced.

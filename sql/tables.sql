@@ -169,10 +169,10 @@ create table pgqueue.dead_messages (
     reason text not null,
     constraint dead_messages_pkey primary key (queue_name, id),
     constraint dead_messages_reason_is_known
-    check (reason in ('attempts_exhausted', 'expired', 'rejected'))
+    check (reason in ('attempts_exhausted', 'expired', 'rejected', 'queue_dropped'))
 );
 comment on table pgqueue.dead_messages is
-'Messages that were given up, with the reason, the last error and the moment.';
+'Messages that were given up, with the reason, the last error and the moment. Those that were not due when their queue was dropped (queue_dropped) outlive it, under its name.';
 
 -- A day of UTC is a partition, made days ahead. There is no default partition: attaching a day beside one locks it
 -- against everybody who reads the archive, for as long as the transaction lasts, and fails the acknowledgement that

@@ -170,6 +170,61 @@ $$;
 comment on function pgqueue._place_for_transport() is
 'Trigger of the table of an exposed queue: whoever sends, a transport finds the message at its end.';
 
+create or replace function pgqueue._archive_taken()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    is_filed constant boolean := coalesce(pgqueue._has_day(pgqueue._day(at)), false);
+begin
+    with done as (
+        select
+            t.id, t.queue_name, t.enqueued_at, null::timestamptz, at, t.attempt_count + 1, t.max_attempts, t.expires_at,
+            t.message_id, t.payload, t.body, t.headers, t.claimed_by, t.last_error
+        from taken t
+        where coalesce(t.expires_at > at, true)
+    ),
+    filed as (
+        insert into pgqueue.archived_messages select d.* from done d where is_filed
+    )
+    insert into pgqueue.unfiled_messages select d.* from done d where not is_filed;
+    return null;
+end;
+$$;
+comment on function pgqueue._archive_taken() is
+'Trigger of the table of an exposed queue that archives: what is deleted through the relation goes to the archive, as by receive.';
+
+create or replace function pgqueue._archive_transport(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+declare
+    partition constant regclass := pgqueue._partition(q);
+    is_wanted constant boolean := q.archive_for is not null
+        and exists (select from pgqueue.transports t where t.queue_name = q.name);
+    is_there constant boolean := exists (
+        select from pg_trigger g where g.tgrelid = partition and g.tgname = 'archive_taken');
+begin
+    -- Of the statement: it fires for a delete of this very table, as the relation does it, and not for those of the
+    -- verbs, which delete from the parent and archive by themselves. Without an archive there is no trigger to pay for.
+    if is_wanted and not is_there then
+        execute format(
+            'create trigger archive_taken after delete on %s referencing old table as taken for each statement'
+            ' execute function pgqueue._archive_taken()', partition);
+    elsif is_there and not is_wanted then
+        execute format('drop trigger archive_taken on %s', partition);
+    end if;
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(q.name, 'alter_queue');
+end;
+$$;
+comment on function pgqueue._archive_transport(pgqueue.queues) is
+'Has the relation of a queue, if there is one, archive what is deleted through it, if the queue archives. Raises PQ004 where a longer transaction uses the table.';
+
 create or replace function pgqueue._learn_head(t pgqueue.transports, partition regclass)
 returns pgqueue.transports
 language plpgsql volatile
@@ -331,6 +386,10 @@ begin
     execute format('select setval(%L, count(*) + 1, false) from %s', register, partition);
     execute format('create unique index %I on %s (transport_id)', name || '_transport_id', partition);
     execute format('create unique index %I on %s (transport_seq)', name || '_transport_seq', partition);
+    -- What is known of a queue is mostly that it was empty. To read it in its order must look cheap then, too, and not to
+    -- read and sort it as a whole: without knowing how the rows lie. And what is known must be learnt anew soon.
+    execute format('alter table %s alter transport_seq set statistics 0', partition);
+    execute format('alter table %s set (autovacuum_analyze_threshold = 1000)', partition);
     execute format('create index %I on %s (queue_name, expires_at) where expires_at is not null', name || '_expires_at', partition);
     execute format('create index %I on %s ((expires_at at time zone ''UTC'')) where expires_at is not null',
         name || '_expires', partition);
@@ -346,6 +405,7 @@ begin
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
     insert into pgqueue.transports (queue_name, relation, seq_register)
     values (q.name, relation::regclass, register::regclass);
+    perform pgqueue._archive_transport(q);
     update pgqueue.subscriptions s
     set queue_address = pgqueue._address(relation::regclass)
     where s.queue_name = q.name;
@@ -429,7 +489,7 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
-'Makes a relation over the queue, in schema_name under table_name (by default the queue''s name), on which an NServiceBus transport works as on its own table, and returns its address. Its columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text where it is UTF-8; with flavor sqlserver also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; what comes with headers that are no JSON object, or without a body, goes to the dead letters as it is. A delete takes messages as receive does, though past the archive; who shows up are those that could be claimed, and expired ones, as the transport drops those itself. The queue becomes dedicated. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on; who reads it needs grant_access(role, ''transport''), too. Raises 22023, PQ001, PQ004, 42501, 42P07 where the name is taken, 42710 where the queue is exposed.';
+'Makes a relation over the queue, in schema_name under table_name (by default the queue''s name), on which an NServiceBus transport works as on its own table, and returns its address. Its columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text where it is UTF-8; with flavor sqlserver also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; what comes with headers that are no JSON object, or without a body, goes to the dead letters as it is. A delete takes messages as receive does, to the archive where the queue has archive_for, though it does not tell a purge from a receive; who shows up are those that could be claimed, and expired ones, which the transport drops itself and nobody archives. The queue becomes dedicated. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on; who reads it needs grant_access(role, ''transport''), too. Raises 22023, PQ001, PQ004, 42501, 42P07 where the name is taken, 42710 where the queue is exposed.';
 
 create or replace function pgqueue._conceal(q pgqueue.queues)
 returns boolean
@@ -449,6 +509,7 @@ begin
         execute format('drop view %s', t.relation);
     end if;
     execute format('drop trigger place_for_transport on %s', pgqueue._partition(q));
+    perform pgqueue._archive_transport(q);
     execute format(
         'drop index pgqueue.%I, pgqueue.%I, pgqueue.%I, pgqueue.%I',
         name || '_transport_id', name || '_transport_seq', name || '_expires_at', name || '_expires');

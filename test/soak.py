@@ -7,6 +7,8 @@ more in peace, and returns what was violated. A seed fixes what is done to whom,
 
 import argparse
 import asyncio
+import faulthandler
+import gc
 import json
 import os
 import random
@@ -99,6 +101,7 @@ class History:
     counted: int = 0  # a counter that each effect raises by one
     dead: list[Dead] = field(default_factory=list)
     left: list[int] = field(default_factory=list)  # still in the queue at the end
+    crashes: int = 0  # of the server
 
 
 STOP_SECONDS = 15
@@ -162,10 +165,11 @@ def _check_message(
     if len(dead) + left > 1:
         yield Violation("multiplied", key, f"{len(dead)} dead letters, {left} left")
     # A server that crashed may have forgotten a claim, as claims do not wait for the disk. Whoever had it, and lost the
-    # answer to his acknowledgement, finds the message gone in the end and takes that for his own doing.
+    # answer to his acknowledgement, finds that the message is gone. If the next owner has acknowledged it meanwhile, he
+    # takes that for his own doing; while it is there, he does not.
     claims = {(start.attempt, start.token) for start in starts}
-    was_forgotten = not h.exactly_once and len(claims) > len({attempt for attempt, _ in claims})
-    if h.acked[key] > 1 and not was_forgotten:
+    forgotten = 0 if h.exactly_once else min(len(claims) - len({attempt for attempt, _ in claims}), h.crashes)
+    if h.acked[key] > 1 + forgotten:
         yield Violation("acknowledged twice", key, f"{h.acked[key]} times")
     if h.acked[key] and (dead or left):
         yield Violation("acknowledged in vain", key, "dead" if dead else "still in the queue")
@@ -239,16 +243,38 @@ class Log:
                 yield json.loads(line)[:-1]
 
 
+def show_tasks() -> None:
+    """Write where every task of every loop of this process waits."""
+    for task in [one for one in gc.get_objects() if isinstance(one, asyncio.Task)]:
+        lines, waiting = [], task.get_coro()
+        while waiting is not None:
+            frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "ag_frame", None)
+            where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}" if frame else waiting
+            lines.append(f"  {where}")
+            waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "ag_await", None)
+        print(task, f"cancelled {task.cancelling()} times", *lines, sep="\n", file=sys.stderr)
+    print(TASKS_END, file=sys.stderr, flush=True)
+
+
+TASKS_END = "these were the tasks"
+
+
 class Orders:
-    """What the parent says on standard input: stop, or force. End of file: it died, and so do we."""
+    """What the parent says on standard input: stop, force, or tasks, which shows them. End of file: it died, and so
+    do we. SIGUSR1 shows the stacks of all threads.
+    """
 
     def __init__(self) -> None:
         self.stopped = threading.Event()
         self.forced = False
+        faulthandler.register(signal.SIGUSR1)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         for line in sys.stdin:
+            if line.strip() == "tasks":
+                show_tasks()
+                continue
             self.forced = line.strip() == "force"
             self.stopped.set()
         os._exit(1)
@@ -585,6 +611,21 @@ class _Child:
 
     def tell(self, order: str) -> None:
         self.told_at = time.monotonic()
+        self._say(order)
+
+    def explain(self) -> str:
+        """What all its threads and tasks are doing: the end of its log, where it says so."""
+        before = self.log.stat().st_size
+        self.process.send_signal(signal.SIGUSR1)
+        self._say("tasks")
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and self.is_up():
+            if TASKS_END in (said := self.log.read_bytes()[before:].decode(errors="replace")):
+                return said
+            time.sleep(0.02)
+        return self.log.read_bytes()[before:].decode(errors="replace") + "\nit says no more"
+
+    def _say(self, order: str) -> None:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write(f"{order}\n".encode())
@@ -732,7 +773,7 @@ class Soak:
                     if calm or now >= child.paused_until:
                         child.resume()
                 elif child.told_at is not None and now > child.told_at + STOP_SECONDS and not child.killed:
-                    self._violated("did not stop", f"{child.role} within {STOP_SECONDS} s")
+                    self._violated("did not stop", f"{child.role} within {STOP_SECONDS} s:\n{child.explain()}")
                     child.kill()
         for due, places, place in list(self._restarts):
             if calm or now >= due:
@@ -885,6 +926,7 @@ class Soak:
             elif key is not None:
                 histories[queue].lost.add(key)
         for queue, h in histories.items():
+            h.crashes = self.figures["restarts"]
             self._read_tables(queue, h)
             self.violations += [(queue, one) for one in check(h)]
             self._sum_up(h)

@@ -202,7 +202,9 @@ def test_retries_are_those_that_are_told(database: str, orders: pgqueue.Queue, s
     options = ("--immediate-retries", "1", "--delayed-retries", "0", "--until-empty")
     done = work(orders, "fail", *options, dsn=database, cwd=shop)
     assert done.status == 0
-    assert [letter.attempt_count for letter in orders.browse_dead_messages()] == [2]
+    assert [(letter.attempt_count, letter.reason) for letter in orders.browse_dead_messages()] == [
+        (2, "attempts_exhausted")
+    ]
     shown = in_process(database, "dead", "show", orders.name, str(orders.browse_dead_messages()[0].id)).out
     assert re.search(r"\n    1\. .* ValueError: attempt 1 \(by .*\)\n    2\. .* ValueError: attempt 2 \(by ", shown)
     assert "last error\n" in shown

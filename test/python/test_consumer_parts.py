@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
@@ -17,13 +18,15 @@ from psycopg.rows import scalar_row
 
 from pgqueue import AsyncConsumer, Consumer, Message
 from pgqueue._calls import Bound
-from pgqueue.consumer import pump
+from pgqueue.consumer import jobs, leases, pump
 from pgqueue.consumer.core import Core
 from pgqueue.consumer.delivery import Held
 from pgqueue.consumer.leases import Leases, LostAck
-from pgqueue.consumer.links import Link, Stack, Unreadable
+from pgqueue.consumer.links import Link, Stack
 from pgqueue.consumer.opener import Opener
 from pgqueue.consumer.settlements import Result
+from pgqueue.consumer.tasks import ended, within
+from pgqueue.consumer.transactions import Transactions
 
 Connection = psycopg.Connection[Any]
 NOW = datetime.now(UTC)
@@ -266,18 +269,32 @@ async def test_a_settlement_that_met_trouble_is_sent_again_and_in_order() -> Non
     assert desk.settled == [(1, "lost"), (2, "dead")]
 
 
-async def test_of_a_claim_that_was_lost_in_part_only_what_is_still_there_was_lost() -> None:
-    desk = Desk(ack_batch=lambda _: [(TOKEN, 2)], browse=lambda _: [Unreadable(2, TOKEN, 1, REFUSED)])
+@pytest.mark.parametrize("look", [1, 2, 3])  # ready, inflight, scheduled
+async def test_of_a_claim_that_was_lost_in_part_only_what_is_still_there_was_lost(look: int) -> None:
+    desk = Desk(ack_batch=lambda _: [(TOKEN, 2)], browse=lambda number: [(None, [2] if number == look else None)])
     desk.acknowledge(*desk.hold(1, 2, 3))
     await desk.leases.flush()
     assert desk.settled == [(1, "succeeded"), (2, "lost"), (3, "succeeded")]
+
+
+async def test_a_look_that_breaks_settles_nothing_and_is_repeated() -> None:
+    desk = Desk(
+        ack_batch=lambda number: [(TOKEN, 2 if number == 1 else 0)],
+        browse=lambda number: LOST if number == 1 else [(None, None)],
+    )
+    desk.acknowledge(*desk.hold(1, 2, 3))
+    with pytest.raises(psycopg.OperationalError):
+        await desk.leases.flush()
+    assert desk.settled == []
+    await desk.leases.flush()
+    assert desk.settled == [(1, "succeeded"), (2, "succeeded"), (3, "succeeded")]
 
 
 @pytest.mark.parametrize(("seconds", "kind"), [(30, "succeeded"), (-1, "lost")])
 async def test_what_is_gone_after_a_broken_acknowledgement_was_ours_while_nobody_else_can_have_had_it(
     seconds: float, kind: str
 ) -> None:
-    desk = Desk(ack_batch=lambda number: LOST if number == 1 else [(TOKEN, 0)])
+    desk = Desk(ack_batch=lambda number: LOST if number == 1 else [(TOKEN, 0)], browse=lambda _: [(None, None)])
     desk.acknowledge(*desk.hold(1, seconds=seconds))
     with pytest.raises(psycopg.OperationalError):
         await desk.leases.flush()
@@ -286,19 +303,113 @@ async def test_what_is_gone_after_a_broken_acknowledgement_was_ours_while_nobody
     assert desk.settled == [(1, kind)]
 
 
-@pytest.mark.parametrize("breaks", [False, True])
-async def test_an_exchange_acknowledges_and_tells_what_was_lost(breaks: bool) -> None:
-    desk = Desk(
-        exchange=lambda number: LOST if breaks and number == 1 else [LostAck(2)], ack_batch=lambda _: [(TOKEN, 0)]
-    )
-    desk.acknowledge(*desk.hold(1, 2, seconds=-1))
-    if breaks:
-        with pytest.raises(psycopg.OperationalError):
-            await desk.leases.claim(5, True)
-        assert desk.settled == []
+async def test_an_exchange_acknowledges_and_tells_what_was_lost() -> None:
+    desk = Desk(exchange=lambda _: [LostAck(2)])
+    desk.acknowledge(*desk.hold(1, 2))
     assert await desk.leases.claim(5, True) == []
     assert desk.settled == [(1, "succeeded"), (2, "lost")]
     assert desk.leases.is_settled
+
+
+async def test_what_an_exchange_may_have_acknowledged_before_it_broke_is_looked_for() -> None:
+    desk = Desk(
+        exchange=lambda _: LOST,
+        ack_batch=lambda _: [(TOKEN, 0)],
+        browse=lambda number: [(None, [2] if number == 1 else None)],
+        claim=lambda _: [],
+    )
+    desk.acknowledge(*desk.hold(1, 2))
+    with pytest.raises(psycopg.OperationalError):
+        await desk.leases.claim(5, True)
+    assert desk.settled == []
+    assert await desk.leases.claim(5, True) == []  # It does not wait for that.
+    assert desk.settled == []
+    await desk.leases.flush()
+    assert desk.settled == [(1, "succeeded"), (2, "lost")]
+    assert desk.asked == ["exchange", "claim", "ack_batch", "browse", "browse", "browse"]
+    desk.acknowledge(*desk.hold(3))
+    with pytest.raises(psycopg.OperationalError):
+        await desk.leases.claim(5, True)
+    assert desk.asked[-1] == "exchange"
+
+
+async def test_what_cannot_be_acknowledged_after_a_break_is_in_doubt_no_longer() -> None:
+    desk = Desk(exchange=lambda _: [], ack_batch=lambda number: LOST if number == 1 else REFUSED)
+    desk.acknowledge(*desk.hold(1))
+    with pytest.raises(psycopg.OperationalError):
+        await desk.leases.flush()
+    with pytest.raises(psycopg.errors.InvalidParameterValue):
+        await desk.leases.flush()
+    assert len(desk.criticals) == 1
+    desk.acknowledge(*desk.hold(2))
+    assert await desk.leases.claim(5, True) == []
+    assert desk.asked == ["ack_batch", "ack_batch", "exchange"]
+
+
+async def test_what_is_claimed_anew_was_not_acknowledged_before() -> None:
+    other = uuid4()
+    desk = Desk(
+        ack_batch=lambda number: [LOST, LOST, [(TOKEN, 0), (other, 1)]][number - 1], browse=lambda _: [(None, None)]
+    )
+    [first] = desk.hold(1)
+    desk.acknowledge(first)
+    with pytest.raises(psycopg.OperationalError):
+        await desk.leases.flush()
+    second = Held(replace(first.message, claim_token=other))
+    desk.leases.add([second], time.monotonic())
+    with pytest.raises(psycopg.OperationalError):
+        await desk.leases.flush()
+    desk.acknowledge(second)
+    await desk.leases.flush()
+    assert desk.settled == [(1, "lost"), (1, "succeeded")]
+
+
+FATES = {"acknowledged": "succeeded", "ready": "lost", "inflight": "lost", "scheduled": "lost"}
+
+
+@pytest.mark.parametrize("fate", FATES)
+async def test_an_acknowledgement_in_doubt_is_no_success_while_the_message_is_there(
+    fate: str, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "_PAGE", 2)  # It takes some pages to come from the first to the last.
+    queue = prepare(connection, name)
+    ids = queue.enqueue_batch(list(range(9)))
+    others = queue.enqueue_batch(list(range(9)), delay=SECOND * 60)
+    messages = queue.claim(9)
+    held = [Held(messages[place]) for place in (0, 8)]
+    assert (held[0].id, held[1].id) == (ids[0], ids[8])
+    assert len(others) == 9
+    if fate == "acknowledged":
+        queue.ack_batch([ids[0], ids[8]], messages[0].claim_token)
+    else:
+        # As a crash leaves it: the claim never was.
+        connection.execute(
+            "update pgqueue.messages set attempt_count = 0, claimed_attempt = null, claim_token = null,"
+            " claimed_by = null, claimed_at = null, visible_at = enqueued_at where queue_name = %s",
+            (name,),
+        )
+    if fate in ("inflight", "scheduled"):
+        for message in wait_for(lambda: queue.claim(9, SECOND * 3600)):
+            if fate == "scheduled":
+                queue.nack(message.id, message.claim_token, SECOND * 3600)
+    consumer = Consumer(database, name, lambda _: None)
+    parts = Core(consumer._settings, consumer._stats)
+    settled: list[str] = []
+    mine = leases.Leases(parts, lambda result: settled.append(result.kind), lambda _: None)
+    mine.add(held, time.monotonic())
+    for one in held:
+        mine.acknowledge(Result(one, "succeeded"))
+    with monkeypatch.context() as broken:
+        broken.setattr(parts.settling, "run", _break)
+        with pytest.raises(psycopg.OperationalError):
+            await mine.flush()
+    await mine.flush()
+    await parts.close()
+    assert settled == [FATES[fate]] * 2
+
+
+async def _break(_: Any) -> None:
+    raise LOST
 
 
 async def test_what_was_released_is_kept_no_longer() -> None:
@@ -308,6 +419,34 @@ async def test_what_was_released_is_kept_no_longer() -> None:
     await desk.leases._extend()
     assert desk.asked == ["release", "extend_batch"]
     assert [one.lost for one in held] == [False, False]
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["marked", "of-two-claims"])
+def test_a_batch_is_settled_in_the_order_in_which_heartbeats_and_others_lock(marked: bool) -> None:
+    parts = core(transactional=True, batch_size=3)
+    tokens = [TOKEN, TOKEN if marked else uuid4(), TOKEN]
+    held = [
+        Held(Message(one, "q", 1, None, None, None, 1, 5, NOW, NOW, None, "me", token, None))
+        for one, token in zip((3, 1, 2), tokens, strict=True)
+    ]
+    deliveries = [one.deliver(None, True) for one in held]
+    if marked:
+        deliveries[0].retry()
+    workers: Any = None  # Settling does without.
+    script = Transactions(parts.settings, workers, parts.critical)._settle(held, deliveries, 0.1, b"commit")
+    steps: list[Any] = [next(script)]
+
+    def go_on() -> None:
+        while True:
+            steps.append(script.send([True]))
+
+    with pytest.raises(StopIteration) as end:
+        go_on()
+    assert [step.values[1] for step in steps[:-1]] == [1, 2, 3]
+    assert b"nack" in steps[2].text if marked else b"ack" in steps[2].text
+    assert steps[-1].text == b"commit"
+    kinds = [(result.held.id, result.kind) for result in end.value.value]
+    assert kinds == [(3, "retried" if marked else "succeeded"), (1, "succeeded"), (2, "succeeded")]
 
 
 # Settings of the queue
@@ -394,6 +533,78 @@ async def test_a_task_that_drops_a_cancellation_is_cancelled_again() -> None:
     task = asyncio.create_task(stubborn())
     await asyncio.sleep(0)
     async with asyncio.timeout(10):
-        await pump._ended([task])
+        await ended([task])
     assert dropped.is_set()
     assert task.cancelled()
+
+
+class Deaf:
+    """Work that drops the first cancellation, as psycopg may that has its answer, and goes on to its next statement."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self.begun = asyncio.Event()
+        self.task: asyncio.Task[Any] | None = None
+
+    async def __call__(self, *_: Any, **__: Any) -> Any:
+        self.task = asyncio.current_task()
+        self.begun.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        self.dropped += 1
+        await asyncio.sleep(60)
+
+
+async def test_what_takes_too_long_is_cancelled_until_it_has_ended() -> None:
+    deaf = Deaf()
+    async with asyncio.timeout(10):
+        with pytest.raises(TimeoutError):
+            await within(0.01, deaf())
+    assert deaf.dropped == 1
+    assert await within(10, asyncio.sleep(0, "in time")) == "in time"
+    with pytest.raises(psycopg.OperationalError):
+        await within(10, _break(None))
+
+
+async def test_who_waits_for_work_and_is_cancelled_leaves_none_behind() -> None:
+    deaf = Deaf()
+    waiting = asyncio.create_task(within(60, deaf()))
+    await deaf.begun.wait()
+    async with asyncio.timeout(10):
+        await ended([waiting])
+    assert waiting.cancelled()
+    assert deaf.task is not None
+    await asyncio.wait([deaf.task], timeout=10)
+    assert deaf.task.cancelled()
+
+
+@pytest.mark.parametrize("statement", ["find", "release", "flush"])
+async def test_a_stop_ends_though_a_statement_drops_its_cancellation(
+    statement: str, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(connection, name).enqueue_batch([1, 2])
+    begun = asyncio.Event()
+
+    async def handle(_: Any) -> None:
+        begun.set()
+        if statement == "release":
+            await asyncio.sleep(60)
+
+    deaf = Deaf()
+    consumer = AsyncConsumer(database, name, handle, concurrency=1, prefetch=1 if statement == "release" else 0)
+    monkeypatch.setattr(jobs, "_MANNERS", 0.2)
+    monkeypatch.setattr(pump, "_MANNERS", 0.2)
+    if statement == "find":
+        monkeypatch.setattr(pump.Pump, "_look_at_queue", deaf)
+    else:
+        monkeypatch.setattr(leases.Leases, statement, deaf)
+    async with asyncio.timeout(20):
+        run = asyncio.create_task(consumer.run())
+        await (deaf.begun if statement == "find" else begun).wait()
+        consumer.request_stop()
+        if statement == "release":
+            consumer.request_stop()
+        await asyncio.wait([run])
+    run.result()
+    assert deaf.dropped
+    assert connection.execute("select count(*) from pgqueue.messages where queue_name = %s", (name,)).fetchone() != (0,)

@@ -1,15 +1,21 @@
 """What may go wrong between a consumer and its server in the middle of things: it costs nothing that it need not."""
 
+import os
+import signal
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
 import psycopg
 import pytest
 from clients import connect, is_empty, wait_for
-from consumers import FORMS, SECOND, Form, Step, each, each_transactional, prepare, rows, together, waits
+from consumers import FORMS, PLAIN, SECOND, Form, Step, cut, each, each_transactional, prepare, rows, together, waits
 
+import pgqueue
 from pgqueue import Queue
+from pgqueue.embedded import EmbeddedServer
 
 Connection = psycopg.Connection[Any]
 LEASES = [Form(is_async, "transactional") for is_async in (False, True)]
@@ -51,6 +57,21 @@ def test_the_death_of_a_connection_costs_a_lease_no_attempt(
     assert rows(connection, f'select n from "{name}" order by n') == [(1,), (2,)]
     stats = run.consumer.stats
     assert (stats.succeeded, stats.failed, stats.lost) == (2, 0, 0)
+
+
+@each_transactional
+def test_a_connection_that_broke_while_it_was_idle_is_no_trouble(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    queue.enqueue(1)
+    with form.consuming(database, name, concurrency=1, peek_delay=10 * SECOND) as run:
+        wait_for(lambda: waits(connection, name))
+        assert cut(connection, name)
+        queue.enqueue(2)
+        wait_for(lambda: is_empty(connection, name))
+    assert run.attempts == [1, 1]
+    assert run.circuits == []
 
 
 @in_leases
@@ -116,6 +137,44 @@ def test_a_division_by_zero_of_the_user_s_own_is_a_failed_attempt(
     assert run.attempts == [1, 2]
     assert "division by zero" in (dead.last_error or "")
     assert run.consumer.stats.lost == 0
+
+
+# A crash of the server
+
+
+def kill_process(process: int, how: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, how)
+
+
+@together(PLAIN)
+def test_a_claim_that_a_crash_forgot_is_lost_and_not_acknowledged(form: Form, name: str) -> None:
+    with EmbeddedServer(settings={"autovacuum": "off"}) as server, ExitStack() as stack:
+        with connect(server.dsn) as connection:
+            pgqueue.install(connection)
+            prepare(connection, name).enqueue(1)
+            # Claims do not wait for the disk, and now nobody writes to it what nobody waits for.
+            ((writer,),) = rows(connection, "select pid from pg_stat_activity where backend_type = 'walwriter'")
+            os.kill(writer, signal.SIGSTOP)
+            stack.callback(kill_process, writer, signal.SIGCONT)  # Else a test that fails would leave it behind.
+        crashed = threading.Event()
+
+        async def work(_: Step) -> None:
+            if not crashed.is_set():
+                with connect(server.dsn) as beside:
+                    processes = [pid for (pid,) in rows(beside, "select pid from pg_stat_activity")]
+                server.kill()
+                for process in processes:  # None of them lives on to answer.
+                    kill_process(process, signal.SIGKILL)
+                crashed.set()
+
+        run = stack.enter_context(form.consuming(server.dsn, name, work, concurrency=1))
+        wait_for(crashed.is_set)
+        wait_for(lambda: "armed" in run.circuits)  # Its acknowledgement has failed: perhaps it was done.
+        server.start()
+        wait_for(lambda: run.consumer.stats.succeeded)
+        assert run.attempts == [1, 1]
+        assert (run.consumer.stats.succeeded, run.consumer.stats.lost) == (1, 1)
 
 
 # Prepared claims

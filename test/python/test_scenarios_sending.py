@@ -230,9 +230,23 @@ def test_a_raw_row_under_the_id_of_a_dead_letter_can_die_too(
 def test_a_delayed_message_to_no_queue_is_refused_when_it_is_sent(connection: Connection, name: str) -> None:
     with pytest.raises(QueueNotFound, match=name):
         Queue(connection, name).enqueue(1, delay=5 * SECOND)
+
+
+def test_a_delayed_message_to_a_queue_that_is_gone_is_a_dead_letter_of_the_intended_name(
+    connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
-    queue.enqueue(1, delay=5 * SECOND)
-    assert queue.drop_queue() == 1
+    sent = queue.enqueue({"n": 1}, delay=5 * SECOND, expires_in=60 * SECOND, headers={"h": "1"})
+    assert queue.drop_queue() == 0
+    (letter,) = queue.browse_dead_messages()
+    assert (letter.id, letter.queue_name, letter.reason) == (sent, name, "queue_dropped")
+    assert (letter.payload, letter.headers, letter.expires_at) == ({"n": 1}, {"h": "1"}, None)
+    with pytest.raises(QueueNotFound, match=name):
+        queue.redrive()
+    prepare(connection, name)
+    assert queue.redrive() == 1
+    (message,) = queue.claim()
+    assert (message.id, message.payload, message.expires_at) == (sent, {"n": 1}, None)
 
 
 def test_what_is_sent_in_one_transaction_arrives_as_a_whole_or_not_at_all(

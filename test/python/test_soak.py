@@ -8,7 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
+from clients import wait_for
+
+from pgqueue import Queue
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -82,10 +86,16 @@ def test_the_checker_accepts_a_history_in_which_every_promise_was_kept(exactly_o
 
 def test_the_checker_accepts_two_acknowledgements_of_a_claim_that_a_crash_forgot() -> None:
     history = good(exactly_once=False)
-    history.starts.append(Start(1, 1, "b"))
-    history.finished[1] += 1
-    history.acked[1] += 1
+    forgotten(history)
+    history.crashes = 1
     assert check(history) == []
+
+
+def forgotten(h: History) -> None:
+    """A claim of message 1, whose next owner acknowledges it before the first one asks what became of it."""
+    h.starts.append(Start(1, 1, "b"))
+    h.finished[1] += 1
+    h.acked[1] += 1
 
 
 def lost(h: History) -> None:
@@ -228,6 +238,19 @@ def acknowledged_twice(h: History) -> None:
     h.acked[1] += 1
 
 
+def acknowledged_once_more_than_claims_were_forgotten(h: History) -> None:
+    forgotten(h)
+    h.crashes = 2
+    h.acked[1] += 1
+
+
+def acknowledged_under_more_claims_than_the_server_crashed(h: History) -> None:
+    forgotten(h)
+    forgotten(h)
+    h.starts.append(Start(1, 1, "c"))
+    h.crashes = 1
+
+
 def acknowledged_in_vain(h: History) -> None:
     h.acked[8] += 1
 
@@ -269,6 +292,9 @@ BAD: list[tuple[bool, Callable[[History], None], set[str]]] = [
     (False, unfinished, {"lost"}),
     (False, acknowledged_undone, {"lost", "acknowledged undone"}),
     (False, acknowledged_twice, {"acknowledged twice"}),
+    (False, forgotten, {"acknowledged twice"}),
+    (False, acknowledged_once_more_than_claims_were_forgotten, {"acknowledged twice"}),
+    (False, acknowledged_under_more_claims_than_the_server_crashed, {"acknowledged twice"}),
     (False, acknowledged_in_vain, {"acknowledged in vain", "acknowledged undone"}),
     (False, acknowledged_but_left, {"unsettled", "acknowledged in vain"}),
 ]
@@ -288,6 +314,31 @@ def test_a_line_that_its_writer_did_not_live_to_end_is_not_taken_for_history(tmp
     with path.open("a") as file:
         file.write('["start", 2, 3.1')
     assert list(soak.Log.read(path)) == [["start", 1]]
+
+
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+def test_a_process_that_does_not_stop_shows_what_its_threads_and_tasks_do(
+    flavour: str, database: str, name: str, tmp_path: Path
+) -> None:
+    with psycopg.connect(database, autocommit=True) as connection:
+        queue = Queue(connection, name)
+        queue.create_queue()
+        queue.enqueue({"key": 1, "kind": "slow", "seconds": 60})
+    history = tmp_path / "history.jsonl"
+    consumers = [{"queue": name, "options": {"grace_period": 60}}]
+    settings = {"dsn": database, "history": str(history), "flavour": flavour, "consumers": consumers}
+    child = soak._Child("consume", settings, tmp_path / "log")
+    try:
+        wait_for(lambda: history.exists() and history.read_text().count("start"))
+        child.tell("stop")
+        said = wait_for(lambda: said if " finish\n" in (said := child.explain()) else None)
+        assert child.is_up()
+    finally:
+        child.close()
+    assert "Thread 0x" in said
+    assert "in _listen" in said  # a thread
+    assert "jobs.py" in said  # a task, down to where it waits
+    assert ("in __call__" if flavour == "sync" else " call\n") in said  # the handler
 
 
 @pytest.fixture

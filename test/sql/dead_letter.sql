@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(45);
+select plan(85);
 
 -- Three dead letters by crash, one rejected.
 create function pg_temp.die(queue text) returns bigint[] language plpgsql as $$
@@ -88,6 +88,62 @@ select throws_ok($$ select pgqueue.redrive('dead_letter_shared', null) $$, '2202
 select throws_ok($$ select pgqueue.redrive('dead_letter_nowhere') $$, 'PQ001', null, 'redrive refuses an unknown queue');
 select throws_ok($$ select pgqueue.purge_dead_messages('dead_letter_nowhere') $$, 'PQ001', null, 'purge_dead_messages refuses an unknown queue');
 select is((select count(*) from pgqueue.browse_dead_messages('dead_letter_beside')), 4::bigint, 'what was refused changed nothing');
+
+-- What was not due when its queue was dropped.
+create function pg_temp.outlives(queue text, has_table boolean, is_exposed boolean) returns setof text language plpgsql as $$
+declare
+    delayed bigint;
+    nearer bigint;
+    m pgqueue.message;
+    d pgqueue.dead_message;
+begin
+    perform pgqueue.create_queue(queue, dedicated => has_table);
+    if is_exposed then
+        perform pgqueue.expose_transport(queue);
+    end if;
+    delayed := pgqueue.enqueue(queue, '{"n": 1}', delay => '1 h', headers => '{"h": 1}', expires_in => '2 h', message_id => '10000000-0000-0000-0000-000000000001');
+    nearer := pgqueue.enqueue(queue, delay => '5 s', body => '\x00ff');
+    perform pgqueue.enqueue(queue, '"it expires first"', delay => '1 h', expires_in => '1 s');
+    perform pgqueue.enqueue(queue, '"it failed"');
+    select * into m from pgqueue.claim(queue);
+    perform pgqueue.nack(queue, m.id, m.claim_token, '1 h');
+    perform pgqueue.enqueue(queue, '"it is in flight"');
+    perform pgqueue.claim(queue);
+    perform pgqueue.enqueue(queue, '"it died"');
+    select * into m from pgqueue.claim(queue);
+    perform pgqueue.reject(queue, m.id, m.claim_token);
+    perform pgqueue.enqueue(queue, '"it is due"', delay => '1 s');
+    perform pgqueue.enqueue(queue, '"it is ready"');
+    perform pg_temp.pass('2 s');
+    if is_exposed then
+        -- What comes due within 15 seconds is moved ahead of time.
+        perform pgqueue.advance_transport(queue);
+        return next is((select array_agg(c.visible_at > pgqueue._now()) from pgqueue.messages c where c.id = nearer), '{true}', queue || ': a message lies where a transport will find it');
+    end if;
+    return next is(pgqueue.drop_queue(queue), 6::bigint, queue || ': a queue is dropped with what is due, or was claimed, or died, or expired');
+    return next is((select array_agg(l.id) from pgqueue.browse_dead_messages(queue) l), array[delayed, nearer], queue || ': a delayed message to a queue that is gone is a dead letter of the intended name');
+    select * into d from pgqueue.browse_dead_messages(queue) l where l.id = delayed;
+    return next is((d.queue_name, d.payload, d.headers, d.message_id)::text, (queue, '{"n": 1}'::jsonb, '{"h": 1}'::jsonb, '10000000-0000-0000-0000-000000000001'::uuid)::text, queue || ': with its content');
+    return next is((d.reason, d.died_at, d.last_error)::text, ('queue_dropped'::text, pgqueue._now(), format('the queue was dropped before %s, when the message was due', pgqueue._now() + interval '1 h' - interval '2 s'))::text, queue || ': why it died, and when it was due');
+    return next is((d.expires_at, d.attempt_count, d.enqueued_at)::text, (null::timestamptz, 0, pgqueue._now() - interval '2 s')::text, queue || ': it does not expire any more');
+    return next is((select l.body from pgqueue.browse_dead_messages(queue) l where l.id = nearer), '\x00ff'::bytea, queue || ': bytes stay as they were');
+    return next is((select array_agg(row(f.severity, f.finding, f.repair)::text) from pgqueue.doctor() f where f.queue_name = queue),
+        array[row('info', 'undelivered_messages', format('select pgqueue.create_queue(%L);', queue))::text], queue || ': doctor knows of them');
+    return next throws_ok(format('select pgqueue.redrive(%L)', queue), 'PQ001', null, queue || ': redrive needs a queue to send them to');
+    return next is(pgqueue.purge_dead_messages(queue, array[nearer]), 1::bigint, queue || ': they can be purged');
+    perform pgqueue.create_queue(queue);
+    return next is(pgqueue.redrive(queue), 1, queue || ': or redriven, when there is a queue of that name again');
+    return next is((select (c.id, c.payload, c.expires_at)::text from pgqueue.claim(queue, 10) c), (delayed, '{"n": 1}'::jsonb, null::timestamptz)::text, queue || ': which delivers them');
+
+    perform pgqueue.alter_queue(queue, dlq_enabled => false);
+    perform pgqueue.enqueue(queue, '1', delay => '1 h');
+    return next is(pgqueue.drop_queue(queue), 2::bigint, queue || ': a queue without dead letters leaves none');
+    return next throws_ok(format('select pgqueue.browse_dead_messages(%L)', queue), 'PQ001', null, queue || ': and nothing is known of it any more');
+end;
+$$;
+select pg_temp.outlives('dead_letter_dropped', false, false);
+select pg_temp.outlives('dead_letter_table_dropped', true, false);
+select pg_temp.outlives('dead_letter_relation_dropped', true, true);
 
 select * from finish();
 rollback;

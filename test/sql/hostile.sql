@@ -29,7 +29,7 @@ begin
     perform pgqueue.wake(queue);
     select * into m from pgqueue.claim(queue);
     return m.id = ids[1] and m.queue_name = queue and pgqueue.ack(queue, m.id, m.claim_token)
-        and (pgqueue.get_queue(queue)).name = queue and pgqueue.drop_queue(queue) = 2;
+        and (pgqueue.get_queue(queue)).name = queue and pgqueue.drop_queue(queue) = 1 and pgqueue.purge_dead_messages(queue) = 1;
 end;
 $$;
 select ok(pg_temp.works('hostile_' || n.name, t.has_table), format('a queue named hostile_%s (%s characters) works, %s', left(n.name, 20), length('hostile_' || n.name), case when t.has_table then 'dedicated' else 'shared' end))

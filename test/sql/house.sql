@@ -83,7 +83,7 @@ select results_eq(
     ('receive', 'queue_name text, max_messages integer', 1, 'SETOF pgqueue.message'),
     ('record_failure', 'queue_name text, id bigint, attempt_count integer, delay interval, error text, headers jsonb', 3, 'boolean'),
     ('redrive', 'queue_name text, max_messages integer, ids bigint[]', 2, 'integer'),
-    ('reject', 'queue_name text, id bigint, claim_token uuid, error text, headers jsonb', 2, 'boolean'),
+    ('reject', 'queue_name text, id bigint, claim_token uuid, error text, headers jsonb, reason text', 3, 'boolean'),
     ('release', 'queue_name text, ids bigint[], claim_token uuid', 0, 'integer'),
     ('resume_queue', 'queue_name text', 0, 'boolean'),
     ('revoke_access', 'role_name name, access text', 0, 'void'),

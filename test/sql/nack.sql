@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(209);
+select plan(217);
 
 create function pg_temp.gives_back(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -83,6 +83,12 @@ begin
         queue || ': what was rejected is a dead letter at once, with the error and the attempts it had');
     return next is(pgqueue.reject(queue, new_id, m.claim_token, 'poison'), false, queue || ': a second reject is false');
     return next is((select count(*) from pgqueue.messages b where b.queue_name = queue), 0::bigint, queue || ': what was rejected is not in the queue');
+
+    new_id := pgqueue.enqueue(queue, '{"n": 3}');
+    select * into m from pgqueue.claim(queue);
+    return next is(pgqueue.reject(queue, new_id, m.claim_token, 'enough', reason => 'attempts_exhausted'), true, queue || ': reject of a message whose attempts are spent by rules of the caller''s own is true');
+    return next is((select (b.reason, b.last_error, b.attempt_count)::text from pgqueue.browse_dead_messages(queue, after_id => new_id - 1) b), '(attempts_exhausted,enough,1)',
+        queue || ': the dead letter says so, though it could have had more attempts');
 
     perform pgqueue.alter_queue(queue, dlq_enabled => false, max_attempts => 1);
     perform pgqueue.purge_dead_messages(queue);
@@ -309,6 +315,10 @@ select throws_ok($$ select pgqueue.nack('nack_errors', 1, gen_random_uuid(), hea
 select throws_ok($$ select pgqueue.nack('nack_errors', 1, gen_random_uuid(), headers => 'null') $$, '22023', null, 'nack refuses headers that are JSON null');
 select throws_ok($$ select pgqueue.nack('nack_errors', 1, gen_random_uuid(), '300000 years') $$, '22023', null, 'nack refuses a delay beyond all calendars');
 select throws_ok($$ select pgqueue.reject('nack_errors', 1, gen_random_uuid(), headers => '"x"') $$, '22023', null, 'reject refuses headers that are no object');
+select throws_ok($$ select pgqueue.reject('nack_errors', 1, gen_random_uuid(), reason => 'expired') $$, '22023', 'invalid reason: ''expired''', 'reject refuses a reason that is not a matter of opinion');
+select throws_ok($$ select pgqueue.reject('nack_errors', 1, gen_random_uuid(), reason => 'queue_dropped') $$, '22023', 'invalid reason: ''queue_dropped''', 'reject refuses any other reason');
+select throws_ok($$ select pgqueue.reject('nack_errors', 1, gen_random_uuid(), reason => 'bored') $$, '22023', 'invalid reason: ''bored''', 'reject refuses a reason that nobody knows');
+select throws_ok($$ select pgqueue.reject('nack_errors', 1, gen_random_uuid(), reason => null) $$, '22023', 'invalid reason: null', 'reject refuses a null reason');
 select throws_ok($$ select pgqueue.release('nack_errors', null, gen_random_uuid()) $$, '22023', null, 'release refuses null ids');
 select throws_ok($$ select pgqueue.release('nack_errors', '{1}', null) $$, '22023', null, 'release refuses a null token');
 select throws_ok($$ select pgqueue.release('nack_nowhere', '{1}', gen_random_uuid()) $$, 'PQ001', null, 'release refuses an unknown queue');

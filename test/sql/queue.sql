@@ -87,7 +87,7 @@ begin
 
     perform pgqueue.create_queue(queue || '_beside');
     perform pgqueue.enqueue(queue || '_beside', '1');
-    perform pgqueue.enqueue_batch(queue, array['1', '2']::jsonb[], delays => array[null, '1 h']::interval[]);
+    perform pgqueue.enqueue_batch(queue, array['1', '2']::jsonb[]);
     return next is(pgqueue.drop_queue(queue), 4::bigint, queue || ': drop_queue counts all its messages, the dead ones too');
     return next is((select count(*) from pgqueue.list_queues() l where l.name = queue), 0::bigint, queue || ': a dropped queue is not listed');
     return next throws_ok(format('select pgqueue.drop_queue(%L)', queue), 'PQ001', null, queue || ': a queue is dropped once');

@@ -1,7 +1,7 @@
 begin;
 -- Files take turns: this one attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(141);
+select plan(167);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -239,6 +239,71 @@ select throws_ok($$ select pgqueue.expose_subscriptions() $$, '42P07', null, 'a 
 select is(pgqueue.unexpose_subscriptions('public', 'Sub.Scriber'), false, 'another relation is no such relation');
 select is(pgqueue.unexpose_subscriptions(), true, 'subscriptions are exposed no longer');
 select is(pgqueue.unexpose_subscriptions(), false, 'once');
+
+-- The archive.
+create function pg_temp.archived(queue text) returns jsonb language sql as $$ select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages(queue) a $$;
+select pgqueue.create_queue('transport-archive', archive_for => '1 day') is not null as made \gset
+select pgqueue.expose_transport('transport-archive') as address \gset
+select pgqueue.enqueue('transport-archive', '1', headers => '{"h": 1}', message_id => '20000000-0000-0000-0000-000000000001') as sent \gset
+select isnt((pg_temp.take('transport-archive')).id, null, 'a message is received through the relation of a queue that archives');
+select results_eq($$ select a.queue_name, a.payload, a.headers, a.message_id, a.attempt_count, a.claimed_at, a.finished_at >= a.enqueued_at from pgqueue.browse_archived_messages('transport-archive') a $$,
+    $$ values ('transport-archive', '1'::jsonb, '{"h": 1}'::jsonb, '20000000-0000-0000-0000-000000000001'::uuid, 1, null::timestamptz, true) $$, 'and is in the archive, as after a receive');
+select is((select a.id from pgqueue.browse_archived_messages('transport-archive') a), :sent, 'under its id');
+select pg_temp.send('transport-archive', '{"a":"b"}', '\x00ff') as wire \gset
+select is((pg_temp.take('transport-archive')).id, :'wire', 'what a transport sent');
+select results_eq($$ select a.body, a.headers, a.message_id from pgqueue.browse_archived_messages('transport-archive', 1) a $$, format('values (%L::bytea, %L::jsonb, %L::uuid)', '\x00ff', '{"a": "b"}', :'wire'), 'is archived, too');
+select pg_temp.send('transport-archive', '{}', '\x01', ttbr => -1000) as late \gset
+select is((pg_temp.take('transport-archive')).expired, 1, 'what has expired');
+select is((select count(*) from pgqueue.browse_archived_messages('transport-archive')), 2::bigint, 'is not');
+savepoint received;
+select pgqueue.enqueue('transport-archive', '2') as sent \gset
+select pg_temp.take('transport-archive') \g /dev/null
+rollback to received;
+select is((select count(*) from pgqueue.browse_archived_messages('transport-archive')), 2::bigint, 'nor is what was rolled back');
+-- What the verbs delete they archive by themselves, or not at all.
+select pgqueue.enqueue_batch('transport-archive', array['3', '4', '5', '6']::jsonb[]) \g /dev/null
+select count(*) as n from pgqueue.receive('transport-archive') \gset
+select pgqueue.ack('transport-archive', c.id, c.claim_token) as acked from pgqueue.claim('transport-archive') c \gset
+select pgqueue.nack('transport-archive', c.id, c.claim_token, '1 h') as nacked from pgqueue.claim('transport-archive') c \gset
+select pgqueue.reject('transport-archive', c.id, c.claim_token) as rejected from pgqueue.claim('transport-archive') c \gset
+select is((select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages('transport-archive') a where a.payload is not null), '[1, 3, 4]', 'what the verbs take is archived once, by them');
+select pgqueue.enqueue_batch('transport-archive', array['7', '8']::jsonb[]) \g /dev/null
+delete from public."transport-archive";
+select is((select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages('transport-archive') a where a.payload is not null), '[1, 3, 4, 7, 8]', 'many at once are archived, each once');
+-- A day without a partition.
+create function pg_temp.day_table() returns text language sql as $$ select 'pgqueue.' || pgqueue._day_table(pgqueue._day(pgqueue._now())) $$;
+do $$ begin execute 'alter table pgqueue.archived_messages detach partition ' || pg_temp.day_table(); execute 'alter table ' || pg_temp.day_table() || ' rename to detached'; end $$;
+select pgqueue.enqueue('transport-archive', '9') as sent \gset
+select isnt((pg_temp.take('transport-archive')).id, null, 'where the day has no partition');
+select is((select u.payload from pgqueue.unfiled_messages u where u.queue_name = 'transport-archive'), '9', 'it is filed later');
+-- Who receives needs no right on the archive.
+create role pgqueue_test_taker;
+grant usage on schema public to pgqueue_test_taker;
+grant select, update, delete on public."transport-archive" to pgqueue_test_taker;
+select pgqueue.grant_access('pgqueue_test_taker', 'transport') \g /dev/null
+select pgqueue.enqueue('transport-archive', '10') as sent \gset
+set local role pgqueue_test_taker;
+select lives_ok($$ delete from public."transport-archive" $$, 'who may only receive, does');
+reset role;
+select is((select count(*) from pgqueue.unfiled_messages u where u.payload = '10'), 1::bigint, 'and the archive has it');
+-- Begun and ended.
+create function pg_temp.triggers(queue text) returns bigint language sql as $$
+    select count(*) from pg_trigger g where g.tgname = 'archive_taken' and g.tgrelid = (select pgqueue._partition(q) from pgqueue.queues q where q.name = queue) $$;
+select is(pg_temp.triggers('transport-sqlserver'), 0::bigint, 'a queue that does not archive pays nothing for it');
+select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '1 day') $$, 'a relation begins to archive');
+select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '2 days') $$, 'and goes on');
+select pgqueue.purge_queue('transport-sqlserver') as purged \gset
+select pgqueue.enqueue('transport-sqlserver', '1') as sent \gset
+select isnt((pg_temp.take('transport-sqlserver')).id, null, 'what is received then');
+select is((select count(*) from pgqueue.browse_archived_messages('transport-sqlserver')), 1::bigint, 'is kept');
+select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '0') $$, 'until archiving ends');
+select pgqueue.enqueue('transport-sqlserver', '2') as sent \gset
+select isnt((pg_temp.take('transport-sqlserver')).id, null, 'what is received after that');
+select is((select count(*) from pgqueue.browse_archived_messages('transport-sqlserver')), 1::bigint, 'is gone');
+select is(pg_temp.triggers('transport-sqlserver'), 0::bigint, 'at no cost');
+select is(pgqueue.unexpose_transport('transport-archive'), true, 'a relation that archived is taken away');
+select is(pg_temp.triggers('transport-archive'), 0::bigint, 'with its trigger');
+select lives_ok($$ select pgqueue.drop_queue('transport-archive') $$, 'and its queue dropped');
 
 -- A queue that holds messages already.
 select pgqueue.create_queue('transport-late') is not null as made \gset

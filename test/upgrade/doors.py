@@ -25,7 +25,7 @@ DELTA = f"""
 alter table pgqueue.dead_messages add column reason text not null default 'rejected';
 alter table pgqueue.dead_messages alter column reason drop default;
 alter table pgqueue.dead_messages add constraint dead_messages_reason_is_known
-check (reason in ('attempts_exhausted', 'expired', 'rejected'));
+check (reason in ('attempts_exhausted', 'expired', 'rejected', 'queue_dropped'));
 comment on table pgqueue.queues is
 '{COMMENT}';
 drop function pgqueue.forgotten();

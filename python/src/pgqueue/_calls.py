@@ -152,7 +152,7 @@ exchange = Call(
     "max_messages int, visibility_timeout interval, claimed_by text",
 )
 nack = Call(bool, "nack", "queue_name text, id bigint, claim_token uuid", "delay interval, error text, headers jsonb")
-reject = Call(bool, "reject", "queue_name text, id bigint, claim_token uuid", "error text, headers jsonb")
+reject = Call(bool, "reject", "queue_name text, id bigint, claim_token uuid", "error text, headers jsonb, reason text")
 record_failure = Call(
     bool,
     "record_failure",

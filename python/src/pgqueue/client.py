@@ -257,7 +257,8 @@ class Queue(_Sync):
 
         Messages keep the `max_attempts` they were sent with. A new `archive_for` holds for what was archived
         before, too; `timedelta(0)` ends archiving, and what was archived is kept as long as was promised.
-        Raises `InvalidArgument`, `QueueNotFound`.
+        Raises `InvalidArgument`, `QueueNotFound`, and `QueueBusy` where archiving begins or ends for the relation of
+        a transport while a longer transaction uses it.
         """
         return self._one(
             _calls.alter_queue(
@@ -279,7 +280,10 @@ class Queue(_Sync):
     def drop_queue(self) -> int:
         """Drop the queue and all its messages, dead ones included; returns how many those were.
 
-        What it archived is kept as long as its `archive_for` said.
+        Delayed messages that are not due and were never claimed become dead letters under its name, with reason
+        `queue_dropped`: `browse_dead_messages` and `purge_dead_messages` find them, and `redrive` once there is a
+        queue of that name again. They go, too, where the queue has no dead letters. What it archived is kept as
+        long as its `archive_for` said.
         Raises `QueueNotFound`, and `QueueBusy` where a transaction that uses the queue stays open.
         """
         return self._one(_calls.drop_queue(self.name))
@@ -472,14 +476,20 @@ class Queue(_Sync):
         return self._one(_calls.nack(self.name, id, claim_token, delay, error, headers))
 
     def reject(
-        self, id: int, claim_token: UUID | None, error: str | None = None, headers: Mapping[str, Any] | None = None
+        self,
+        id: int,
+        claim_token: UUID | None,
+        error: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        reason: str | None = None,
     ) -> bool:
-        """Send a claimed message to the dead letters at once, with the reason `rejected`.
+        """Send a claimed message to the dead letters at once.
 
-        `error` and `headers` are kept as by `nack`. False if the claim was lost. Raises `InvalidArgument`,
-        `QueueNotFound`.
+        `reason` is `rejected` by default, or `attempts_exhausted` where the caller counts attempts by rules of his own,
+        and they are spent. `error` and `headers` are kept as by `nack`. False if the claim was lost. Raises
+        `InvalidArgument`, `QueueNotFound`.
         """
-        return self._one(_calls.reject(self.name, id, claim_token, error, headers))
+        return self._one(_calls.reject(self.name, id, claim_token, error, headers, reason))
 
     def record_failure(
         self,
@@ -678,7 +688,10 @@ class Queue(_Sync):
         return self._all(_calls.browse(self.name, state, max_messages, after_id))
 
     def browse_dead_messages(self, max_messages: int | None = None, after_id: int | None = None) -> list[DeadMessage]:
-        """Look at up to `max_messages` (100) dead letters, by id after `after_id` (0)."""
+        """Look at up to `max_messages` (100) dead letters, by id after `after_id` (0).
+
+        Those that a queue left which was dropped, too. Raises `InvalidArgument`, `QueueNotFound`.
+        """
         return self._all(_calls.browse_dead_messages(self.name, max_messages, after_id))
 
     def browse_archived_messages(
@@ -700,7 +713,7 @@ class Queue(_Sync):
         return self._one(_calls.redrive(self.name, max_messages, ids))
 
     def purge_dead_messages(self, ids: Iterable[int] | None = None) -> int:
-        """Delete all dead letters, or those of `ids`; returns how many."""
+        """Delete all dead letters, or those of `ids`; returns how many. Also those that a dropped queue left."""
         return self._one(_calls.purge_dead_messages(self.name, ids))
 
     def purge_expired(self, batch_size: int | None = None) -> int:
@@ -1019,9 +1032,14 @@ class AsyncQueue(_Async):
         return await self._one(_calls.nack(self.name, id, claim_token, delay, error, headers))
 
     async def reject(
-        self, id: int, claim_token: UUID | None, error: str | None = None, headers: Mapping[str, Any] | None = None
+        self,
+        id: int,
+        claim_token: UUID | None,
+        error: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        reason: str | None = None,
     ) -> bool:
-        return await self._one(_calls.reject(self.name, id, claim_token, error, headers))
+        return await self._one(_calls.reject(self.name, id, claim_token, error, headers, reason))
 
     async def record_failure(
         self,

@@ -86,7 +86,8 @@ class Exchanged(Message):
 class DeadMessage:
     """A dead letter: the message, its last error, and why and when it died.
 
-    `reason` is `attempts_exhausted`, `expired` or `rejected`.
+    `reason` is `attempts_exhausted`, `expired`, `rejected`, or `queue_dropped`, where its queue was dropped before
+    it was due.
     """
 
     id: int

@@ -224,7 +224,7 @@ def resume(session: Session, queue: QueueName) -> None:
 def drop(session: Session, queue: QueueName, yes: Yes = False) -> None:
     """Drop a queue with all its messages, dead letters included.
 
-    Asks, unless --yes.
+    Asks, unless --yes. Delayed messages that were still to come stay as dead letters under its name.
     """
     with session.queue(queue) as verbs:
         if not yes:

@@ -17,6 +17,7 @@ from .links import is_conflict, is_trouble
 from .policy import Reject, Retry
 from .settlements import Result, kind_of, record, rejection, settlement
 from .steps import Run, Script, Workers
+from .tasks import within
 from .transactions import Attempt, Job, Transactions
 
 __all__ = ["Jobs"]
@@ -248,7 +249,7 @@ class Jobs:
     def reject(self, row: Any, error: Exception) -> None:
         """Reject a claimed message that cannot be handed to anybody."""
         self.unfit(row, error)
-        plain = _calls.reject(self._settings.queue_name, row.id, row.claim_token, None, None)
+        plain = _calls.reject(self._settings.queue_name, row.id, row.claim_token, None, None, None)
         self.leases.send(rejection(self._settings.queue_name, row, error), None, plain)
 
     def _tell_of_failure(self, held: Held, error: BaseException) -> None:
@@ -323,8 +324,7 @@ class Jobs:
         deadline = time.monotonic() + _MANNERS
         while held:
             try:
-                async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
-                    count = await self.leases.release(held)
+                count = await within(max(0.1, deadline - time.monotonic()), self.leases.release(held))
             except (psycopg.Error, OSError) as error:
                 if time.monotonic() < deadline and (is_trouble(error) or is_conflict(error)):
                     await asyncio.sleep(0.1)

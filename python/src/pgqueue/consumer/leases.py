@@ -38,6 +38,12 @@ _EXTEND = (
     b" claim_token => c.token, visibility_timeout => %s::interval) as e(id)"
 )
 _RELEASE = b"select pgqueue.release(queue_name => %s::text, ids => c.ids, claim_token => c.token) from " + _CLAIMS
+_PAGE = 10_000
+_LOOK = (
+    b"select case count(*) when %s then max(b.id) end, array_agg(b.id) filter (where b.id = any(%s::bigint[]))"
+    b" from pgqueue.browse(queue_name => %s::text, state => %s::text, max_messages => %s::int,"
+    b" after_id => %s::bigint) as b"
+)
 _COLUMNS = len(fields(Message))
 
 
@@ -83,7 +89,7 @@ class Leases:
         self._acks: dict[UUID | None, list[Result]] = {}
         self._ack_count = 0
         self._letters: deque[_Letter] = deque()
-        self._unsure: set[int] = set()  # acknowledged when the connection broke: perhaps already done
+        self._unsure: dict[int, Held] = {}  # acknowledged when the connection broke: perhaps already done
         self._turn = asyncio.Lock()
         self._mail = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -97,6 +103,8 @@ class Leases:
         seconds = self.visibility_timeout.total_seconds()
         renew_at = claimed_at + seconds / 3
         for message in held:
+            if message.id in self._unsure:
+                self._unsure[message.id].until = 0.0  # It came again: that claim was lost.
             message.until = claimed_at + seconds
             lease = self._leases.get(message.token)
             if lease is None:
@@ -213,7 +221,8 @@ class Leases:
         """
         settings = self._settings
         terms = (wanted, self.visibility_timeout, settings.claimed_by)
-        if more and self._acks and not self._turn.locked():
+        # What may be done already is looked for after the answer, and no claim should wait for that.
+        if more and self._acks and not self._unsure and not self._turn.locked():
             async with self._turn:
                 if self._acks:
                     return await self._exchange(terms)
@@ -230,9 +239,9 @@ class Leases:
         except BaseException:
             self._keep(done)
             raise
-        gone = {row.id for row in rows if isinstance(row, LostAck)}
-        self._done(done, gone)
-        return [row for row in rows if not isinstance(row, LostAck)] if gone else rows
+        lost = {row.id for row in rows if isinstance(row, LostAck)}
+        self._done(done, {result.held for result in done if result.held.id in lost})
+        return [row for row in rows if not isinstance(row, LostAck)] if lost else rows
 
     async def _acknowledge(self, done: list[Result]) -> None:
         ids, tokens = [result.held.id for result in done], [result.held.token for result in done]
@@ -242,38 +251,58 @@ class Leases:
             if isinstance(error, psycopg.Error) and not is_trouble(error):
                 for result in done:
                     self.drop(result.held)
+                    self._unsure.pop(result.held.id, None)
                 self._critical(error, f"{len(done)} messages could not be acknowledged: they will be delivered again")
             else:
                 self._keep(done)
             raise
-        gone: set[int] = set()
-        for token, count in counts:
-            asked = [result.held.id for result in done if result.held.token == token]
-            if count != len(asked):
-                gone |= set(asked) if not count else await self._held_by_others(asked)
-        self._done(done, gone)
+        try:
+            lost = await self._lost_of(done, dict(counts))
+        except BaseException:
+            self._keep(done)
+            raise
+        self._done(done, lost)
 
-    async def _held_by_others(self, ids: list[int]) -> set[int]:
-        """Which of the messages of a claim were lost, when not all were: those that are still there."""
-        call = _calls.browse(self._settings.queue_name, "inflight", 10_000, min(ids) - 1)
-        return {row.id for row in await self._run(call, "settle")} & set(ids)
-
-    def _done(self, done: list[Result], gone: set[int]) -> None:
+    async def _lost_of(self, done: list[Result], counts: dict[UUID | None, int]) -> set[Held]:
+        """Which of the messages were lost, by how many of each claim were acknowledged."""
         now = time.monotonic()
+        lost: set[Held] = set()
+        doubtful: set[Held] = set()
+        for token, count in counts.items():
+            held = [result.held for result in done if result.held.token == token]
+            if count == len(held):
+                continue
+            for one in held:
+                # Not ours any more: by our first try, if nobody else can have had it; or else it was lost.
+                was_tried = self._unsure.get(one.id) is one and now < one.until
+                (doubtful if count or was_tried else lost).add(one)
+        # A server that crashed may have forgotten the claim, as claims do not wait for the disk.
+        there = await self._still_there({one.id for one in doubtful}) if doubtful else ()
+        return lost | {one for one in doubtful if one.id in there}
+
+    async def _still_there(self, ids: set[int]) -> set[int]:
+        """Which of the messages are in the queue, so that nobody has acknowledged them."""
+        found: set[int] = set()
+        for state in ("ready", "inflight", "scheduled"):  # as a message goes through them
+            after: int | None = min(ids) - 1
+            while after is not None and after < max(ids):
+                values = [_PAGE, list(ids), self._settings.queue_name, state, _PAGE, after]
+                ((after, seen),) = await self._run(Bound(_LOOK, values, tuple_row), "settle")
+                found.update(seen or ())
+        return found
+
+    def _done(self, done: list[Result], lost: set[Held]) -> None:
         for result in done:
             held = result.held
             self.drop(held)
-            # Not there any more: by our first try, if nobody else can have had it.
-            was_done = held.id in self._unsure and now < held.until
-            is_lost = held.id in gone and not was_done
-            self._unsure.discard(held.id)
+            self._unsure.pop(held.id, None)
             if not held.lost:
-                self._settled(result._replace(kind="lost") if is_lost else result)
+                self._settled(result._replace(kind="lost") if held in lost else result)
 
     def _keep(self, done: list[Result]) -> None:
         """Acknowledge once more what may not have arrived."""
-        self._unsure.update(result.held.id for result in done)
         for result in done:
+            self._unsure[result.held.id] = result.held
             self.acknowledge(result)
 
     async def _post(self) -> None:

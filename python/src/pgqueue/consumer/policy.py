@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .delivery import Delivery
 
-__all__ = ["Decision", "Failure", "Handled", "Reject", "Retries", "Retry"]
+__all__ = ["Decision", "Exhausted", "Failure", "Handled", "Reject", "Retries", "Retry"]
 
 _LONGEST_DELAY = timedelta(hours=24)
 
@@ -40,6 +40,10 @@ class Reject(Exception):
         self.reason = reason
 
 
+class Exhausted(Reject):
+    """The retries are spent: the same, with `attempts_exhausted` as the reason among the dead letters."""
+
+
 @dataclass(frozen=True, slots=True)
 class Handled:
     """Answered by a policy: the message is dealt with, acknowledge it."""
@@ -69,8 +73,8 @@ class Retries:
 
     `immediate` retries follow the first attempt at once; `delayed` times the whole is repeated, each time after the
     next of `delays`, whose last one repeats. So there are (immediate + 1) x (delayed + 1) attempts in all, 24 by
-    default; then the message is rejected. The `max_attempts` of a message bounds them all the same. Raises `ValueError`
-    for negative numbers and for a delay of more than 24 hours.
+    default; then the message goes to the dead letters, with the reason `attempts_exhausted`. The `max_attempts` of a
+    message bounds them all the same. Raises `ValueError` for negative numbers and for a delay of more than 24 hours.
     """
 
     immediate: int = 5
@@ -95,7 +99,7 @@ class Retries:
     def decide(self, attempt: int) -> Decision:
         """What follows when attempt number `attempt`, from 1, has failed."""
         if attempt >= self.total:
-            return Reject(f"all {self.total} attempts failed")
+            return Exhausted(f"all {self.total} attempts failed")
         rounds, step = divmod(attempt, self.immediate + 1)
         if step:
             return Retry(timedelta(0))

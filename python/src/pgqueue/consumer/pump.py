@@ -16,6 +16,7 @@ from .delivery import Held
 from .jobs import Jobs
 from .settlements import sorted_out
 from .steps import Workers
+from .tasks import ended, within
 from .waking import Ears, Pace, prepare_wait
 
 __all__ = ["Pump"]
@@ -25,21 +26,6 @@ _MOST_MESSAGES = 10_000
 _CLAIM_EVERY = {"lease": 10, "receive": 30}  # looks; a transaction is three statements
 _UNRETURNED = 2  # receives on their way at once, as so many may come back empty
 _MANNERS = 5.0  # seconds for the last statements
-
-
-async def _ended(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancel tasks until they have ended.
-
-    Once may not do: `asyncio.wait_for`, by which psycopg waits, drops a cancellation that comes together with the
-    answer, before Python 3.12.
-    """
-    left = [task for task in tasks if not task.done()]
-    while left:
-        for task in left:
-            task.cancel()
-        await asyncio.wait(left, timeout=0.5)
-        left = [task for task in left if not task.done()]
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Pump:
@@ -84,7 +70,7 @@ class Pump:
         finally:
             self._jobs.abandon()
             try:
-                await _ended(tasks)
+                await ended(tasks)
             finally:
                 await core.close()
                 await self._workers.close()
@@ -93,7 +79,7 @@ class Pump:
         core = self._core
         # It ends by itself, unless it waits for a server that does not answer.
         await asyncio.wait([pumping], timeout=0.5 if core.forced else _MANNERS)
-        await _ended([pumping])
+        await ended([pumping])
         unhandled = list(self._buffer)
         self._buffer.clear()
         await self._jobs.release(unhandled)
@@ -101,8 +87,7 @@ class Pump:
         deadline = time.monotonic() + _MANNERS
         while not self._leases.is_settled and time.monotonic() < deadline:
             try:
-                async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
-                    await self._leases.flush()
+                await within(deadline - time.monotonic(), self._leases.flush())
             except (psycopg.Error, OSError):
                 await asyncio.sleep(0.1)
         if not self._leases.is_settled:
@@ -125,8 +110,7 @@ class Pump:
         try:
             await self._core.until(lambda: looking.done() or self._core.stopping)
         finally:
-            looking.cancel()
-            await asyncio.wait([looking])
+            await ended([looking])
         if not looking.cancelled():
             looking.result()
 

@@ -7,7 +7,7 @@ from .._calls import Bound
 from .delivery import Held
 from .evidence import describe, evidence, obituary
 from .links import Unreadable
-from .policy import Decision, Handled, Reject, Retry, decide
+from .policy import Decision, Exhausted, Handled, Reject, Retry, decide
 from .settings import Settings
 
 __all__ = ["Result", "kind_of", "record", "rejection", "settlement", "sorted_out"]
@@ -34,7 +34,8 @@ def settlement(
         return decision, _calls.ack(name, held.id, held.token)
     if isinstance(decision, Reject):
         headers = evidence(message, error, by, dies=True)
-        return decision, _calls.reject(name, held.id, held.token, describe(error, decision), headers)
+        reason = "attempts_exhausted" if isinstance(decision, Exhausted) else None
+        return decision, _calls.reject(name, held.id, held.token, describe(error, decision), headers, reason)
     headers = evidence(message, error, by, dies=held.last_attempt)
     text = describe(error, decision)
     return decision, _calls.nack(name, held.id, held.token, decision.after, text, headers)
@@ -70,7 +71,7 @@ def sorted_out(rows: list[Any]) -> tuple[list[Held], list[tuple[Any, Exception]]
 def rejection(queue_name: str, row: Any, error: Exception) -> Bound[bool]:
     """The statement that sends a message that cannot be read to the dead letters, as it is."""
     return _calls.reject(
-        queue_name, row.id, row.claim_token, describe(error), obituary(queue_name, row.attempt_count, error)
+        queue_name, row.id, row.claim_token, describe(error), obituary(queue_name, row.attempt_count, error), None
     )
 
 
