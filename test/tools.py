@@ -109,6 +109,29 @@ def browser() -> None:
         run("dpkg-deb", "-x", deb, home / "root")
     shutil.rmtree(home / "cache")
     shutil.rmtree(home / "state")
+    settle_browser(home)
+
+
+def settle_browser(home: Path) -> None:
+    """Write a command that starts an unpacked Chromium with the libraries and fonts that lie beside it."""
+    root = home / "root"
+    program = root / "usr/lib/chromium/chromium"
+    if not program.exists():
+        # apt fetches nothing that dpkg says is installed.
+        sys.exit("chromium, needed for the test of the page, is installed, but not on the PATH")
+    libraries = root / "usr/lib/x86_64-linux-gnu"
+    places = (libraries, root / "lib/x86_64-linux-gnu", libraries / "pulseaudio")
+    fonts = home / "fonts.conf"
+    fonts.write_text(
+        '<?xml version="1.0"?>\n<!DOCTYPE fontconfig SYSTEM "fonts.dtd">\n'
+        f"<fontconfig><dir>{root / 'usr/share/fonts'}</dir><cachedir>{home / 'fonts'}</cachedir></fontconfig>\n"
+    )
+    command = home / "chromium"
+    command.write_text(
+        f"#!/bin/sh\nexport LD_LIBRARY_PATH='{':'.join(map(str, places))}' FONTCONFIG_FILE='{fonts}'\n"
+        f"exec '{program}' \"$@\"\n"
+    )
+    command.chmod(0o755)
 
 
 def servers() -> None:

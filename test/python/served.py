@@ -152,12 +152,13 @@ def locked(dsn: str, statement: str, *values: Any) -> Iterator[psycopg.Connectio
         connection.rollback()
 
 
-def waiters(dsn: str) -> list[int]:
-    """Who waits for a lock in a database, but for those who clean up."""
+def waiters(dsn: str, statement: str = "%") -> list[int]:
+    """Who waits for a lock in a database with such a statement, but for those who clean up."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         rows = connection.execute(
             "select pid from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
-            " and query not like '%done_at%'"
+            " and query like %s and query not like '%%done_at%%'",
+            [statement],
         ).fetchall()
     return [pid for (pid,) in rows]
 

@@ -2,16 +2,19 @@
 
 import base64
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psycopg
 import pytest
-from served import ADMIN, SERVICE, Server, Site, locked, new_name, serving
+from served import ADMIN, SERVICE, Server, Site, locked, new_name, serving, waiters
 
 TOKEN = "00000000-0000-4000-8000-000000000000"
 
@@ -297,6 +300,107 @@ def test_who_has_gone_away_is_given_nothing(queue: DirectQueue) -> None:
         client.post(f"{queue.path}/claim", json={"wait_seconds": 20}, timeout=0.5)
     queue.send(1)
     assert len(queue.claim(wait_seconds=5)) == 1
+
+
+def listener(sql: psycopg.Connection[Any]) -> int | None:
+    """The process that serves the connection on which the server listens."""
+    rows = sql.execute(
+        "select pid from pg_stat_activity where datname = current_database() and query like 'listen %%'"
+    ).fetchall()
+    return rows[0][0] if rows else None
+
+
+def test_nobody_is_left_unheard_when_the_listening_connection_is_lost(
+    queue: DirectQueue, sql: psycopg.Connection[Any]
+) -> None:
+    """Its socket is closed, and the next client may get one of the same number: the event loop must hear it."""
+    for _ in range(3):
+        assert queue.claim(wait_seconds=1) == []  # the connection stays for a while
+        assert sql.execute("select pg_terminate_backend(%s, 5000)", [listener(sql)]).fetchone() == (True,)
+        host, port = queue.web.url.removeprefix("http://").split(":")
+        with ExitStack() as stack:
+            clients = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(20)]
+            for client in clients:
+                client.settimeout(10)
+                client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            for client in clients:
+                assert client.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_a_long_poll_goes_on_when_the_listening_connection_is_lost(
+    queue: DirectQueue, sql: psycopg.Connection[Any]
+) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(queue.claim, wait_seconds=20)
+        queue.web.until(lambda: has_looked_in_vain(sql, queue.name))
+        lost = listener(sql)
+        assert sql.execute("select pg_terminate_backend(%s, 5000)", [lost]).fetchone() == (True,)
+        queue.web.until(lambda: listener(sql) not in (None, lost))
+        began = time.monotonic()
+        sql.execute("select pgqueue.enqueue(%s, '1')", [queue.name])
+        assert len(waiting.result(20)) == 1
+        assert time.monotonic() - began < 4  # it was woken
+
+
+@contextmanager
+def asked(web: Server, path: str, body: Any, key: str = "") -> Iterator[None]:
+    """A request whose caller goes away at the end of the block, whatever became of it."""
+    host, port = web.url.removeprefix("http://").split(":")
+    text = json.dumps(body)
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: x",
+        f"Authorization: Basic {base64.b64encode(':'.join(ADMIN).encode()).decode()}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(text)}",
+        *([f"Idempotency-Key: {key}"] if key else []),
+    ]
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall("\r\n".join([*lines, "", text]).encode())
+        yield
+
+
+@pytest.mark.parametrize("wait_seconds", [0, 20])
+def test_what_is_claimed_for_who_has_gone_away_meanwhile_is_ready_again(
+    queue: DirectQueue, site: Site, wait_seconds: int
+) -> None:
+    """The client goes while its claim is at work, held up by a lock; the messages are there already."""
+    sent = queue.send(1, 2)
+    with (
+        locked(site.target, "lock table pgqueue.messages in access exclusive mode"),
+        asked(queue.web, f"{queue.path}/claim", {"max_messages": 2, "wait_seconds": wait_seconds}),
+    ):
+        queue.web.until(lambda: waiters(site.target, "%claim(%"))
+    of_queue = f'queue="{queue.name}",service="{SERVICE}"'
+    queue.web.until(lambda: f'operation="released",{of_queue}}} 2.0' in queue.web.get("/metrics").text)
+    claimed = queue.claim(max_messages=2)
+    assert [each["id"] for each in claimed] == sent
+    assert {each["attempt_count"] for each in claimed} == {1}  # the other claim does not count
+
+
+def test_what_was_claimed_under_a_key_stays_its_caller_s(queue: DirectQueue, site: Site) -> None:
+    (sent,) = queue.send(1)
+    key = new_name()
+    assert queue.post("redrive", {}, new_name()).json() == {"count": 0}  # answers can be kept, from now on
+    with (
+        locked(site.target, "lock table pgqueue.messages in access exclusive mode"),
+        asked(queue.web, f"{queue.path}/claim", {}, key),
+    ):
+        queue.web.until(lambda: waiters(site.target, "%claim(%"))
+    queue.web.until(lambda: queue.stats()["inflight_messages"] == 1)
+    assert [each["id"] for each in queue.post("claim", {}, key).json()["messages"]] == [sent]
+
+
+def test_what_is_claimed_for_a_request_that_took_too_long_is_ready_again(site: Site, tmp_path: Path) -> None:
+    name = new_name()
+    with serving(site.configuration(tmp_path, limits={"request_seconds": 1}), tmp_path) as web:
+        web.create(name)
+        queue = DirectQueue(web, name)
+        (sent,) = queue.send(1)
+        with locked(site.target, "lock table pgqueue.messages in access exclusive mode"):
+            assert code(queue.post("claim", {}), 503) == "timeout"
+        (claimed,) = web.until(queue.claim)
+        assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
 
 
 # Requests that are sent twice.

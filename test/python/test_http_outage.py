@@ -1,6 +1,7 @@
 """Trouble: databases that go and come back, requests that take too long, and servers that are told to stop."""
 
 import base64
+import os
 import signal
 import socket
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import httpx
 import psycopg
 import pytest
-from served import ADMIN, SERVICE, Server, Site, configuration, locked, new_name, serving
+from served import ADMIN, SERVICE, Server, Site, configuration, locked, new_name, serving, waiters
 
 from pgqueue.embedded import EmbeddedServer
 
@@ -134,6 +135,30 @@ def test_a_statement_that_takes_too_long_is_503(web: Server, postgres: EmbeddedS
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] in ("timeout", "database_unavailable")
     assert enqueue(web, name).status_code == 201
+
+
+def test_a_request_is_answered_in_time_though_the_database_does_not_even_cancel(
+    web: Server, postgres: EmbeddedServer, tmp_path: Path
+) -> None:
+    name = new_name()
+    web.create(name)
+    target = psycopg.conninfo.make_conninfo(postgres.tcp_dsn, dbname="target")
+    control = psycopg.conninfo.make_conninfo(postgres.tcp_dsn, dbname="control")
+    config = configuration(tmp_path, control, {SERVICE: (postgres.tcp_dsn, ["target"])}, limits={"request_seconds": 1})
+    with serving(config, tmp_path) as other, ThreadPoolExecutor(1) as threads:
+        with locked(target, "lock table pgqueue.messages in access exclusive mode"):
+            began = time.monotonic()
+            sending = threads.submit(enqueue, other, name)
+            (pid,) = other.until(lambda: waiters(target, "%jsonb_array_elements%"))
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                answer = sending.result()
+                assert time.monotonic() - began < 5
+            finally:
+                os.kill(pid, signal.SIGCONT)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "timeout"
+        other.until(lambda: enqueue(other, name).status_code == 201)
 
 
 def test_a_body_that_never_ends_is_given_up(web: Server) -> None:

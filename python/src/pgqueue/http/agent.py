@@ -169,6 +169,9 @@ class Agent:
                 return Answer(200, to_json({"message_ids": ids}))
 
             answer = await once(target, Key("task", str(task.id)), effect)
+        if not answer.replayed:
+            number = len(json.loads(answer.text)["message_ids"])
+            self._metrics.messages(queue.service_id, queue.database_name, queue.name, "enqueued", number)
         await self._finish(task, answer.text)
 
     async def _look(self, task: Assignment, queue: QueueRow) -> None:

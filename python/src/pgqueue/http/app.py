@@ -62,6 +62,7 @@ def create_app(settings: Settings, role: Role = "all") -> FastAPI:
             with suppress(asyncio.CancelledError):
                 await sampling
             await working
+            await asyncio.gather(*context.finishing)
             await context.waiting.close()
             await databases.close()
 

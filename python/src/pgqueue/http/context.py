@@ -1,7 +1,9 @@
 """What the routes share, and what they have in common: the caller's key, the answer, the errors that they document."""
 
 import asyncio
+import logging
 import re
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
@@ -17,6 +19,8 @@ from .settings import Settings
 from .waiting import Waiting
 
 __all__ = ["Context", "Given", "IdempotencyKey", "context_of", "errors", "is_name", "reply"]
+
+logger = logging.getLogger("pgqueue.http")
 
 _NAME: Final = re.compile("[a-z0-9_-]{1,128}")
 _ERRORS: Final = {
@@ -43,6 +47,20 @@ class Context:
     waiting: Waiting
     agent: Any = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    finishing: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have something done that outlives its request. The server does not end before it is."""
+        task = asyncio.create_task(_logged(work))
+        self.finishing.add(task)
+        task.add_done_callback(self.finishing.discard)
+
+
+async def _logged(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception as error:  # nobody waits for it
+        logger.warning("what a request left behind could not be finished: %s", type(error).__name__)
 
 
 async def context_of(request: Request) -> Context:

@@ -96,8 +96,9 @@ On = Annotated[Target, Depends(_target)]
 @router.post("/messages", status_code=201, response_model=MessageIds, responses=_FAULTS)
 async def enqueue(request: Request, on: On, body: EnqueueDirect) -> Response:
     """Send up to 100 messages in one transaction; returns their ids in request order."""
-    check_payloads(body.messages)
-    text = (await request.body()).decode()
+    given = await request.body()
+    check_payloads(body.messages, given)
+    text = given.decode()
 
     async def effect(queue: AsyncQueue) -> Answer:
         return Answer(201, to_json({"message_ids": await send(queue.connection, on.name, text)}))
@@ -110,32 +111,70 @@ async def enqueue(request: Request, on: On, body: EnqueueDirect) -> Response:
 
 @router.post("/claim", response_model=ClaimedMessages, responses=_FAULTS)
 async def claim(request: Request, on: On, body: Claim) -> Response:
-    """Claim up to 100 messages, and wait up to 20 seconds for the first; empty where none came."""
+    """Claim up to 100 messages, and wait up to 20 seconds for the first; empty where none came.
 
-    async def effect(queue: AsyncQueue) -> Answer:
-        claimed = await queue.claim(body.max_messages, _seconds(body.visibility_timeout_seconds), body.claimed_by)
-        if not claimed:
-            raise _NothingReady  # so that the answer is not kept: who asks again may get some
-        on.count("claimed", len(claimed))
-        return Answer(200, to_json({"messages": [_fields(each, _CLAIMED) for each in claimed]}))
-
-    try:
-        return reply(await on.once(effect))
-    except _NothingReady:
-        pass
-    if body.wait_seconds:
-        answer = await _wait_for(on, effect, body.wait_seconds, request)
-        if answer is not None:
-            return reply(answer)
-    return reply(Answer(200, '{"messages": []}'))
+    Who has gone away meanwhile is given nothing: what was claimed is ready again, its attempt not counted.
+    """
+    claiming = _Claiming(on, body, request)
+    answer = await claiming.once()
+    if answer is None and body.wait_seconds:
+        answer = await _wait_for(on, claiming.once, body.wait_seconds, request)
+    return reply(answer or Answer(200, '{"messages": []}'))
 
 
 class _NothingReady(Exception):
     """A claim found nothing."""
 
 
+class _Claiming:
+    """Claims for a request. What a claim took and could not be handed out is given back."""
+
+    def __init__(self, on: Target, body: Claim, request: Request) -> None:
+        self._on = on
+        self._body = body
+        self._request = request
+        self._held: list[Message] = []
+
+    async def once(self) -> Answer | None:
+        """A claim; None if nothing was ready."""
+        # Not cancelled along with the request: nobody would know what it took.
+        claiming = asyncio.create_task(self._claim())
+        try:
+            answer = await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            self._on.context.finish(self._give_back(claiming))
+            raise
+        if self._held and await self._request.is_disconnected():
+            await self._give_back(claiming)
+        return answer
+
+    async def _claim(self) -> Answer | None:
+        try:
+            return await self._on.once(self._effect)
+        except _NothingReady:
+            return None
+
+    async def _effect(self, queue: AsyncQueue) -> Answer:
+        body = self._body
+        claimed = await queue.claim(body.max_messages, _seconds(body.visibility_timeout_seconds), body.claimed_by)
+        if not claimed:
+            raise _NothingReady  # so that the answer is not kept: who asks again may get some
+        self._on.count("claimed", len(claimed))
+        if self._on.key is None:  # else they are its caller's, who may ask for the answer again
+            self._held = claimed
+        return Answer(200, to_json({"messages": [_fields(each, _CLAIMED) for each in claimed]}))
+
+    async def _give_back(self, claiming: asyncio.Task[Answer | None]) -> None:
+        await asyncio.wait({claiming})
+        if not claiming.cancelled() and claiming.exception() is None and self._held:
+            async with self._on.queue() as queue:
+                await queue.release([each.id for each in self._held], self._held[0].claim_token)
+            self._on.count("released", len(self._held))
+            self._held = []
+
+
 async def _wait_for(
-    on: Target, effect: Callable[[AsyncQueue], Awaitable[Answer]], seconds: float, request: Request
+    on: Target, once: Callable[[], Awaitable[Answer | None]], seconds: float, request: Request
 ) -> Answer | None:
     """Claim when something comes, or give up."""
     until = time.monotonic() + seconds
@@ -144,18 +183,16 @@ async def _wait_for(
     conninfo = on.context.databases.conninfo(on.service, on.database)
     stopping = asyncio.create_task(on.context.stopping.wait())
     try:
-        async with on.context.waiting.on(conninfo, channel) as sent:
+        async with on.context.waiting.on(conninfo, channel) as waiter:
             # Whoever has gone away must not be given a message.
             while time.monotonic() < until and not stopping.done() and not await request.is_disconnected():
-                sent.clear()
+                await waiter.listen()
                 async with on.queue() as queue:
                     due = (await queue.prepare_wait(timedelta(seconds=_LOOK_SECONDS))).timestamp() - time.time()
-                try:
-                    return await on.once(effect)
-                except _NothingReady:
-                    pass
+                if (answer := await once()) is not None:
+                    return answer
                 rest = max(0.01, min(until - time.monotonic(), due, _LOOK_SECONDS))
-                heard = asyncio.create_task(sent.wait())
+                heard = asyncio.create_task(waiter.sent.wait())
                 await asyncio.wait({heard, stopping}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
                 heard.cancel()
     finally:

@@ -9,6 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..message import QueueStats
+from .flow import Flow
 from .registry import QueueRow
 from .sampling import History, Place, Sampler
 
@@ -50,9 +51,14 @@ class Row:
         return [] if self.history is None else [float(each.depth) for each in self.history.samples]
 
     @property
-    def changes(self) -> list[float]:
-        """The change of the depth a second."""
-        return [] if self.history is None else self.history.changes
+    def came(self) -> list[float]:
+        """Messages a second that came in, from sample to sample."""
+        return [] if self.history is None else [each.came for each in self.history.flows]
+
+    @property
+    def left(self) -> list[float]:
+        """Messages a second that left."""
+        return [] if self.history is None else [each.left for each in self.history.flows]
 
     @property
     def ages(self) -> list[float]:
@@ -61,9 +67,9 @@ class Row:
         return [each.stats.oldest_age_seconds or 0.0 for each in samples]
 
     @property
-    def change(self) -> float:
-        """The change a second, now."""
-        return 0.0 if self.history is None else self.history.change
+    def flow(self) -> Flow:
+        """What comes and leaves a second, now."""
+        return Flow() if self.history is None else self.history.flow
 
 
 def rows_of(sampler: Sampler, registered: Sequence[QueueRow], hidden: str) -> list[Row]:
@@ -108,12 +114,6 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 or float(value).is_integer() else f"{value:,.1f}"
 
 
-def signed(value: float) -> str:
-    """A change a second."""
-    text = _short(abs(value))
-    return "0" if text in ("0", "0.0") else f"{'+' if value > 0 else '−'}{text}"
-
-
 def seconds(value: float | None) -> str:
     """A duration in its largest units."""
     if value is None:
@@ -140,5 +140,5 @@ ENVIRONMENT: Final = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-ENVIRONMENT.filters |= {"seconds": seconds, "moment": moment, "signed": signed, "number": lambda n: f"{n:,}"}
+ENVIRONMENT.filters |= {"seconds": seconds, "moment": moment, "rate": _short, "number": lambda n: f"{n:,}"}
 ENVIRONMENT.globals["sparkline"] = sparkline

@@ -7,6 +7,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, error_response
@@ -21,6 +22,8 @@ logger = logging.getLogger("pgqueue.http")
 # A full batch of the largest payloads, written with twice as many characters as PostgreSQL needs.
 BODY_LIMIT: Final = 2 * BATCH_LIMIT * PAYLOAD_LIMIT
 _OPEN: Final = {"/healthz", "/readyz"}
+# What is cancelled may take a moment to end: psycopg has the statement cancelled, too, and waits for that.
+_GRACE_SECONDS: Final = 1.0
 _SAFE: Final = {"GET", "HEAD", "OPTIONS"}
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -42,36 +45,33 @@ class Edge:
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
+        """Serve a request. It is answered in time, also where what works on it does not end when it is cancelled."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began = time.perf_counter()
-        status = 500
-        started = False
+        answers = _Answers(send)
 
-        async def answer(message: Message) -> None:
-            nonlocal status, started
-            if message["type"] == "http.response.start":
-                status, started = message["status"], True
-                headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
-                    headers.setdefault(name, value)
-            await send(message)
+        async def give_up() -> None:
+            message = f"the request took longer than {self._seconds:g} s"
+            late = ApiError(503, "timeout", message, limit=f"{self._seconds:g} s", headers={"Retry-After": "1"})
+            await answers.put_instead(error_response(late), scope, receive)
 
+        loop = asyncio.get_running_loop()
+        giving_up: list[asyncio.Task[None]] = []
+        last = loop.call_later(self._seconds + _GRACE_SECONDS, lambda: giving_up.append(loop.create_task(give_up())))
         try:
             async with asyncio.timeout(self._seconds):
                 await self._admit(scope)
-                await self._app(scope, _Bounded(receive), answer)
+                await self._app(scope, _Bounded(receive), answers.put)
         except ApiError as error:
-            if not started:
-                await error_response(error)(scope, receive, answer)
+            await answers.put_instead(error_response(error), scope, receive)
         except TimeoutError:
-            if not started:
-                message = f"the request took longer than {self._seconds:g} s"
-                late = ApiError(503, "timeout", message, limit=f"{self._seconds:g} s", headers={"Retry-After": "1"})
-                await error_response(late)(scope, receive, answer)
+            await give_up()
         finally:
-            self._metrics.request(scope, status, time.perf_counter() - began)
+            last.cancel()
+            self._metrics.request(scope, answers.status or 500, time.perf_counter() - began)
+            for task in giving_up:
+                await task
 
     async def _admit(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -89,6 +89,34 @@ class Edge:
             challenge = {"WWW-Authenticate": 'Basic realm="pgqueue", charset="UTF-8"'}
             raise ApiError(401, "unauthorized", "name and password are needed, and must be right", headers=challenge)
         return user
+
+
+class _Answers:
+    """Sends the answer that is begun first, with the headers that every answer has."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._is_over = False
+        self.status = 0
+
+    async def put(self, message: Message) -> None:
+        """A part of the application's answer; dropped once there was another."""
+        if not self._is_over:
+            await self._put(message)
+
+    async def put_instead(self, response: Response, scope: Scope, receive: Receive) -> None:
+        """An answer in place of the application's, unless that has begun."""
+        if not self.status:
+            self._is_over = True
+            await response(scope, receive, self._put)
+
+    async def _put(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            for name, value in _HEADERS.items():
+                headers.setdefault(name, value)
+        await self._send(message)
 
 
 class _Bounded:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
@@ -20,6 +20,11 @@ _GAUGES = {
     "oldest_age_seconds": "Age of the oldest ready message, 0 where none is ready.",
     "paused": "1 while the queue is paused.",
 }
+_FLOW = {
+    "came_per_second": "Messages that came into the queue, lately; at least so many unless pgqueue_flow_counted is 1.",
+    "left_per_second": "Messages that left the queue, lately; at least so many unless pgqueue_flow_counted is 1.",
+    "flow_counted": "1 where the two are what PostgreSQL counted in a partition of the queue's own.",
+}
 
 
 class _Depths(Collector):
@@ -31,19 +36,32 @@ class _Depths(Collector):
         change = GaugeMetricFamily(
             "pgqueue_depth_change_per_second", "How fast the depth grows, or shrinks below 0.", labels=_QUEUE
         )
+        came, left, counted = (
+            GaugeMetricFamily(f"pgqueue_{name}", text, labels=_QUEUE) for name, text in _FLOW.items()
+        )
+        ids = CounterMetricFamily(
+            "pgqueue_message_ids",
+            "Ids given to messages of all queues of a database: what was sent, with what was rolled back.",
+            labels=_QUEUE[:2],
+        )
         for place, history in self._sampler.histories():
             stats = history.last.stats
             for name, family in families.items():
                 family.add_metric(place, float(getattr(stats, name) or 0))
             change.add_metric(place, history.change)
-        yield from families.values()
-        yield change
+            came.add_metric(place, history.flow.came)
+            left.add_metric(place, history.flow.left)
+            counted.add_metric(place, float(history.flow.counted))
+        for database, mark in self._sampler.marks:
+            ids.add_metric(database, mark)
+        yield from (*families.values(), change, came, left, counted, ids)
 
 
 class Metrics:
     """The counters of one server, in a registry of its own."""
 
     def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
         self._registry = CollectorRegistry()
         self._registry.register(_Depths(sampler))
         self._requests = Histogram(
@@ -55,7 +73,7 @@ class Metrics:
         )
         self._messages = Counter(
             "pgqueue_http_messages",
-            "Messages that this server has enqueued, claimed, acked, nacked, extended, redriven or purged.",
+            "Messages that this server has enqueued, claimed, released, acked, nacked, extended, redriven or purged.",
             (*_QUEUE, "operation"),
             registry=self._registry,
         )
@@ -73,6 +91,7 @@ class Metrics:
         """Count messages that exist: call it after the queue was found."""
         if number:
             self._messages.labels(service, database, queue, operation).inc(number)
+            self._sampler.passed((service, database, queue), operation, number)
 
     def task(self, kind: str, status: str) -> None:
         """Count a task that has ended."""

@@ -1,4 +1,4 @@
-"""Looks at the depth of every queue now and then, for the page and for metrics: nobody who asks costs more."""
+"""Looks at every queue now and then, for the page and for metrics: nobody who asks costs more."""
 
 import asyncio
 import logging
@@ -14,6 +14,7 @@ from psycopg_pool import PoolTimeout
 from ..client import AsyncQueues
 from ..message import QueueStats
 from .databases import Databases
+from .flow import Counts, Flow, Look, flow, look
 from .settings import Service, Settings
 
 __all__ = ["History", "Place", "Sample", "Sampler"]
@@ -24,20 +25,28 @@ _KEPT: Final = 90  # samples of a queue
 _SMOOTHED: Final = 5  # samples over which a change is taken
 _SHARE: Final = 0.05  # of a database's time at most
 
+_ALIVE: Final = {"ready_messages", "inflight_messages", "scheduled_messages"}
+
 Place = tuple[str, str, str]  # service, database, queue
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The depth of a queue at a moment of the monotonic clock."""
+    """A queue at a moment of the monotonic clock."""
 
     at: float
     stats: QueueStats
+    counts: Counts
 
     @property
     def depth(self) -> int:
         """Messages that are alive."""
-        return self.stats.ready_messages + self.stats.inflight_messages + self.stats.scheduled_messages
+        return depth_of(self.stats)
+
+
+def depth_of(stats: QueueStats) -> int:
+    """Messages that are alive."""
+    return stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
 
 
 class History:
@@ -45,6 +54,9 @@ class History:
 
     def __init__(self) -> None:
         self.samples: deque[Sample] = deque(maxlen=_KEPT)
+        self.flows: deque[Flow] = deque([Flow()], maxlen=_KEPT)
+        self.sent = 0
+        self.acked = 0
 
     @property
     def last(self) -> Sample:
@@ -52,19 +64,25 @@ class History:
         return self.samples[-1]
 
     @property
-    def changes(self) -> list[float]:
-        """By how many messages a second the depth changed, at each sample over the few before it."""
-        samples = list(self.samples)
-        return [_change(samples[max(0, place - _SMOOTHED)], each) for place, each in enumerate(samples) if place]
+    def flow(self) -> Flow:
+        """What comes and leaves a second, over the last few samples."""
+        return self.flows[-1]
 
     @property
     def change(self) -> float:
-        """The last change."""
-        return next(iter(self.changes[-1:]), 0.0)
+        """By how many messages a second the depth changes, over the last few samples."""
+        earlier = self.samples[max(0, len(self.samples) - 1 - _SMOOTHED)]
+        return (self.last.depth - earlier.depth) / max(self.last.at - earlier.at, 0.001)
 
-
-def _change(earlier: Sample, later: Sample) -> float:
-    return (later.depth - earlier.depth) / max(later.at - earlier.at, 0.001)
+    def add(self, at: float, stats: QueueStats, found: Look) -> None:
+        """Add a sample, and what has come and left since the few before it."""
+        seen = self.samples[-1].counts.seen if self.samples else 0
+        depth = None if _ALIVE & set(stats.estimates) else depth_of(stats)
+        counts = Counts(self.sent, self.acked, seen + found.seen, depth, found.inserted, found.deleted)
+        self.samples.append(Sample(at, stats, counts))
+        if len(self.samples) > 1:
+            earlier = self.samples[max(0, len(self.samples) - 1 - _SMOOTHED)]
+            self.flows.append(flow(earlier.counts, counts, max(at - earlier.at, 0.001)))
 
 
 class Sampler:
@@ -74,6 +92,7 @@ class Sampler:
         self._settings = settings
         self._databases = databases
         self._histories: dict[Place, History] = {}
+        self._marks: dict[tuple[str, str], int | None] = {}
         self.failing: set[tuple[str, str]] = set()
         self.looked = asyncio.Event()
 
@@ -84,6 +103,21 @@ class Sampler:
     def history(self, place: Place) -> History | None:
         """The samples of a queue."""
         return self._histories.get(place)
+
+    def passed(self, place: Place, operation: str, number: int) -> None:
+        """Take into account what this server did to a queue."""
+        history = self.history(place)
+        if history is None:
+            return
+        if operation in ("enqueued", "redriven"):
+            history.sent += number
+        elif operation == "acked":
+            history.acked += number
+
+    @property
+    def marks(self) -> Iterator[tuple[tuple[str, str], int]]:
+        """The last message id that was given out in each database: how many were ever sent, rolled back ones too."""
+        return ((place, mark) for place, mark in sorted(self._marks.items()) if mark is not None)
 
     async def run(self) -> None:
         """Sample for good."""
@@ -106,8 +140,9 @@ class Sampler:
         try:
             async with self._databases.target(service, database) as connection:
                 found = await AsyncQueues(connection).stats()
+                looks, self._marks[place] = await look(connection, self._marks.get(place))
         except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
-            found = []  # nobody has made a queue here yet
+            found, looks = [], {}  # nobody has made a queue here yet
         except (psycopg.Error, PoolTimeout, OSError) as error:
             if place not in self.failing:
                 logger.warning("%s/%s cannot be looked at: %s", *place, type(error).__name__)
@@ -120,4 +155,4 @@ class Sampler:
             del self._histories[gone]
         for stats in found:
             history = self._histories.setdefault((*place, stats.queue_name), History())
-            history.samples.append(Sample(now, stats))
+            history.add(now, stats, looks.get(stats.queue_name) or Look(0, None, None))

@@ -5,7 +5,7 @@ No transaction is open while somebody waits, and no connection of the pool is he
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import psycopg
@@ -23,21 +23,34 @@ class Waiting:
         self._listeners: dict[str, _Listener] = {}
 
     @asynccontextmanager
-    async def on(self, conninfo: str, channel: str) -> AsyncIterator[asyncio.Event]:
-        """An event that is set when something was sent to a channel. Raises `psycopg.Error`."""
+    async def on(self, conninfo: str, channel: str) -> AsyncIterator["Waiter"]:
+        """Somebody who waits for what is sent to a channel, once it listens."""
         listener = self._listeners.setdefault(conninfo, _Listener(conninfo))
-        event = asyncio.Event()
-        await listener.add(channel, event)
+        waiter = Waiter(listener, channel)
         try:
-            yield event
+            yield waiter
         finally:
-            listener.remove(channel, event)
+            listener.remove(channel, waiter.sent)
 
     async def close(self) -> None:
         """Close the connections."""
         listeners, self._listeners = list(self._listeners.values()), {}
         for listener in listeners:
             await listener.close()
+
+
+class Waiter:
+    """Somebody who waits. `sent` is set when something was sent, and when the connection was lost: then listen anew."""
+
+    def __init__(self, listener: "_Listener", channel: str) -> None:
+        self._listener = listener
+        self._channel = channel
+        self.sent = asyncio.Event()
+
+    async def listen(self) -> None:
+        """Listen, from now on, unless it does so already. Raises `psycopg.Error`."""
+        self.sent.clear()
+        await self._listener.add(self._channel, self.sent)
 
 
 class _Listener:
@@ -49,10 +62,13 @@ class _Listener:
     def __init__(self, conninfo: str) -> None:
         self._conninfo = conninfo
         self._connection: AsyncConnection[Any] | None = None
+        self._watched: int | None = None
         self._channels: dict[str, set[asyncio.Event]] = {}
         self._lock = asyncio.Lock()
 
     async def add(self, channel: str, event: asyncio.Event) -> None:
+        if event in self._channels.get(channel, ()):
+            return
         async with self._lock:
             connection = await self._connected()
             if channel not in self._channels:
@@ -78,7 +94,7 @@ class _Listener:
         return self._connection
 
     async def _run(self, connection: AsyncConnection[Any], statement: sql.Composed) -> None:
-        asyncio.get_running_loop().remove_reader(connection.fileno())  # psycopg waits for the same socket
+        self._unwatch()  # psycopg waits for the same socket
         try:
             await connection.execute(statement)
         except BaseException:
@@ -87,7 +103,15 @@ class _Listener:
         self._watch(connection)
 
     def _watch(self, connection: AsyncConnection[Any]) -> None:
-        asyncio.get_running_loop().add_reader(connection.fileno(), self._heard, connection)
+        self._watched = connection.fileno()
+        asyncio.get_running_loop().add_reader(self._watched, self._heard, connection)
+
+    def _unwatch(self) -> None:
+        # By the number that was watched: a lost connection has none any more, and who is given that number next,
+        # perhaps a client, would never be heard.
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            asyncio.get_running_loop().remove_reader(watched)
 
     def _heard(self, connection: AsyncConnection[Any]) -> None:
         try:
@@ -103,11 +127,10 @@ class _Listener:
 
     def _drop(self) -> None:
         """Let the connection go, and let everybody look: what was sent meanwhile is not notified."""
+        self._unwatch()
         connection, self._connection = self._connection, None
         channels, self._channels = self._channels, {}
         if connection is not None:
-            with suppress(psycopg.Error, OSError, ValueError):
-                asyncio.get_running_loop().remove_reader(connection.fileno())
             connection.pgconn.finish()
         for events in channels.values():
             for event in events:

@@ -1,0 +1,225 @@
+"""What comes into queues and leaves them a second: what is counted, what is seen, and what a look costs."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.sql import SQL
+from served import Server, Site, new_name, serving
+
+import pgqueue
+from pgqueue.http.databases import Databases
+from pgqueue.http.flow import _LOOK, _SEEN_LIMIT, Counts, Flow, Look, flow, look
+from pgqueue.http.metrics import Metrics
+from pgqueue.http.sampling import History, Sampler
+from pgqueue.http.settings import Service, Settings
+from pgqueue.message import QueueStats
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        pytest.param(Counts(5, 5, 5, 5), Counts(5, 5, 5, 5), Flow(0, 0), id="nothing happened"),
+        pytest.param(Counts(depth=0), Counts(sent=20, acked=6, depth=14), Flow(10, 3), id="all passed here"),
+        pytest.param(Counts(depth=10), Counts(sent=20, depth=4), Flow(10, 13), id="consumers are elsewhere"),
+        pytest.param(Counts(depth=10), Counts(acked=20, depth=4), Flow(7, 10), id="producers are elsewhere"),
+        pytest.param(Counts(depth=10), Counts(depth=4), Flow(0, 3), id="all are elsewhere, and it shrinks"),
+        pytest.param(Counts(depth=4), Counts(seen=2, depth=10), Flow(3, 0), id="and it grows"),
+        pytest.param(Counts(depth=4), Counts(seen=8, depth=4), Flow(4, 4), id="and it stays, but what is there is new"),
+        pytest.param(Counts(depth=None), Counts(sent=4, seen=6, depth=9), Flow(3, 0), id="a depth was estimated"),
+        pytest.param(Counts(inserted=5, deleted=1), Counts(9, 9, 9, 9, 15, 7), Flow(5, 3, True), id="it is counted"),
+        pytest.param(Counts(inserted=5, deleted=5), Counts(inserted=1, deleted=9), Flow(0, 0, True), id="anew"),
+        pytest.param(Counts(), Counts(inserted=1000, deleted=9), Flow(0, 0, True), id="the first that is counted"),
+    ],
+)
+def test_the_flow_between_two_moments(before: Counts, now: Counts, expected: Flow) -> None:
+    assert flow(before, now, 2.0) == expected
+
+
+@pytest.mark.parametrize(("estimated", "left"), [("ready_messages", 2.0), ("dead_messages", 4.0)])
+def test_what_passed_is_added_up(estimated: str, left: float) -> None:
+    settings = Settings("", {"one": Service("one", "", ("two",))}, {})
+    sampler = Sampler(settings, Databases(settings))
+    metrics = Metrics(sampler)
+    place, nothing = ("one", "two", "three"), Look(0, None, None)
+    history = sampler._histories[place] = History()
+    stats = QueueStats("three", 999, 0, 0, 0, 1.0, False, [estimated])
+    history.add(0.0, stats, nothing)
+    for operation, number in (("enqueued", 6), ("redriven", 2), ("claimed", 5), ("released", 1), ("acked", 4)):
+        metrics.messages(*place, operation, number)
+    history.add(2.0, stats, nothing)
+    assert history.flow == Flow(4.0, left)  # the depth is the same, where it is known
+
+
+@pytest.fixture(scope="module")
+def dsn(empty_database: Callable[[], str]) -> str:
+    dsn = empty_database()
+    with psycopg.connect(dsn) as connection:
+        pgqueue.install(connection)
+    return dsn
+
+
+@pytest.fixture
+def sql(dsn: str) -> Iterator[psycopg.Connection[Any]]:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        yield connection
+
+
+def looked(dsn: str, mark: int | None) -> tuple[dict[str, Look], int | None]:
+    async def run() -> tuple[dict[str, Look], int | None]:
+        async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+            return await look(connection, mark)
+
+    return asyncio.run(run())
+
+
+def test_a_look_finds_what_was_sent_since_the_one_before(sql: psycopg.Connection[Any], dsn: str) -> None:
+    name, other = new_name(), new_name()
+    sql.execute("select pgqueue.create_queue(n) from unnest(%s::text[]) n", [[name, other]])
+    send = "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]))"
+    sql.execute(send, [name, 5])
+    found, mark = looked(dsn, None)
+    assert found[name] == Look(0, None, None)  # a first look has nothing to compare with
+    sql.execute(send, [name, 3])
+    sql.execute("select pgqueue.enqueue(%s, '1', delay => '1 h')", [name])
+    sql.execute(send, [other, 2])
+    found, later = looked(dsn, mark)
+    assert (found[name].seen, found[other].seen) == (4, 2)
+    assert later == (mark or 0) + 6
+    assert looked(dsn, later)[0][name].seen == 0
+    sql.execute(send, [name, 2])
+    sql.execute("select pgqueue.ack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 1) m", [name, name])
+    sql.execute(send, [name, 600])
+    assert looked(dsn, later)[0][name].seen == 500  # no more are looked at
+
+
+def test_a_partition_of_its_own_counts(sql: psycopg.Connection[Any], dsn: str) -> None:
+    name = new_name()
+    sql.execute("select pgqueue.create_queue(%s, dedicated => true)", [name])
+    sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[7]))", [name])
+    sql.execute("select pgqueue.ack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 3) m limit 2", [name, name])
+    sql.execute("select pg_stat_force_next_flush()")
+    sql.execute("select 1")
+    assert looked(dsn, None)[0][name] == Look(0, 7, 2)
+
+
+def test_a_role_that_may_not_look_is_told_nothing(sql: psycopg.Connection[Any], dsn: str) -> None:
+    name, role = new_name(), f"role_{new_name()[2:]}"
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    sql.execute(f"create role {role} in role pg_monitor")
+    try:
+        assert looked(psycopg.conninfo.make_conninfo(dsn, options=f"-c role={role}"), 1) == ({}, None)
+    finally:
+        sql.execute(f"drop role {role}")
+
+
+@pytest.mark.parametrize("analysed", [False, True])
+def test_a_look_touches_as_little_on_a_deep_queue(empty_database: Callable[[], str], analysed: bool) -> None:
+    dsn = empty_database()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        pgqueue.install(connection)
+        connection.execute("select pgqueue.create_queue(n) from unnest(array['deep', 'other']) n")
+        fill = "insert into pgqueue.messages (queue_name, payload) select %s, '1' from generate_series(1, %s)"
+        connection.execute(fill, ["other", 50_000])
+        connection.execute(fill, ["deep", 200_000])
+        connection.execute(
+            "insert into pgqueue.scheduled_messages (queue_name, due_at, payload)"
+            " select 'deep', '9999-01-01', '1' from generate_series(1, 100000)"
+        )
+        if analysed:
+            connection.execute("vacuum (analyze) pgqueue.messages, pgqueue.scheduled_messages")
+        assert looked(dsn, 1)[0]["deep"].seen == 1000
+        for mark in (1, 200_000, 349_990, None):
+            assert buffers(connection, mark) < 110  # twice what was measured
+
+
+def buffers(connection: psycopg.Connection[Any], mark: int | None) -> int:
+    """How many buffers the statement touches, its second time in a session."""
+    text = _LOOK.replace("\nselect\n", "\nexplain (analyze, buffers, timing off, format json) select\n", 1)
+    for _ in range(2):
+        cursor = connection.execute(SQL(text).format(mark=2**62 if mark is None else mark, limit=_SEEN_LIMIT))
+        while cursor.nextset():
+            pass
+        ((plans,),) = cursor.fetchall()
+    return int(plans[0]["Plan"]["Shared Hit Blocks"] + plans[0]["Plan"]["Shared Read Blocks"])
+
+
+# Of a server.
+
+
+@pytest.fixture(scope="module")
+def site(empty_database: Callable[[], str]) -> Site:
+    return Site(empty_database)
+
+
+@pytest.fixture(scope="module")
+def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("served")
+    with serving(site.configuration(directory), directory) as web:
+        web.create(new_name())  # pgqueue is there
+        yield web
+
+
+def metric(web: Server, name: str, **labels: str) -> float | None:
+    for line in web.get("/metrics").text.splitlines():
+        if line.startswith(f"{name}{{") and all(f'{key}="{value}"' in line for key, value in labels.items()):
+            return float(line.rpartition(" ")[2])
+    return None
+
+
+def test_what_passes_through_the_server_is_seen(web: Server) -> None:
+    name = new_name()
+    web.create(name)
+    web.until(lambda: metric(web, "pgqueue_ready_messages", queue=name) is not None)
+    body = {"messages": [{"payload": 1}] * 10}
+
+    def pass_on() -> bool:
+        web.post(f"/v1/queues/{name}/messages", body)
+        claimed = web.post(f"/v1/queues/{name}/claim", {"max_messages": 10}).json()["messages"]
+        held = {"ids": [each["id"] for each in claimed], "claim_token": claimed[0]["claim_token"]}
+        web.post(f"/v1/queues/{name}/ack-batch", held)
+        rates = [metric(web, f"pgqueue_{each}_per_second", queue=name) or 0 for each in ("came", "left")]
+        return min(rates) > 1
+
+    web.until(pass_on)  # though the depth was the same, 0, whenever it was looked at
+    assert metric(web, "pgqueue_flow_counted", queue=name) == 0
+    web.until(lambda: metric(web, "pgqueue_came_per_second", queue=name) == 0)  # and nothing comes any more
+    web.until(lambda: metric(web, "pgqueue_left_per_second", queue=name) == 0)
+
+
+def test_what_an_agent_sends_is_counted(web: Server) -> None:
+    name = new_name()
+    web.create(name)
+    web.enqueue(name, {}, {}, {})
+    assert metric(web, "pgqueue_http_messages_total", queue=name, operation="enqueued") == 3
+
+
+def test_what_others_do_is_seen(web: Server, site: Site) -> None:
+    shared, dedicated = new_name(), new_name()
+    with psycopg.connect(site.target, autocommit=True) as connection:
+        connection.execute("select pgqueue.create_queue(%s)", [shared])
+        connection.execute("select pgqueue.create_queue(%s, dedicated => true)", [dedicated])
+        for name in (shared, dedicated):
+            web.until(lambda name=name: metric(web, "pgqueue_ready_messages", queue=name) is not None)  # type: ignore[misc]
+        ids = metric(web, "pgqueue_message_ids_total", database=site.databases[0]) or 0
+
+        def came(name: str) -> float:
+            connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[40]))", [name])
+            return metric(web, "pgqueue_came_per_second", queue=name) or 0
+
+        def left(name: str) -> float:
+            connection.execute("select pgqueue.ack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 5) m", [name, name])
+            return metric(web, "pgqueue_left_per_second", queue=name) or 0
+
+        for name in (shared, dedicated):
+            web.until(lambda name=name: came(name) > 1)  # type: ignore[misc]
+        connection.execute("select pgqueue.purge_queue(%s)", [shared])
+        for name in (shared, dedicated):
+            connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[250]))", [name])
+        for name in (shared, dedicated):
+            web.until(lambda name=name: left(name) > 1)  # type: ignore[misc]
+        assert metric(web, "pgqueue_flow_counted", queue=shared) == 0
+        assert metric(web, "pgqueue_flow_counted", queue=dedicated) == 1
+        assert (metric(web, "pgqueue_message_ids_total", database=site.databases[0]) or 0) >= ids + 580
