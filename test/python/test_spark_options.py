@@ -1,5 +1,6 @@
 """What the options of the data source take and refuse, and what they never show."""
 
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,7 +10,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 pytest.importorskip("pyspark")
 
-from pgqueue.spark.links import conninfo
+from pgqueue.spark.links import connect, conninfo
 from pgqueue.spark.options import OPTIONS, READ, STREAM, WRITE, OptionError, parse
 
 NEEDED = {READ: {"queue": "q"}, STREAM: {"queue": "q", "streamId": "s"}, WRITE: {}}
@@ -96,6 +97,8 @@ def test_a_stream_must_be_named() -> None:
         (STREAM, "onAck", "keep", "archive or delete"),
         (STREAM, "maxReplays", "-1", "an integer from 0 to 1000000"),
         (STREAM, "retryTimeout", "2 days", "a duration from 0 s to 24 h"),
+        (WRITE, "txnAppId", "a\0b", "a text of 1 to 256 characters"),
+        (WRITE, "txnAppId", "", "a text of 1 to 256 characters"),
     ],
 )
 def test_a_malformed_value_is_refused_with_name_value_and_what_is_allowed(
@@ -134,8 +137,16 @@ def test_durations_are_written_as_people_write_them(written: str, meant: timedel
         ("2026-01-31T12:00:00+02:00", datetime(2026, 1, 31, 10, tzinfo=UTC)),
     ],
 )
-def test_moments_are_in_utc_unless_they_say_otherwise(written: str, meant: datetime) -> None:
-    options = parse(NEEDED[READ] | {"since": written}, READ)
+def test_moments_are_in_utc_unless_they_say_otherwise(
+    monkeypatch: pytest.MonkeyPatch, written: str, meant: datetime
+) -> None:
+    try:
+        with monkeypatch.context() as patch:
+            patch.setenv("TZ", "Asia/Tokyo")
+            time.tzset()
+            options = parse(NEEDED[READ] | {"since": written}, READ)
+    finally:
+        time.tzset()
     assert (options.since, options.since.tzinfo) == (meant, UTC)
 
 
@@ -204,3 +215,19 @@ def test_a_service_is_looked_up_where_the_connection_is_made(environment: pytest
     assert named("service=app") == {"service": "app"}
     environment.setenv("PGSERVICE", "other")
     assert named(None) == {"service": "other"}
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("", {"application_name": "pgqueue spark", "keepalives_idle": "20", "connect_timeout": "10"}),
+        (" application_name=mine keepalives_idle=7", {"application_name": "mine", "keepalives_idle": "7"}),
+        (" client_encoding=latin1", {"client_encoding": "utf8"}),
+    ],
+)
+def test_connections_have_a_name_and_notice_that_a_server_is_gone(
+    database: str, given: str, meant: dict[str, str]
+) -> None:
+    with connect(conninfo(f"{database}{given}")) as connection:
+        found = {option.keyword.decode(): (option.val or b"").decode() for option in connection.pgconn.info}
+    assert meant.items() <= found.items()

@@ -130,6 +130,14 @@ def test_java_is_found_where_it_is_usually(nowhere: Path) -> None:
     assert (found.home, found.major) == (home, 21)
 
 
+def test_java_on_path_may_be_a_link(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = program(nowhere / "elsewhere/java-21", says("21.0.1"))
+    (nowhere / "usr/bin").mkdir(parents=True)
+    (nowhere / "usr/bin/java").symlink_to(home / "bin/java")
+    monkeypatch.setenv("PATH", f"{nowhere / 'usr/bin'}:/usr/bin:/bin")
+    assert find_java().home == home
+
+
 def test_java_home_comes_first_and_is_passed_over_where_it_will_not_do(
     nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,3 +246,45 @@ def test_spark_that_does_not_start_is_one_message(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "SparkFailure: Spark did not start: " in done.stderr
+
+
+# What a query of the user's own raises stays an error of PySpark's: within a session of ours, and behind it, where it
+# is logged again. Nothing fails before, as PySpark would then have made the logger itself.
+ERRORS = """
+import logging
+import sparks
+from pgqueue.spark.java import use_java
+from pgqueue.spark.pipelines import local_session
+from pyspark.errors import AnalysisException
+
+def refused(spark):
+    try:
+        spark.sql("select nope")
+    except AnalysisException as error:
+        assert error.getCondition().startswith("UNRESOLVED_COLUMN"), error
+    else:
+        raise SystemExit("select nope is no error")
+
+use_java()
+own = sparks.session()
+for _ in range(2):
+    with local_session() as spark:
+        refused(spark)
+        assert logging.getLogger("SQLQueryContextLogger").disabled
+    print("behind it", flush=True)
+    refused(own)
+    assert not logging.getLogger("SQLQueryContextLogger").disabled
+"""
+
+
+def test_errors_of_queries_stay_those_of_pyspark() -> None:
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-c", ERRORS],
+        env=commands.environment(PYTHONPATH=paths),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "behind it\n" * 2), done
+    assert done.stderr.count('"logger": "SQLQueryContextLogger"') == 2, done.stderr

@@ -123,6 +123,9 @@ def test_the_dead_count_in_their_own_window(spark: Any) -> None:
     told = [(row["window_start"], row["finished"], row["dead"], row["failure_rate"], row["wait_p50"]) for row in rows]
     before, after = (round((MIDNIGHT + timedelta(hours=hours)).timestamp() * 1e6) for hours in (-1, 0))
     assert told == [(before, 1, 1, 0.5, None), (after, 0, 2, 1.0, None)]
+    # And all of them in one window, which has no start.
+    (row,) = flow_metrics(finished, dead, window=None).collect()
+    assert (row["window_start"], row["finished"], row["dead"], row["failure_rate"]) == (None, 1, 3, 0.75)
 
 
 @pytest.mark.usefixtures("clocks")

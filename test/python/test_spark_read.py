@@ -13,10 +13,13 @@ import pytest
 pytest.importorskip("pyspark")
 
 from engines import struct
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
 from pyspark.errors import AnalysisException
 from pyspark.sql import datasource as filters
 
 import pgqueue
+from pgqueue.spark import rows as rows_module
 from pgqueue.spark.options import OptionError
 from pgqueue.spark.snapshot import IdRange, PushdownSnapshotReader
 from pgqueue.spark.source import PgQueueDataSource
@@ -89,6 +92,51 @@ def test_moments_that_only_postgresql_knows_are_null(
     )
     (row,) = rows("enqueued_at timestamp, expires_at timestamp")
     assert row == {"enqueued_at": None, "expires_at": None}
+
+
+def test_settings_of_the_session_change_nothing(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], database: str, name: str
+) -> None:
+    orders.enqueue(body=b"\x00\\a")
+    # Monrovia was 44 minutes and 30 seconds behind then, which Arrow would not read.
+    moment = datetime.datetime(1960, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+    connection.execute("update pgqueue.messages set enqueued_at = %s where queue_name = %s", [moment, name])
+    settings = "-c timezone=Africa/Monrovia -c datestyle=German -c bytea_output=escape"
+    (row,) = read(reader_of(make_conninfo(database, options=settings), name, "body binary, enqueued_at timestamp"))
+    assert row == {"body": b"\x00\\a", "enqueued_at": moment}
+
+
+def test_a_row_of_nothing_is_a_row(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
+    orders.enqueue_batch([1, 2, 3])
+    assert rows("last_error string", **SINGLE) == [{"last_error": None}] * 3
+
+
+NUMBERS = sql.SQL("(select n as id from generate_series(1, 1000) n) as numbers")
+
+
+@pytest.mark.parametrize(("limit", "most"), [("_BATCH_ROWS", 40), ("_BATCH_BYTES", 40)])
+def test_batches_are_bounded_in_rows_and_in_bytes(
+    database: str, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    monkeypatch.setattr(rows_module, limit, most)
+    with psycopg.connect(database) as connection:
+        sizes = [batch.num_rows for batch in rows_module.copy(connection, NUMBERS, {}, struct("id long"))]
+    assert (sum(sizes), max(sizes) <= most) == (1000, True)
+
+
+def test_a_reader_that_has_enough_ends_the_query(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "_BATCH_ROWS", 10)
+    with psycopg.connect(database) as connection:
+        batches = rows_module.copy(connection, NUMBERS, {}, struct("id long"))
+        assert next(batches).num_rows == 10
+        batches.close()
+        assert connection.closed
+
+
+def test_a_query_that_fails_in_the_middle_is_an_error(database: str) -> None:
+    broken = sql.SQL("(select 1000 / (500 - n) as id from generate_series(1, 1000) n) as numbers")
+    with psycopg.connect(database) as connection, pytest.raises(psycopg.errors.DivisionByZero):
+        list(rows_module.copy(connection, broken, {}, struct("id long")))
 
 
 def test_a_payload_may_be_larger_than_a_batch(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
@@ -192,6 +240,18 @@ def test_what_is_sent_after_planning_is_left_out(orders: pgqueue.Queue, database
     (planned,) = reader.partitions()
     orders.enqueue(4)
     assert [row["id"] for batch in reader.read(planned) for row in batch.to_pylist()] == sent
+
+
+def test_what_moves_while_it_is_read_is_seen_once(orders: pgqueue.Queue, database: str, name: str) -> None:
+    sent = orders.enqueue_batch([1, 2])
+    reader = reader_of(database, name, "id long, state string", source="all", **SINGLE)
+    (planned,) = reader.partitions()
+    batches = reader.read(planned)
+    found = next(batches).to_pylist()
+    # The table that they lie in now is read behind the one that they lay in.
+    assert [orders.reject(one.id, one.claim_token) for one in orders.claim(2)] == [True, True]
+    found += [row for batch in batches for row in batch.to_pylist()]
+    assert [(row["id"], row["state"]) for row in found] == [(number, "ready") for number in sent]
 
 
 @pytest.mark.usefixtures("orders")
