@@ -4,7 +4,8 @@ import asyncio
 import inspect
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Iterator
+import signal
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from itertools import count
 from typing import Any
 
@@ -39,6 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group("spark" if file.startswith("test_spark") else file))
 
 
+def pytest_sessionstart() -> None:
+    """Processes of pytest-xdist ignore interrupts, and so would every program that a test starts there."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Groups that are not kept would go unnoticed, but for the time that it takes."""
@@ -46,6 +52,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError(
             "tests are not grouped: --dist loadgroup is missing, or pytest too new for pytest-xdist"
         )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a hostile test has logged may be no Unicode, and could not be told to another process."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture(scope="session")
