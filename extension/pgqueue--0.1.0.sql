@@ -1965,7 +1965,8 @@ begin
     s.writers := s.writers || array(
         select w from unnest(writers) as w where w like '-1/%' and w <> all (s.writers));
     if not s.writers && writers then
-        waited := at - s.noted_at > interval '2 s';
+        -- One of them was still there at a look in between.
+        waited := s.learnt_at > s.noted_at;
         s.settled_id := s.bound_id;
         s.bound_id := bound;
         s.writers := writers;
@@ -2049,7 +2050,7 @@ begin
         and (
             at - s.learnt_at not between interval '0' and interval '1 s'
             -- Somebody writes for long: the end is noticed at once.
-            or s.writers <> '{}' and at - s.noted_at > interval '2 s' and not s.writers && pgqueue._writers()
+            or s.writers <> '{}' and s.learnt_at > s.noted_at and not s.writers && pgqueue._writers()
         )
     then
         if pgqueue._learn(q, at, fresh) then
@@ -2114,13 +2115,13 @@ begin
         perform setval(q.sweep_register, 1);
     else
         perform setval(q.sweep_register, pgqueue._micros(
-            pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '5 s')));
+            pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')));
     end if;
     return picks;
 end;
 $$;
 comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, bigint) is
-'One sweep below fresh: adds ids of messages that are ready, locked, to those taken, until they are wanted many, and says when the next sweep is due: 20 times what this one cost, at least 50 ms later.';
+'One sweep below fresh: adds ids of messages that are ready, locked, to those taken, until they are wanted many, and says when the next sweep is due: 20 times what this one cost, at least 50 ms and at most 500 ms later, as what commits late waits for it.';
 -- A message is lent: hidden for a while, its attempt counted, its claim fenced by a token.
 -- A claim starts where the never-claimed messages begin; what lies below is the sweep's.
 
