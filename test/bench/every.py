@@ -1,0 +1,31 @@
+"""All peers by name. Apart from their package, so that a child process imports only the peer that it drives."""
+
+from peers.base import Peer
+from peers.node_peers import GraphileWorker, PgBoss
+from peers.pgmq import Pgmq
+from peers.pgq import Pgq
+from peers.pgqueue import Pgqueue, PgqueueClient
+from peers.pgqueuer import Pgqueuer
+from peers.procrastinate import Procrastinate
+from peers.rabbitmq import RabbitMq
+from peers.raw import Raw
+from peers.redis_streams import RedisStreams
+from peers.transport import Transport
+
+ALL: dict[str, type[Peer]] = {
+    peer.name: peer
+    for peer in (
+        Pgqueue,
+        Pgmq,
+        Raw,
+        Transport,
+        PgqueueClient,
+        Procrastinate,
+        Pgqueuer,
+        PgBoss,
+        GraphileWorker,
+        Pgq,
+        RedisStreams,
+        RabbitMq,
+    )
+}

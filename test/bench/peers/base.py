@@ -1,0 +1,234 @@
+"""What a peer is: it is set up once, filled before every cell, and then does one kind of work for some seconds.
+
+A peer that is SQL runs in pgbench, one that is a library of Python in processes of asyncio; both have as many
+connections as there are clients, in two threads or processes at most.
+"""
+
+import random
+import re
+import string
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+from uuid import UUID
+
+import psycopg
+from psycopg.conninfo import make_conninfo
+
+from pgqueue.embedded import EmbeddedServer
+
+QUEUE = "orders"
+QUEUES = 1000
+DEEP, IN_FLIGHT, SCHEDULED, MANY_QUEUES = "1M deep", "100k in flight", "1M scheduled", "1,000 queues"
+DEEPER = "10M deep"
+PGBENCH = EmbeddedServer().bindir / "pgbench"  # of the newest major, whatever the server
+# What pgbench says where a claim came back empty: no row, or none to make an array or a batch of.
+DRY = 'expected one row, got 0|malformed array literal: ""|invalid input syntax for type bigint: ""'
+WORKERS = 2  # threads or processes of a client program
+
+
+class Missing(Exception):
+    """A peer cannot be had on this machine; the message says why."""
+
+
+class Dry(Exception):
+    """A consumer found no message: the queue was not deep enough, and the figure is worth nothing."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done: a verb, on so many messages a call, by so many clients, with payloads of so many bytes."""
+
+    verb: str  # enqueue, take (claim and ack), exchange, cycle (enqueue, claim and ack), copy
+    batch: int = 1
+    clients: int = 4
+    size: int = 100
+    seconds: float = 2.0
+    condition: str = ""  # what the queue is like besides: see CONDITIONS
+
+    @property
+    def name(self) -> str:
+        """As tables call it."""
+        names = {
+            "enqueue": f"enqueue {self.batch}",
+            "copy": f"COPY {self.batch:,}",
+            "take": f"claim {self.batch}, ack" + (f" {self.batch}" if self.batch > 1 else ""),
+            "exchange": f"exchange {self.batch}",
+            "cycle": "enqueue, claim 1, ack",
+        }
+        return names[self.verb] + (f": {self.condition}" if self.condition else "")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one run came to: messages, in how many seconds, and how long each call took, in ms, in order."""
+
+    messages: float
+    seconds: float
+    latencies: Sequence[float]
+    stretches: Sequence[float] = ()  # messages a second in each of the parts that were asked for
+
+    @property
+    def rate(self) -> float:
+        """Messages a second."""
+        return self.messages / self.seconds
+
+    def percentile(self, part: float) -> float | None:
+        """How long that part of the calls took at most, in ms."""
+        if not self.latencies:
+            return None
+        return round(self.latencies[min(int(part * len(self.latencies)), len(self.latencies) - 1)], 3)
+
+
+def payload(size: int) -> str:
+    """A JSON object of so many bytes, which does not compress."""
+    head, tail = '{"order_id": 1001, "event": "created", "data": "', '"}'
+    letters = random.Random(size).choices(string.ascii_letters + string.digits, k=size - len(head) - len(tail))
+    return head + "".join(letters) + tail
+
+
+class Peer:
+    """One system. Its subclasses say how; `setup` raises Missing where it cannot be had."""
+
+    name: ClassVar[str]
+    client: ClassVar[str]
+    version = "?"
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        self.server = server
+        self.dsn = make_conninfo(server.dsn, dbname=f"bench_{re.sub('[^a-z]', '_', self.name.lower())}")
+        self.sync = "off"
+
+    def setup(self) -> None:
+        """Make its database, install it there, and make a queue."""
+        raise NotImplementedError
+
+    def can(self, work: Work) -> bool:
+        """Whether it has a counterpart of that work."""
+        raise NotImplementedError
+
+    def fill(self, messages: int, size: int) -> None:
+        """Leave its queue with that many messages, and the server with nothing to tidy up."""
+        raise NotImplementedError
+
+    def worsen(self, condition: str, size: int) -> None:
+        """Bring a filled queue into a condition."""
+        raise NotImplementedError
+
+    def left(self) -> int:
+        """How many messages are in the queue; one is enough to look for."""
+        raise NotImplementedError
+
+    def run(self, work: Work) -> Sample:
+        """Work for that long; raises Dry where messages ran out."""
+        raise NotImplementedError
+
+    def use(self, sync: str) -> None:
+        """Have all connections that are made from now on commit like this."""
+        self.sync = sync
+        self.execute(f"alter database {self.database} set synchronous_commit = {sync}")
+
+    def close(self) -> None:
+        """Stop what it has started."""
+
+    @property
+    def database(self) -> str:
+        """The name of its database."""
+        return str(psycopg.conninfo.conninfo_to_dict(self.dsn)["dbname"])
+
+    def make_database(self) -> None:
+        with psycopg.connect(self.server.dsn, autocommit=True) as connection:
+            connection.execute(f"create database {self.database}".encode())
+
+    def execute(self, *statements: str, **values: Any) -> list[Any]:
+        """Run statements, each in a transaction of its own; returns the rows of the last."""
+        rows: list[Any] = []
+        with psycopg.connect(self.dsn, autocommit=True) as connection:
+            for statement in statements:
+                # Without values there are no parameters, and a script of many statements may come at once.
+                cursor = connection.execute(statement.encode(), values or None)
+                rows = cursor.fetchall() if cursor.description else []
+        return rows
+
+    def settle(self) -> None:
+        """Tidy up behind a fill."""
+        self.execute("vacuum analyze", "checkpoint")
+
+
+class SqlPeer(Peer):
+    """A peer that is SQL, run by pgbench: prepared statements, the payload as a parameter."""
+
+    client = "pgbench, prepared"
+    table: ClassVar[str]
+    conditions: ClassVar[dict[str, list[str]]]
+    scripts: ClassVar[dict[tuple[str, int], str]]  # by verb and batch; the cycle is made of these
+
+    def can(self, work: Work) -> bool:
+        return self.script(work) is not None
+
+    def script(self, work: Work) -> str | None:
+        if work.verb == "cycle":
+            parts = [self.scripts.get(("enqueue", 1)), self.scripts.get(("take", 1))]
+            return "".join(part for part in parts if part) if all(parts) else None
+        return self.scripts.get((work.verb, work.batch))
+
+    def left(self) -> int:
+        return len(self.execute(f"select 1 from {self.table} limit 1"))
+
+    def run(self, work: Work) -> Sample:
+        return pgbench(self.dsn, self.adapted(work), work)
+
+    def adapted(self, work: Work) -> str:
+        """The script of that work; over a thousand queues it takes one of them at random each time."""
+        script = self.script(work)
+        assert script is not None
+        if work.condition != MANY_QUEUES:
+            return script
+        return f"\\set q random(1, {QUEUES})\n" + script.replace(f"'{QUEUE}'", f"'{QUEUE}' || :q::text")
+
+    def worsen(self, condition: str, size: int) -> None:
+        if condition in (DEEP, DEEPER):
+            self.fill({DEEP: 1_000_000, DEEPER: 10_000_000}[condition], size)
+            return
+        for statement in self.conditions[condition]:
+            self.execute(statement)
+        self.settle()
+
+
+def pgbench(dsn: str, script: str, work: Work, *, rate: float = 0, stretch: int = 0) -> Sample:
+    """Run a script; with a rate at that many transactions a second, with a stretch also the rates of every so many
+    seconds."""
+    with tempfile.TemporaryDirectory() as home:
+        file = Path(home) / "script.sql"
+        file.write_text("\n".join(line.strip() for line in script.splitlines()))
+        done = subprocess.run(
+            [
+                *(str(PGBENCH), "--no-vacuum", "--protocol=prepared", "--log"),
+                *(f"--time={max(1, round(work.seconds))}", f"--client={work.clients}"),
+                *(f"--jobs={min(work.clients, WORKERS)}", f"--file={file}"),
+                *((f"--rate={rate}",) if rate else ()),
+                *((f"--progress={stretch}",) if stretch else ()),
+                *("-D", "mid=0", "-D", f"tok={UUID(int=0)}", "-D", f"payload={payload(work.size)}"),
+                dsn,
+            ],
+            cwd=home,
+            capture_output=True,
+            text=True,
+        )
+        if re.search(DRY, done.stderr):
+            raise Dry
+        if done.returncode != 0 or "abort" in done.stderr:
+            raise RuntimeError(f"pgbench failed:\n{done.stdout}{done.stderr}")
+        latencies = sorted(
+            int(line.split(b" ", 3)[2]) / 1000
+            for log in Path(home).glob("pgbench_log.*")
+            for line in log.read_bytes().splitlines()
+        )
+    tps = float(re.findall(r"(?m)^tps = ([\d.]+)", done.stdout)[0])
+    stretches = [
+        float(found) * work.batch for found in re.findall(r"(?m)^progress: [\d.]+ s, ([\d.]+) tps", done.stderr)
+    ]
+    return Sample(tps * work.batch * work.seconds, work.seconds, latencies, stretches)

@@ -1,0 +1,102 @@
+"""pg-boss and graphile-worker, each by its own API, in processes of Node: node/worker.mjs is the program."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, ClassVar
+
+from psycopg.conninfo import conninfo_to_dict
+
+from .base import QUEUE, WORKERS, Missing, Peer, Sample, Work, payload
+from .library import joined
+
+HOME = Path(__file__).resolve().parents[3] / ".cache/bench/node"  # where fetch.py puts Node and the packages
+
+
+class NodePeer(Peer):
+    """A peer that is a library of Node."""
+
+    works: ClassVar[set[tuple[str, int]]]
+    emptied: ClassVar[str]
+    ready: ClassVar[str]
+
+    def setup(self) -> None:
+        package = HOME / f"node_modules/{self.name}/package.json"
+        if not package.exists():
+            raise Missing("it comes from npm, by test/bench/fetch.py")
+        shutil.copy(Path(__file__).parent / "node/worker.mjs", HOME)  # beside the packages that it imports
+        self.version = json.loads(package.read_text())["version"]
+        self.make_database()
+        self._ask({"verb": "setup", "clients": 1, "batch": 1})
+
+    def can(self, work: Work) -> bool:
+        return (work.verb, work.batch) in self.works
+
+    def fill(self, messages: int, size: int) -> None:
+        self.execute(self.emptied)
+        self._ask({"verb": "fill", "messages": messages, "clients": 1, "batch": 2, "payload": payload(size)})
+        self.settle()
+
+    def left(self) -> int:
+        return len(self.execute(self.ready))
+
+    def run(self, work: Work) -> Sample:
+        processes = min(work.clients, WORKERS)
+        children = [
+            self._start(
+                {
+                    "verb": work.verb,
+                    "batch": work.batch,
+                    "clients": work.clients // processes + (n < work.clients % processes),
+                    "seconds": work.seconds,
+                    "payload": payload(work.size),
+                }
+            )
+            for n in range(processes)
+        ]
+        for child in children:
+            assert child.stdout is not None
+            child.stdout.readline()
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write("go\n")
+            child.stdin.flush()
+        return joined([self._answer(child) for child in children])
+
+    def _start(self, work: dict[str, Any]) -> "subprocess.Popen[str]":
+        words = conninfo_to_dict(self.dsn)
+        url = f"postgres://{words['user']}@/{words['dbname']}?host={words['host']}&port={words['port']}"
+        peer = {"name": self.name, "dsn": url, "queue": QUEUE}
+        return subprocess.Popen(
+            [HOME / "bin/node", HOME / "worker.mjs", json.dumps(peer), json.dumps(work)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def _answer(self, child: "subprocess.Popen[str]") -> Any:
+        said, complaint = child.communicate()
+        return json.loads(said.splitlines()[-1]) if child.returncode == 0 else f"{self.name}: {complaint.strip()}"
+
+    def _ask(self, work: dict[str, Any]) -> None:
+        answer = self._answer(self._start(work))
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+
+
+class PgBoss(NodePeer):
+    name = "pg-boss"
+    client = "its own, Node"
+    works: ClassVar = {("enqueue", 1), ("enqueue", 100), ("take", 1), ("take", 100), ("cycle", 1)}
+    emptied = "truncate pgboss.job"
+    ready = "select 1 from pgboss.job where state = 'created' limit 1"
+
+
+class GraphileWorker(NodePeer):
+    name = "graphile-worker"
+    client = "its own, Node"
+    works: ClassVar = {("enqueue", 1), ("enqueue", 100), ("take", 1), ("take", 100)}
+    emptied = "truncate graphile_worker._private_jobs"
+    ready = "select 1 from graphile_worker._private_jobs where locked_at is null limit 1"

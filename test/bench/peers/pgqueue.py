@@ -1,0 +1,126 @@
+"""pgqueue: its functions by pgbench, and its client of Python, which is what other libraries are compared with."""
+
+from typing import Any, ClassVar, Self
+
+import psycopg
+from psycopg.types.json import Jsonb
+
+import pgqueue
+
+from .base import IN_FLIGHT, MANY_QUEUES, QUEUE, QUEUES, SCHEDULED, SqlPeer, payload
+from .library import LibraryPeer, Session, loads
+
+
+def install(peer: Any) -> None:
+    peer.make_database()
+    peer.execute("create extension pgqueue", f"select pgqueue.create_queue('{QUEUE}')")
+    ((peer.version,),) = peer.execute("select pgqueue.version()")
+
+
+def refill(peer: Any, messages: int, size: int) -> None:
+    """A queue as new, with messages as plain SQL may insert them."""
+    peer.execute("truncate pgqueue.messages, pgqueue.scheduled_messages", f"select pgqueue.drop_queue('{QUEUE}')")
+    peer.execute(f"select pgqueue.create_queue('{QUEUE}')")
+    peer.execute(
+        f"insert into pgqueue.messages (queue_name, max_attempts, payload)"
+        f" select '{QUEUE}', 5, %(payload)s::jsonb from generate_series(1, %(messages)s)",
+        payload=payload(size),
+        messages=messages,
+    )
+    peer.settle()
+
+
+class Pgqueue(SqlPeer):
+    name = "pgqueue"
+    table = "pgqueue.messages"
+    conditions: ClassVar = {
+        IN_FLIGHT: [
+            f"select count(*) from (select pgqueue.enqueue_batch('{QUEUE}', array_fill('1'::jsonb, array[1000]))"
+            " from generate_series(1, 100)) sent",
+            *[f"select count(*) from pgqueue.claim('{QUEUE}', 1000, '1 hour')"] * 100,
+        ],
+        SCHEDULED: [
+            f"select count(*) from (select pgqueue.enqueue_batch('{QUEUE}', array_fill('1'::jsonb, array[1000]),"
+            " delay => '10 hours') from generate_series(1, 1000)) sent",
+        ],
+        MANY_QUEUES: [
+            f"select pgqueue.create_queue('{QUEUE}' || n) from generate_series(1, {QUEUES}) n"
+            f" where not exists (select from pgqueue.queues where name = '{QUEUE}' || n)",
+            f"select pgqueue.enqueue('{QUEUE}' || n, '1'), pgqueue.enqueue('{QUEUE}' || n, '1')"
+            f" from generate_series(1, {QUEUES}) n",
+        ],
+    }
+    scripts: ClassVar = {
+        ("enqueue", 1): f"select pgqueue.enqueue('{QUEUE}', :payload::jsonb);\n",
+        ("enqueue", 100): (
+            f"select count(*) from pgqueue.enqueue_batch('{QUEUE}', array_fill(:payload::jsonb, array[100]));\n"
+        ),
+        ("take", 1): rf"""
+            select id as mid, claim_token as tok, payload as body from pgqueue.claim('{QUEUE}', 1) \gset
+            select pgqueue.ack('{QUEUE}', :mid, :tok::uuid);
+        """,
+        ("take", 100): rf"""
+            select array_agg(id) as mid, min(claim_token::text) as tok, array_agg(payload) as body
+            from pgqueue.claim('{QUEUE}', 100) \gset
+            select pgqueue.ack_batch('{QUEUE}', :mid::bigint[], :tok::uuid);
+        """,
+        # Acknowledges the message of the step before, and claims the next; the first step acknowledges nothing.
+        ("exchange", 1): rf"""
+            select id as mid, claim_token as tok, payload as body
+            from pgqueue.exchange('{QUEUE}', array[:mid]::bigint[], :tok::uuid) where not lost \gset
+        """,
+    }
+
+    def setup(self) -> None:
+        install(self)
+
+    def fill(self, messages: int, size: int) -> None:
+        refill(self, messages, size)
+
+
+class ClientSession(Session):
+    """A connection of the client."""
+
+    def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        self.connection = connection
+        self.queue = pgqueue.AsyncQueue(connection, QUEUE)
+
+    @classmethod
+    async def open(cls, dsn: str) -> Self:
+        return cls(await psycopg.AsyncConnection.connect(dsn, autocommit=True))
+
+    async def enqueue(self, bodies: list[str]) -> None:
+        if len(bodies) == 1:
+            await self.queue.enqueue(loads(bodies[0]))
+        else:
+            await self.queue.enqueue_batch([loads(body) for body in bodies])
+
+    async def take(self, number: int) -> int:
+        messages = await self.queue.claim(number)
+        if len(messages) == 1:
+            await self.queue.ack(messages[0].id, messages[0].claim_token)
+        elif messages:
+            await self.queue.ack_batch([each.id for each in messages], messages[0].claim_token)
+        return len(messages)
+
+    async def copy(self, bodies: list[str]) -> None:
+        await self.queue.enqueue_copy(Jsonb(body, dumps=str) for body in bodies)
+
+    async def close(self) -> None:
+        await self.connection.close()
+
+
+class PgqueueClient(LibraryPeer):
+    name = "pgqueue (Python)"
+    client = "AsyncQueue, psycopg 3"
+    session = ClientSession
+    works: ClassVar = {("enqueue", 1), ("enqueue", 100), ("take", 1), ("take", 100), ("cycle", 1), ("copy", 10_000)}
+
+    def setup(self) -> None:
+        install(self)
+
+    def fill(self, messages: int, size: int) -> None:
+        refill(self, messages, size)
+
+    def left(self) -> int:
+        return len(self.execute("select 1 from pgqueue.messages limit 1"))

@@ -1,0 +1,64 @@
+"""procrastinate: its app and its job manager, without the worker that would run tasks around them.
+
+A job is fetched alone: it has no counterpart of a claim of many.
+"""
+
+from importlib.metadata import version
+from typing import Any, ClassVar, Self
+
+import procrastinate
+from procrastinate.jobs import Status
+
+from .base import QUEUE
+from .library import LibraryPeer, Session, loads
+
+
+class JobSession(Session):
+    """An app on one connection."""
+
+    def __init__(self, app: procrastinate.App, worker: int) -> None:
+        self.app = app
+        self.worker = worker
+        self.task = app.configure_task("bench.task", queue=QUEUE, allow_unknown=True)
+
+    @classmethod
+    async def open(cls, dsn: str) -> Self:
+        app = procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo=dsn, min_size=1, max_size=1))
+        await app.open_async()
+        return cls(app, await app.job_manager.register_worker())
+
+    async def enqueue(self, bodies: list[str]) -> None:
+        if len(bodies) == 1:
+            await self.task.defer_async(**loads(bodies[0]))
+        else:
+            await self.task.batch_defer_async(*map(loads, bodies))
+
+    async def take(self, number: int) -> int:  # noqa: ARG002 # it fetches one
+        job: Any = await self.app.job_manager.fetch_job([QUEUE], self.worker)
+        if job is None:
+            return 0
+        await self.app.job_manager.finish_job(job, Status.SUCCEEDED, delete_job=True)
+        return 1
+
+    async def close(self) -> None:
+        await self.app.job_manager.unregister_worker(self.worker)
+        await self.app.close_async()
+
+
+class Procrastinate(LibraryPeer):
+    name = "procrastinate"
+    client = "its own, psycopg 3"
+    session = JobSession
+    works: ClassVar = {("enqueue", 1), ("enqueue", 100), ("take", 1), ("cycle", 1)}
+
+    def setup(self) -> None:
+        self.version = version("procrastinate")
+        self.make_database()
+        with procrastinate.App(connector=procrastinate.SyncPsycopgConnector(conninfo=self.dsn)).open() as app:
+            app.schema_manager.apply_schema()
+
+    def empty(self) -> None:
+        self.execute("truncate procrastinate_jobs cascade")
+
+    def left(self) -> int:
+        return len(self.execute("select 1 from procrastinate_jobs where status = 'todo' limit 1"))

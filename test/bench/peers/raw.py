@@ -1,0 +1,64 @@
+"""The statements that a table used as a queue is worked with, on a bare table: no function, no check, no wake-up.
+
+They are prepared, name a consumer and count attempts; nothing moves a message to dead letters.
+"""
+
+from typing import ClassVar
+
+from .base import QUEUE, SqlPeer, payload
+
+TABLE = """
+create table public.messages (
+    id bigint generated always as identity primary key,
+    queue_name text not null,
+    payload jsonb not null,
+    attempt_count int not null default 0,
+    max_attempts int not null default 5,
+    visible_at timestamptz not null default now(),
+    enqueued_at timestamptz not null default now(),
+    claimed_by text,
+    last_error text
+) with (fillfactor = 50)
+"""
+INSERT = "insert into public.messages (queue_name, payload, max_attempts, visible_at)"
+CLAIM = f"""
+    update public.messages m
+    set visible_at = now() + (60 * interval '1 second'), attempt_count = m.attempt_count + 1, claimed_by = 'worker-1'
+    where m.id in (
+        select id from public.messages
+        where queue_name = '{QUEUE}' and visible_at <= now() and attempt_count < max_attempts
+        order by id for update skip locked limit %d
+    )
+"""
+
+
+class Raw(SqlPeer):
+    name = "raw statements"
+    table = "public.messages"
+    scripts: ClassVar = {
+        ("enqueue", 1): f"{INSERT} values ('{QUEUE}', :payload::jsonb, 5, now()) returning id;\n",
+        ("enqueue", 100): f"{INSERT} select '{QUEUE}', :payload::jsonb, 5, now() from generate_series(1, 100);\n",
+        ("take", 1): rf"""
+            {CLAIM % 1} returning m.id as mid, m.payload as body, m.attempt_count as attempt \gset
+            delete from public.messages where id = :mid and claimed_by = 'worker-1';
+        """,
+        ("take", 100): rf"""
+            with claimed as ({CLAIM % 100} returning m.id, m.payload)
+            select array_agg(id) as mid, array_agg(payload) as body from claimed \gset
+            delete from public.messages where id = any (:mid::bigint[]) and claimed_by = 'worker-1';
+        """,
+    }
+
+    def setup(self) -> None:
+        self.make_database()
+        self.execute(TABLE)
+        self.version = "—"
+
+    def fill(self, messages: int, size: int) -> None:
+        self.execute(f"truncate {self.table}")
+        self.execute(
+            f"{INSERT} select '{QUEUE}', %(payload)s::jsonb, 5, now() from generate_series(1, %(messages)s)",
+            payload=payload(size),
+            messages=messages,
+        )
+        self.settle()
