@@ -438,6 +438,17 @@ def steal(connection: psycopg.Connection[Any], name: str) -> list[Any]:
     return wait_for(stolen, 5)
 
 
+def are_idle(connection: psycopg.Connection[Any], name: str) -> bool:
+    """No connection of the consumers of a queue is at work."""
+    (found,) = rows(
+        connection,
+        "select bool_and(state = 'idle') from pg_stat_activity"
+        " where application_name = %s and datname = current_database()",
+        name[:63],
+    )
+    return found == (True,)
+
+
 def cut(connection: psycopg.Connection[Any], name: str) -> int:
     """End every connection of the consumers of a queue, and wait until they are gone; returns how many those were."""
     ended = rows(

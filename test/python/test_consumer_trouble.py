@@ -11,7 +11,21 @@ from typing import Any
 import psycopg
 import pytest
 from clients import connect, is_empty, wait_for
-from consumers import FORMS, PLAIN, SECOND, Form, Step, cut, each, each_transactional, prepare, rows, together, waits
+from consumers import (
+    FORMS,
+    PLAIN,
+    SECOND,
+    Form,
+    Step,
+    are_idle,
+    cut,
+    each,
+    each_transactional,
+    prepare,
+    rows,
+    together,
+    waits,
+)
 
 import pgqueue
 from pgqueue import Queue
@@ -67,6 +81,8 @@ def test_a_connection_that_broke_while_it_was_idle_is_no_trouble(
     queue.enqueue(1)
     with form.consuming(database, name, concurrency=1, peek_delay=10 * SECOND) as run:
         wait_for(lambda: waits(connection, name))
+        # It says so before the statement that does has ended.
+        wait_for(lambda: are_idle(connection, name))
         assert cut(connection, name)
         queue.enqueue(2)
         wait_for(lambda: is_empty(connection, name))
