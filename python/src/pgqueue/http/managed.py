@@ -102,9 +102,8 @@ async def enqueue(
     request: Request, context: Given, service_id: str, queue_name: str, body: EnqueueRequest, key: IdempotencyKey
 ) -> Response:
     """Send up to 100 messages in one transaction, by an agent: poll for the ids."""
-    given = await request.body()
-    check_payloads(body.messages, given)
-    return await _submit(context, service_id, queue_name, "enqueue", key, given.decode())
+    check_payloads(body.messages)
+    return await _submit(context, service_id, queue_name, "enqueue", key, (await request.body()).decode())
 
 
 @router.get(
