@@ -729,6 +729,11 @@ class Soak:
     # The trouble.
 
     def _trouble(self) -> None:
+        # Only who is there can be cut off: on a busy machine processes take seconds to start.
+        started = time.monotonic()
+        while self._backends() < len(self.plan.processes) and time.monotonic() < started + 60:
+            self._supervise()
+            time.sleep(0.02)
         start = time.monotonic()
         next_kill = next_terminate = start + 1
         next_pause = start
@@ -822,15 +827,19 @@ class Soak:
             child.pause(seconds)
             self._did("pauses", child.history, seconds)
 
-    def _terminate(self) -> None:
+    def _backends(self, counted: str = "true") -> int:
+        """How many connections there are but for ours, of those that count."""
         spared = [self.connection.info.backend_pid, *([self._pin.info.backend_pid] if self._pin else [])]
         row = self.connection.execute(
-            "select count(*) filter (where pg_terminate_backend(a.pid)) from pg_stat_activity a"
+            f"select count(*) filter (where {counted}) from pg_stat_activity a"
             " where a.backend_type = 'client backend' and a.pid <> all(%s)",
             (spared,),
         ).fetchone()
+        return row[0] if row else 0
+
+    def _terminate(self) -> None:
         self._did("terminations")
-        self.figures["backends terminated"] += row[0] if row else 0
+        self.figures["backends terminated"] += self._backends("pg_terminate_backend(a.pid)")
 
     def _restart(self) -> None:
         """The server crashes, and recovers from its WAL."""
