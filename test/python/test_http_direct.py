@@ -1,5 +1,6 @@
 """The direct routes: a queue's verbs in one round trip, long polls, and requests that are sent twice."""
 
+import asyncio
 import base64
 import json
 import socket
@@ -15,6 +16,9 @@ import httpx
 import psycopg
 import pytest
 from served import ADMIN, SERVICE, Server, Site, locked, new_name, serving, waiters
+
+from pgqueue.http.app import create_app
+from pgqueue.http.settings import Settings
 
 TOKEN = "00000000-0000-4000-8000-000000000000"
 
@@ -401,6 +405,33 @@ def test_what_is_claimed_for_a_request_that_took_too_long_is_ready_again(site: S
             assert code(queue.post("claim", {}), 503) == "timeout"
         (claimed,) = web.until(queue.claim)
         assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
+
+
+def test_a_server_that_stops_gives_back_first_what_nobody_received(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_PASSWORD", "password")
+    app = create_app(Settings.load(site.configuration(tmp_path)))
+    context, seen = app.state.context, []
+    close = context.databases.close
+
+    async def give_back() -> None:
+        await asyncio.wait({task for task in asyncio.all_tasks() if task.get_name() == "pgqueue agent"})
+        for _ in range(1000):  # turns of the loop, in which whoever does not wait goes on
+            await asyncio.sleep(0)
+        seen.append("given back")
+
+    async def closed() -> None:
+        seen.append("databases closed")
+        await close()
+
+    async def run() -> None:
+        async with app.router.lifespan_context(app):
+            context.finish(give_back())
+
+    monkeypatch.setattr(context.databases, "close", closed)
+    asyncio.run(run())
+    assert seen == ["given back", "databases closed"]
 
 
 # Requests that are sent twice.

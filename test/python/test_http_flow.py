@@ -180,13 +180,13 @@ def test_what_passes_through_the_server_is_seen(web: Server) -> None:
         claimed = web.post(f"/v1/queues/{name}/claim", {"max_messages": 10}).json()["messages"]
         held = {"ids": [each["id"] for each in claimed], "claim_token": claimed[0]["claim_token"]}
         web.post(f"/v1/queues/{name}/ack-batch", held)
-        rates = [metric(web, f"pgqueue_{each}_per_second", queue=name) or 0 for each in ("came", "left")]
+        rates = [metric(web, f"pgqueue_{each}_per_second", queue=name) or 0 for each in ("in", "out")]
         return min(rates) > 1
 
     web.until(pass_on)  # though the depth was the same, 0, whenever it was looked at
     assert metric(web, "pgqueue_flow_counted", queue=name) == 0
-    web.until(lambda: metric(web, "pgqueue_came_per_second", queue=name) == 0)  # and nothing comes any more
-    web.until(lambda: metric(web, "pgqueue_left_per_second", queue=name) == 0)
+    web.until(lambda: metric(web, "pgqueue_in_per_second", queue=name) == 0)  # and nothing comes any more
+    web.until(lambda: metric(web, "pgqueue_out_per_second", queue=name) == 0)
 
 
 def test_what_an_agent_sends_is_counted(web: Server) -> None:
@@ -207,11 +207,11 @@ def test_what_others_do_is_seen(web: Server, site: Site) -> None:
 
         def came(name: str) -> float:
             connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[40]))", [name])
-            return metric(web, "pgqueue_came_per_second", queue=name) or 0
+            return metric(web, "pgqueue_in_per_second", queue=name) or 0
 
         def left(name: str) -> float:
             connection.execute("select pgqueue.ack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 5) m", [name, name])
-            return metric(web, "pgqueue_left_per_second", queue=name) or 0
+            return metric(web, "pgqueue_out_per_second", queue=name) or 0
 
         for name in (shared, dedicated):
             web.until(lambda name=name: came(name) > 1)  # type: ignore[misc]

@@ -21,8 +21,8 @@ _GAUGES = {
     "paused": "1 while the queue is paused.",
 }
 _FLOW = {
-    "came_per_second": "Messages that came into the queue, lately; at least so many unless pgqueue_flow_counted is 1.",
-    "left_per_second": "Messages that left the queue, lately; at least so many unless pgqueue_flow_counted is 1.",
+    "in_per_second": "Messages that came into the queue, lately; at least so many unless pgqueue_flow_counted is 1.",
+    "out_per_second": "Messages that left the queue, lately; at least so many unless pgqueue_flow_counted is 1.",
     "flow_counted": "1 where the two are what PostgreSQL counted in a partition of the queue's own.",
 }
 
