@@ -161,6 +161,8 @@ bench: .cache/bench/ready  ## measure beside every peer, ten minutes; the figure
 
 bench-full: .cache/bench/ready .cache/java/ready  ## the same for hours, and the consumer, the server, Spark, the transport
 	@$(python) test/bench/bench.py --full
+	@$(python) test/bench/breakdown.py
+	@$(python) test/bench/report.py
 	@for program in consumer web spark transport; do $(python) test/bench/$$program.py; done
 
 # A peer that cannot be had is reported as missing by the benchmark.

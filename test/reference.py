@@ -8,8 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-README = Path(__file__).parent.parent / "README.md"
-BEGIN, END = "<!-- reference: begin -->", "<!-- reference: end -->"
+from marks import put
+
 FUNCTION = re.compile(
     r"^create or replace function pgqueue\.(?P<name>[a-z]\w*)\((?P<arguments>.*?)\)\nreturns (?P<returns>[^\n]+)",
     re.MULTILINE | re.DOTALL,
@@ -33,17 +33,8 @@ def reference(files: list[Path]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    check = "--check" in arguments
-    text = README.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    new = f"{before}{BEGIN}\n\n{reference([Path(a) for a in arguments if a != '--check'])}\n{END}{after}"
-    if check and new != text:
-        print('README.md: the reference is not what sql/ says: run "make reference"')
-        return 1
-    if new != text:
-        README.write_text(new, encoding="utf-8")
-    return 0
+    files = [Path(argument) for argument in arguments if argument != "--check"]
+    return put("reference", reference(files), 'the reference is not what sql/ says: run "make reference"')
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ measured, and how to read it.
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from charts import draw
 from report import tables
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rig import PAYLOAD, RESULTS, SETTINGS, circumstances, cpu, output_of, servers
 
@@ -26,36 +27,35 @@ LATEST = RESULTS / "latest.json"
 def measure(names: list[str], options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """The figures of these parts, each written as soon as it is done."""
     from cells import parts  # the peers behind these need the extra `bench`
-    from cost import SYSTEMS, run_cost
+    from cost import run_cost
     from every import ALL
-    from pressure import PRESSURES, run_pressure
+    from latency import run_latency
+    from pressure import run_pressure
     from runner import Rig, run_part
 
+    run = {"latency": run_latency, "pressure": run_pressure, "cost": run_cost}
     found = json.loads(options.output.read_text()) if options.output.exists() else {}
     report = {"parts": found.get("parts", {})}
-    plan = parts(options.full)
-    majors = {cell.major for name in names for cell in plan[name].cells} | {18} | ({15} if "cost" in names else set())
-    pressures = list(PRESSURES)[: None if options.full else 2]
-    columns = (TextColumn("{task.description:48.48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with servers(majors) as running, Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    plan = {name: parts(options.full)[name].shortened(options.rounds, options.seconds) for name in names}
+    majors = {18}.union(*(part.majors for part in plan.values()))
+    columns = (TextColumn("{task.description:48.48}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with (
+        servers(majors) as running,
+        Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=300) as progress,
+    ):
         rig = Rig(running, ALL)
+        whole = progress.add_task("everything, and time left", total=sum(part.expected for part in plan.values()))
         try:
-            for name in names:
-                part = plan[name].shortened(options.rounds, options.seconds)
-                about = circumstances(running)
-                task = progress.add_task(name, total=part.rounds * sum(len(rig.systems(cell)) for cell in part.cells))
+            for name, part in plan.items():
+                about, began = circumstances(running), time.monotonic()
+                steps = part.rounds * sum(len(rig.systems(cell)) for cell in part.cells) or part.steps
+                task = progress.add_task(name, total=steps)
 
-                def tell(what: str, done: int, task: Any = task, name: str = name) -> None:
+                def tell(what: str, done: int, task: Any = task, name: str = name, part: Any = part) -> None:
                     progress.update(task, advance=done, description=f"{name}: {what}")
+                    progress.update(whole, advance=done * part.expected / progress.tasks[task].total)
 
-                if name == "pressure":
-                    progress.update(task, total=2 * len(pressures))
-                    cells = run_pressure(rig, pressures, options.seconds or (600 if options.full else 15), tell)
-                elif name == "cost":
-                    progress.update(task, total=len(SYSTEMS))
-                    cells = run_cost(rig, options.seconds or (5 if options.full else 1), tell)
-                else:
-                    cells = run_part(rig, part, tell)
+                cells = run.get(name, run_part)(rig, part, tell)
                 report["parts"][name] = {
                     "title": part.title,
                     "mode": "full" if options.full else "quick",
@@ -66,7 +66,9 @@ def measure(names: list[str], options: argparse.Namespace, console: Console) -> 
                 }
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 options.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-                progress.update(task, description=name)
+                progress.update(task, description=name, completed=steps)
+                if not console.is_terminal:
+                    console.print(f"{name}: {time.monotonic() - began:.0f} s")
         finally:
             rig.close()
     return report
@@ -100,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.only is None:
         options.only = names if options.full or options.show else list(QUICK)
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 180)
     if options.show:
         if not options.output.exists():
             parser.error(f"nothing was measured yet: {options.output} is missing")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from peers.base import DEEP, DEEPER, IN_FLIGHT, MANY_QUEUES, SCHEDULED, Work
 
@@ -9,8 +10,24 @@ SQL = ("pgqueue", "pgmq", "raw statements", "transport's delete")
 LIBRARIES = ("pgqueue (Python)", "procrastinate", "pgqueuer", "pg-boss", "graphile-worker")
 BROKERS = ("pgqueue (Python)", "Redis streams", "RabbitMQ quorum queues")
 PAIR = ("pgqueue", "pgmq")
+# In pressure, cost and latency each with the PostgreSQL that it runs on.
+PRESSED = ("pgqueue", 18), ("pgmq", 18), ("pgqueue", 15), ("PgQ", 15)
+COSTING = ("pgqueue", 18), ("pgmq", 18), ("raw statements", 18), ("procrastinate", 18), ("pgqueuer", 18), ("PgQ", 15)
+WORKERS = (
+    "pgqueue Consumer",
+    "pgqueue AsyncConsumer",
+    "procrastinate",
+    "pgqueuer",
+    "graphile-worker",
+    "pg-boss",
+    "Redis streams",
+    "RabbitMQ quorum queues",
+)
+IDLE_XID, SNAPSHOT = "idle transaction with an id", "read-only snapshot"
+HARDER = "4 readers of the table", "pg_dump", "abandoned slot"
+SETTLING = 1.5  # seconds that a step takes besides, about
 # What `make bench` measures in ten minutes; the rest is for the full run, or asked for by name.
-QUICK = ("verbs", "clients", "libraries", "pgq", "pressure", "cost")
+QUICK = ("verbs", "clients", "libraries", "pgq", "brokers", "latency", "pressure", "cost")
 EVERY = ("enqueue", 1), ("enqueue", 100), ("take", 1), ("take", 100)
 
 
@@ -29,23 +46,45 @@ class Part:
     """Cells that are measured together, round by round."""
 
     title: str
-    cells: Sequence[Cell]
+    cells: Sequence[Cell] = ()
     rounds: int = 3
+    # Parts that are no cells: who takes part and on which PostgreSQL, what it is that they go through, how long each.
+    contestants: Sequence[tuple[str, int]] = ()
+    trials: Sequence[Any] = ("",)
+    seconds: float = 0
 
     @property
     def systems(self) -> list[str]:
         """All that are in it, in the order of their first cell."""
-        return list(dict.fromkeys(name for cell in self.cells for name in cell.systems))
+        names = [name for cell in self.cells for name in cell.systems] or [name for name, _ in self.contestants]
+        return list(dict.fromkeys(names))
+
+    @property
+    def majors(self) -> set[int]:
+        """Of the PostgreSQL that it needs."""
+        return {cell.major for cell in self.cells} | {major for _, major in self.contestants}
+
+    @property
+    def steps(self) -> int:
+        """How many it has, if every system can do all of it."""
+        once = sum(len(cell.systems) for cell in self.cells) or len(self.contestants) * len(self.trials)
+        return self.rounds * once
+
+    @property
+    def expected(self) -> float:
+        """About how many seconds it takes."""
+        each = self.cells[0].work.seconds if self.cells else self.seconds
+        return self.steps * (each + SETTLING)
 
     def shortened(self, rounds: int | None, seconds: float | None) -> "Part":
         """The same with other rounds and seconds, where these are given."""
         cells = [replace(cell, work=replace(cell.work, seconds=seconds or cell.work.seconds)) for cell in self.cells]
-        return replace(self, cells=cells, rounds=rounds or self.rounds)
+        return replace(self, cells=cells, rounds=rounds or self.rounds, seconds=seconds or self.seconds)
 
 
 def parts(full: bool) -> dict[str, Part]:
     """The plan of the quick run, or of the full one."""
-    seconds, rounds = (5.0, 5) if full else (2.0, 3)
+    seconds, rounds = (5.0, 5) if full else (1.0, 3)
     both = ("off", "on") if full else ("off",)
 
     def work(verb: str, batch: int = 1, **more: int) -> Work:
@@ -78,7 +117,7 @@ def parts(full: bool) -> dict[str, Part]:
         "libraries": Part(
             "Libraries, by their own clients, 4 connections, 100 bytes",
             [
-                Cell(each if full else replace(each, seconds=1.0), LIBRARIES, sync)
+                Cell(each, LIBRARIES, sync)
                 for sync in both
                 for each in [*verbs[:4], *([work("cycle")] if full else []), work("copy", 10_000)]
             ],
@@ -100,10 +139,26 @@ def parts(full: bool) -> dict[str, Part]:
         "brokers": Part(
             "Brokers, as a reference from outside, 4 clients, 100 bytes",
             [Cell(each, BROKERS, "on") for each in verbs[:4]],
-            rounds if full else 2,
+            rounds if full else 1,
+        ),
+        "latency": Part(
+            "From the commit of the enqueue to the handler, one message a commit, synchronous_commit = on",
+            rounds=3 if full else 1,
+            contestants=[(name, 18) for name in WORKERS],
+            trials=(100, 1000),
+            seconds=20 if full else 2,
         ),
         "pressure": Part(
-            "Under pressure: enqueue, claim 1, ack, 4 clients, 100 bytes, synchronous_commit = off", (), 1
+            "Under pressure: enqueue, claim 1, ack, 4 clients, 100 bytes, synchronous_commit = off",
+            rounds=1,
+            contestants=PRESSED,
+            trials=(IDLE_XID, SNAPSHOT, *(HARDER if full else ())),
+            seconds=600 if full else 8,
         ),
-        "cost": Part("What a message costs the server, 4 clients, 100 bytes, synchronous_commit = off", (), 1),
+        "cost": Part(
+            "What a message costs the server, 4 clients, 100 bytes, synchronous_commit = off",
+            rounds=1,
+            contestants=COSTING,
+            seconds=5 if full else 1,
+        ),
     }

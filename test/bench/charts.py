@@ -1,16 +1,19 @@
 """Draws the figures, as PNG and SVG, where matplotlib is installed."""
 
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from report import label
 
-COLOURS = ("#3a6ea5", "#d98c3f", "#9aa5b1", "#6f9f6a", "#a05a8c", "#c8b65a")
+COLOURS = ("#3a6ea5", "#d98c3f", "#9aa5b1", "#6f9f6a", "#a05a8c", "#c8b65a", "#b5534c", "#5c5c5c")
+SMALL = 8
+Part = dict[str, Any]
 
 
 def draw(report: dict[str, Any], directory: Path) -> list[Path]:
-    """A chart for each part: a group of bars for each workload, as tall as messages a second; returns the files."""
+    """A chart for each part; returns the files."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -20,20 +23,31 @@ def draw(report: dict[str, Any], directory: Path) -> list[Path]:
     from matplotlib import pyplot as plt
 
     files = []
+    kinds: dict[str, Callable[[Any, Part], Any]] = {"latency": _latencies, "pressure": _pressures, "cost": _costs}
     for name, part in report["parts"].items():
-        if not part["cells"] or "rates" not in part["cells"][0]:
-            continue
-        syncs = list(dict.fromkeys(cell["synchronous_commit"] for cell in part["cells"]))
-        figure, every = plt.subplots(len(syncs), 1, figsize=(10, 3.6 * len(syncs)), squeeze=False, layout="constrained")
-        for axes, sync in zip(every[:, 0], syncs, strict=True):
-            cells = [cell for cell in part["cells"] if cell["synchronous_commit"] == sync]
-            _bars(axes, cells)
-            axes.set_title(f"{part['title']}, synchronous_commit = {sync}", loc="left", fontsize=10)
-        for ending in ("png", "svg"):
-            files.append(directory / f"{name}.{ending}")
-            figure.savefig(files[-1], dpi=110, metadata={"Date": None} if ending == "svg" else None)
-        plt.close(figure)
+        if part["cells"]:
+            figure = kinds.get(name, _rates)(plt, part)
+            for ending in ("png", "svg"):
+                files.append(directory / f"{name}.{ending}")
+                figure.savefig(files[-1], dpi=110, metadata={"Date": None} if ending == "svg" else None)
+            plt.close(figure)
     return files
+
+
+def _unframed(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=SMALL)
+
+
+def _rates(plt: Any, part: Part) -> Any:
+    """A group of bars for each workload, as tall as messages a second."""
+    syncs = list(dict.fromkeys(cell["synchronous_commit"] for cell in part["cells"]))
+    figure, every = plt.subplots(len(syncs), 1, figsize=(10, 3.6 * len(syncs)), squeeze=False, layout="constrained")
+    for axes, sync in zip(every[:, 0], syncs, strict=True):
+        cells = [cell for cell in part["cells"] if cell["synchronous_commit"] == sync]
+        _bars(axes, cells)
+        axes.set_title(f"{part['title']}, synchronous_commit = {sync}", loc="left", fontsize=10)
+    return figure
 
 
 def _bars(axes: Any, cells: list[dict[str, Any]]) -> None:
@@ -49,8 +63,105 @@ def _bars(axes: Any, cells: list[dict[str, Any]]) -> None:
         axes.bar(places, medians, width, label=system, color=colour)
         axes.errorbar(places, medians, yerr=[low, high], fmt="none", ecolor="#444444", elinewidth=0.8)
     axes.set_yscale("log")  # calls of one message and of a hundred are far apart
-    axes.set_xticks(range(len(workloads)), workloads, fontsize=8)
+    axes.set_xticks(range(len(workloads)), [name.replace(": ", "\n") for name in workloads], fontsize=SMALL)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylabel("messages per second")
-    axes.legend(fontsize=8, ncols=len(systems), frameon=False, loc="upper left")
+    axes.legend(fontsize=SMALL, ncols=len(systems), frameon=False, loc="upper left")
     axes.margins(y=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    _unframed(axes)
+
+
+def _latencies(plt: Any, part: Part) -> Any:
+    """A row for each system: a dot at the p50, a tick at the p99, an open dot at the longest."""
+    rates = list(dict.fromkeys(cell["asked_rate"] for cell in part["cells"]))
+    systems = list(dict.fromkeys(cell["system"] for cell in part["cells"]))[::-1]
+    height = 1.6 + 0.32 * len(systems)
+    figure, every = plt.subplots(1, len(rates), figsize=(10, height), sharey=True, squeeze=False, layout="constrained")
+    for axes, rate in zip(every[0], rates, strict=True):
+        for cell in (cell for cell in part["cells"] if cell["asked_rate"] == rate):
+            place, ours = systems.index(cell["system"]), cell["system"].startswith("pgqueue ")
+            colour = COLOURS[0] if ours else COLOURS[1]
+            if cell["late"]:
+                axes.annotate(
+                    "falls behind", (0.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=SMALL
+                )
+                continue
+            # On a logarithmic scale there is no zero: what had begun before the producer had its answer.
+            found = {name: max(ms, 0.1) for name, ms in cell["latency_ms"].items()}
+            axes.plot([found["p50"], found["max"]], [place] * 2, color=colour, linewidth=1.2)
+            axes.plot(found["p50"], place, "o", color=colour, label="p50")
+            axes.plot(found["p99"], place, "|", color=colour, markersize=12, markeredgewidth=2)
+            axes.plot(found["max"], place, "o", color=colour, markerfacecolor="white", markersize=4)
+        axes.set_xscale("log")
+        axes.set_yticks(range(len(systems)), systems)
+        axes.set_ylim(-0.6, len(systems) - 0.4)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_title(f"{rate:,} messages a second", loc="left", fontsize=9)
+        axes.set_xlabel("ms; dot: p50, bar: p99, open dot: the longest", fontsize=SMALL)
+        axes.grid(axis="x", alpha=0.3)
+        _unframed(axes)
+    figure.suptitle(part["title"], x=0.01, ha="left", fontsize=10)
+    return figure
+
+
+def _pressures(plt: Any, part: Part) -> Any:
+    """The rate over time of each system, before and behind the moment when something comes in the way."""
+    names = list(dict.fromkeys(cell["pressure"] for cell in part["cells"]))
+    systems = list(dict.fromkeys(cell["system"] for cell in part["cells"]))
+    figure, every = plt.subplots(
+        len(names), 1, figsize=(10, 2.6 * len(names) + 0.6), sharex=True, squeeze=False, layout="constrained"
+    )
+    for axes, name in zip(every[:, 0], names, strict=True):
+        for cell in (cell for cell in part["cells"] if cell["pressure"] == name):
+            look: dict[str, Any] = {"color": COLOURS[systems.index(cell["system"])], "linewidth": 1.6}
+            look["linestyle"] = "-" if cell["postgresql"] == 18 else "--"
+            for what, where in (("clean", None), ("under", f"{cell['system']}, PostgreSQL {cell['postgresql']}")):
+                axes.plot(*_points(cell[what], before=what == "clean"), **look, label=where)
+        axes.axvline(0, color="#444444", linewidth=0.8, linestyle=":")
+        axes.annotate(f" {name}", (0, 0.93), xycoords=("data", "axes fraction"), fontsize=SMALL, color="#444444")
+        axes.set_ylim(bottom=0)
+        axes.margins(y=0.1)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.set_ylabel("cycles per second", fontsize=9)
+        axes.grid(axis="y", alpha=0.3)
+        _unframed(axes)
+    every[-1, 0].set_xlabel("seconds from when it comes in the way", fontsize=9)
+    handles, labels = every[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=SMALL, ncols=len(handles), frameon=False, loc="outside lower left")
+    figure.suptitle(part["title"], x=0.01, ha="left", fontsize=10)
+    return figure
+
+
+def _points(watched: dict[str, Any], *, before: bool) -> tuple[list[float], list[float]]:
+    """Each stretch in its middle; those before end at zero."""
+    stretch, rates = watched["stretch_seconds"], watched["stretches"]
+    start = -stretch * len(rates) if before else 0
+    return [start + (n + 0.5) * stretch for n in range(len(rates))], rates
+
+
+def _costs(plt: Any, part: Part) -> Any:
+    """Three panels of bars: of WAL and CPU what the enqueue costs, and what claim and ack cost behind it."""
+    cells = part["cells"][::-1]
+    names = [cell["system"] + "*" * (cell["take"]["batch"] > 1) for cell in cells]
+    figure, (wal, cpu, disk) = plt.subplots(
+        1, 3, figsize=(10, 1.5 + 0.32 * len(cells)), sharey=True, layout="constrained"
+    )
+    for axes, what in ((wal, "wal_bytes"), (cpu, "cpu_us")):
+        enqueue = [cell["enqueue"][what] for cell in cells]
+        axes.barh(names, enqueue, 0.6, color=COLOURS[0], label="enqueue")
+        takes = [cell["take"][what] for cell in cells]
+        axes.barh(names, takes, 0.6, left=enqueue, color=COLOURS[1], label="claim and ack")
+    disk.barh(names, [cell["disk_bytes"] for cell in cells], 0.6, color=COLOURS[2])
+    titles = ((wal, "bytes of WAL"), (cpu, "microseconds of CPU"), (disk, "bytes on disk while it waits"))
+    for axes, title in titles:
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+        _unframed(axes)
+    figure.legend(*wal.get_legend_handles_labels(), fontsize=SMALL, ncols=2, frameon=False, loc="outside lower left")
+    batched = next((cell["take"]["batch"] for cell in cells if cell["take"]["batch"] > 1), None)
+    if batched:
+        disk.set_xlabel(f"* claimed in batches of {batched}", fontsize=SMALL, loc="right")
+    figure.suptitle(part["title"], x=0.01, ha="left", fontsize=10)
+    return figure

@@ -5,18 +5,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from cells import Part
 from peers.base import Dry, Peer, Work
 from runner import FEWEST, GUESS, Rig, Tell
 
-SYSTEMS = (("pgqueue", 18), ("pgmq", 18), ("raw statements", 18), ("procrastinate", 18), ("pgqueuer", 18), ("PgQ", 15))
 BACKLOG = 50_000
 TICK = os.sysconf("SC_CLK_TCK")
 
 
-def run_cost(rig: Rig, seconds: float, tell: Tell) -> list[dict[str, Any]]:
+def run_cost(rig: Rig, part: Part, tell: Tell) -> list[dict[str, Any]]:
     """A record for each system: what one message costs from its enqueue to its acknowledgement, one by one."""
     records = []
-    for name, major in SYSTEMS:
+    for name, major in part.contestants:
         peer = rig.peer(name, major)
         if peer is None:
             continue
@@ -26,7 +26,7 @@ def run_cost(rig: Rig, seconds: float, tell: Tell) -> list[dict[str, Any]]:
         batch = 1 if peer.can(Work("take", 1)) else 100
         record: dict[str, Any] = {"system": name, "version": peer.version, "client": peer.client, "postgresql": major}
         for verb in ("enqueue", "take"):
-            work = Work(verb, 1 if verb == "enqueue" else batch, seconds=seconds)
+            work = Work(verb, 1 if verb == "enqueue" else batch, seconds=part.seconds)
             sample, wal, cpu = metered(peer, work)
             record[verb] = {"batch": work.batch, "wal_bytes": wal / sample, "cpu_us": cpu / sample * 1e6}
         peer.fill(0, 100)

@@ -1,4 +1,4 @@
-"""Fetches the peers that are not Python into .cache/bench: `fetch.py [pgq node redis]`.
+"""Fetches the peers that are not Python into .cache/bench: `fetch.py [pgq pgqd node redis rabbitmq]`.
 
 By the machine's own pip, npm and apt; nothing is installed into the system. What cannot be had is said, and the
 benchmark reports it as missing.
@@ -25,6 +25,11 @@ def pgq() -> None:
     unpack(tools.fetch_debs({"postgresql-15-pgq3": None}, "for PgQ", "bench/debs"), HOME / "pgq")
 
 
+def pgqd() -> None:
+    """Its daemon, of Debian."""
+    packages("pgqd", "pgqd")
+
+
 def node() -> None:
     """Node, and pg-boss and graphile-worker as the lockfile has them."""
     home, wheel = HOME / "node", HOME / "nodejs"
@@ -47,6 +52,15 @@ def redis() -> None:
     packages("redis", "redis-server")
 
 
+def rabbitmq() -> None:
+    """RabbitMQ with Erlang, of Debian."""
+    packages("rabbitmq", "rabbitmq-server")
+    erlang = HOME / "rabbitmq/root/usr/lib/erlang"
+    for command in [file for file in erlang.glob("**/bin/erl") if not file.is_symlink()]:
+        # It looks for itself where Debian would have installed it.
+        command.write_text(command.read_text().replace("=/usr/lib/erlang", f"={erlang}"))
+
+
 def packages(place: str, *names: str) -> None:
     """Unpack Debian packages with whatever they need and this machine lacks."""
     home = HOME / place
@@ -62,7 +76,7 @@ def packages(place: str, *names: str) -> None:
 
 def main() -> None:
     """Fetch what is named, or everything that is not there yet."""
-    everything = {"pgq": pgq, "node": node, "redis": redis}
+    everything = {"pgq": pgq, "pgqd": pgqd, "node": node, "redis": redis, "rabbitmq": rabbitmq}
     for name in sys.argv[1:] or everything:
         ready = HOME / f"{name}.ready"
         if ready.exists() and not sys.argv[1:]:

@@ -9,20 +9,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import psycopg
-from peers.base import PGBENCH, SqlPeer, Work, pgbench
+from cells import HARDER, IDLE_XID, SNAPSHOT, Part
+from peers.base import PGBENCH, SqlPeer, Work
 from psycopg import IsolationLevel
 from runner import Rig, Tell
 
-SYSTEMS = (("pgqueue", 18), ("pgmq", 18))
-STRETCHES = 6
+STRETCHES = 10
 SLOT = "abandoned"
 
 
-def run_pressure(rig: Rig, names: list[str], seconds: float, tell: Tell) -> list[dict[str, Any]]:
+def run_pressure(rig: Rig, part: Part, tell: Tell) -> list[dict[str, Any]]:
     """A record for each pressure and system; the clean cycle is measured just before, for a third of the time."""
     records = []
-    for place, name in enumerate(names):
-        for system, major in SYSTEMS if place % 2 == 0 else reversed(SYSTEMS):
+    for place, name in enumerate(part.trials):
+        for system, major in part.contestants if place % 2 == 0 else reversed(part.contestants):
             peer = rig.peer(system, major)
             if peer is None:
                 continue
@@ -30,10 +30,10 @@ def run_pressure(rig: Rig, names: list[str], seconds: float, tell: Tell) -> list
             tell(f"{name}, {system}", 0)
             peer.use("off")
             peer.fill(1000, 100)
-            clean = watched(peer, seconds / 3)
+            clean = watched(peer, part.seconds / 3)
             peer.fill(1000, 100)
             with PRESSURES[name](peer):
-                under = watched(peer, seconds)
+                under = watched(peer, part.seconds)
             records.append(
                 {
                     "pressure": name,
@@ -41,7 +41,7 @@ def run_pressure(rig: Rig, names: list[str], seconds: float, tell: Tell) -> list
                     "version": peer.version,
                     "client": peer.client,
                     "postgresql": major,
-                    "seconds": seconds,
+                    "seconds": part.seconds,
                     "clean": clean,
                     "under": under,
                 }
@@ -56,10 +56,11 @@ def watched(peer: SqlPeer, seconds: float) -> dict[str, Any]:
     before, wal = database_size(peer), wal_kept(peer)
     with bystander(peer) as took:
         stretch = max(1, round(seconds / STRETCHES))
-        sample = pgbench(peer.dsn, peer.adapted(work), work, stretch=stretch)
+        sample = peer.cycle(work, stretch)
     dead = peer.execute("select pg_stat_force_next_flush()", "select sum(n_dead_tup)::bigint from pg_stat_user_tables")
     return {
         "rate": round(sample.rate, 1),
+        "stretch_seconds": stretch,
         "stretches": sample.stretches,
         "p50_ms": sample.percentile(0.5),
         "p99_ms": sample.percentile(0.99),
@@ -128,12 +129,13 @@ def idle_xid(peer: SqlPeer) -> Iterator[None]:
 def readers(peer: SqlPeer) -> Iterator[None]:
     """Four that read the whole queue again and again, each in one transaction with one snapshot."""
     done = threading.Event()
+    table = peer.scanned
 
     def read() -> None:
         with psycopg.connect(peer.dsn) as reader:
             reader.isolation_level = IsolationLevel.REPEATABLE_READ
             while not done.wait(0.01):
-                reader.execute(f"select count(*) from {peer.table}".encode())
+                reader.execute(f"select count(*) from {table}".encode())
 
     threads = [threading.Thread(target=read) for _ in range(4)]
     for thread in threads:
@@ -185,9 +187,7 @@ def slot(peer: SqlPeer) -> Iterator[None]:
 
 
 PRESSURES = {
-    "idle transaction with an id": idle_xid,
-    "read-only snapshot": snapshot,
-    "4 readers of the table": readers,
-    "pg_dump": dump,
-    "abandoned slot": slot,
+    IDLE_XID: idle_xid,
+    SNAPSHOT: snapshot,
+    **dict(zip(HARDER, (readers, dump, slot), strict=True)),
 }

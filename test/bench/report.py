@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
-LATEST = Path(__file__).parent / "results/latest.json"
-BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from marks import put  # beside the tests' other tools
+
+HERE = Path(__file__).resolve().parent
+LATEST, BREAKDOWN = HERE / "results/latest.json", HERE / "results/breakdown.json"
 Rows = list[list[str]]
 
 
@@ -25,6 +26,9 @@ def tables(part: dict[str, Any]) -> Iterator[tuple[str, list[str], Rows, str]]:
         return
     if part["cells"] and "disk_bytes" in part["cells"][0]:
         yield costs(part)
+        return
+    if part["cells"] and "asked_rate" in part["cells"][0]:
+        yield latencies(part)
         return
     for sync in dict.fromkeys(cell["synchronous_commit"] for cell in part["cells"]):
         cells = [cell for cell in part["cells"] if cell["synchronous_commit"] == sync]
@@ -77,13 +81,14 @@ def pressures(part: dict[str, Any]) -> tuple[str, list[str], Rows, str]:
     headings = ["cycles per second", "system", "clean", "under it", "last third / clean", "p99, ms"]
     headings += ["dead rows", "bytes a message", "WAL, MB", "bystander p99, ms"]
     rows = []
+    several = len({cell["postgresql"] for cell in part["cells"]}) > 1
     for cell in part["cells"]:
         clean, under = cell["clean"], cell["under"]
         last = under["stretches"][-max(1, len(under["stretches"]) // 3) :]
         rows.append(
             [
                 cell["pressure"],
-                cell["system"],
+                cell["system"] + (f", PostgreSQL {cell['postgresql']}" if several else ""),
                 f"{clean['rate']:,.0f}",
                 f"{under['rate']:,.0f}",
                 f"{statistics.mean(last) / clean['rate']:.0%}" if last else "",
@@ -98,6 +103,37 @@ def pressures(part: dict[str, Any]) -> tuple[str, list[str], Rows, str]:
     more = (
         f" Each for {seconds:g} s, behind a third of that without it. The bystander updates one row 20 times a second."
     )
+    if any(cell["system"] == "PgQ" for cell in part["cells"]):
+        more += (
+            " Of PgQ it is events, inserted by three clients and finished in batches by the fourth; p99 is that of"
+            " inserts."
+        )
+    return part["title"], headings, rows, about(part) + more
+
+
+def latencies(part: dict[str, Any]) -> tuple[str, list[str], Rows, str]:
+    """The table of the part about latency."""
+    rates = list(dict.fromkeys(cell["asked_rate"] for cell in part["cells"]))
+    labels = list(part["cells"][0]["latency_ms"])
+    headings = ["milliseconds"]
+    headings += [f"{rate:,}/s: {label}" if label == labels[0] else label for rate in rates for label in labels]
+    rows = []
+    for system in dict.fromkeys(cell["system"] for cell in part["cells"]):
+        cells = [cell for cell in part["cells"] if cell["system"] == system]
+        row = [system]
+        for cell in cells:
+            if cell["late"]:
+                row += ["falls behind", *("" for _ in labels[1:])]
+                continue
+            found = [f"{cell['latency_ms'][label]:,.1f}" for label in labels]
+            # The producer waits for each commit: what it cannot send, nobody can be late with.
+            short = cell["sent_rate"] < 0.95 * cell["asked_rate"]
+            row += [found[0] + (f" (sent {cell['sent_rate']:,.0f}/s)" if short else ""), *found[1:]]
+        rows.append(row)
+    seconds = part["cells"][0]["seconds"]
+    workers = dict.fromkeys(f"{cell['system']}: {cell['worker']}" for cell in part["cells"])
+    more = f" Of {part['rounds']} round{'s' * (part['rounds'] > 1)} of {seconds:g} s together. How each waits: "
+    more += "; ".join(workers) + "."
     return part["title"], headings, rows, about(part) + more
 
 
@@ -115,9 +151,10 @@ def costs(part: dict[str, Any]) -> tuple[str, list[str], Rows, str]:
 
 def note(part: dict[str, Any], cells: list[dict[str, Any]]) -> str:
     """What every number names, in a paragraph."""
+    rounds = f"{part['rounds']} round{'s' * (part['rounds'] > 1)}"
     more = (
-        f" Median of {part['rounds']} rounds of {cells[0]['seconds']:g} s ± the farthest of them; × is"
-        f" {cells[0]['system']} as a multiple of this one, taken within each round: median, lowest and highest."
+        f" Median of {rounds} of {cells[0]['seconds']:g} s ± the farthest of them; × is {cells[0]['system']} as a"
+        " multiple of this one, taken within each round: median, lowest and highest."
     )
     return about(part, cells) + more
 
@@ -152,22 +189,53 @@ def markdown(line: list[str]) -> str:
     return f"| {' | '.join(line)} |".replace("\n", "<br>")
 
 
-def main(arguments: list[str]) -> int:
-    check = "--check" in arguments
-    text = README.read_text(encoding="utf-8")
-    if BEGIN not in text:
-        print(f"README.md has no {BEGIN}: put the two marks where the figures belong")
-        return 1
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    new = f"{before}{BEGIN}\n\n{section(json.loads(LATEST.read_text(encoding='utf-8')))}\n\n{END}{after}"
-    if check and new != text:
-        print('README.md: the figures are not those of test/bench/results: run "python3 test/bench/report.py"')
-        return 1
-    if new != text:
-        README.write_text(new, encoding="utf-8")
-    return 0
+def breakdown(report: dict[str, Any]) -> str:
+    """The part of this directory's README: what calls cost, and what of it."""
+    lines = [["microseconds of CPU", *(f"{verb['verb']}" for verb in report["verbs"])]]
+    lines.append(["---", *("---:" for _ in report["verbs"])])
+    inside = [sum(each["us"] for each in verb["statements"]) for verb in report["verbs"]]
+    lines.append(["a call", *(f"{verb['cpu_us']:.0f}" for verb in report["verbs"])])
+    lines.append(["of that running its statements", *(f"{us:.0f}" for us in inside)])
+    blocks = ["\n".join(map(markdown, lines))]
+    lines = [["statement", "in", "µs"], ["---", "---", "---:"]]
+    for verb in report["verbs"]:
+        for each in verb["statements"]:
+            name = f"`{shortened(each['statement'])}`" if each["statement"] else f"{each['times']} more, now and then"
+            if each["us"] >= 0.1:
+                lines.append([name, verb["verb"], f"{each['us']:.1f}"])
+    blocks.append("\n".join(map(markdown, lines)))
+    lines = [["alone, prepared", "µs"], ["---", "---:"]]
+    lines += [[each["what"], f"{each['cpu_us']:.0f}"] for each in report["alone"]]
+    blocks.append("\n".join(map(markdown, lines)))
+    if report["perf"]:
+        lines = [["what perf sees during claims, what it calls included", "per cent"], ["---", "---:"]]
+        lines += [[name, f"{share:.0f}"] for name, share in report["perf"]["stages"]]
+        blocks.append("\n".join(map(markdown, lines)))
+        alone = ", ".join(f"{name} {share:.1f}" for name, share in report["perf"]["alone"])
+        blocks.append(f"Functions that take most by themselves, in per cent: {alone}.")
+    told = report["circumstances"]
+    blocks.append(
+        f"<sub>The lowest of {report['rounds']} rounds of {report['calls']:,} calls from one client;"
+        f" synchronous_commit = off, 100 bytes. PostgreSQL {told['postgresql']['18']}; {told['machine']},"
+        f" load before it {told['load_before']}; commit {told['commit']}, {told['date']}.</sub>"
+    )
+    return "\n\n".join(blocks)
+
+
+def shortened(statement: str) -> str:
+    """The beginning of a statement."""
+    begin = statement[:56].rstrip()
+    return begin + " …" * (len(statement) > len(begin))
+
+
+def main() -> int:
+    fix = 'are not those of test/bench/results: run "python3 test/bench/report.py"'
+    failed = put("benchmark", f"{section(json.loads(LATEST.read_text(encoding='utf-8')))}\n", f"the figures {fix}")
+    if BREAKDOWN.exists():
+        text = breakdown(json.loads(BREAKDOWN.read_text(encoding="utf-8")))
+        failed |= put("breakdown", f"{text}\n", f"the figures {fix}", "test/bench/README.md")
+    return failed
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

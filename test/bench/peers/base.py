@@ -181,6 +181,15 @@ class SqlPeer(Peer):
     def run(self, work: Work) -> Sample:
         return pgbench(self.dsn, self.adapted(work), work)
 
+    def cycle(self, work: Work, stretch: int) -> Sample:
+        """Run the full cycle, and tell the rates of every so many seconds."""
+        return pgbench(self.dsn, self.adapted(work), work, stretch=stretch)
+
+    @property
+    def scanned(self) -> str:
+        """The table that holds its messages."""
+        return self.table
+
     def adapted(self, work: Work) -> str:
         """The script of that work; over a thousand queues it takes one of them at random each time."""
         script = self.script(work)
@@ -198,9 +207,10 @@ class SqlPeer(Peer):
         self.settle()
 
 
-def pgbench(dsn: str, script: str, work: Work, *, rate: float = 0, stretch: int = 0) -> Sample:
-    """Run a script; with a rate at that many transactions a second, with a stretch also the rates of every so many
-    seconds."""
+def pgbench(dsn: str, script: str, work: Work, *, stretch: int = 0, unclocked: int = -1) -> Sample:
+    """Run a script; with a stretch also the rates of every so many seconds. How long the calls of a client took that is
+    unclocked does not count.
+    """
     with tempfile.TemporaryDirectory() as home:
         file = Path(home) / "script.sql"
         file.write_text("\n".join(line.strip() for line in script.splitlines()))
@@ -209,7 +219,6 @@ def pgbench(dsn: str, script: str, work: Work, *, rate: float = 0, stretch: int 
                 *(str(PGBENCH), "--no-vacuum", "--protocol=prepared", "--log"),
                 *(f"--time={max(1, round(work.seconds))}", f"--client={work.clients}"),
                 *(f"--jobs={min(work.clients, WORKERS)}", f"--file={file}"),
-                *((f"--rate={rate}",) if rate else ()),
                 *((f"--progress={stretch}",) if stretch else ()),
                 *("-D", "mid=0", "-D", f"tok={UUID(int=0)}", "-D", f"payload={payload(work.size)}"),
                 dsn,
@@ -223,9 +232,10 @@ def pgbench(dsn: str, script: str, work: Work, *, rate: float = 0, stretch: int 
         if done.returncode != 0 or "abort" in done.stderr:
             raise RuntimeError(f"pgbench failed:\n{done.stdout}{done.stderr}")
         latencies = sorted(
-            int(line.split(b" ", 3)[2]) / 1000
+            int(took) / 1000
             for log in Path(home).glob("pgbench_log.*")
-            for line in log.read_bytes().splitlines()
+            for client, _, took, _ in (line.split(b" ", 3) for line in log.read_bytes().splitlines())
+            if int(client) != unclocked
         )
     tps = float(re.findall(r"(?m)^tps = ([\d.]+)", done.stdout)[0])
     stretches = [

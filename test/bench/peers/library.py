@@ -4,12 +4,16 @@ import asyncio
 import json
 import multiprocessing
 import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from .base import WORKERS, Dry, Peer, Sample, Work, payload
 
 CONTEXT = multiprocessing.get_context("spawn")
+CONCURRENCY = 16  # of a worker that has such a setting
+Handle = Callable[[int], None]  # what a handler does first: say which message it has
 
 
 class Session:
@@ -44,6 +48,12 @@ class LibraryPeer(Peer):
 
     session: ClassVar[type[Session]]
     works: ClassVar[set[tuple[str, int]]]
+    worker: ClassVar[str]  # how its worker waits for messages
+
+    @staticmethod
+    def working(dsn: str, handle: Handle) -> AbstractAsyncContextManager[None]:
+        """Its own worker, as its documentation has it: calls a handler for each message while the context lasts."""
+        raise NotImplementedError
 
     def can(self, work: Work) -> bool:
         return (work.verb, work.batch) in self.works
@@ -134,6 +144,22 @@ async def _client(session: Session, work: Work, until: float) -> list[float]:
     return took
 
 
+@asynccontextmanager
+async def until_told(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Have a worker work while the context lasts, then end it; its failure is ours."""
+    task = asyncio.create_task(work)
+    yield
+    if not task.done():
+        task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
 def loads(text: str) -> Any:
     """A payload as a library wants it."""
     return json.loads(text)
+
+
+def number_in(body: str | bytes) -> int:
+    """The number of a message, where latency is measured."""
+    return int(json.loads(body)["number"])

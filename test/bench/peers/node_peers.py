@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from psycopg.conninfo import conninfo_to_dict
 
 from .base import QUEUE, WORKERS, Missing, Peer, Sample, Work, payload
-from .library import joined
+from .library import CONCURRENCY, joined
 
 HOME = Path(__file__).resolve().parents[3] / ".cache/bench/node"  # where fetch.py puts Node and the packages
 
@@ -20,6 +20,7 @@ class NodePeer(Peer):
     works: ClassVar[set[tuple[str, int]]]
     emptied: ClassVar[str]
     ready: ClassVar[str]
+    worker: ClassVar[str]  # how its worker waits for messages
 
     def setup(self) -> None:
         package = HOME / f"node_modules/{self.name}/package.json"
@@ -44,7 +45,7 @@ class NodePeer(Peer):
     def run(self, work: Work) -> Sample:
         processes = min(work.clients, WORKERS)
         children = [
-            self._start(
+            self.start(
                 {
                     "verb": work.verb,
                     "batch": work.batch,
@@ -64,7 +65,16 @@ class NodePeer(Peer):
             child.stdin.flush()
         return joined([self._answer(child) for child in children])
 
-    def _start(self, work: dict[str, Any]) -> "subprocess.Popen[str]":
+    def produce(self, rate: float, seconds: float, clients: int) -> list[Any]:
+        """Send evenly, one message a commit; returns (number, when its commit was answered) of each."""
+        child = self.start({"verb": "produce", "batch": 1, "clients": clients, "rate": rate, "seconds": seconds})
+        answer = self._answer(child, "go\n")
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return [(number, moment) for number, moment in answer]
+
+    def start(self, work: dict[str, Any]) -> "subprocess.Popen[str]":
+        """A process that does this work, or waits for a line to begin with it."""
         words = conninfo_to_dict(self.dsn)
         url = f"postgres://{words['user']}@/{words['dbname']}?host={words['host']}&port={words['port']}"
         peer = {"name": self.name, "dsn": url, "queue": QUEUE}
@@ -76,12 +86,12 @@ class NodePeer(Peer):
             text=True,
         )
 
-    def _answer(self, child: "subprocess.Popen[str]") -> Any:
-        said, complaint = child.communicate()
+    def _answer(self, child: "subprocess.Popen[str]", line: str | None = None) -> Any:
+        said, complaint = child.communicate(line)
         return json.loads(said.splitlines()[-1]) if child.returncode == 0 else f"{self.name}: {complaint.strip()}"
 
     def _ask(self, work: dict[str, Any]) -> None:
-        answer = self._answer(self._start(work))
+        answer = self._answer(self.start(work))
         if isinstance(answer, str):
             raise RuntimeError(answer)
 
@@ -92,6 +102,7 @@ class PgBoss(NodePeer):
     works: ClassVar = {("enqueue", 1), ("enqueue", 100), ("take", 1), ("take", 100), ("cycle", 1)}
     emptied = "truncate pgboss.job"
     ready = "select 1 from pgboss.job where state = 'created' limit 1"
+    worker = f"listens (it must be told to), polls every 30 s besides; {CONCURRENCY} workers"
 
 
 class GraphileWorker(NodePeer):
@@ -100,3 +111,4 @@ class GraphileWorker(NodePeer):
     works: ClassVar = {("enqueue", 1), ("enqueue", 100), ("take", 1), ("take", 100)}
     emptied = "truncate graphile_worker._private_jobs"
     ready = "select 1 from graphile_worker._private_jobs where locked_at is null limit 1"
+    worker = f"listens, polls every 2 s besides; {CONCURRENCY} concurrent jobs"

@@ -5,10 +5,21 @@ which gets every event. So it has no counterpart of a claim of one message. Batc
 runs behind each hundred while the queue is filled.
 """
 
+import os
 import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from .base import QUEUE, Missing, Sample, SqlPeer, Work, payload, pgbench
 
@@ -23,6 +34,28 @@ begin
     end loop;
 end $$
 """
+
+
+# One client consumes what the others insert, batch by batch; without one it looks again soon.
+CYCLE = rf"""
+    \if :client_id = 0
+    select coalesce(pgq.next_batch('{QUEUE}', 'bench'), 0) as mid \gset
+    \if :mid = 0
+    \sleep 20 ms
+    \else
+    select count(ev_data) as body from pgq.get_batch_events(:mid::bigint) \gset
+    select pgq.finish_batch(:mid::bigint);
+    \endif
+    \else
+    select pgq.insert_event('{QUEUE}', 'created', :payload);
+    \endif
+"""
+FINISHED = """
+    select t.tick_event_seq from pgq.subscription s
+    join pgq.tick t on t.tick_queue = s.sub_queue and t.tick_id = s.sub_last_tick
+"""
+STALLED = 5.0  # seconds without a batch that is finished
+DAEMON = Path(__file__).resolve().parents[3] / ".cache/bench/pgqd/root"
 
 
 class Pgq(SqlPeer):
@@ -44,6 +77,8 @@ class Pgq(SqlPeer):
         self.make_database()
         if not self.execute("select 1 from pg_available_extensions where name = 'pgq'"):
             raise Missing("Debian's postgresql-15-pgq3, and PostgreSQL 15 (make test-tools)")
+        if not (DAEMON / "usr/bin/pgqd").exists():
+            raise Missing("Debian's pgqd, by test/bench/fetch.py")
         self.execute("create extension pgq")
         ((self.version,),) = self.execute("select extversion from pg_extension where extname = 'pgq'")
         self._create()
@@ -66,6 +101,54 @@ class Pgq(SqlPeer):
             return super().run(work)
         return pgbench(self.dsn, self.scripts["take", 100], replace(work, clients=1))
 
+    def cycle(self, work: Work, stretch: int) -> Sample:
+        """Events a second from their insert to the batch that was finished, its own daemon cutting the batches; how
+        long calls take is that of the inserts.
+        """
+        with self.daemon(), watched(self.dsn) as moments:
+            inserted = pgbench(self.dsn, CYCLE, work, unclocked=0)
+            # From batch to batch, a second apart, unless they came to an end before.
+            if time.monotonic() > moments[-1][0] + STALLED:
+                moments.append((time.monotonic(), moments[-1][1]))
+        if len(moments) < 3:
+            return Sample(0, work.seconds, inserted.latencies)
+        # The first is what the queue was filled with.
+        (begin, first), (end, last) = moments[1], moments[-1]
+        edges = [begin + n * stretch for n in range(int((end - begin) / stretch) + 1)]
+        counts = [interpolated(moments, edge) for edge in edges]
+        rates = [round((after - before) / stretch, 1) for before, after in pairwise(counts)]
+        return Sample(last - first, end - begin, inserted.latencies, rates)
+
+    @contextmanager
+    def daemon(self) -> Iterator[None]:
+        """pgqd, as it is by default: a tick each second."""
+        with tempfile.TemporaryDirectory() as home:
+            words = conninfo_to_dict(self.dsn)
+            server = make_conninfo(**{name: words[name] for name in ("host", "port", "user")})
+            settings = {
+                "logfile": f"{home}/log",
+                "pidfile": f"{home}/pid",
+                "base_connstr": server,
+                "initial_database": self.database,
+                "database_list": self.database,
+            }
+            lines = ["[pgqd]", *(f"{name} = {value}" for name, value in settings.items())]
+            (Path(home) / "ini").write_text("\n".join(lines) + "\n")
+            process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", DAEMON / "usr/bin/pgqd", "-q", f"{home}/ini"],
+                env=os.environ | {"LD_LIBRARY_PATH": f"{DAEMON}/usr/lib/x86_64-linux-gnu"},
+            )
+            try:
+                yield
+            finally:
+                process.terminate()
+                process.wait()
+
+    @property
+    def scanned(self) -> str:
+        ((found,),) = self.execute("select queue_data_pfx from pgq.queue")
+        return str(found)
+
     def left(self) -> int:
         """Batches that nobody has fetched yet."""
         return len(
@@ -74,6 +157,36 @@ class Pgq(SqlPeer):
                 " where t.tick_id > s.sub_last_tick limit 1"
             )
         )
+
+
+@contextmanager
+def watched(dsn: str) -> Iterator[list[tuple[float, int]]]:
+    """Yields when the consumer had finished how many events, whenever that was another number."""
+    done = threading.Event()
+    moments: list[tuple[float, int]] = []
+
+    def repeat() -> None:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            while not done.wait(0.05):
+                (finished,) = connection.execute(FINISHED).fetchone() or (0,)
+                if not moments or finished != moments[-1][1]:
+                    moments.append((time.monotonic(), finished))
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield moments
+    finally:
+        done.set()
+        thread.join()
+
+
+def interpolated(moments: list[tuple[float, int]], at: float) -> float:
+    """How many were finished by then, as if each batch had been worked on evenly."""
+    for (before, low), (after, high) in pairwise(moments):
+        if at <= after:
+            return low + (high - low) * (at - before) / (after - before)
+    return moments[-1][1]
 
 
 def unpack(root: Path, into: Path) -> None:

@@ -2,17 +2,21 @@
 
 import asyncio
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from importlib.metadata import version
 from typing import ClassVar, Self
 
 import asyncpg
 from pgqueuer.db import AsyncpgDriver
+from pgqueuer.models import Job
+from pgqueuer.qm import QueueManager
 from pgqueuer.queries import EntrypointExecutionParameter, Queries
 from psycopg.conninfo import conninfo_to_dict
 
 from .base import QUEUE
-from .library import LibraryPeer, Session
+from .library import Handle, LibraryPeer, Session, number_in, until_told
 
 
 async def connect(dsn: str) -> asyncpg.Connection:
@@ -57,6 +61,7 @@ class Pgqueuer(LibraryPeer):
     client = "its own, asyncpg"
     session = QueriesSession
     works: ClassVar = {("enqueue", 1), ("enqueue", 100), ("take", 1), ("take", 100), ("cycle", 1)}
+    worker = "listens, polls every 30 s besides; 10 at a time"
 
     def setup(self) -> None:
         self.version = version("pgqueuer")
@@ -66,6 +71,21 @@ class Pgqueuer(LibraryPeer):
     async def _install(self) -> None:
         connection = await connect(self.dsn)
         await Queries(AsyncpgDriver(connection)).install()
+        await connection.close()
+
+    @staticmethod
+    @asynccontextmanager
+    async def working(dsn: str, handle: Handle) -> AsyncIterator[None]:
+        connection = await connect(dsn)
+        manager = QueueManager(Queries(AsyncpgDriver(connection)))
+
+        @manager.entrypoint(QUEUE)
+        async def work(job: Job) -> None:
+            handle(number_in(job.payload or b""))
+
+        async with until_told(manager.run()):
+            yield
+            manager.shutdown.set()
         await connection.close()
 
     def empty(self) -> None:

@@ -3,6 +3,8 @@
 A job is fetched alone: it has no counterpart of a claim of many.
 """
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any, ClassVar, Self
 
@@ -10,7 +12,7 @@ import procrastinate
 from procrastinate.jobs import Status
 
 from .base import QUEUE
-from .library import LibraryPeer, Session, loads
+from .library import CONCURRENCY, Handle, LibraryPeer, Session, loads, until_told
 
 
 class JobSession(Session):
@@ -50,12 +52,28 @@ class Procrastinate(LibraryPeer):
     client = "its own, psycopg 3"
     session = JobSession
     works: ClassVar = {("enqueue", 1), ("enqueue", 100), ("take", 1), ("cycle", 1)}
+    worker = f"listens, polls every 5 s besides; concurrency {CONCURRENCY}"
 
     def setup(self) -> None:
         self.version = version("procrastinate")
         self.make_database()
         with procrastinate.App(connector=procrastinate.SyncPsycopgConnector(conninfo=self.dsn)).open() as app:
             app.schema_manager.apply_schema()
+
+    @staticmethod
+    @asynccontextmanager
+    async def working(dsn: str, handle: Handle) -> AsyncIterator[None]:
+        app = procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo=dsn))
+
+        @app.task(name="bench.task", queue=QUEUE)
+        async def work(number: int) -> None:
+            handle(number)
+
+        worker = app.run_worker_async(
+            queues=[QUEUE], concurrency=CONCURRENCY, delete_jobs="successful", install_signal_handlers=False
+        )
+        async with app.open_async(), until_told(worker):
+            yield
 
     def empty(self) -> None:
         self.execute("truncate procrastinate_jobs cascade")

@@ -5,7 +5,8 @@ They are prepared, name a consumer and count attempts; nothing moves a message t
 
 from typing import ClassVar
 
-from .base import QUEUE, SqlPeer, payload
+from .bare import BareTable
+from .base import QUEUE
 
 TABLE = """
 create table public.messages (
@@ -32,9 +33,11 @@ CLAIM = f"""
 """
 
 
-class Raw(SqlPeer):
+class Raw(BareTable):
     name = "raw statements"
     table = "public.messages"
+    definition = TABLE
+    filling = f"{INSERT} select '{QUEUE}', %(payload)s::jsonb, 5, now() from generate_series(1, %(messages)s)"
     scripts: ClassVar = {
         ("enqueue", 1): f"{INSERT} values ('{QUEUE}', :payload::jsonb, 5, now()) returning id;\n",
         ("enqueue", 100): f"{INSERT} select '{QUEUE}', :payload::jsonb, 5, now() from generate_series(1, 100);\n",
@@ -48,17 +51,3 @@ class Raw(SqlPeer):
             delete from public.messages where id = any (:mid::bigint[]) and claimed_by = 'worker-1';
         """,
     }
-
-    def setup(self) -> None:
-        self.make_database()
-        self.execute(TABLE)
-        self.version = "—"
-
-    def fill(self, messages: int, size: int) -> None:
-        self.execute(f"truncate {self.table}")
-        self.execute(
-            f"{INSERT} select '{QUEUE}', %(payload)s::jsonb, 5, now() from generate_series(1, %(messages)s)",
-            payload=payload(size),
-            messages=messages,
-        )
-        self.settle()

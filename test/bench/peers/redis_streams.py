@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -15,7 +17,7 @@ import redis
 import redis.asyncio
 
 from .base import QUEUE, Missing
-from .library import LibraryPeer, Session
+from .library import Handle, LibraryPeer, Session, number_in, until_told
 
 HOME = Path(__file__).resolve().parents[3] / ".cache/bench/redis"
 
@@ -45,11 +47,14 @@ class StreamSession(Session):
         if not found:
             return 0
         ids = [entry[0] for entry in found[0][1]]
+        await self.settle(ids)
+        return len(ids)
+
+    async def settle(self, ids: list[bytes]) -> None:
         pipeline = self.connection.pipeline(transaction=True)
         pipeline.xack(QUEUE, "bench", *ids)
         pipeline.xdel(QUEUE, *ids)
         await pipeline.execute()
-        return len(ids)
 
     async def close(self) -> None:
         await self.connection.aclose()
@@ -60,6 +65,7 @@ class RedisStreams(LibraryPeer):
     client = "redis-py, asyncio"
     session = StreamSession
     works: ClassVar = {("enqueue", 1), ("enqueue", 100), ("take", 1), ("take", 100), ("cycle", 1)}
+    worker = "XREADGROUP that blocks, up to 100 at a time"
 
     def setup(self) -> None:
         root = HOME / "root"
@@ -101,6 +107,23 @@ class RedisStreams(LibraryPeer):
 
     def left(self) -> int:
         return int(self.connection.xlen(QUEUE))
+
+    @staticmethod
+    @asynccontextmanager
+    async def working(dsn: str, handle: Handle) -> AsyncIterator[None]:
+        session = await StreamSession.open(dsn)
+
+        async def work() -> None:
+            while True:
+                found = await session.connection.xreadgroup("bench", "worker", {QUEUE: ">"}, count=100, block=1000)
+                if found:
+                    for _, fields in found[0][1]:
+                        handle(number_in(fields[b"body"]))
+                    await session.settle([name for name, _ in found[0][1]])
+
+        async with until_told(work()):
+            yield
+        await session.close()
 
     def close(self) -> None:
         self.connection.close()

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from .base import SqlPeer, payload
+from .bare import BareTable
 
 TABLE = """
 create table public.endpoint (
@@ -12,9 +12,15 @@ create table public.endpoint (
 HEADERS = '{"NServiceBus.MessageId": "1"}'
 
 
-class Transport(SqlPeer):
+class Transport(BareTable):
     name = "transport's delete"
     table = "public.endpoint"
+    definition = TABLE
+    filling = (
+        "insert into public.endpoint (id, headers, body)"
+        f" select gen_random_uuid(), '{HEADERS}', convert_to(%(payload)s, 'UTF8')"
+        " from generate_series(1, %(messages)s)"
+    )
     scripts: ClassVar = {
         ("take", 1): r"""
             delete from public.endpoint rs
@@ -24,19 +30,3 @@ class Transport(SqlPeer):
             \gset
         """,
     }
-
-    def setup(self) -> None:
-        self.make_database()
-        self.execute(TABLE)
-        self.version = "—"
-
-    def fill(self, messages: int, size: int) -> None:
-        self.execute(f"truncate {self.table}")
-        self.execute(
-            "insert into public.endpoint (id, headers, body)"
-            f" select gen_random_uuid(), '{HEADERS}', convert_to(%(payload)s, 'UTF8')"
-            " from generate_series(1, %(messages)s)",
-            payload=payload(size),
-            messages=messages,
-        )
-        self.settle()

@@ -1,5 +1,7 @@
 // Drives one peer of Node: worker.mjs PEER WORK, both JSON. Says "ready" when it is connected, waits for a line, works,
-// and prints [messages, seconds, latencies in ms], or "dry" where messages ran out.
+// and prints [messages, seconds, latencies in ms], or "dry" where messages ran out. Latency has two verbs: "produce" prints
+// [number, moment] of every message it sent, "consume" answers "count" and "stop", the latter by [number, moment] of every
+// handler that began; moments are seconds of CLOCK_MONOTONIC.
 import { once } from 'node:events'
 import { createInterface } from 'node:readline'
 
@@ -9,7 +11,8 @@ const peers = {
   'pg-boss': async () => {
     const { PgBoss } = await import('pg-boss')
     const boss = new PgBoss({
-      connectionString: peer.dsn, max: work.clients, supervise: false, schedule: false, migrate: work.verb === 'setup'
+      connectionString: peer.dsn, max: work.clients, supervise: false, schedule: false, migrate: work.verb === 'setup',
+      useListenNotify: work.verb === 'consume'
     })
     boss.on('error', (error) => { throw error })
     await boss.start()
@@ -22,6 +25,12 @@ const peers = {
         const jobs = await boss.fetch(peer.queue, { batchSize: number })
         if (jobs.length) await boss.complete(peer.queue, jobs.map((job) => job.id))
         return jobs.length
+      },
+      listen: async () => {
+        await boss.updateQueue(peer.queue, { notify: true })
+        await boss.work(peer.queue, { localConcurrency: work.clients, notifyPollingIntervalSeconds: 30 },
+          async (jobs) => jobs.forEach((job) => note(job.data)))
+        return () => boss.updateQueue(peer.queue, { notify: false })
       },
       close: () => boss.stop({ graceful: false })
     }
@@ -50,11 +59,18 @@ const peers = {
         await runner.stop()
         return done
       },
+      listen: async () => {
+        const runner = await run({ preset, noHandleSignals: true, taskList: { bench: note } })
+        return () => runner.stop()
+      },
       close: () => utils.release()
     }
   }
 }
 
+const monotonic = () => Number(process.hrtime.bigint()) / 1e9
+const begun = []
+const note = (payload) => { begun.push([payload.number, monotonic()]) }
 const session = await peers[peer.name]()
 
 async function client (until) {
@@ -82,20 +98,48 @@ async function fill () {
   }
 }
 
+// One message a commit, evenly, by clients that take turns.
+async function produce () {
+  const sent = []
+  const start = monotonic() + 0.2
+  await Promise.all(Array.from({ length: work.clients }, async (_, place) => {
+    for (let number = place; number < Math.round(work.rate * work.seconds); number += work.clients) {
+      const wait = start + number / work.rate - monotonic()
+      if (wait > 0) await new Promise((resolve) => setTimeout(resolve, wait * 1000))
+      await session.enqueue([{ number: number + 1 }])
+      sent.push([number + 1, monotonic()])
+    }
+  }))
+  return sent
+}
+
+async function consume () {
+  const end = await session.listen()
+  console.log('"ready"')
+  for await (const line of createInterface({ input: process.stdin })) {
+    if (line === 'stop') break
+    console.log(JSON.stringify([begun.length]))
+  }
+  await end()
+  return begun
+}
+
 let result
 try {
   if (work.verb === 'setup') result = await session.setup()
   else if (work.verb === 'fill') result = await fill()
+  else if (work.verb === 'consume') result = await consume()
   else {
     const go = once(createInterface({ input: process.stdin }), 'line')
     console.log('"ready"')
     await go
-    result = await measure()
+    result = await (work.verb === 'produce' ? produce() : measure())
   }
 } catch (error) {
   if (error.message !== 'dry') throw error
   result = 'dry'
 }
-console.log(JSON.stringify(result ?? null))
+// An exit does not wait for what a pipe has not taken yet.
+await new Promise((resolve) => process.stdout.write(`${JSON.stringify(result ?? null)}\n`, resolve))
 await session.close()
 process.exit()

@@ -1,0 +1,261 @@
+"""Where the time of one call goes: what a claim, an ack, an enqueue and an exchange cost their backend, and what of it.
+
+A call as a whole, and what it is made of alone, are CPU time of the backend by /proc/PID/schedstat; the statements
+inside of it are what pg_stat_statements says of them; what the server does meanwhile is what perf sees, where there is
+perf. The figures go to results/breakdown.json, and by report.py to README.md in this directory.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from peers.base import payload
+from peers.raw import CLAIM, INSERT, TABLE
+from report import breakdown
+from rich.progress import track
+from rig import RESULTS, SETTINGS, circumstances
+
+from pgqueue.embedded import EmbeddedServer
+
+FIGURES = RESULTS / "breakdown.json"
+SHOWN = 0.02  # of a call: statements that take less are summed up
+TOP = 10
+# What the server's functions are about, those that they call included.
+STAGES = {
+    "fmgr_security_definer": "the function with all that is in it; of that:",
+    "standard_ExecutorStart": "getting statements ready to run, anew in each call",
+    "GetCachedPlan": "looking whether their plans still hold",
+    "ExecLockRows": "finding and locking the message",
+    "ExecModifyTable": "updating the message, its index entries and WAL included",
+    "gen_random_uuid": "making the token",
+    "CommitTransaction": "the commit",
+    "internal_flush_buffer": "sending the answer",
+    "pq_recvbuf": "receiving the next call",
+}
+# The settings that the verbs carry, on functions that do nothing.
+EMPTY = """
+    create function empty(text) returns boolean language plpgsql volatile as $$ begin return true; end $$;
+    create function empty_as_claim(text, int) returns setof pgqueue.message
+    language plpgsql volatile security definer
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+    set enable_sort = off
+    as $$ begin return; end $$;
+"""
+ALONE = {
+    "`select 1`: a statement's way in and out": "select 1",
+    "an empty function in PL/pgSQL": "select empty('orders')",
+    "the same with the result and the five settings of `claim`": "select id from empty_as_claim('orders', 1)",
+    "the lock of the queue, and whether it archives: `_hold_unarchived`": "select pgqueue._hold_unarchived('orders')",
+    "an id for the transaction, and its commit": "select pg_current_xact_id()",
+    "one row of `queues` by its key": "select visibility_timeout from pgqueue.queues where name = 'orders'",
+}
+
+
+class Backend:
+    """The session whose backend is looked at."""
+
+    def __init__(self, server: EmbeddedServer, calls: int) -> None:
+        self.connection = psycopg.connect(server.dsn, autocommit=True)
+        self.calls = calls
+        self.body = payload(100)
+        for statement in (
+            "create extension pg_stat_statements",
+            "create extension pgqueue",
+            "select pgqueue.create_queue('orders')",
+            EMPTY,
+            TABLE,
+            "set synchronous_commit = off",
+        ):
+            self.connection.execute(statement.encode())
+
+    def cpu(self) -> int:
+        """Nanoseconds that it has run for."""
+        return int(Path(f"/proc/{self.connection.info.backend_pid}/schedstat").read_text().split()[0])
+
+    def run(self, statement: str, *values: Any) -> list[Any]:
+        return self.connection.execute(statement.encode(), values or None, prepare=True).fetchall()
+
+    def fill(self) -> None:
+        """A queue as new, and the bare table, with more messages than the calls of a round take."""
+        rows = f"select '{self.body}'::jsonb from generate_series(1, {3 * self.calls})"
+        for statement in (
+            "truncate pgqueue.messages, public.messages",
+            "select pgqueue.drop_queue('orders')",
+            "select pgqueue.create_queue('orders')",
+            "insert into pgqueue.messages (queue_name, max_attempts, payload)"
+            f" select 'orders', 5, r from ({rows}) as t (r)",
+            f"{INSERT} select 'orders', r, 5, now() from ({rows}) as t (r)",
+            "vacuum analyze",
+            "checkpoint",
+        ):
+            self.connection.execute(statement.encode())
+
+
+def verbs(backend: Backend) -> dict[str, Callable[[], Any]]:
+    """What is measured, each so that it can be called again and again, in this order, on a queue that was filled."""
+    claimed: list[tuple[Any, ...]] = []
+    held: list[tuple[Any, ...]] = []
+
+    def claim() -> None:
+        claimed.extend(backend.run("select id, claim_token from pgqueue.claim('orders', 1)"))
+
+    def ack() -> None:
+        backend.run("select pgqueue.ack('orders', %s, %s)", *claimed.pop())
+
+    def enqueue() -> None:
+        backend.run("select pgqueue.enqueue('orders', %s::jsonb)", backend.body)
+
+    def exchange() -> None:
+        ids, token = [held[-1][0]] if held else [], held[-1][1] if held else None
+        held[:] = backend.run(
+            "select id, claim_token from pgqueue.exchange('orders', %s::bigint[], %s::uuid) where not lost", ids, token
+        )
+
+    return {"claim": claim, "ack": ack, "enqueue": enqueue, "exchange": exchange}
+
+
+def parts(backend: Backend) -> dict[str, Callable[[], Any]]:
+    """What calls are made of, and what they are compared with, alone."""
+    found: dict[str, Callable[[], Any]] = {what: partial(backend.run, statement) for what, statement in ALONE.items()}
+
+    def take() -> None:
+        ((number, *_),) = backend.run(f"{CLAIM % 1} returning m.id, m.payload, m.attempt_count")
+        backend.run("delete from public.messages where id = %s and claimed_by = 'worker-1' returning id", number)
+
+    insert = f"{INSERT} values ('orders', %s::jsonb, 5, now()) returning id"
+    found["bare table: insert, as an enqueue"] = partial(backend.run, insert, backend.body)
+    found["bare table: update and delete, as a claim and an ack"] = take
+    return found
+
+
+def clocked(backend: Backend, call: Callable[[], Any]) -> float:
+    """Microseconds of CPU of the backend for one call."""
+    before = backend.cpu()
+    for _ in range(backend.calls):
+        call()
+    return (backend.cpu() - before) / backend.calls / 1000
+
+
+def nested(backend: Backend, call: Callable[[], Any]) -> dict[str, tuple[float, float]]:
+    """Of each statement inside of a call: how often it runs, and for how many microseconds."""
+    backend.connection.execute("set pg_stat_statements.track = 'all'")
+    backend.connection.execute("select pg_stat_statements_reset()")
+    for _ in range(backend.calls):
+        call()
+    backend.connection.execute("set pg_stat_statements.track = 'none'")
+    rows = backend.connection.execute(
+        "select query, sum(calls), sum(total_exec_time) from pg_stat_statements where not toplevel group by query"
+    ).fetchall()
+    return {
+        " ".join(re.sub("--.*", "", query).split()): (float(count) / backend.calls, float(ms) * 1000 / backend.calls)
+        for query, count, ms in rows
+    }
+
+
+def seen(backend: Backend, call: Callable[[], Any], seconds: float) -> dict[str, list[tuple[str, float]]]:
+    """What perf sees the backend do, in per cent: by stages, and the functions that take most by themselves."""
+    if shutil.which("perf") is None:
+        return {}
+    with tempfile.TemporaryDirectory() as home:
+        pid = backend.connection.info.backend_pid
+        record = ["perf", "record", "--quiet", "--freq=1500", "--call-graph=dwarf,16384"]
+        recorder = subprocess.Popen([*record, f"--pid={pid}", f"--output={home}/data"], stderr=subprocess.DEVNULL)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            call()
+        recorder.terminate()
+        recorder.wait()
+        report = ["perf", "report", "--stdio", "--children", "--call-graph=none", "--sort=symbol"]
+        said = subprocess.run([*report, f"--input={home}/data"], capture_output=True, text=True).stdout
+    found = [
+        (name, where, float(within), float(alone))
+        for within, alone, where, name in re.findall(r"(?m)^\s+([\d.]+)%\s+([\d.]+)%\s+\[(.)\] (\S+)", said)
+    ]
+    stages = {name: within for name, _, within, _ in found if name in STAGES}
+    return {
+        "stages": [(f"{STAGES[name]} (`{name}`)", stages[name]) for name in STAGES if name in stages],
+        "alone": [
+            (f"`{name}`" + " of the kernel" * (where == "k"), alone)
+            for name, where, _, alone in sorted(found, key=lambda each: -each[3])[:TOP]
+        ],
+    }
+
+
+def measure(rounds: int, calls: int, seconds: float) -> dict[str, Any]:
+    """The lowest of all rounds: what is more is what else the machine did."""
+    settings = SETTINGS | {"shared_preload_libraries": "pg_stat_statements", "pg_stat_statements.track": "none"}
+    with EmbeddedServer(settings=settings) as server:
+        backend = Backend(server, calls)
+        about = circumstances({18: server})
+        costs: dict[str, list[float]] = {}
+        inner: dict[str, list[dict[str, tuple[float, float]]]] = {}
+        for _ in track(range(rounds), description="calls"):
+            backend.fill()
+            for name, call in (verbs(backend) | parts(backend)).items():
+                costs.setdefault(name, []).append(clocked(backend, call))
+            backend.fill()
+            for name, call in verbs(backend).items():
+                inner.setdefault(name, []).append(nested(backend, call))
+        backend.calls = round(20_000 * seconds)
+        backend.fill()
+        sights = seen(backend, verbs(backend)["claim"], seconds)
+        backend.connection.close()
+    names = list(inner)
+    return {
+        "circumstances": about,
+        "rounds": rounds,
+        "calls": calls,
+        "verbs": [
+            {
+                "verb": name,
+                "cpu_us": round(min(costs[name]), 1),
+                "median_us": round(statistics.median(costs[name]), 1),
+                "statements": statements(inner[name]),
+            }
+            for name in names
+        ],
+        "alone": [{"what": name, "cpu_us": round(min(costs[name]), 1)} for name in costs if name not in names],
+        "perf": sights,
+    }
+
+
+def statements(rounds: list[dict[str, tuple[float, float]]]) -> list[dict[str, Any]]:
+    """Each statement of a verb by its best round, the longest first; those that take little are one."""
+    every = {query for each in rounds for query in each}
+    best = {query: min(each[query][1] for each in rounds if query in each) for query in every}
+    often = {query: max(each.get(query, (0.0, 0.0))[0] for each in rounds) for query in every}
+    whole = sum(best.values())
+    long = sorted((query for query in every if best[query] >= SHOWN * whole), key=lambda query: -best[query])
+    found = [{"statement": query, "times": round(often[query], 3), "us": round(best[query], 1)} for query in long]
+    rest = whole - sum(best[query] for query in long)
+    return [*found, {"statement": "", "times": len(every) - len(long), "us": round(rest, 1)}]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--calls", type=int, default=1000, help="of everything in each round")
+    parser.add_argument("--seconds", type=float, default=5, help="that perf looks at claims for")
+    parser.add_argument("--output", type=Path, default=FIGURES, help="where the JSON goes")
+    options = parser.parse_args()
+    report = measure(options.rounds, options.calls, options.seconds)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    print(breakdown(report))
+
+
+if __name__ == "__main__":
+    main()

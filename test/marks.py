@@ -1,0 +1,28 @@
+"""Keeps what is generated into a README between two marks there."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def put(name: str, text: str, stale: str, readme: str = "README.md") -> int:
+    """Put a text between the marks of that name; with --check among the arguments only say what is stale there.
+
+    Returns what the program exits with.
+    """
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    file = ROOT / readme
+    old = file.read_text(encoding="utf-8")
+    if old.count(begin) != 1 or old.count(end) != 1:
+        print(f"{readme} needs {begin} and {end}, once each, where the text belongs")
+        return 1
+    before, rest = old.split(begin)
+    new = f"{before}{begin}\n\n{text}\n{end}{rest.split(end)[1]}"
+    if new == old:
+        return 0
+    if "--check" in sys.argv:
+        print(f"{readme}: {stale}")
+        return 1
+    file.write_text(new, encoding="utf-8")
+    return 0
