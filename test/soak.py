@@ -10,6 +10,7 @@ import asyncio
 import faulthandler
 import gc
 import json
+import math
 import os
 import random
 import signal
@@ -104,7 +105,7 @@ class History:
     crashes: int = 0  # of the server
 
 
-STOP_SECONDS = 15
+STOP_SECONDS = 30
 DOOMED = frozenset({"poison", "reject", "killer"})
 FINAL_HEADERS = ("failed_queue", "exception_type", "exception_message", "stack_trace", "failed_at", "attempts")
 
@@ -540,7 +541,7 @@ class Plan:
     pause: tuple[float, float] = (0.5, 1)
     pause_seconds: tuple[float, float] = (2.2, 3.5)
     visibility_timeout: float = 2
-    drain_seconds: float = 30
+    drain_seconds: float = 30  # without any progress
     calm_messages: int = 60
 
 
@@ -580,6 +581,7 @@ class _Child:
 
     def __init__(self, role: str, settings: dict[str, Any], log: Path) -> None:
         self.role, self.log, self.history = role, log, Path(settings["history"]).stem
+        self._begun = Path(settings["history"])
         self.killed = False
         self.told_at: float | None = None  # to stop
         self.paused_until: float | None = None
@@ -593,6 +595,10 @@ class _Child:
 
     def is_up(self) -> bool:
         return self.process.poll() is None
+
+    def has_begun(self) -> bool:
+        """Whether it is up and reads what it is told."""
+        return self._begun.exists()
 
     def kill(self) -> None:
         self.killed = True
@@ -777,6 +783,8 @@ class Soak:
                 elif child.paused_until is not None:
                     if calm or now >= child.paused_until:
                         child.resume()
+                elif child.told_at is not None and not child.has_begun():
+                    child.told_at = now  # On a busy machine it takes its time to get so far.
                 elif child.told_at is not None and now > child.told_at + STOP_SECONDS and not child.killed:
                     self._violated("did not stop", f"{child.role} within {STOP_SECONDS} s:\n{child.explain()}")
                     child.kill()
@@ -887,15 +895,17 @@ class Soak:
             time.sleep(0.02)
 
     def _settle(self) -> None:
-        """Wait until every queue is empty and the producers have ended."""
-        deadline = time.monotonic() + self.plan.drain_seconds
+        """Wait until every queue is empty and the producers have ended, or for so long nothing has become less."""
+        deadline, least = time.monotonic() + self.plan.drain_seconds, math.inf
         while time.monotonic() < deadline:
             self._supervise(calm=True)
-            row = self.connection.execute(
+            ((left,),) = self.connection.execute(
                 "select (select count(*) from pgqueue.messages) + (select count(*) from pgqueue.scheduled_messages)"
-            ).fetchone()
-            if not any(self._producers) and row == (0,):
+            ).fetchall()
+            if not any(self._producers) and not left:
                 return
+            if left < least:
+                deadline, least = time.monotonic() + self.plan.drain_seconds, left
             time.sleep(0.05)
 
     def _collect(self) -> None:
@@ -959,8 +969,8 @@ class Soak:
             h.left += [row[0] for row in rows(f"select {key} from pgqueue.{table} where queue_name = %(queue)s")]
         (stats,) = pgqueue.Queues(self.connection).stats(queue)
         left = stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
-        estimated = "dead_messages" in stats.estimates
-        if left != len(h.left) or (stats.dead_messages != len(h.dead) and not estimated):
+        wrong = left != len(h.left) and "ready_messages" not in stats.estimates
+        if wrong or (stats.dead_messages != len(h.dead) and "dead_messages" not in stats.estimates):
             found = f"{len(h.left)} left and {len(h.dead)} dead letters, and stats says {stats}"
             self.violations.append((queue, Violation("miscounted", None, found)))
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -133,20 +134,21 @@ def consume(dsn: str, flavour: str, options: dict[str, Any], pipe: Any) -> None:
 # Wake-up latency: two streams of messages, each a process with a connection of its own.
 
 
-def send_evenly(dsn: str, seconds: float, every: tuple[float, float], first: int) -> list[tuple[int, float, float]]:
-    """One message a transaction, at intervals; returns the number, when it was sent, when its commit was answered."""
+Sent = tuple[list[tuple[int, float, float]], float]  # numbers, when sent, when the commit was answered; CPU seconds
+
+
+def send_evenly(dsn: str, seconds: float, every: tuple[float, float], first: int) -> Sent:
+    """One message a transaction, at intervals."""
     return _send(dsn, seconds, every, 1, first)
 
 
-def send_bursts(dsn: str, seconds: float, every: tuple[float, float], first: int) -> list[tuple[int, float, float]]:
+def send_bursts(dsn: str, seconds: float, every: tuple[float, float], first: int) -> Sent:
     """Twenty messages a transaction, at intervals."""
     return _send(dsn, seconds, every, 20, first)
 
 
-def _send(
-    dsn: str, seconds: float, every: tuple[float, float], size: int, first: int
-) -> list[tuple[int, float, float]]:
-    chance = random.Random(first)
+def _send(dsn: str, seconds: float, every: tuple[float, float], size: int, first: int) -> Sent:
+    chance, before = random.Random(first), time.process_time()
     numbers = count(first)
     sent: list[tuple[int, float, float]] = []
     with psycopg.connect(dsn, autocommit=True) as connection:
@@ -163,7 +165,7 @@ def _send(
                 queue.enqueue_batch([{"number": number} for number in batch])
             answered = time.monotonic()
             sent += [(number, called, answered) for number in batch]
-    return sent
+    return sent, time.process_time() - before
 
 
 LOADS: dict[str, list[tuple[Callable[..., Any], tuple[float, float]]]] = {
@@ -177,16 +179,16 @@ LOADS: dict[str, list[tuple[Callable[..., Any], tuple[float, float]]]] = {
 def latency(server: EmbeddedServer, options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     """From the commit of an enqueue to the handler, in milliseconds: of all rounds together, and of each."""
     cells = [(load, mode, flavour) for load in LOADS for mode in MODES for flavour in ("sync", "async")]
-    rounds: dict[tuple[str, str, str], list[tuple[list[float], list[float]]]] = {cell: [] for cell in cells}
+    rounds: dict[tuple[str, str, str], list[Woken]] = {cell: [] for cell in cells}
     for number in range(options.rounds):
         for cell in cells if number % 2 == 0 else reversed(cells):
             rounds[cell].append(woken(server, *cell, options))
-            by_answer, _ = rounds[cell][-1]
+            by_answer, _, _ = rounds[cell][-1]
             shown = ", ".join(f"{name} {_quantile(by_answer, part):.1f} ms" for name, part in _QUANTILES.items())
             console.print(f"[dim]{', '.join(cell)}: {shown}")
     results = []
     for (load, mode, flavour), measured in rounds.items():
-        by_answer, by_call = (sorted(one for part in parts for one in part) for parts in zip(*measured, strict=True))
+        by_answer, by_call = (sorted(one for part in measured for one in part[place]) for place in (0, 1))
         results.append(
             {
                 "load": load,
@@ -197,35 +199,57 @@ def latency(server: EmbeddedServer, options: argparse.Namespace, console: Consol
                 **{name: round(_quantile(by_answer, part), 2) for name, part in _QUANTILES.items()},
                 "from_call": {name: round(_quantile(by_call, part), 2) for name, part in _QUANTILES.items()},
                 "rounds": {
-                    name: [round(_quantile(one, part), 2) for one, _ in measured] for name, part in _QUANTILES.items()
+                    name: [round(_quantile(one, part), 2) for one, *_ in measured] for name, part in _QUANTILES.items()
                 },
                 "quantiles": [round(_quantile(by_answer, part), 3) for part in QUANTILES],
+                "cpu": [costs for _, _, costs in measured],
             }
         )
     return results
 
 
-def woken(
-    server: EmbeddedServer, load: str, mode: str, flavour: str, options: argparse.Namespace
-) -> tuple[list[float], list[float]]:
-    """Milliseconds until the handler, in order: from the answer to the commit, and from the call of the enqueue."""
+# Milliseconds until the handler, in order: from the answer to the commit, and from the call of the enqueue; and the
+# microseconds of CPU that a message costs the consumer, the producers, and the server.
+Woken = tuple[list[float], list[float], list[int]]
+
+
+def woken(server: EmbeddedServer, load: str, mode: str, flavour: str, options: argparse.Namespace) -> Woken:
+    """One round of a cell of latency."""
     database = Database(server)
     work = Work(database.dsn, flavour, MODES[mode] | {"concurrency": options.concurrency})
     time.sleep(1)
     streams = LOADS[load]
     with CONTEXT.Pool(len(streams)) as pool:
+        pool.map(time.sleep, [0.5] * len(streams), 1)  # until all are up
+        (_, _, own), served = work.ask("count"), all_seconds(server)
         pending = [
             pool.apply_async(send, (database.dsn, options.seconds, every, 1 + place * 10_000_000))
             for place, (send, every) in enumerate(streams)
         ]
-        sent = [one for stream in pending for one in stream.get()]
-    drained(database)
+        answers = [stream.get() for stream in pending]
+        drained(database)
+    own, served = work.ask("count")[2] - own, all_seconds(server) - served
+    sent, producers = [one for stream, _ in answers for one in stream], sum(spent for _, spent in answers)
+    costs = [round(spent / len(sent) * 1e6) for spent in (own, producers, served)]
     handled = dict(work.close())
     database.close()
     assert len(handled) == len(sent), f"{len(sent)} sent, {len(handled)} handled"
     by_answer = sorted(max(0, handled[number] - answered) * 1000 for number, _, answered in sent)
     by_call = sorted((handled[number] - called) * 1000 for number, called, _ in sent)
-    return by_answer, by_call
+    return by_answer, by_call, costs
+
+
+def all_seconds(server: EmbeddedServer) -> float:
+    """The CPU seconds of all processes of a server, those that have ended included, so far; 0 without /proc."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent, *times = map(int, itemgetter(1, 11, 12, 13, 14)(stat.read_text().rpartition(")")[2].split()))
+            if stat.parent.name == str(server.pid):
+                ticks += sum(times)
+            elif parent == server.pid:
+                ticks += sum(times[:2])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 _QUANTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
@@ -414,7 +438,8 @@ def circumstances(server: EmbeddedServer) -> dict[str, Any]:
 def tables(report: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """Titles, headings and rows of all tables."""
     if "latency" in report:
-        headings = ["from commit to handler, ms", "", "", "p50", "p99", "max", "p50 / p99 from the call", "targets"]
+        headings = ["from commit to handler, ms", "", "", "p50", "p99", "max", "p50 / p99 from the call"]
+        headings += ["CPU of consumer + producers + server, µs a message", "targets"]
         rows = []
         for one in report["latency"]["figures"]:
             met = all(one[name] < bound for name, bound in TARGETS.items())
@@ -424,7 +449,7 @@ def tables(report: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[s
                 one["flavour"],
                 *(_spread(one[name], one.get("rounds", {}).get(name, [])) for name in _QUANTILES),
             ]
-            row.append(" / ".join(f"{one['from_call'][name]:.1f}" for name in TARGETS))
+            row += [" / ".join(f"{one['from_call'][name]:.1f}" for name in TARGETS), _costs(one.get("cpu", []))]
             rows.append([*row, "met" if met else "missed"])
         yield "Wake-up latency", headings, rows
     if "idle" in report:

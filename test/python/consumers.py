@@ -35,6 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 NOW = timedelta(0)
 SECOND = timedelta(seconds=1)
+LONG = timedelta(minutes=5)  # between two looks: longer than `wait_for` waits, so that only a wake-up is seen in time
 
 Work = Callable[["Step"], Coroutine[Any, Any, Any]]
 
@@ -319,7 +320,7 @@ class Form:
                 with _lock:
                     _running.remove(run)
             run.stop()
-            wait_for(lambda: _running or not left_threads(), 5)
+            wait_for(lambda: _running or not left_threads())
             gc.collect()  # A connection that was lost is reported by the test that lost it.
 
 
@@ -435,7 +436,7 @@ def steal(connection: psycopg.Connection[Any], name: str) -> list[Any]:
                 raise psycopg.Rollback
         return found
 
-    return wait_for(stolen, 5)
+    return wait_for(stolen)
 
 
 def are_idle(connection: psycopg.Connection[Any], name: str) -> bool:
@@ -451,13 +452,16 @@ def are_idle(connection: psycopg.Connection[Any], name: str) -> bool:
 
 def cut(connection: psycopg.Connection[Any], name: str) -> int:
     """End every connection of the consumers of a queue, and wait until they are gone; returns how many those were."""
-    ended = rows(
+    # One that listens comes last: its end wakes the consumer, which would go to work on the others.
+    found = rows(
         connection,
-        "select pg_terminate_backend(pid, 5000) from pg_stat_activity"
-        " where application_name = %s and datname = current_database()",
+        "select pid from pg_stat_activity where application_name = %s and datname = current_database()"
+        " order by query ilike 'unlisten%%'",
         name[:63],
     )
-    return len(ended)
+    for (pid,) in found:
+        connection.execute("select pg_terminate_backend(%s, 30000)", (pid,))
+    return len(found)
 
 
 # Consumers in processes of their own.

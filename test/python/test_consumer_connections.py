@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -34,7 +33,7 @@ class Gate:
     def __call__(self) -> Any:
         if next(self.tries, None) is None:
             self.reached.set()
-            assert self.opened.wait(30)
+            assert self.opened.wait(120)
         self.made.append(psycopg.connect(self.dsn))
         return self.made[-1]
 
@@ -202,10 +201,8 @@ def test_a_stop_while_it_connects_waits_for_nobody_and_loses_nothing(
     consumer = form.consumer(gate, name, idle)
     starting = beside(consumer.start)
     assert gate.reached.wait(30)
-    started = time.monotonic()
-    beside(lambda: consumer.stop(force=True)).result(20)
-    assert time.monotonic() - started < 15, "it waited for who connects"
-    starting.result(10)
+    beside(lambda: consumer.stop(force=True)).result(30)  # Whoever waits for who connects would wait for us.
+    starting.result(30)
     assert gate.reached.is_set()
     gate.opened.set()
     wait_for(lambda: not opening_threads())

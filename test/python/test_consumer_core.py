@@ -146,7 +146,7 @@ def test_a_forced_stop_costs_no_attempt(mode: str, database: str, connection: Co
     consumer.request_stop()
     consumer.request_stop()
     consumer.stop()
-    [message] = wait_for(queue.claim, 2)
+    [message] = wait_for(queue.claim)
     assert message.attempt_count == 1
 
 

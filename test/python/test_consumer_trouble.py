@@ -13,6 +13,7 @@ import pytest
 from clients import connect, is_empty, wait_for
 from consumers import (
     FORMS,
+    LONG,
     PLAIN,
     SECOND,
     Form,
@@ -79,7 +80,7 @@ def test_a_connection_that_broke_while_it_was_idle_is_no_trouble(
 ) -> None:
     queue = prepare(connection, name)
     queue.enqueue(1)
-    with form.consuming(database, name, concurrency=1, peek_delay=10 * SECOND) as run:
+    with form.consuming(database, name, concurrency=1, peek_delay=LONG) as run:
         wait_for(lambda: waits(connection, name))
         # It says so before the statement that does has ended.
         wait_for(lambda: are_idle(connection, name))
@@ -270,11 +271,11 @@ def slow_to_wait(empty_database: Callable[[], str]) -> str:
 def test_what_is_sent_while_it_says_that_it_waits_is_not_slept_over(form: Form, slow_to_wait: str) -> None:
     with connect(slow_to_wait) as connection:
         queue = prepare(connection, "q")
-        with form.consuming(slow_to_wait, "q", peek_delay=10 * SECOND) as run:
+        with form.consuming(slow_to_wait, "q", peek_delay=LONG) as run:
             wait_for(lambda: waits(connection, "q"))
             # It is told at once, but there is nothing to be had before the wait has been prepared.
             queue.enqueue(1, delay=1.5 * SECOND)
-            wait_for(lambda: run.returned == [1], 6)
+            wait_for(lambda: run.returned == [1])
 
 
 # Stops that come early

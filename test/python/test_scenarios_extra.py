@@ -98,7 +98,7 @@ def test_the_circuit_is_armed_opens_and_closes_again(
             line.cut(connection)
             queue.enqueue_batch(list(range(20)))
         for run, _, _ in runs:
-            wait_for(lambda: run.circuits[-1:] == ["open"], 10)  # noqa: B023
+            wait_for(lambda: run.circuits[-1:] == ["open"])  # noqa: B023
             assert run.circuits[-2:] == ["armed", "open"]
         tries = [line.tries for _, line, _ in runs]
         for _, line, _ in runs:
@@ -129,7 +129,7 @@ def test_a_success_in_time_closes_the_circuit(form: Form, database: str, connect
         wait_for(lambda: line.tries and run.circuits[-1:] == ["armed"])
         line.down = False
         queue.enqueue(2)
-        wait_for(lambda: 2 in run.returned, 10)
+        wait_for(lambda: 2 in run.returned)
         wait_for(lambda: run.circuits[-1] == "closed")
     # Each connection that was just being made when the line was cut may have been of use for a moment.
     assert run.circuits == ["armed", "closed"] * (len(run.circuits) // 2)
@@ -274,7 +274,7 @@ def test_many_claimers_of_what_came_due_share_nothing_and_wait_for_nobody(
 
     def take() -> None:
         with connect(database) as consumer:
-            consumer.execute("set statement_timeout = '2 s'")
+            consumer.execute("set statement_timeout = '20 s'")
             while not is_empty(consumer, name):
                 messages = Queue(consumer, name).claim(7)
                 claimed.extend(message.id for message in messages)
@@ -289,7 +289,7 @@ def test_many_claimers_of_what_came_due_share_nothing_and_wait_for_nobody(
         first = [message.id for message in Queue(holder, name).claim(20)]
         assert len(first) == 20
         for taking in [beside(take) for _ in range(4)]:
-            taking.result(20)
+            taking.result(60)
         assert sorted(claimed) == sorted(set(sent) - set(first))
         holder.rollback()
     held = False
@@ -323,7 +323,7 @@ def test_peeks_hide_nothing_from_who_receives(database: str, connection: Connect
     received = [[message.id for message in queue.receive()] for _ in sent]
     stop.set()
     for look_ends in looking:
-        look_ends.result(10)
+        look_ends.result(30)
     assert received == [[new_id] for new_id in sent]
 
 
@@ -460,7 +460,7 @@ def test_serialization_failures_are_tried_again_and_not_counted(
 
     dsn = make_conninfo(database, options=f"-c default_transaction_isolation={level.replace(' ', chr(92) + ' ')}")
     with form.consuming(dsn, name, work, concurrency=4) as run:
-        wait_for(lambda: is_empty(connection, name), 20)
+        wait_for(lambda: is_empty(connection, name), 60)
     assert Queue(connection, name).stats().dead_messages == 0
     assert set(run.returned) == set(range(30))
     assert set(run.attempts) == {1}
@@ -508,7 +508,7 @@ def test_a_handler_that_always_meets_a_serialization_failure_ends_in_the_dead_le
             await step.execute("do $$ begin raise exception 'never' using errcode = '40001'; end $$")
 
     with form.consuming(database, name, work, concurrency=1) as run:
-        wait_for(lambda: queue.stats().dead_messages == 1, 20)
+        wait_for(lambda: queue.stats().dead_messages == 1)
         wait_for(lambda: is_empty(connection, name))
     assert run.returned == ["good"]
     assert run.circuits == []
@@ -552,7 +552,7 @@ def test_a_restart_of_the_server_loses_nothing_and_repeats_nothing(
         restarted.restart(immediate=immediate)
         with connect(restarted.dsn) as connection:
             for run, queue in zip(runs, names, strict=True):
-                wait_for(lambda: is_empty(connection, queue), 30)  # noqa: B023
+                wait_for(lambda: is_empty(connection, queue), 60)  # noqa: B023
                 assert set(run.returned) == set(range(150))
                 assert Queue(connection, queue).stats().dead_messages == 0
                 if run.form.is_transactional:
@@ -575,7 +575,7 @@ def test_killed_connections_lose_nothing_and_repeat_nothing(
     with form.consuming(database, name, work, concurrency=4) as run:
         wait_for(lambda: len(run.returned) > 20)
         assert cut(connection, name)
-        wait_for(lambda: is_empty(connection, name), 20)
+        wait_for(lambda: is_empty(connection, name), 60)
     assert set(run.returned) == set(range(300))
     if form.is_transactional:
         assert rows(connection, f'select n from "{name}" order by n') == [(n,) for n in range(300)]
@@ -593,7 +593,7 @@ def test_a_queue_that_is_dropped_and_made_again_is_consumed_again(
         queue.drop_queue()
         wait_for(lambda: "armed" in run.circuits)
         prepare(connection, name).enqueue(2)
-        wait_for(lambda: run.returned == [1, 2], 10)
+        wait_for(lambda: run.returned == [1, 2])
     assert run.criticals == []
 
 
@@ -610,7 +610,7 @@ def test_a_paused_queue_is_left_alone_and_taken_up_again(
         assert run.calls == []
         assert run.consumer.stats.empty_receives - looks <= 2
         queue.resume_queue()
-        wait_for(lambda: run.returned == [1], 5)
+        wait_for(lambda: run.returned == [1])
 
 
 # H11: pgbouncer
@@ -655,7 +655,7 @@ def bouncer(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         return True
 
     try:
-        wait_for(answers, 10)
+        wait_for(answers)
         yield dsn
     finally:
         process.terminate()
@@ -683,11 +683,11 @@ def test_through_a_transaction_pooler_it_polls_and_says_so_once(
 
     with form.consuming(bouncer, name, work, concurrency=4) as run:
         queue.enqueue_batch(list(range(60)))
-        wait_for(lambda: is_empty(connection, name), 15)
+        wait_for(lambda: is_empty(connection, name))
         for number in range(60, 65):
             queue.enqueue(number)
-            wait_for(lambda: number in run.returned, 2)  # noqa: B023
-        wait_for(said, 8)
+            wait_for(lambda: number in run.returned)  # noqa: B023
+        wait_for(said)
         wait_for(lambda: is_empty(connection, name))
     assert sorted(run.returned) == list(range(65))
     assert sorted(run.attempts) == [1] * 65 + [2] * 6
@@ -707,7 +707,7 @@ def test_a_listener_that_is_lost_is_replaced_or_done_without(
             wait_for(lambda: waits(connection, name))
             cut(connection, name)
             queue.enqueue(number)
-            wait_for(lambda: number in run.returned, 6)  # noqa: B023
+            wait_for(lambda: number in run.returned)  # noqa: B023
         wait_for(lambda: is_empty(connection, name))
     assert set(run.returned) == {0, 1, 2}
 
@@ -718,6 +718,6 @@ def test_without_listening_it_polls(form: Form, database: str, connection: Conne
     with form.consuming(database, name, listen=False) as run:
         for number in range(3):
             queue.enqueue(number)
-            wait_for(lambda: number in run.returned, 2)  # noqa: B023
+            wait_for(lambda: number in run.returned)  # noqa: B023
         assert not waits(connection, name)
     assert run.attempts == [1, 1, 1]

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from threading import Event, get_ident
@@ -14,6 +15,7 @@ from clients import connect, is_empty, wait_for
 from consumers import (
     FORMS,
     LEASES,
+    LONG,
     NOW,
     PLAIN,
     SECOND,
@@ -55,7 +57,8 @@ OURS = {
 def dead_letters(connection: Connection, name: str, number: int = 1) -> list[DeadMessage]:
     """Wait until so many messages are dead, and none is left."""
     queue = Queue(connection, name)
-    wait_for(lambda: queue.stats().dead_messages >= number and is_empty(connection, name))
+    # Some have megabytes to say about their death, which takes a busy machine its time.
+    wait_for(lambda: queue.stats().dead_messages >= number and is_empty(connection, name), 100)
     return queue.browse_dead_messages()
 
 
@@ -65,13 +68,11 @@ def dead_letters(connection: Connection, name: str, number: int = 1) -> list[Dea
 @together(FORMS)
 def test_an_idle_consumer_is_woken_by_a_message(form: Form, database: str, connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
-    with form.consuming(database, name, peek_delay=10 * SECOND) as run:
+    with form.consuming(database, name, peek_delay=LONG) as run:
         for number in range(5):
             wait_for(lambda: waits(connection, name))
-            sent_at = time.monotonic()
             queue.enqueue(number)
-            wait_for(lambda: number in run.returned, 5)  # noqa: B023
-            assert time.monotonic() - sent_at < 1
+            wait_for(lambda: number in run.returned)  # noqa: B023
     assert run.returned == list(range(5))
 
 
@@ -85,12 +86,12 @@ def test_what_is_given_back_wakes_the_consumer_when_it_is_due(
         if step.attempt < 3:
             raise Retry(300 * MILLISECOND)
 
-    with form.consuming(database, name, work, peek_delay=10 * SECOND) as run:
+    with form.consuming(database, name, work, peek_delay=LONG) as run:
         wait_for(lambda: waits(connection, name))
         sent_at = time.monotonic()
         queue.enqueue(1)
-        wait_for(lambda: run.returned == [1], 5)
-        assert 0.6 <= time.monotonic() - sent_at < 2
+        wait_for(lambda: run.returned == [1])
+        assert time.monotonic() - sent_at >= 0.6
     assert run.attempts == [1, 2, 3]
 
 
@@ -101,23 +102,19 @@ def test_a_claim_that_runs_out_elsewhere_wakes_the_consumer(
     queue = prepare(connection, name, visibility_timeout=SECOND)
     queue.enqueue(1)
     assert queue.claim()
-    with form.consuming(database, name, peek_delay=10 * SECOND) as run:
-        wait_for(lambda: run.returned == [1], 5)
+    with form.consuming(database, name, peek_delay=LONG) as run:
+        wait_for(lambda: run.returned == [1])
     assert run.attempts == [2]
 
 
 @together(THREADS)
 def test_no_message_is_slept_over(form: Form, database: str, connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
-    slowest = 0.0
-    with form.consuming(database, name, peek_delay=10 * SECOND, concurrency=1) as run:
+    with form.consuming(database, name, peek_delay=LONG, concurrency=1) as run:
         for number in range(200):
-            sent_at = time.monotonic()
             queue.enqueue(number)
-            wait_for(lambda: len(run.returned) > number, 5)  # noqa: B023
-            slowest = max(slowest, time.monotonic() - sent_at)
+            wait_for(lambda: len(run.returned) > number)  # noqa: B023
     assert run.returned == list(range(200))
-    assert slowest < 2, "a message waited for a look that only time brought"
 
 
 @each_mode
@@ -125,16 +122,16 @@ def test_a_message_that_lives_shorter_than_the_looks_are_apart_is_warned_of(
     form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue = prepare(connection, name)
-    with form.consuming(database, name, peek_delay=5 * SECOND) as run:
+    with form.consuming(database, name, peek_delay=10 * SECOND) as run:
         for number in range(3):
             wait_for(lambda: waits(connection, name))
-            queue.enqueue(number, expires_in=3 * SECOND)
-            wait_for(lambda: number in run.returned, 2)  # noqa: B023
+            queue.enqueue(number, expires_in=9 * SECOND)
+            wait_for(lambda: number in run.returned)  # noqa: B023
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 1, said
-    queue.enqueue(1, expires_in=3 * SECOND)
-    found = [finding.finding for finding in pgqueue.Queues(connection).doctor(5 * SECOND) if finding.queue_name == name]
-    assert "peek_delay_above_time_to_live" in found
+    queue.enqueue(1, expires_in=9 * SECOND)
+    findings = pgqueue.Queues(connection).doctor(10 * SECOND)
+    assert "peek_delay_above_time_to_live" in [one.finding for one in findings if one.queue_name == name]
 
 
 # Leases
@@ -142,12 +139,12 @@ def test_a_message_that_lives_shorter_than_the_looks_are_apart_is_warned_of(
 
 @together(FORMS)
 def test_a_handler_may_take_longer_than_the_claim(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name, visibility_timeout=SECOND)
+    queue = prepare(connection, name, visibility_timeout=2 * SECOND)
     queue.enqueue(1)
-    began = time.monotonic()
 
     async def work(step: Step) -> None:
-        await step.until(lambda: time.monotonic() - began > 2.3)
+        began = time.monotonic()
+        await step.until(lambda: time.monotonic() - began > 4.5)
         assert not step.delivery.lost
 
     with form.consuming(database, name, work) as run:
@@ -175,7 +172,7 @@ def test_a_claim_that_is_lost_cancels_the_handler(form: Form, database: str, con
     with form.consuming(database, name, work) as run:
         wait_for(lambda: run.running == 1)
         assert steal(connection, name) == [(new_id,)]
-        wait_for(lambda: run.running == 0, 3)
+        wait_for(lambda: run.running == 0)
     [call] = run.calls
     assert isinstance(call.raised, asyncio.CancelledError if form.is_async else Interrupted)
     assert (call.step.delivery.lost, call.step.delivery.cancelled) == (True, True)
@@ -187,7 +184,7 @@ def test_a_claim_that_is_lost_cancels_the_handler(form: Form, database: str, con
     assert (kept.id, kept.claimed_by, kept.last_error) == (new_id, "thief", None)
 
 
-@pytest.mark.parametrize("outcome", ["returns", "raises", "Retry", "Reject"])
+@pytest.mark.parametrize("outcome", ["returns", "raises", "Retry", "Reject", "marks retry", "marks reject"])
 @together(LEASES)
 def test_a_claim_that_was_lost_unnoticed_has_no_effect(
     form: Form, outcome: str, database: str, connection: Connection, name: str
@@ -201,7 +198,11 @@ def test_a_claim_that_was_lost_unnoticed_has_no_effect(
         if step.connection is not None:
             await step.execute(f'insert into "{name}" values (1)')
         await step.until(gate.is_set)
-        if outcome != "returns":
+        if outcome == "marks retry":
+            step.delivery.retry(NOW)
+        elif outcome == "marks reject":
+            step.delivery.reject("no")
+        elif outcome != "returns":
             raise {"raises": ValueError("x"), "Retry": Retry(NOW), "Reject": Reject("no")}[outcome]
 
     with form.consuming(database, name, work) as run:
@@ -235,9 +236,9 @@ def test_what_was_fetched_ahead_is_given_back_by_a_stop(
         wait_for(lambda: queue.stats().inflight_messages == 11)
         stop = run.stopping(force=force)
         left = 11 if force else 10  # what a handler does after it was cancelled does not count
-        wait_for(lambda: queue.peek() == left, 5)
+        wait_for(lambda: queue.peek() == left)
         gate.set()
-        stop.result(10)
+        stop.result(30)
     assert len(run.calls) == 1
     assert attempts(connection, name) == [0] * left
     assert queue.peek() == left
@@ -249,12 +250,12 @@ def test_what_was_fetched_ahead_is_given_back_by_a_stop(
 def test_what_was_fetched_ahead_is_kept_as_long_as_it_waits(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
-    queue = prepare(connection, name, visibility_timeout=SECOND)
+    queue = prepare(connection, name, visibility_timeout=2 * SECOND)
     queue.enqueue_batch(list(range(5)))
 
     async def work(step: Step) -> None:
         began = time.monotonic()
-        await step.until(lambda: time.monotonic() - began > 0.5)
+        await step.until(lambda: time.monotonic() - began > 0.9)
 
     with form.consuming(database, name, work, concurrency=1, prefetch=5) as run:
         wait_for(lambda: queue.stats().inflight_messages == 5)
@@ -297,11 +298,16 @@ def test_an_acknowledgement_does_not_wait_for_company(
     with form.consuming(database, name, work, concurrency=2, prefetch=10) as run:
         queue.enqueue("long")
         wait_for(lambda: run.running == 1)
-        queue.enqueue("short")
-        wait_for(lambda: run.returned == ["short"])
-        wait_for(lambda: len(attempts(connection, name)) == 1, 1)
+        seconds = []
+        for number in range(1, 11):
+            queue.enqueue("short")
+            wait_for(lambda: len(run.returned) == number)  # noqa: B023
+            returned_at = time.monotonic()
+            wait_for(lambda: len(attempts(connection, name)) == 1)
+            seconds.append(time.monotonic() - returned_at)
         gate.set()
         wait_for(lambda: is_empty(connection, name))
+    assert min(seconds) < 0.5, "even on a busy machine one of them is settled at once"
 
 
 # Failures
@@ -535,7 +541,7 @@ def test_a_retry_comes_after_its_time(form: Form, how: str, database: str, conne
             step.delivery.retry(after=300 * MILLISECOND, error="busy")
 
     with form.consuming(database, name, work) as run:
-        wait_for(lambda: is_empty(connection, name), 5)
+        wait_for(lambda: is_empty(connection, name))
     assert run.attempts == [1, 2]
     assert moments[1] - moments[0] >= 0.29
     assert "busy" in (run.calls[1].message.last_error or "")
@@ -754,7 +760,7 @@ def test_a_forced_stop_gives_back_a_whole_batch(form: Form, database: str, conne
     with form.consuming(database, name, work, batch_size=6, concurrency=1) as run:
         wait_for(lambda: run.running == 1)
         run.stop(force=True)
-        wait_for(lambda: queue.peek() == 6, 2)
+        wait_for(lambda: queue.peek() == 6)
     assert attempts(connection, name) == [0] * 6
     assert run.failures == []
 
@@ -772,7 +778,7 @@ def test_run_returns_when_it_is_asked_to_stop(form: Form, database: str, connect
             wait_for(lambda: len(run.returned) == number)  # noqa: B023
             assert not running.done()
             run.consumer.request_stop()
-            running.result(5)
+            running.result(30)
             queue.enqueue(2)
     assert run.returned == [1, 2]
 
@@ -786,7 +792,7 @@ def test_a_handler_may_ask_for_the_stop(form: Form, database: str, connection: C
         run.consumer.request_stop()
 
     with form.consuming(database, name, work, concurrency=1, start=False) as run:
-        beside(lambda: run.ask("run", 60)).result(10)
+        beside(lambda: run.ask("run", 60)).result(30)
     assert run.returned == [1]
     assert attempts(connection, name) == [0, 0]
 
@@ -875,27 +881,48 @@ def test_a_handler_on_a_thread_runs_beside_the_caller(database: str, connection:
 def test_an_async_consumer_leaves_the_loop_to_others(
     mode: str, database: str, connection: Connection, name: str
 ) -> None:
-    prepare(connection, name).enqueue_batch(list(range(200)))
+    prepare(connection, name).enqueue_batch([1, 2])
     form = Form(True, mode)
-    longest = 0.0
+    turns = 0
 
-    async def watch() -> None:
-        nonlocal longest
+    def hold(locked: Event) -> None:
+        """Let a statement of the consumer's wait until the loop has gone on turning."""
+        with psycopg.connect(database) as holder:
+            holder.execute("lock table pgqueue.messages in exclusive mode")
+            locked.set()
+            waiting = "select 1 from pg_locks where relation = 'pgqueue.messages'::regclass and not granted"
+            wait_for(lambda: rows(holder, waiting))
+            before = turns
+            wait_for(lambda: turns > before + 20)
+
+    async def turn() -> None:
+        nonlocal turns
         while True:
-            before = time.monotonic()
             await asyncio.sleep(0.001)
-            longest = max(longest, time.monotonic() - before)
+            turns += 1
 
-    async def work(_: Step) -> None: ...
+    async def held() -> Future[Any]:
+        locked = Event()
+        holding = beside(lambda: hold(locked))
+        await asyncio.to_thread(locked.wait, 30)
+        return holding
+
+    async def work(step: Step) -> None:
+        if mode != "receive" and step.message.payload == 1:
+            holds.append(await held())  # The acknowledgement will wait.
 
     async def use() -> None:
-        watching = asyncio.create_task(watch())
-        async with form.consumer(database, name, work, concurrency=4):
-            await asyncio.to_thread(wait_for, lambda: is_empty(connection, name))
-        watching.cancel()
+        turning = asyncio.create_task(turn())
+        holds.append(await held())  # The claim will wait.
+        async with form.consumer(database, name, work, concurrency=1):
+            await asyncio.to_thread(wait_for, lambda: is_empty(connection, name), 60)
+        turning.cancel()
 
+    holds: list[Future[Any]] = []
     asyncio.run(use())
-    assert longest < 0.5
+    assert len(holds) == (1 if mode == "receive" else 2)
+    for holding in holds:
+        holding.result(30)
 
 
 def test_cancelling_run_stops_an_async_consumer(database: str, connection: Connection, name: str) -> None:
@@ -910,15 +937,15 @@ def test_cancelling_run_stops_an_async_consumer(database: str, connection: Conne
             await asyncio.sleep(60)
 
         running = asyncio.create_task(form.consumer(database, name, work).run())
-        await asyncio.wait_for(inside.wait(), 10)
+        await asyncio.wait_for(inside.wait(), 30)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(running, 10)
+            await asyncio.wait_for(running, 30)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     for mode in ("lease", "transactional", "receive"):
         asyncio.run(use(Form(True, mode)))
-        wait_for(lambda: queue.peek() == 1, 5)
+        wait_for(lambda: queue.peek() == 1)
         assert attempts(connection, name) == [0]
 
 

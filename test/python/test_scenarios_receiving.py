@@ -3,6 +3,7 @@
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import Event, Semaphore
@@ -200,7 +201,7 @@ def test_an_immediate_retry_succeeds(form: Form, database: str, connection: Conn
             raise Retry(NOW, error="not yet")
 
     with form.consuming(database, name, work) as run:
-        wait_for(lambda: is_empty(connection, name), 5)
+        wait_for(lambda: is_empty(connection, name))
     assert [(call.message.id, call.attempt) for call in run.calls] == [(new_id, 1), (new_id, 2)]
     assert "not yet" in run.calls[1].message.last_error
     stats = run.consumer.stats
@@ -309,16 +310,14 @@ def test_what_the_policy_sends_is_taken_back_when_it_raises(
     assert other.peek() == 1
 
 
-def killed(form: Form, database: str, name: str, other: str, where: str, tmp_path: Path) -> float:
-    """Let a consumer die in its handler or its policy; returns how long that took from the claim."""
+def killed(form: Form, database: str, name: str, other: str, where: str, tmp_path: Path) -> None:
+    """Let a consumer die in its handler or its policy."""
     note = tmp_path / f"note-{form}"
-    start = time.monotonic()
     process = CONTEXT.Process(target=victim, args=(form, database, name, other, where, str(note)))
     process.start()
-    process.join(30)
+    process.join(60)
     assert process.exitcode == -9
     assert note.read_text() == "1"
-    return start
 
 
 @pytest.mark.parametrize("where", ["handler", "policy"])
@@ -329,21 +328,18 @@ def test_a_killed_consumer_leaves_nothing_and_loses_nothing(
     queue = prepare(connection, name, visibility_timeout=SECOND)
     new_id = queue.enqueue(1)
     other = prepare(connection, f"{name}-other")
-    start = killed(form, database, name, other.name, where, tmp_path)
-    died = time.monotonic()
+    killed(form, database, name, other.name, where, tmp_path)
     if form.mode == "receive":
         # It died with its transaction: the message is back at once, as it was.
-        wait_for(lambda: queue.peek() == 1, 5)
+        wait_for(lambda: queue.peek() == 1)
         assert attempts(connection, name) == [0]
     else:
         # The claim runs out, and has cost an attempt.
         assert attempts(connection, name) == [1]
     assert is_empty(connection, other.name), "what it sent was committed"
     with form.consuming(database, name) as run:
-        wait_for(lambda: is_empty(connection, name), 10)
+        wait_for(lambda: is_empty(connection, name))
     assert [(call.message.id, call.attempt) for call in run.calls] == [(new_id, 1 if form.mode == "receive" else 2)]
-    assert time.monotonic() - died < 5
-    assert time.monotonic() - start < 30
 
 
 @each_transactional
@@ -504,7 +500,7 @@ def test_a_stop_waits_for_who_is_at_work(
             stop.result(0.2)
         queue.enqueue(2)
         gate.set()
-        stop.result(5)
+        stop.result(30)
         run.stop()
     [call] = run.calls
     assert (call.returned, len(run.failures)) == ((True, 0) if where == "handler" else (False, 1))
@@ -545,10 +541,10 @@ def test_a_forced_stop_cancels_and_costs_no_attempt(
         if how == "forced":
             with pytest.raises(TimeoutError):
                 stop.result(0.05)
-            run.stop(5, force=True)
-        stop.result(5)
+            run.stop(force=True)
+        stop.result(30)
         # It is back at once, with the attempts it had.
-        wait_for(lambda: queue.peek() == 1, 2)
+        wait_for(lambda: queue.peek() == 1)
         assert attempts(connection, name) == [0]
     assert [type(error) for error in interrupted] == [asyncio.CancelledError if form.is_async else Interrupted]
     assert len(run.failures) == (where == "policy")
@@ -556,8 +552,35 @@ def test_a_forced_stop_cancels_and_costs_no_attempt(
     assert queue.stats().dead_messages == 0
     stats = run.consumer.stats
     assert (stats.succeeded, stats.failed) == (0, 0)
-    [message] = wait_for(queue.claim, 2)
+    [message] = wait_for(queue.claim)
     assert (message.attempt_count, message.last_error) == (1, None)
+
+
+@together(FORMS)
+def test_a_handler_that_returns_once_it_is_cancelled_has_done_nothing(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, visibility_timeout=timedelta(hours=12))
+    queue.enqueue(1)
+    connection.execute(f'create table "{name}" (n int)')
+    inside = Event()
+
+    async def work(step: Step) -> None:
+        if step.connection is not None:
+            await step.execute(f'insert into "{name}" values (1)')
+        inside.set()
+        # The other half of the work is left out, and nothing raised.
+        with suppress(Interrupted, asyncio.CancelledError):
+            await step.until(lambda: False)
+
+    with form.consuming(database, name, work) as run:
+        wait_for(inside.is_set)
+        run.stop(force=True)
+        wait_for(lambda: queue.peek() == 1)
+    assert run.returned == [1]
+    assert attempts(connection, name) == [0]
+    assert count(connection, f'"{name}"') == 0
+    assert (run.failures, run.criticals, run.consumer.stats.succeeded) == ([], [], 0)
 
 
 @together(THREADS)
@@ -574,16 +597,16 @@ def test_a_thread_that_will_not_listen_does_not_keep_the_stop(
             if step.connection is not None:
                 await step.execute(f'insert into "{name}" values (1)')
             inside.set()
-            gate.wait(20)
+            gate.wait(60)
         finally:
             out.set()
 
     with form.consuming(database, name, work) as run:
         try:
             wait_for(inside.is_set)
-            run.stop(5, force=True)
+            run.stop(force=True)
             assert not out.is_set()
-            wait_for(lambda: queue.peek() == 1, 2)
+            wait_for(lambda: queue.peek() == 1)
         finally:
             gate.set()
         wait_for(out.is_set)
@@ -720,7 +743,7 @@ def test_a_stop_that_comes_from_everywhere_at_once_is_one_stop(
     with form.consuming(database, name) as run, ThreadPoolExecutor(8) as pool:
         wait_for(lambda: run.calls)
         for stop in [pool.submit(run.stop) for _ in range(8)]:
-            stop.result(10)
+            stop.result(30)
     assert all(call.returned for call in run.calls)
     assert len(attempts(connection, name)) == 50 - len(run.calls)
     assert set(attempts(connection, name)) <= {0}

@@ -11,6 +11,7 @@ import pytest
 from clients import connect, is_empty, wait_for
 from consumers import (
     FORMS,
+    LONG,
     NOW,
     SECOND,
     Form,
@@ -73,7 +74,7 @@ def test_nothing_waits_for_a_long_receive(database: str, connection: Connection,
     queue.enqueue_batch([1, 2, 3])
     with psycopg.connect(database) as consumer:
         assert len(Queue(consumer, name).receive()) == 1
-        connection.execute("set statement_timeout = '2 s'")
+        connection.execute("set statement_timeout = '20 s'")
         assert queue.peek() == 2
         assert queue.stats().ready_messages in (2, 3)
         assert len(queue.browse()) in (2, 3)
@@ -95,7 +96,7 @@ def test_nothing_waits_for_a_long_receive(database: str, connection: Connection,
 def test_a_peek_in_a_transaction_keeps_nobody_waiting(database: str, connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     queue.enqueue_batch([1, 2])
-    connection.execute("set statement_timeout = '2 s'")
+    connection.execute("set statement_timeout = '20 s'")
     with psycopg.connect(database) as watcher:
         assert Queue(watcher, name).peek() == 2
         assert len(queue.receive()) == 1
@@ -112,13 +113,13 @@ def test_a_delayed_message_comes_when_its_delay_is_over(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
-    with form.consuming(database, name, peek_delay=10 * SECOND) as run:
+    with form.consuming(database, name, peek_delay=LONG) as run:
         wait_for(lambda: waits(connection, name))
         queue.enqueue("in a day", delay=timedelta(days=1))
         sent_at = time.monotonic()
         queue.enqueue("soon", delay=500 * MILLISECOND)
-        wait_for(lambda: run.calls, 5)
-        assert 0.5 <= time.monotonic() - sent_at <= 5
+        wait_for(lambda: run.calls)
+        assert time.monotonic() - sent_at >= 0.5
         wait_for(lambda: run.returned == ["soon"])
     assert [message.payload for message in queue.browse("scheduled")] == ["in a day"]
 
@@ -197,10 +198,10 @@ def test_no_raw_row_stops_those_behind_it(
         return pgqueue.Reject("given up") if step.failure.attempt > 1 else None
 
     with form.consuming(database, name, work, policy=policy, concurrency=2) as run:
-        wait_for(lambda: run.returned == ["good"] * 20, 10)
-        wait_for(lambda: is_empty(connection, name), 15)
+        wait_for(lambda: run.returned == ["good"] * 20)
+        wait_for(lambda: is_empty(connection, name))
         queue.enqueue("good")
-        wait_for(lambda: run.returned == ["good"] * 21, 5)
+        wait_for(lambda: run.returned == ["good"] * 21)
     dead = {row[0]: row for row in rows(connection, EVIDENCE.format("dead_messages"), name)}
     assert dead == before
     assert run.circuits == []
@@ -487,9 +488,9 @@ def test_what_expired_is_not_handled_and_does_not_stay(
     expired = "select 1 from pgqueue.messages where queue_name = %s and expires_at < clock_timestamp()"
     wait_for(lambda: rows(connection, expired, name))
     with form.consuming(database, name) as run:
-        wait_for(lambda: is_empty(connection, name), 5)
+        wait_for(lambda: is_empty(connection, name))
         queue.enqueue("expires", expires_in=NOW)
-        wait_for(lambda: is_empty(connection, name), 5)
+        wait_for(lambda: is_empty(connection, name))
     assert run.returned == ["stays"]
     assert queue.stats().dead_messages == 0
     assert run.failures == []
@@ -507,7 +508,7 @@ def test_a_purge_of_the_expired_leaves_the_living_and_waits_for_nobody(
     with psycopg.connect(database) as holder:
         statement = "select id from pgqueue.messages where queue_name = %s order by id limit 1 for update"
         assert holder.execute(statement, (name,)).fetchone()
-        connection.execute("set statement_timeout = '2 s'")
+        connection.execute("set statement_timeout = '20 s'")
         assert queue.purge_expired(batch_size) == 9
         assert queue.purge_expired(batch_size) == 0
     assert queue.purge_expired() == 1
@@ -577,10 +578,10 @@ def test_a_consumer_of_a_strange_name_is_notified(
     queue = Queue(connection, special)
     queue.create_queue(if_not_exists=True)
     try:
-        with form.consuming(database, special, peek_delay=10 * SECOND) as run:
+        with form.consuming(database, special, peek_delay=LONG) as run:
             wait_for(lambda: waits(connection, special))
             queue.enqueue(1)
-            wait_for(lambda: run.returned == [1], 2)
+            wait_for(lambda: run.returned == [1])
     finally:
         queue.drop_queue()
 

@@ -42,9 +42,9 @@ class ConsumerStats:
     `retried` messages were given back, `dead` ones went to the dead letters; `lost` claims ran out or were taken away;
     `released` messages were given back unhandled; `extended` counts claims that were prolonged.
 
-    `peeks`, `receives` and `waits` count statements; `empty_receives` those that a peek had promised something and that
-    found nothing. `running` handlers are at work now, `prefetched` messages wait for one, `circuit` is the state of
-    the breaker, and `listening` says whether notifications arrive.
+    `peeks`, `receives` and `waits` count looks, claims and preparations to wait; `empty_receives` those claims that a
+    peek had promised something and that found nothing. `running` handlers are at work now, `prefetched` messages wait
+    for one, `circuit` is the state of the breaker, and `listening` says whether notifications arrive.
     """
 
     received: int = 0

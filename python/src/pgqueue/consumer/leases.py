@@ -19,6 +19,7 @@ from .core import Core
 from .delivery import Held
 from .links import is_trouble
 from .settlements import Result
+from .waking import look_and_claim
 
 __all__ = ["Leases"]
 
@@ -213,6 +214,21 @@ class Leases:
             acks, self._acks, self._ack_count = self._acks, {}, 0
             if acks:
                 await self._acknowledge([result for results in acks.values() for result in results])
+
+    async def look(self, most: int, wanted: int) -> tuple[int, list[Any]]:
+        """Look for up to `most` messages, and claim up to `wanted` of them, in one go.
+
+        Returns how many were seen, and the rows. Raises `psycopg.Error`.
+        """
+        settings = self._settings
+        call = look_and_claim(settings.queue_name, most, wanted, self.visibility_timeout, settings.claimed_by)
+        found = await self._run(call, "peek")
+        seen = next((row[0] for row in found if isinstance(row, tuple)), len(found))
+        rows = [row[1] if isinstance(row, tuple) else row for row in found]
+        if rows[0] is None:
+            return seen, []
+        self._core.fine("claim")
+        return seen, rows
 
     async def claim(self, wanted: int, more: bool) -> list[Any]:
         """Claim up to `wanted` messages; where still more are to be had, acknowledge in the same statement.

@@ -1,13 +1,14 @@
 """Connections in use: kept while idle, shared, dropped when they break; and what their errors and rows mean."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Generic, TypeVar
 
 import psycopg
-from psycopg import AsyncConnection, AsyncCursor, Connection
+from psycopg import AsyncConnection, AsyncCursor, Connection, generators
 from psycopg.adapt import Transformer
-from psycopg.pq import TransactionStatus
+from psycopg.errors import error_from_result
+from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.rows import BaseRowFactory
 
 from .._calls import Bound
@@ -18,6 +19,7 @@ __all__ = [
     "Stack",
     "Unreadable",
     "begin_of",
+    "commanded",
     "in_no_transaction",
     "is_broken",
     "is_conflict",
@@ -97,6 +99,14 @@ def rows_of(cursor: Any, row: BaseRowFactory[T], error: Exception) -> list[T | U
         return salvage(cursor, row)
     except KeyError:
         raise error from None
+
+
+def commanded(connection: Connection[Any] | AsyncConnection[Any], text: bytes) -> Generator[Any, Any, None]:
+    """Execute statements without values or rows, for `connection.wait`. Raises the error of one that failed."""
+    connection.pgconn.send_query(text)
+    for result in (yield from generators.execute(connection.pgconn)):
+        if result.status == ExecStatus.FATAL_ERROR:
+            raise error_from_result(result, connection.info.encoding)
 
 
 def is_broken(connection: Connection[Any] | AsyncConnection[Any]) -> bool:

@@ -130,15 +130,19 @@ class Pump:
             )
 
     async def _look(self, room: int) -> tuple[int, bool]:
-        """How many messages to take, and whether a peek promised them; (0, False) after a wait in vain."""
+        """How many messages to take, and whether a peek promised them; (0, False) after a wait in vain.
+
+        In lease mode a look takes at once: then it is how many more.
+        """
         if time.monotonic() - self._looked_at_queue > _INFO_SECONDS:
             await self._look_at_queue()
         self._woken = False
         if self._pace.claims:
             self._pace.empty()
             return room, False
-        if count := await self._peek(room):
-            return count, True
+        self._core.stats.peeks += 1
+        if found := await (self._take(room) if self._settings.mode == "lease" else self._peek(room)):
+            return found
         self._pace.empty()
         return await self._wait(room)
 
@@ -162,10 +166,9 @@ class Pump:
             self._pace.fruitless()
         return await self._wait(room)
 
-    async def _peek(self, room: int) -> int:
-        self._core.stats.peeks += 1
+    async def _peek(self, room: int) -> tuple[int, bool] | None:
         (count,) = await self._core.run(_calls.peek(self._settings.queue_name, self._most(room)), "peek")
-        return int(count)
+        return (count, True) if count else None
 
     def _most(self, room: int) -> int:
         """How many messages to ask a peek for."""
@@ -203,18 +206,33 @@ class Pump:
             now = time.monotonic()
             rows = await self._leases.claim(wanted, promised and credit > wanted)
             credit = credit - wanted if len(rows) == wanted and promised else 0
-            self._took(len(rows), promised)
-            held, unfit = sorted_out(rows)
-            for row, error in unfit:
-                self._jobs.reject(row, error)
-            self._core.stats.received += len(rows)
-            if held:
-                self._leases.add(held, now)
-                self._buffer.extend(held)
-                self._hand_out()
-                self._core.event("claimed", len(held))
-            elif not rows:
+            self._claimed(rows, now, promised)
+            if not rows:
                 credit, promised = await self._wait_for_more(room, promised)
+
+    async def _take(self, room: int) -> tuple[int, bool] | None:
+        """Look, and claim as much as there is room for: how many more to take, or None if nothing was seen."""
+        now = time.monotonic()
+        seen, rows = await self._leases.look(self._most(room), min(room, _MOST_MESSAGES))
+        if not seen:
+            return None
+        self._claimed(rows, now, promised=True)
+        if not rows:
+            return await self._wait_for_more(room, promised=True)
+        return seen - len(rows) if len(rows) >= room else 0, True
+
+    def _claimed(self, rows: list[Any], now: float, promised: bool) -> None:
+        """Hand out what was claimed, not before `now`."""
+        self._took(len(rows), promised)
+        held, unfit = sorted_out(rows)
+        for row, error in unfit:
+            self._jobs.reject(row, error)
+        self._core.stats.received += len(rows)
+        if held:
+            self._leases.add(held, now)
+            self._buffer.extend(held)
+            self._hand_out()
+            self._core.event("claimed", len(held))
 
     def _room(self) -> int:
         settings = self._settings

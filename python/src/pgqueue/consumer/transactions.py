@@ -21,23 +21,24 @@ from .policy import Decision, Failure, Reject, Retry, checked
 from .seats import Seat
 from .settings import Settings
 from .settlements import Result, kind_of, rejection, settlement, sorted_out
-from .steps import Answer, Run, Script, Workers
+from .steps import Answer, Command, Run, Script, Workers
 
 __all__ = ["Attempt", "Job", "Transactions"]
 
 _CONFLICTS = 20
 
 
-def _statement(text: bytes) -> Bound[Any]:
+def _back(text: bytes) -> Bound[Any]:
+    """By a cursor: psycopg forgets what it has prepared when it sees one roll back."""
     return Bound(text, [], scalar_row)
 
 
-_COMMIT, _ROLLBACK = _statement(b"commit"), _statement(b"rollback")
-_SAVE, _GO_BACK = _statement(b"savepoint pgqueue"), _statement(b"rollback to savepoint pgqueue")
+_COMMIT, _ROLLBACK = Command(b"commit"), _back(b"rollback")
+_SAVE, _GO_BACK = Command(b"savepoint pgqueue"), _back(b"rollback to savepoint pgqueue")
 _PART = (
-    _statement(b"savepoint pgqueue_policy"),
-    _statement(b"release savepoint pgqueue_policy"),
-    _statement(b"rollback to savepoint pgqueue_policy"),
+    Command(b"savepoint pgqueue_policy"),
+    Command(b"release savepoint pgqueue_policy"),
+    _back(b"rollback to savepoint pgqueue_policy"),
 )
 
 
@@ -97,7 +98,7 @@ class Transactions:
         while True:
             if job.is_cancelled():
                 return Attempt("cancelled")  # It took long to connect.
-            yield _statement(begin_of(connection))
+            yield Command(begin_of(connection))
             deliveries, answer, seconds = yield from self._handle(held, connection)
             error = answer.error
             if job.is_cancelled() or all(message.gone for message in held):
@@ -234,7 +235,7 @@ class Transactions:
         """A failed message: the policy and what it decides, in one transaction, or in a part of one."""
         begin, commit, undo = _PART
         if in_no_transaction(connection):
-            begin, commit, undo = _statement(begin_of(connection)), _COMMIT, _ROLLBACK
+            begin, commit, undo = Command(begin_of(connection)), _COMMIT, _ROLLBACK
         answer: Decision | None = None
         yield begin
         if self._settings.on_failure is not None and not isinstance(error, (Retry, Reject)):
@@ -296,7 +297,7 @@ class Transactions:
                 kept = yield statements.get(message.id) or _calls.ack(name, message.id, message.token)
                 if not kept[0]:
                     raise _Lost
-            yield _statement(end)
+            yield Command(end)
             return results
         # All or nothing, in one go: what is not ours makes it fail before it ends.
         ids = ",".join([str(int(message.id)) for message in held])
@@ -305,7 +306,7 @@ class Transactions:
             f" claim_token => '{held[0].token}') = {len(held)})::int; "
         )
         try:
-            yield _statement(text.encode() + end)
+            yield Command(text.encode() + end)
         except DivisionByZero as error:
             raise _Lost("the message was not there any more to be acknowledged") from error
         return results

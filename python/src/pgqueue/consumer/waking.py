@@ -7,6 +7,8 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import fields
+from datetime import timedelta
 from typing import Any
 
 import psycopg
@@ -15,9 +17,10 @@ from psycopg.rows import scalar_row, tuple_row
 
 from .. import _calls
 from .._calls import Bound
+from ..message import Message
 from .opener import Opener
 
-__all__ = ["Ears", "Pace"]
+__all__ = ["Ears", "Pace", "look_and_claim", "prepare_wait"]
 
 logger = logging.getLogger("pgqueue.consumer")
 
@@ -39,6 +42,28 @@ _PREPARE_WAIT = (
 def prepare_wait(queue_name: str, max_records: int) -> Bound[tuple[float, int]]:
     """The statement that arms the register, says for how many seconds nothing is due, and looks once more."""
     return Bound(_PREPARE_WAIT, [queue_name, max_records, queue_name, f"{_WAIT_SECONDS:g} s"], tuple_row)
+
+
+# The claim depends on a row that is there only if the look has found something, else it is not made.
+_LOOK_AND_CLAIM = (
+    b"with look as materialized (select pgqueue.peek(queue_name => %s::text, max_records => %s::int) as seen)"
+    b" select l.seen, " + ", ".join([f"c.{field.name}" for field in fields(Message)]).encode() + b" from look as l"
+    b" left join lateral (select c.* from pg_catalog.generate_series(1, least(l.seen, 1)) as g(one),"
+    b" pgqueue.claim(queue_name => %s::text, max_messages => least(l.seen, %s::int) * g.one,"
+    b" visibility_timeout => %s::interval, claimed_by => %s::text) as c) as c on true"
+)
+
+
+def look_and_claim(
+    queue_name: str, max_records: int, max_messages: int, visibility_timeout: timedelta, claimed_by: str
+) -> Bound[tuple[int, Message | None]]:
+    """The statement that counts what is ready, and claims of it: the count in each row, beside a message or None."""
+    values = [queue_name, max_records, queue_name, max_messages, visibility_timeout, claimed_by]
+    return Bound(_LOOK_AND_CLAIM, values, _seen)
+
+
+def _seen(_cursor: Any) -> Callable[[Any], tuple[int, Message | None]]:
+    return lambda values: (values[0], None if values[1] is None else Message(*values[1:]))
 
 
 class Pace:
