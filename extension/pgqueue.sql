@@ -548,11 +548,10 @@ create table pgqueue.transports (
     next_at timestamptz not null default '-infinity',
     settled_seq bigint not null default 0,
     bound_seq bigint not null default 0,
-    writers text[] not null default '{}',
-    constraint transports_pkey primary key (queue_name)
-) with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
+    writers text[] not null default '{}'
+);
 comment on table pgqueue.transports is
-'The relations that expose_transport made. Written at most once a second, by who looks at one.';
+'The relations that expose_transport made, one row each in a table of its own, which is planned and read faster than one row of many. Written at most once a second, by who looks at a relation.';
 comment on column pgqueue.transports.seq_register is
 'The sequence that transport_seq is taken from.';
 comment on column pgqueue.transports.head is
@@ -4639,6 +4638,13 @@ $$;
 comment on function pgqueue._archive_transport(pgqueue.queues) is
 'Has the relation of a queue, if there is one, archive what is deleted through it, if the queue archives. Raises PQ004 where a longer transaction uses the table.';
 
+create function pgqueue._row_of_transport(q pgqueue.queues)
+returns text
+language sql immutable parallel safe
+as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
+comment on function pgqueue._row_of_transport(pgqueue.queues) is
+'The table that holds the row of transports of an exposed queue, and nothing else.';
+
 create function pgqueue._learn_head(t pgqueue.transports, partition regclass)
 returns pgqueue.transports
 language plpgsql volatile
@@ -4666,33 +4672,36 @@ $$;
 comment on function pgqueue._learn_head(pgqueue.transports, regclass) is
 'What is known of a relation, with its head moved up to the lowest row that is there or may appear.';
 
-create function pgqueue.advance_transport(queue_name text)
+create function pgqueue._advance_transport(q pgqueue.queues)
 returns bigint
-language plpgsql volatile security definer
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
     nowhere constant bigint := 9223372036854775807;
-    -- A receive may stay open for as long as its handler works: it leaves this to those who look, for two seconds.
-    is_look constant boolean := current_query() !~* '^[\s(]*(delete|with|insert|update|merge)\M';
-    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    row_of constant text := pgqueue._row_of_transport(q);
     t pgqueue.transports;
+    mine pgqueue.transports;
     is_mine boolean := false;
 begin
-    select transports.* into t from pgqueue.transports where transports.queue_name = q.name;
-    if not found or q.paused_at is not null then
+    if q.paused_at is not null or to_regclass(row_of) is null then
         return nowhere;
     end if;
+    execute format('select t.head, t.next_at from %s t', row_of) into t.head, t.next_at;
+    -- A receive may stay open for as long as its handler works: it leaves this to those who look, for two seconds.
     if t.next_at > at or current_setting('transaction_read_only')::boolean
-        or not is_look and t.next_at > at - interval '2 s'
+        or t.next_at > at - interval '2 s' and current_query() ~* '^[\s(]*(delete|with|insert|update|merge)\M'
     then
         return t.head;
     end if;
     -- A snapshot that is older than the look at the writers proves nothing.
-    if is_look and current_setting('transaction_isolation') in ('read committed', 'read uncommitted') then
-        select transports.* into t from pgqueue.transports where transports.queue_name = q.name for no key update skip locked;
-        is_mine := found;
+    if current_setting('transaction_isolation') in ('read committed', 'read uncommitted') then
+        execute format(
+            'select t.seq_register, t.head, t.settled_seq, t.bound_seq, t.writers from %s t'
+            ' for no key update skip locked', row_of)
+        into mine.seq_register, mine.head, mine.settled_seq, mine.bound_seq, mine.writers;
+        is_mine := mine.head is not null;
     end if;
     -- Ahead of time, as this very statement does not see them any more: they are not shown before they are due.
     if (is_mine or t.next_at <= at - interval '2 s') and exists (
@@ -4701,13 +4710,24 @@ begin
         perform pgqueue._promote(q, at + interval '15 s', 1000, '-infinity');
     end if;
     if is_mine then
-        t := pgqueue._learn_head(t, pgqueue._partition(q));
-        update pgqueue.transports
-        set head = t.head, settled_seq = t.settled_seq, bound_seq = t.bound_seq, writers = t.writers,
-            next_at = at + interval '1 s'
-        where transports.queue_name = q.name;
+        t := pgqueue._learn_head(mine, pgqueue._partition(q));
+        execute format(
+            'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', row_of)
+        using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
     end if;
     return t.head;
+end;
+$$;
+comment on function pgqueue._advance_transport(pgqueue.queues) is
+'Does what advance_transport says, where it is due.';
+
+create function pgqueue.advance_transport(queue_name text)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pgqueue._advance_transport(pgqueue._look_at(queue_name));
 end;
 $$;
 comment on function pgqueue.advance_transport(text) is
@@ -4758,9 +4778,10 @@ as $$
     select format(
         'select m.transport_id as id,%s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
         ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%s%s m.transport_seq as seq from %s m'
-        ' where m.visible_at <= clock_timestamp() and m.attempt_count < m.max_attempts and m.transport_seq >= ('
-        ' select case when t.next_at <= clock_timestamp() then pgqueue.advance_transport(%L) else t.head end'
-        ' from pgqueue.transports t where t.queue_name = %L)',
+        -- One condition is planned in less time than two, and a table of one row in less than a row found by a key.
+        ' where case when m.attempt_count < m.max_attempts then m.visible_at <= clock_timestamp() end'
+        ' and m.transport_seq >= ('
+        ' select case when t.next_at <= clock_timestamp() then pgqueue.advance_transport(%L) else t.head end from %s t)',
         case when flavor = 'sqlserver' then
             ' (m.headers ->> ''NServiceBus.CorrelationId'')::varchar(255) as correlationid,'
             ' (m.headers ->> ''NServiceBus.ReplyToAddress'')::varchar(255) as replytoaddress, true as recoverable,'
@@ -4769,7 +4790,7 @@ as $$
             format(' %s as bodystring,', pgqueue._body_string('coalesce(m.body, convert_to(m.payload::text, ''UTF8''))'))
         end,
         case when flavor = 'sqlserver' then ' m.transport_seq as rowversion,' end,
-        pgqueue._partition(q), q.name, q.name)
+        pgqueue._partition(q), q.name, pgqueue._row_of_transport(q))
 $$;
 comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
 'What the relation of a transport shows: the rows that could be claimed, and expired ones, as the transport drops those itself.';
@@ -4798,18 +4819,25 @@ begin
         ' transport_headers = coalesce(m.transport_headers, pgqueue._wire_headers(m.headers, m.message_id))'
         ' from (select c.id, row_number() over (order by c.id) as n from %1$s c) o where o.id = m.id', partition);
     execute format('select setval(%L, count(*) + 1, false) from %s', register, partition);
+    -- Who looks for the first reads all entries of a page: a page has few. And where next to nothing is known, every index
+    -- seems to find one row, and the planner takes the smaller one, or the one that was made last: that of the id, please.
+    execute format(
+        'create unique index %I on %s (transport_seq) with (fillfactor = 30)', name || '_transport_seq', partition);
     execute format('create unique index %I on %s (transport_id)', name || '_transport_id', partition);
-    execute format('create unique index %I on %s (transport_seq)', name || '_transport_seq', partition);
     -- What is known of a queue is mostly that it was empty. To read it in its order must look cheap then, too, and not to
     -- read and sort it as a whole: without knowing how the rows lie. And what is known must be learnt anew soon.
     execute format('alter table %s alter transport_seq set statistics 0', partition);
     execute format('alter table %s set (autovacuum_analyze_threshold = 1000)', partition);
-    execute format('create index %I on %s (queue_name, expires_at) where expires_at is not null', name || '_expires_at', partition);
     execute format('create index %I on %s ((expires_at at time zone ''UTC'')) where expires_at is not null',
         name || '_expires', partition);
     execute format(
         'create trigger place_for_transport before insert on %s for each row when (new.transport_seq is null)'
         ' execute function pgqueue._place_for_transport(%L)', partition, register);
+    execute format(
+        'create table %s () inherits (pgqueue.transports)'
+        ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0)',
+        pgqueue._row_of_transport(q));
+    perform pgqueue._keep_private(pgqueue._row_of_transport(q)::regclass);
     execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
     perform pgqueue._keep_private(relation::regclass);
     execute format(
@@ -4817,8 +4845,8 @@ begin
         ' execute function pgqueue.%I(%L)', relation, '_insert_by_' || flavor, q.name);
     execute format('comment on view %s is %L', relation, format('The pgqueue queue %s, for a transport.', q.name));
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
-    insert into pgqueue.transports (queue_name, relation, seq_register)
-    values (q.name, relation::regclass, register::regclass);
+    execute format('insert into %s (queue_name, relation, seq_register) values ($1, $2, $3)', pgqueue._row_of_transport(q))
+    using q.name, relation::regclass, register::regclass;
     perform pgqueue._archive_transport(q);
     update pgqueue.subscriptions s
     set queue_address = pgqueue._address(relation::regclass)
@@ -4911,23 +4939,28 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    t pgqueue.transports;
-    name constant text := format('messages_%s', q.queue_id);
+    relation regclass;
+    seq_register regclass;
+    index regclass;
 begin
-    delete from pgqueue.transports where transports.queue_name = q.name returning transports.* into t;
-    if not found then
+    if to_regclass(pgqueue._row_of_transport(q)) is null then
         return false;
     end if;
-    -- Somebody may have dropped it.
-    if exists (select from pg_class c where c.oid = t.relation) then
-        execute format('drop view %s', t.relation);
+    execute format('select t.relation, t.seq_register from %s t', pgqueue._row_of_transport(q)) into relation, seq_register;
+    -- Somebody may have dropped it, or an index.
+    if exists (select from pg_class c where c.oid = relation) then
+        execute format('drop view %s', relation);
     end if;
+    execute format('drop table %s', pgqueue._row_of_transport(q));
     execute format('drop trigger place_for_transport on %s', pgqueue._partition(q));
     perform pgqueue._archive_transport(q);
-    execute format(
-        'drop index pgqueue.%I, pgqueue.%I, pgqueue.%I, pgqueue.%I',
-        name || '_transport_id', name || '_transport_seq', name || '_expires_at', name || '_expires');
-    execute format('drop sequence %s', t.seq_register);
+    for index in
+        select x.indexrelid from pg_index x join pg_class c on c.oid = x.indexrelid
+        where x.indrelid = pgqueue._partition(q) and c.relname ~ '^messages_[0-9]+_(transport_id|transport_seq|expires)$'
+    loop
+        execute format('drop index %s', index);
+    end loop;
+    execute format('drop sequence %s', seq_register);
     update pgqueue.subscriptions s set queue_address = q.name where s.queue_name = q.name;
     return true;
 end;
@@ -5281,6 +5314,8 @@ begin
         where m.queue_name = q.name and m.id = any (array(
             select c.id from pgqueue.messages c
             where c.queue_name = q.name and c.expires_at <= at and c.visible_at <= at
+                -- The same again, as the index of a transport's relation has it.
+                and c.expires_at at time zone 'UTC' <= at at time zone 'UTC'
             order by c.expires_at limit purge_expired.batch_size for update skip locked))
         returning
             m.id, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
@@ -5991,12 +6026,18 @@ returns text
 language sql stable
 as $$
     select pg_catalog.format(
-        'create index concurrently on %s (queue_name, expires_at) where expires_at is not null;', pgqueue._partition(q))
+        'create index concurrently on %s (%s) where expires_at is not null;', pgqueue._partition(q), keys)
+    from (
+        -- As the relation of a transport shows it, where there is one.
+        select case
+            when pg_catalog.to_regclass(pgqueue._row_of_transport(q)) is not null then '(expires_at AT TIME ZONE ''UTC''::text)'
+            else 'queue_name, expires_at'
+        end
+    ) w (keys)
     where not exists (
         select from pg_catalog.pg_index x
-        join pg_catalog.pg_attribute a1 on a1.attrelid = x.indrelid and a1.attnum = x.indkey[0] and a1.attname = 'queue_name'
-        join pg_catalog.pg_attribute a2 on a2.attrelid = x.indrelid and a2.attnum = x.indkey[1] and a2.attname = 'expires_at'
         where x.indrelid = pgqueue._partition(q) and x.indisvalid
+            and position(format('(%s', keys) in pg_catalog.pg_get_indexdef(x.indexrelid)) > 0
     )
 $$;
 comment on function pgqueue._missing_index(pgqueue.queues) is

@@ -74,12 +74,18 @@ returns text
 language sql stable
 as $$
     select pg_catalog.format(
-        'create index concurrently on %s (queue_name, expires_at) where expires_at is not null;', pgqueue._partition(q))
+        'create index concurrently on %s (%s) where expires_at is not null;', pgqueue._partition(q), keys)
+    from (
+        -- As the relation of a transport shows it, where there is one.
+        select case
+            when pg_catalog.to_regclass(pgqueue._row_of_transport(q)) is not null then '(expires_at AT TIME ZONE ''UTC''::text)'
+            else 'queue_name, expires_at'
+        end
+    ) w (keys)
     where not exists (
         select from pg_catalog.pg_index x
-        join pg_catalog.pg_attribute a1 on a1.attrelid = x.indrelid and a1.attnum = x.indkey[0] and a1.attname = 'queue_name'
-        join pg_catalog.pg_attribute a2 on a2.attrelid = x.indrelid and a2.attnum = x.indkey[1] and a2.attname = 'expires_at'
         where x.indrelid = pgqueue._partition(q) and x.indisvalid
+            and position(format('(%s', keys) in pg_catalog.pg_get_indexdef(x.indexrelid)) > 0
     )
 $$;
 comment on function pgqueue._missing_index(pgqueue.queues) is

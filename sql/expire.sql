@@ -19,6 +19,8 @@ begin
         where m.queue_name = q.name and m.id = any (array(
             select c.id from pgqueue.messages c
             where c.queue_name = q.name and c.expires_at <= at and c.visible_at <= at
+                -- The same again, as the index of a transport's relation has it.
+                and c.expires_at at time zone 'UTC' <= at at time zone 'UTC'
             order by c.expires_at limit purge_expired.batch_size for update skip locked))
         returning
             m.id, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,

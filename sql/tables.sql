@@ -362,11 +362,10 @@ create table pgqueue.transports (
     next_at timestamptz not null default '-infinity',
     settled_seq bigint not null default 0,
     bound_seq bigint not null default 0,
-    writers text[] not null default '{}',
-    constraint transports_pkey primary key (queue_name)
-) with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
+    writers text[] not null default '{}'
+);
 comment on table pgqueue.transports is
-'The relations that expose_transport made. Written at most once a second, by who looks at one.';
+'The relations that expose_transport made, one row each in a table of its own, which is planned and read faster than one row of many. Written at most once a second, by who looks at a relation.';
 comment on column pgqueue.transports.seq_register is
 'The sequence that transport_seq is taken from.';
 comment on column pgqueue.transports.head is

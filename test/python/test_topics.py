@@ -83,7 +83,7 @@ def test_a_subscriber_that_waits_is_notified(client: Any, database: str, subscri
         listener.execute(f'listen "{queue.channel()}"')
         queue.prepare_wait()
         assert client.queues.publish(name, 1) == 1
-        assert [notice.channel for notice in listener.notifies(timeout=10, stop_after=1)] == [queue.channel()]
+        assert [notice.channel for notice in listener.notifies(timeout=30, stop_after=1)] == [queue.channel()]
 
 
 def test_who_publishes_and_who_drops_never_wait_for_each_other_in_a_circle(database: str, name: str) -> None:

@@ -136,10 +136,11 @@ def test_a_long_receive_blocks_nobody(
     connection: psycopg.Connection[Any], relation: str, name: str, database: str, others: Callable[..., Any]
 ) -> None:
     send_numbered(database, relation, 0, 2)
+    assert Transport(connection, relation).peek() == 2
     holder = others()
     held = Transport(holder, relation).receive()
     assert held is not None
-    connection.execute("set statement_timeout = '2 s'; set lock_timeout = '2 s'")
+    connection.execute("set lock_timeout = '10 s'")  # the holder never ends
     transport = Transport(connection, relation)
     queue = pgqueue.Queue(connection, name)
     assert transport.peek() == 1
@@ -189,16 +190,56 @@ def test_the_head_of_a_relation_passes_nothing(
     assert row == (True,)
 
 
+def test_who_looks_while_another_looks_sees_as_much(
+    connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any], database: str
+) -> None:
+    send_numbered(database, relation, 0, 2)
+    transport, first = Transport(connection, relation), others()
+    connection.execute("update pgqueue.transports set next_at = '-infinity' where queue_name = %s", (name,))
+    assert first.execute("select pgqueue.advance_transport(%s)", (name,)).fetchone() == (1,)
+    # It moves the head, and has not committed.
+    assert transport.peek() == 2
+    received = transport.receive()
+    assert received is not None
+    assert json.loads(received.headers)["n"] == "0"
+
+
+def test_who_only_receives_moves_the_head(
+    connection: psycopg.Connection[Any], relation: str, name: str, database: str
+) -> None:
+    send_numbered(database, relation, 0, 10)
+    transport = Transport(connection, relation)
+
+    def receive_after(seconds: int) -> tuple[int, bool]:
+        connection.execute(
+            "update pgqueue.transports set next_at = clock_timestamp() - %s * interval '1 s' where queue_name = %s",
+            (seconds, name),
+        )
+        assert transport.receive() is not None
+        row = connection.execute(
+            "select head, next_at > clock_timestamp() - interval '1 s' * %s from pgqueue.transports"
+            " where queue_name = %s",
+            (seconds, name),
+        ).fetchone()
+        assert row is not None
+        return row
+
+    assert receive_after(0)[0] == 1  # this is for those who look
+    heads = [receive_after(3600) for _ in range(4)]
+    assert [is_later for _, is_later in heads] == [True] * 4
+    assert heads[-1][0] > 1
+
+
 def test_a_delayed_message_shows_up_when_it_is_due(
     connection: psycopg.Connection[Any], relation: str, name: str
 ) -> None:
     queue, transport = pgqueue.Queue(connection, name), Transport(connection, relation)
     connection.execute("select pgqueue.enqueue(%s, '1', delay => '1 day')", (name,))
     assert transport.peek() == 0
-    connection.execute("select pgqueue.enqueue(%s, '2', delay => '2 s')", (name,))
     sent = time.monotonic()
-    assert wait_for(transport.peek, 10) == 1
-    assert 1.9 <= time.monotonic() - sent <= 4
+    connection.execute("select pgqueue.enqueue(%s, '2', delay => '2 s')", (name,))
+    assert wait_for(transport.peek) == 1
+    assert time.monotonic() - sent >= 2
     received = transport.receive()
     assert received is not None
     assert received.body == b"2"
@@ -210,7 +251,7 @@ def test_a_delayed_message_shows_up_to_who_only_receives(
 ) -> None:
     transport = Transport(connection, relation)
     connection.execute("select pgqueue.enqueue(%s, '1', delay => '1 s')", (name,))
-    assert wait_for(transport.receive, 15).body == b"1"
+    assert wait_for(transport.receive).body == b"1"
 
 
 def test_a_killed_receiver_s_message_is_back_at_once(
@@ -225,7 +266,7 @@ def test_a_killed_receiver_s_message_is_back_at_once(
     assert transport.peek() == 1
     victim.kill()
     victim.join()
-    wait_for(lambda: transport.peek() == 2, 5)
+    wait_for(lambda: transport.peek() == 2)
     received = transport.receive()
     assert received is not None
     assert str(received.id) == log.read_text()
@@ -328,6 +369,7 @@ def test_a_receive_reads_as_little_however_much_was_received(
                         "update pgqueue.transports set next_at = '-infinity' where queue_name = %s", (name,)
                     )
                     transport.peek()
+                connection.execute("update pgqueue.transports set next_at = 'infinity' where queue_name = %s", (name,))
                 explained = connection.execute(
                     f"explain (analyze, buffers, format json) delete from {relation} rs where rs.Id ="
                     f" (select Id from {relation} order by Seq limit 1 for update skip locked) returning Id".encode()
@@ -339,7 +381,7 @@ def test_a_receive_reads_as_little_however_much_was_received(
     assert max(cost) <= 60, cost
 
 
-@pytest.mark.parametrize("known", [0, 3, 10])
+@pytest.mark.parametrize("known", [0, 1, 2, 3, 4, 10])
 def test_a_receive_reads_little_of_a_backlog_that_no_statistics_know(
     connection: psycopg.Connection[Any], relation: str, name: str, known: int
 ) -> None:
@@ -358,9 +400,9 @@ def test_a_receive_reads_little_of_a_backlog_that_no_statistics_know(
         f" (select Id from {relation} order by Seq limit 1 for update skip locked) returning Id"
     )
     look = f"select Seq from {relation} order by Seq desc limit 1 for update skip locked"
-    # Of three rows or fewer a third is one, and any index is as good to the planner as that of the id.
-    for statement in (look,) if known == 3 else (look, receive):
+    for statement in (look, receive):
         Transport(connection, relation).peek()  # looks after the relation, where that is due
+        connection.execute("update pgqueue.transports set next_at = 'infinity' where queue_name = %s", (name,))
         explained = connection.execute(f"explain (analyze, buffers, format json) {statement}".encode()).fetchone()
         assert explained is not None
         plan = explained[0][0]["Plan"]
@@ -401,7 +443,7 @@ def test_expiry_lasts_longer_than_an_integer_of_milliseconds(
         (name,),
     ).fetchone()
     assert row == (True,)
-    wait_for(lambda: transport.purge_expired(1) == 1, 5)
+    wait_for(lambda: transport.purge_expired(1) == 1)
     received = transport.receive()
     assert received is not None
     assert (received.body, received.expired) == (b"ten years", 0)
@@ -425,24 +467,48 @@ def test_a_purge_of_the_expired_takes_batches_and_leaves_the_living(
     assert transport.purge() == 21
 
 
+def test_purge_expired_goes_by_the_index_of_the_relation(
+    connection: psycopg.Connection[Any], relation: str, name: str
+) -> None:
+    partition = connection.execute(
+        "select pgqueue._partition(q)::text from pgqueue.queues q where q.name = %s", (name,)
+    ).fetchone()
+    assert partition is not None
+    connection.execute(
+        f"insert into {relation} (expires, headers, body)"
+        " select now() at time zone 'UTC' + case when i <= 3 then '-1 s' else '1 h' end::interval, '{}', 'x'"
+        " from generate_series(1, 5000) i".encode()
+    )
+    connection.execute(f"vacuum analyze {partition[0]}".encode())
+    with connection.transaction():
+        assert pgqueue.Queue(connection, name).purge_expired() == 3
+        read = connection.execute(
+            "select seq_tup_read + idx_tup_fetch from pg_stat_xact_user_tables where relid = %s::regclass", partition
+        ).fetchone()
+    assert read is not None
+    assert 3 <= read[0] < 100
+
+
 def test_a_queue_for_a_while_goes_without_a_daemon(
     connection: psycopg.Connection[Any], name: str, others: Callable[..., Any]
 ) -> None:
     first, second, third, last = (pgqueue.Queue(connection, f"{name}-{n}") for n in range(4))
     for queue in (first, second, third):
-        queue.create_queue(expires_after_idle=timedelta(seconds=1))
+        queue.create_queue(expires_after_idle=timedelta(hours=1))
         queue.claim()
     second.enqueue(1)
     user = others()
     pgqueue.Queue(user, third.name).claim()  # and stays in its transaction
+    for queue in (first, second, third):
+        queue.alter_queue(expires_after_idle=timedelta(seconds=1))
 
     def are_left() -> list[str]:
         last.create_queue()
         last.drop_queue()
         return [info.name for info in pgqueue.Queues(connection).list_queues() if info.name.startswith(f"{name}-")]
 
-    wait_for(lambda: are_left() == [second.name, third.name], 20)
+    wait_for(lambda: are_left() == [second.name, third.name])
     user.rollback()
     (message,) = second.claim()
     assert second.ack(message.id, message.claim_token)
-    wait_for(lambda: are_left() == [], 20)
+    wait_for(lambda: are_left() == [])

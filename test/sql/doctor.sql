@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(73);
+select plan(81);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -44,6 +44,13 @@ begin
     execute (select replace(f.repair, 'concurrently', '') from pgqueue.doctor() f where f.queue_name = queue);
     return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair makes it, and messages that live for longer than consumers wait are no finding');
     return next is((select array_agg(f.severity || ' ' || f.finding) from pgqueue.doctor('3 s') f where f.queue_name = queue), array['warning peek_delay_above_time_to_live'], queue || ': a peek delay above the time to live is found');
+    perform pgqueue.expose_transport(queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': where it is exposed, it has the index of its relation');
+    execute format('drop index pgqueue.%I', format('messages_%s_expires', (select q.queue_id from pgqueue.queues q where q.name = queue)));
+    return next is(pg_temp.findings(queue), array['warning missing_index'], queue || ': that one is missed, too');
+    execute (select replace(f.repair, 'concurrently', '') from pgqueue.doctor() f where f.queue_name = queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair makes it');
+    return next ok(pgqueue.unexpose_transport(queue), queue || ': and the relation can go');
     perform pgqueue.purge_queue(queue);
     return next is((select count(*) from pgqueue.doctor('3 s') f where f.queue_name = queue), 0::bigint, queue || ': and not without such messages');
 

@@ -55,9 +55,10 @@ select results_eq(
     $$ values ('one'::name, '{"n": 1}'::jsonb, '{"tenant": "a", "pgqueue.topic": "orders.paid"}'::jsonb, 3, '00000000-0000-0000-0000-000000000001'::uuid, interval '1 h'),
         ('two', '{"n": 1}', '{"tenant": "a", "pgqueue.topic": "orders.paid"}', 4, '00000000-0000-0000-0000-000000000001', '1 h') $$,
     'each copy has the content, the headers, the topic, the expiry, and the attempts of its queue');
-select is(pgqueue.publish('orders.paid', body => '\x00ff', delay => '1 min'), 2, 'bodies and delays are published, too');
-select results_eq($$ select s.queue_name::name, s.body, s.due_at from pgqueue.scheduled_messages s order by s.id $$,
-    $$ values ('one'::name, '\x00ff'::bytea, '2030-01-01 12:01:00+00'::timestamptz), ('two', '\x00ff', '2030-01-01 12:01:00+00') $$, 'a delay postpones each copy');
+select is(pgqueue.publish('orders.paid', body => '\x00ff', delay => '1 min', expires_in => '2 min'), 2, 'bodies and delays are published, too');
+select results_eq($$ select s.queue_name::name, s.body, s.due_at, s.expires_at from pgqueue.scheduled_messages s order by s.id $$,
+    $$ values ('one'::name, '\x00ff'::bytea, '2030-01-01 12:01:00+00'::timestamptz, '2030-01-01 12:02:00+00'::timestamptz), ('two', '\x00ff', '2030-01-01 12:01:00+00', '2030-01-01 12:02:00+00') $$,
+    'a delay postpones each copy, and its time to live runs beside that');
 set local test.now = '2030-01-01 12:01:00+00';
 select is((select count(*) from pgqueue.claim('two', 10)), 2::bigint, 'the copies are delivered when they are due');
 select is(pgqueue.publish('orders.new', '1', base_topics => '{orders.paid,a.cancelled}'), 3, 'an event goes by all its names');

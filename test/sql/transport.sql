@@ -1,7 +1,7 @@
 begin;
 -- Files take turns: this one attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(167);
+select plan(169);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -313,6 +313,10 @@ select id, claim_token from pgqueue.claim('transport-late') \gset
 select is(pgqueue.expose_transport('transport-late'), '"public"."transport-late"', 'a queue is exposed with its messages');
 select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{2,3}', 'they are shown, in order, but for those that are claimed');
 select is(pgqueue.ack('transport-late', :id, :'claim_token'), true, 'whose claims go on');
+select pg_temp.send('transport-late', '{}', '4') as sent \gset
+select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{2,3,4}', 'what is sent then comes behind them');
+update pgqueue.messages m set attempt_count = m.max_attempts where m.queue_name = 'transport-late' and m.transport_seq = (select min(t.seq) from public."transport-late" t);
+select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{3,4}', 'what has spent its attempts is not shown, and waits for its burial');
 
 select * from finish();
 rollback;
