@@ -28,40 +28,49 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    picks bigint[];
+    picks bigint[] := '{}'::bigint[];
     next_due_at timestamptz;
+    next_due bigint;
 begin
-    with due as (
-        delete from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.id = any (array(
-            select c.id from pgqueue.scheduled_messages c
-            where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
-            order by c.due_at, c.id limit wanted for update skip locked))
-        returning s.*
-    ),
-    noted as (
-        insert into pgqueue.returns (queue_name, check_at, id)
-        select q.name, at, d.id from due d
-    ),
-    moved as (
-        insert into pgqueue.messages (
-            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-            payload, body, headers, claimed_by, last_error, transport_headers
-        )
-        select
-            d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
-            d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers
-        from due d
-        returning messages.id, messages.expires_at
-    )
-    -- What expired meanwhile is moved, for the sweep to bury, but not handed out.
-    select array_agg(m.id) filter (where coalesce(m.expires_at > at, true)) into picks from moved m;
-
     select min(s.due_at) into next_due_at
     from pgqueue.scheduled_messages s
     where s.queue_name = q.name and s.due_at >= since;
-    perform setval(q.due_register, coalesce(pgqueue._micros(next_due_at), 9223372036854775807));
-    return coalesce(picks, '{}');
+    if next_due_at <= at then
+        with due as (
+            delete from pgqueue.scheduled_messages s
+            where s.queue_name = q.name and s.id = any (array(
+                select c.id from pgqueue.scheduled_messages c
+                where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
+                order by c.due_at, c.id limit wanted for update skip locked))
+            returning s.*
+        ),
+        noted as (
+            insert into pgqueue.returns (queue_name, check_at, id)
+            select q.name, at, d.id from due d
+        ),
+        moved as (
+            insert into pgqueue.messages (
+                id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
+                payload, body, headers, claimed_by, last_error, transport_headers
+            )
+            select
+                d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
+                d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers
+            from due d
+            returning messages.id, messages.expires_at
+        )
+        -- What expired meanwhile is moved, for the sweep to bury, but not handed out.
+        select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into picks from moved m;
+
+        select min(s.due_at) into next_due_at
+        from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.due_at >= since;
+    end if;
+    next_due := coalesce(pgqueue._micros(next_due_at), 9223372036854775807);
+    if next_due is distinct from pg_sequence_last_value(q.due_register) then
+        perform setval(q.due_register, next_due);
+    end if;
+    return picks;
 end;
 $$;
 comment on function pgqueue._promote(pgqueue.queues, timestamptz, int, timestamptz) is
@@ -299,6 +308,7 @@ declare
     below_id bigint;
     live bigint[];
     ready bigint[];
+    is_quick boolean;
 begin
     -- Who comes by while this sweep is at it leaves it alone.
     perform setval(q.sweep_register, pgqueue._micros(at + interval '50 ms'));
@@ -317,7 +327,9 @@ begin
     end if;
     if (s.settled_id < fresh - 1 or pgqueue._head(s) < least(s.settled_id + 1, fresh))
         and (
-            at - s.learnt_at not between interval '0' and interval '1 s'
+            -- Where the last round was quick there is little to be skipped: a queue that many others share the
+            -- machine with is swept by almost every claim, and learning would be most of what that costs.
+            at - s.learnt_at not between interval '0' and case pos when 1 then interval '30 s' else interval '1 s' end
             -- Somebody writes for long: the end is noticed at once.
             or s.writers <> '{}' and s.learnt_at > s.noted_at and not s.writers && pgqueue._writers()
         )
@@ -378,7 +390,9 @@ begin
         goal := start;
     end loop;
 
-    perform setval(q.swept_register, greatest(pos, 1));
+    -- At 1 where the whole round was quick: the next one may as well begin at the head.
+    is_quick := cardinality(picks) < wanted and pgqueue._now() < started_at + interval '500 us';
+    perform setval(q.swept_register, case when is_quick then 1 else greatest(pos, 1) end);
     if cardinality(picks) >= wanted then
         -- There may be more: the next claim goes on from here.
         perform setval(q.sweep_register, 1);

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(70);
+select plan(74);
 
 create function pg_temp.sweeps(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -170,6 +170,23 @@ select pg_temp.knows(2);
 select lives_ok($$
     select pgqueue._learn(q, pgqueue._now(), (select max(s.id) + 1 from scattered s))
     from pgqueue.queues q where q.name = 'scattered' $$, 'and so does one that learns');
+
+-- To learn costs more than a round that is quick, so it is done now and then there.
+create function pg_temp.learns_after(span interval) returns boolean language plpgsql as $$
+begin
+    perform pg_temp.pass(span);
+    perform pgqueue.enqueue('rare', '1');
+    perform pgqueue.ack('rare', c.id, c.claim_token) from pgqueue.claim('rare') c;
+    perform pgqueue.claim('rare');
+    return learnt_at = pgqueue._now() from pgqueue.sweeps where queue_name = 'rare';
+end;
+$$;
+select pgqueue.create_queue('rare');
+select ok(pg_temp.learns_after('1 s'), 'the first sweep learns');
+select ok(not pg_temp.learns_after('29 s'), 'behind a round that was quick the next one does not, for a while');
+select ok(pg_temp.learns_after('2 s'), 'but for no longer than half a minute');
+select setval(swept_register, 2) from pgqueue.queues where name = 'rare';
+select ok(pg_temp.learns_after('1.1 s'), 'behind one that was not it does after a second');
 
 select * from finish();
 rollback;
