@@ -489,22 +489,32 @@ comment on table pgqueue.staged_attempts is
 comment on column pgqueue.staged_attempts.token is
 'Known only to whoever stages: with it one adds rows, and names the attempt that won.';
 
+-- Some hundred messages a row, as arrays: a row each would cost more to store, to read and to delete than the message
+-- itself. What is read once is not compressed.
 create unlogged table pgqueue.staged_messages (
     token uuid not null,
     row_number int not null,
-    payload jsonb,
-    body bytea,
-    headers jsonb,
-    message_id uuid,
-    delay interval,
-    expires_in interval,
-    bytes int generated always as (coalesce(octet_length(body), octet_length(payload::text))) stored,
+    payloads jsonb[],
+    bodies bytea[],
+    headers jsonb[],
+    message_ids uuid[],
+    delays interval[],
+    expires_in interval[],
+    messages int not null,
+    largest_bytes int not null,
     constraint staged_messages_pkey primary key (token, row_number)
-) with (autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_scale_factor = 0);
+);
+alter table pgqueue.staged_messages alter column payloads set storage external;
+alter table pgqueue.staged_messages alter column bodies set storage external;
+alter table pgqueue.staged_messages alter column headers set storage external;
 comment on table pgqueue.staged_messages is
-'Messages that wait for sink_commit: nobody can claim them, and what is wrong with them is said then.';
-comment on column pgqueue.staged_messages.bytes is
-'The size of payload or body, measured by the writers, of which there are many, and not by the one that commits.';
+'Messages that wait for sink_commit, in arrays of equal length, of which those that say nothing are null. Nobody can claim them.';
+comment on column pgqueue.staged_messages.row_number is
+'The number of the first message of the row, counted from 1 under the token.';
+comment on column pgqueue.staged_messages.messages is
+'How many there are in the row. This and largest_bytes are counted when it is staged, by the writers, of which there are many, and not by the one that commits.';
+comment on column pgqueue.staged_messages.largest_bytes is
+'The size of the largest payload, as JSON text, or body.';
 
 create table pgqueue.sink_commits (
     app_id text collate "C" not null,
@@ -3888,7 +3898,69 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_stage(text, uuid, int, bigint) is
-'Begins to stage what one attempt at one partition of a run writes for a queue, and returns its token: rows are copied into pgqueue.staged_messages under it, row_number from 1, in the same transaction. Nobody sees them before sink_commit, which only the same session_user may call for them. Raises 22023, PQ001.';
+'Begins to stage what one attempt at one partition of a run writes for a queue, and returns its token: messages are copied into pgqueue.staged_messages under it in the same transaction, as arrays of some hundred a row, each with the number of its first message, from 1. What enqueue would refuse is refused there (22023, PQ003), but for payloads over the limit of the queue. Nobody sees them before sink_commit, which only the same session_user may call for them. Raises 22023, PQ001.';
+
+create function pgqueue._check_messages(s pgqueue.staged_messages, a pgqueue.staged_attempts)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues;
+    m record;
+    error text;
+    hint text;
+begin
+    select c.* into q from pgqueue.queues c where c.name = a.queue_name;
+    for m in
+        select u.*
+        from unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
+            with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
+    loop
+        perform pgqueue._check_enqueue(coalesce(m.delay, '0'), m.expires_in);
+        perform pgqueue._check_content(q, m.payload, m.body, m.headers);
+    end loop;
+exception when invalid_parameter_value or sqlstate 'PQ003' then
+    get stacked diagnostics error = message_text, hint = pg_exception_hint;
+    perform pgqueue._raise_in_row(sqlstate, a.partition, s.row_number + m.place::int - 1, error, hint);
+end;
+$$;
+comment on function pgqueue._check_messages(pgqueue.staged_messages, pgqueue.staged_attempts) is
+'Raises for the first message of a staged row what enqueue would raise for it: 22023 or PQ003, with its number.';
+
+create function pgqueue._measure_messages()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    are_sound boolean;
+begin
+    select
+        count(*), coalesce(max(coalesce(octet_length(u.body), octet_length(u.payload::text))), 0),
+        coalesce(bool_and(
+            (u.payload is null) <> (u.body is null)
+            and (
+                u.headers is null
+                or jsonb_typeof(u.headers) = 'object' and octet_length(u.headers::text) <= 65536
+            )
+            and (u.delay is null or pgqueue._is_within(u.delay, '0', '10 years'))
+            and (u.expires_in is null or pgqueue._is_within(u.expires_in, '0', '10 years'))
+        ), true)
+    into new.messages, new.largest_bytes, are_sound
+    from unnest(new.payloads, new.bodies, new.headers, new.message_ids, new.delays, new.expires_in)
+        as u (payload, body, headers, message_id, delay, expires_in);
+    if not are_sound then
+        perform pgqueue._check_messages(new, (select a from pgqueue.staged_attempts a where a.token = new.token));
+    end if;
+    return new;
+end;
+$$;
+comment on function pgqueue._measure_messages() is
+'Trigger of staged_messages: counts and measures the messages of a row, and refuses what enqueue would refuse of any queue.';
+
+create or replace trigger measure_messages
+before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
 
 create function pgqueue._own_attempts(run uuid)
 returns setof pgqueue.staged_attempts
@@ -3962,19 +4034,16 @@ declare
     delayed bigint;
     due_at timestamptz;
 begin
-    -- What enqueue would refuse is left out, and thereby noticed: the count is short.
+    -- What is over the queue's limit is left out, and thereby noticed: the count is short.
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
     )
-    select q.name, at, at, q.max_attempts, pgqueue._after(at, s.expires_in), s.message_id, s.payload, s.body, s.headers
+    select q.name, at, at, q.max_attempts, pgqueue._after(at, u.expires_in), u.message_id, u.payload, u.body, u.headers
     from pgqueue.staged_messages s
-    where s.token = _publish.token and s.bytes <= q.max_payload_bytes and num_nulls(s.payload, s.body) = 1
-        and (s.delay is null or s.delay = interval '0' and pgqueue._is_within(s.delay, '0', '10 years'))
-        and (s.expires_in is null or pgqueue._is_within(s.expires_in, '0', '10 years'))
-        and (
-            s.headers is null
-            or jsonb_typeof(s.headers) = 'object' and octet_length(s.headers::text) <= 65536
-        )
+    cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
+        as u (payload, body, headers, message_id, delay, expires_in)
+    where s.token = _publish.token and s.largest_bytes <= q.max_payload_bytes
+        and coalesce(u.delay, '0') = interval '0'
     order by s.token, s.row_number;
     get diagnostics published = row_count;
     if published >= expected then
@@ -3985,16 +4054,12 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._after(at, s.delay), at, q.max_attempts, pgqueue._after(at, s.expires_in), s.message_id,
-            s.payload, s.body, s.headers
+            q.name, pgqueue._after(at, u.delay), at, q.max_attempts, pgqueue._after(at, u.expires_in), u.message_id,
+            u.payload, u.body, u.headers
         from pgqueue.staged_messages s
-        where s.token = _publish.token and s.bytes <= q.max_payload_bytes and num_nulls(s.payload, s.body) = 1
-            and s.delay > interval '0' and pgqueue._is_within(s.delay, '0', '10 years')
-            and (s.expires_in is null or pgqueue._is_within(s.expires_in, '0', '10 years'))
-            and (
-                s.headers is null
-                or jsonb_typeof(s.headers) = 'object' and octet_length(s.headers::text) <= 65536
-            )
+        cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
+            as u (payload, body, headers, message_id, delay, expires_in)
+        where s.token = _publish.token and s.largest_bytes <= q.max_payload_bytes and u.delay > interval '0'
         order by s.token, s.row_number
         returning scheduled_messages.due_at
     )
@@ -4006,29 +4071,7 @@ begin
 end;
 $$;
 comment on function pgqueue._publish(uuid, bigint, pgqueue.queues, timestamptz) is
-'Sends the rows staged under a token, in their order, and returns how many it sent, of so many expected; those that enqueue would refuse are left out.';
-
-create function pgqueue._check_staged(a pgqueue.staged_attempts, q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    s pgqueue.staged_messages;
-    error text;
-    hint text;
-begin
-    for s in select m.* from pgqueue.staged_messages m where m.token = a.token order by m.row_number loop
-        perform pgqueue._check_enqueue(coalesce(s.delay, '0'), s.expires_in);
-        perform pgqueue._check_content(q, s.payload, s.body, s.headers);
-    end loop;
-exception when invalid_parameter_value or sqlstate 'PQ003' then
-    get stacked diagnostics error = message_text, hint = pg_exception_hint;
-    perform pgqueue._raise_in_row(sqlstate, a.partition, s.row_number, error, hint);
-end;
-$$;
-comment on function pgqueue._check_staged(pgqueue.staged_attempts, pgqueue.queues) is
-'Raises for the first row of an attempt what enqueue would raise for it: 22023 or PQ003, with the row.';
+'Sends the messages staged under a token, in their order, and returns how many it sent, of so many expected; rows with one over the limit of the queue are left out.';
 
 create function pgqueue._discard(run uuid)
 returns bigint
@@ -4039,8 +4082,8 @@ declare
     tokens constant uuid[] := array(select a.token from pgqueue._hold_attempts(run) a);
     discarded bigint;
 begin
-    delete from pgqueue.staged_messages s where s.token = any (tokens);
-    get diagnostics discarded = row_count;
+    with gone as (delete from pgqueue.staged_messages s where s.token = any (tokens) returning s.messages)
+    select coalesce(sum(g.messages), 0) into discarded from gone g;
     delete from pgqueue.staged_attempts a where a.token = any (tokens);
     return discarded;
 end;
@@ -4126,7 +4169,9 @@ begin
         end if;
         published := pgqueue._publish((winner.attempt).token, winner.expected, q, at);
         if published <> winner.expected then
-            perform pgqueue._check_staged(winner.attempt, q);
+            perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
+            where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes
+            order by s.row_number;
             perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
         end if;
         perform pgqueue._wake_waiting(q, pgqueue._now());
@@ -4136,7 +4181,7 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint) is
-'Sends what was staged in a run, in one transaction: of each attempt named by its token exactly as many messages as counts says, in the order of their rows, by the rules of enqueue; delays count from now. What other attempts of the run staged is discarded. Returns false, and discards all, if version of app_id was committed before; a run without app_id is known by its id, so that the call can be repeated until it is answered. Raises PQ010 where staged messages are missing, as after a crash of the server; PQ001 for a queue dropped since; 22023 or PQ003 for the first message that enqueue would refuse, with its row; and 22023 for a version of another role, or older than what sweep_staged has forgotten.';
+'Sends what was staged in a run, in one transaction: of each attempt named by its token exactly as many messages as counts says, in their order, by the rules of enqueue; delays count from now. What other attempts of the run staged is discarded. Returns false, and discards all, if version of app_id was committed before; a run without app_id is known by its id, so that the call can be repeated until it is answered. Raises PQ010 where staged messages are missing, as after a crash of the server; PQ001 for a queue dropped since; PQ003 for the first message over the limit of its queue, with its row; and 22023 for a version of another role, or older than what sweep_staged has forgotten.';
 
 create function pgqueue.sink_abort(run uuid)
 returns bigint
@@ -4181,9 +4226,12 @@ begin
     );
     delete from pgqueue.staged_attempts a where a.token = any (tokens);
     -- Also what was copied under a token that nobody was given.
-    delete from pgqueue.staged_messages s
-    where s.token = any (tokens) or not exists (select from pgqueue.staged_attempts a where a.token = s.token);
-    get diagnostics swept = row_count;
+    with gone as (
+        delete from pgqueue.staged_messages s
+        where s.token = any (tokens) or not exists (select from pgqueue.staged_attempts a where a.token = s.token)
+        returning s.messages
+    )
+    select coalesce(sum(g.messages), 0) into swept from gone g;
 
     with newest as (
         select c.app_id, max(c.version) as version from pgqueue.sink_commits c group by c.app_id

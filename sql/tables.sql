@@ -303,22 +303,32 @@ comment on table pgqueue.staged_attempts is
 comment on column pgqueue.staged_attempts.token is
 'Known only to whoever stages: with it one adds rows, and names the attempt that won.';
 
+-- Some hundred messages a row, as arrays: a row each would cost more to store, to read and to delete than the message
+-- itself. What is read once is not compressed.
 create unlogged table pgqueue.staged_messages (
     token uuid not null,
     row_number int not null,
-    payload jsonb,
-    body bytea,
-    headers jsonb,
-    message_id uuid,
-    delay interval,
-    expires_in interval,
-    bytes int generated always as (coalesce(octet_length(body), octet_length(payload::text))) stored,
+    payloads jsonb[],
+    bodies bytea[],
+    headers jsonb[],
+    message_ids uuid[],
+    delays interval[],
+    expires_in interval[],
+    messages int not null,
+    largest_bytes int not null,
     constraint staged_messages_pkey primary key (token, row_number)
-) with (autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_scale_factor = 0);
+);
+alter table pgqueue.staged_messages alter column payloads set storage external;
+alter table pgqueue.staged_messages alter column bodies set storage external;
+alter table pgqueue.staged_messages alter column headers set storage external;
 comment on table pgqueue.staged_messages is
-'Messages that wait for sink_commit: nobody can claim them, and what is wrong with them is said then.';
-comment on column pgqueue.staged_messages.bytes is
-'The size of payload or body, measured by the writers, of which there are many, and not by the one that commits.';
+'Messages that wait for sink_commit, in arrays of equal length, of which those that say nothing are null. Nobody can claim them.';
+comment on column pgqueue.staged_messages.row_number is
+'The number of the first message of the row, counted from 1 under the token.';
+comment on column pgqueue.staged_messages.messages is
+'How many there are in the row. This and largest_bytes are counted when it is staged, by the writers, of which there are many, and not by the one that commits.';
+comment on column pgqueue.staged_messages.largest_bytes is
+'The size of the largest payload, as JSON text, or body.';
 
 create table pgqueue.sink_commits (
     app_id text collate "C" not null,

@@ -118,7 +118,7 @@ def _pressures(plt: Any, part: Part) -> Any:
             for what, where in (("clean", None), ("under", f"{cell['system']}, PostgreSQL {cell['postgresql']}")):
                 axes.plot(*_points(cell[what], before=what == "clean"), **look, label=where)
         axes.axvline(0, color="#444444", linewidth=0.8, linestyle=":")
-        axes.annotate(f" {name}", (0, 0.93), xycoords=("data", "axes fraction"), fontsize=SMALL, color="#444444")
+        axes.set_title(name, loc="left", fontsize=9)
         axes.set_ylim(bottom=0)
         axes.margins(y=0.1)
         axes.yaxis.set_major_formatter("{x:,.0f}")

@@ -141,7 +141,11 @@ def test_a_redrive_by_predicate_is_done_once(spark: Any, database: str, queue: Q
     assert (done.chosen, done.redriven, done.was_done) == (0, 0, False)
 
 
-def test_a_version_of_a_redrive_is_done_once_though_letters_die_again(spark: Any, database: str, queue: Queue) -> None:
+def test_a_version_of_a_redrive_is_done_once_though_letters_die_again(
+    spark: Any, database: str, connection: Connection, queue: Queue
+) -> None:
+    # A write, or a replay, that goes by the same name is something else.
+    connection.execute("select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', %s, 1)", [queue.name])
     (first,) = die(queue, "boom")
     done = redrive_where(spark, queue.name, "true", dsn=database, app_id=queue.name)
     assert (done.redriven, done.was_done) == (1, False)
@@ -215,6 +219,13 @@ def test_a_replay_is_sent_once(spark: Any, database: str, connection: Connection
     assert replay(spark, parquet, target.name, "false", dsn=database).was_done is False
     assert replay(spark, parquet, target.name, where, dsn=database, version=2).was_done is False
     assert len(target.claim(100)) == 4
+
+
+def test_the_order_of_queues_makes_no_other_replay() -> None:
+    from pgqueue.spark.pipelines.again import _digest
+
+    assert _digest("path", ["a", "b"]) == _digest("path", {"b", "a"}) == _digest("path", ("b", "a"))
+    assert _digest("path", ["a", "b"]) != _digest("path", ["a"])
 
 
 def test_a_replay_that_fails_sends_nothing(spark: Any, database: str, queue: Queue, parquet: str) -> None:

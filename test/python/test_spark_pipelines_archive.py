@@ -240,7 +240,7 @@ def test_a_run_that_is_killed_once_it_has_written_is_repeated(
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1200,
         start_new_session=True,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr

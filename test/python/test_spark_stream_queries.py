@@ -248,7 +248,7 @@ def test_13_a_server_that_restarts_ends_no_query(spark: Any, name: str, tmp_path
                 back.join()
                 server.restart()
 
-        queries.run(sink, retryTimeout="60 s")
+        queries.run(sink, retryTimeout=f"{PATIENCE} s")
         assert queries.got == [(batch, sent[4 * batch :][:4]) for batch in range(5)]
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             assert left(pgqueue.Queue(connection, name)) == 0

@@ -5,7 +5,7 @@ create or replace function pgqueue._now() returns timestamptz language sql volat
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 
-select plan(128);
+select plan(132);
 
 -- What a call raises: code and message.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
@@ -24,7 +24,7 @@ create function pg_temp.staged(queue text, run uuid, partition int, attempt bigi
 declare
     token uuid := pgqueue.sink_stage(queue, run, partition, attempt);
 begin
-    insert into pgqueue.staged_messages (token, row_number, payload) select token, p.n, p.payload from unnest(payloads) with ordinality as p (payload, n);
+    insert into pgqueue.staged_messages (token, row_number, payloads) select token, p.n, p.two from (values (1, payloads[:2]), (3, payloads[3:])) p (n, two) where p.two <> '{}';
     return token;
 end;
 $$;
@@ -33,7 +33,7 @@ create function pg_temp.sent(queue text) returns jsonb[] language plpgsql
 as $$ begin return (select coalesce(array_agg(m.payload order by m.id), '{}') from pgqueue.messages m where m.queue_name = queue); end $$;
 create function pg_temp.left_over(r uuid) returns bigint[] language sql
 as $$ select array[(select count(*) from pgqueue.staged_attempts a where a.run = r),
-    (select count(*) from pgqueue.staged_messages s where s.token in (select a.token from pgqueue.staged_attempts a where a.run = r))] $$;
+    (select coalesce(sum(s.messages), 0) from pgqueue.staged_messages s where s.token in (select a.token from pgqueue.staged_attempts a where a.run = r))] $$;
 create function pg_temp.run(n int) returns uuid language sql immutable as $$ select ('00000000-0000-0000-0000-' || lpad(n::text, 12, '0'))::uuid $$;
 
 create function pg_temp.sinks(queue text, has_table boolean) returns setof text language plpgsql as $$
@@ -87,8 +87,9 @@ begin
     -- Every column.
     run := gen_random_uuid();
     first := pgqueue.sink_stage(queue, run, 0, 1);
-    insert into pgqueue.staged_messages (token, row_number, payload, body, headers, message_id, delay, expires_in) values
-    (first, 1, null, '\x00ff', '{"a": 1}', pg_temp.run(1), '0', '1 h'), (first, 2, '"later"', null, null, null, '1 day', '36 h'), (first, 3, '"sooner"', null, null, null, '1 h', null), (first, 4, 'null', null, null, null, null, null);
+    insert into pgqueue.staged_messages (token, row_number, payloads, bodies, headers, message_ids, delays, expires_in) values
+    (first, 3, array['"sooner"', 'null']::jsonb[], null, null, null, '{1 h,null}', null),
+    (first, 1, array[null, '"later"']::jsonb[], '{"\\x00ff",null}', array['{"a": 1}', null]::jsonb[], array[pg_temp.run(1), null], '{0,1 day}', '{1 h,36 h}');
     return next is(pgqueue.sink_commit(run, array[first], '{4}'), true, queue || ': a run may mix what is due and what is delayed');
     return next is((select array_agg(row(x.payload, x.body, x.headers, x.message_id, x.expires_at)::text order by x.id) from pgqueue.messages x where x.queue_name = queue),
         array[row(null::jsonb, '\x00ff'::bytea, '{"a": 1}'::jsonb, pg_temp.run(1), pgqueue._now() + interval '1 h')::text, row('null'::jsonb, null::bytea, null::jsonb, null::uuid, null::timestamptz)::text],
@@ -100,23 +101,25 @@ begin
     -- What is wrong with a row.
     return query select is(pg_temp.raised(format($f$
         do $d$ declare token uuid := pgqueue.sink_stage(%1$L, pg_temp.run(2), 3, 1); begin
-            insert into pgqueue.staged_messages (token, row_number, payload) values (token, 1, '1');
+            insert into pgqueue.staged_messages (token, row_number, payloads) values (token, 1, '{1}');
             insert into pgqueue.staged_messages (token, row_number, %2$s) values (token, 2, %3$s);
-            perform pgqueue.sink_commit(pg_temp.run(2), array[token], '{2}', 'bad', 1);
-        end $d$ $f$, queue, w.columns, w.given)), w.error, queue || ': row 2 ' || w.sentence)
+            perform pgqueue.sink_commit(pg_temp.run(2), array[token], '{3}', 'bad', 1);
+        end $d$ $f$, queue, w.columns, w.given)), w.error, queue || ': row 3 ' || w.sentence)
     from (values
-        ('payload', 'null', '22023 row 2 of partition 3: invalid payload: null', 'has neither payload nor body'),
-        ('payload, body', '''1'', ''1''', '22023 row 2 of partition 3: invalid payload: ''1''', 'has both'),
-        ('payload', 'to_jsonb(repeat(''x'', 99))', format('PQ003 row 2 of partition 3: payload of 101 bytes is over the limit of 100 bytes of queue %L', queue), 'is too large, as JSON text'),
-        ('payload', '''1e200''', format('PQ003 row 2 of partition 3: payload of 201 bytes is over the limit of 100 bytes of queue %L', queue), 'is small only as it is stored'),
-        ('body', 'convert_to(repeat(''x'', 101), ''utf8'')', format('PQ003 row 2 of partition 3: body of 101 bytes is over the limit of 100 bytes of queue %L', queue), 'has a body that is too large'),
-        ('payload, headers', '''1'', ''[1]''', '22023 row 2 of partition 3: invalid headers: ''[1]''', 'has headers that are no object'),
-        ('payload, headers', '''1'', jsonb_build_object(''a'', repeat(''x'', 65530))', format('PQ003 row 2 of partition 3: headers of 65539 bytes is over the limit of 65536 bytes of queue %L', queue), 'has headers that are too large'),
-        ('payload, delay', '''1'', ''-1 s''', '22023 row 2 of partition 3: invalid delay: ''-00:00:01''', 'is delayed into the past'),
-        ('payload, delay', '''1'', ''11 years''', '22023 row 2 of partition 3: invalid delay: ''11 years''', 'is delayed beyond 10 years'),
-        ('payload, delay', '''1'', ''1 year -360 days -1 s''', '22023 row 2 of partition 3: invalid delay: ''1 year -360 days -00:00:01''', 'is delayed by no time at all'),
-        ('payload, delay', '''1'', ''300000 years -108000000 days''', '22023 row 2 of partition 3: invalid delay: ''300000 years -108000000 days''', 'has a delay that is equal to none and is one'),
-        ('payload, expires_in', '''1'', ''-1 s''', '22023 row 2 of partition 3: invalid expires_in: ''-00:00:01''', 'has expired before it is sent')
+        ('payloads', 'array[''1'', null]::jsonb[]', '22023 row 3 of partition 3: invalid payload: null', 'has neither payload nor body'),
+        ('payloads, message_ids', '''{1}'', array[null, pg_temp.run(1)]', '22023 row 3 of partition 3: invalid payload: null', 'has nothing but a name'),
+        ('payloads, bodies', '''{1,1}'', array[null, ''1'']::bytea[]', '22023 row 3 of partition 3: invalid payload: ''1''', 'has both'),
+        ('payloads', 'array[''1'', to_jsonb(repeat(''x'', 99))]', format('PQ003 row 3 of partition 3: payload of 101 bytes is over the limit of 100 bytes of queue %L', queue), 'is too large, as JSON text'),
+        ('payloads', '''{1,1e200}''', format('PQ003 row 3 of partition 3: payload of 201 bytes is over the limit of 100 bytes of queue %L', queue), 'is small only as it is stored'),
+        ('payloads, messages, largest_bytes', '''{1,1e200}'', 2, 1', format('PQ003 row 3 of partition 3: payload of 201 bytes is over the limit of 100 bytes of queue %L', queue), 'is said to be small'),
+        ('bodies', 'array[''1'', convert_to(repeat(''x'', 101), ''utf8'')]', format('PQ003 row 3 of partition 3: body of 101 bytes is over the limit of 100 bytes of queue %L', queue), 'has a body that is too large'),
+        ('payloads, headers', '''{1,1}'', array[null, ''[1]'']::jsonb[]', '22023 row 3 of partition 3: invalid headers: ''[1]''', 'has headers that are no object'),
+        ('payloads, headers', '''{1,1}'', array[null, jsonb_build_object(''a'', repeat(''x'', 65530))]', format('PQ003 row 3 of partition 3: headers of 65539 bytes is over the limit of 65536 bytes of queue %L', queue), 'has headers that are too large'),
+        ('payloads, delays', '''{1,1}'', ''{0,-1 s}''', '22023 row 3 of partition 3: invalid delay: ''-00:00:01''', 'is delayed into the past'),
+        ('payloads, delays', '''{1,1}'', ''{0,11 years}''', '22023 row 3 of partition 3: invalid delay: ''11 years''', 'is delayed beyond 10 years'),
+        ('payloads, delays', '''{1,1}'', ''{0,1 year -360 days -1 s}''', '22023 row 3 of partition 3: invalid delay: ''1 year -360 days -00:00:01''', 'is delayed by no time at all'),
+        ('payloads, delays', '''{1,1}'', ''{null,300000 years -108000000 days}''', '22023 row 3 of partition 3: invalid delay: ''300000 years -108000000 days''', 'has a delay that is equal to none and is one'),
+        ('payloads, expires_in', '''{1,1}'', ''{null,-1 s}''', '22023 row 3 of partition 3: invalid expires_in: ''-00:00:01''', 'has expired before it is sent')
     ) w (columns, given, error, sentence);
     return next is((select count(*) from pgqueue.messages x where x.queue_name = queue), 2::bigint, queue || ': nothing of such a run is sent');
     return next is((select count(*) from pgqueue.sink_commits c where c.app_id = 'bad'), 0::bigint, queue || ': and the ledger does not know it');
@@ -180,7 +183,7 @@ create role pgqueue_test_sink_bob;
 select pgqueue.grant_access('pgqueue_test_sink_alice', 'producer'), pgqueue.grant_access('pgqueue_test_sink_bob', 'producer') \gset
 set local session authorization pgqueue_test_sink_alice;
 select pgqueue.sink_stage('sink', pg_temp.run(20), 0, 1) as alices \gset
-insert into pgqueue.staged_messages (token, row_number, payload) values (:'alices', 1, '"alice"');
+insert into pgqueue.staged_messages (token, row_number, payloads) values (:'alices', 1, '{"\"alice\""}');
 set local session authorization pgqueue_test_sink_bob;
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{1}'', ''bob'', 1)', pg_temp.run(20), :'alices')),
     format('PQ010 run %s staged 1 messages in partition unknown, and 0 are there', pg_temp.run(20)), 'nobody commits what another role has staged');
@@ -188,7 +191,7 @@ select is(pgqueue.sink_abort(pg_temp.run(20)), 0::bigint, 'nor discards it');
 select is(pg_temp.raised(w.statement), '42501 permission denied for table ' || w.name, w.sentence)
 from (values
     ('select from pgqueue.staged_messages', 'staged_messages', 'nobody reads it'),
-    ('update pgqueue.staged_messages set payload = ''1''', 'staged_messages', 'nor changes it'),
+    ('update pgqueue.staged_messages set payloads = null', 'staged_messages', 'nor changes it'),
     ('delete from pgqueue.staged_messages', 'staged_messages', 'nor deletes it'),
     ('insert into pgqueue.staged_messages (token, row_number) values (gen_random_uuid(), 1) returning token', 'staged_messages', 'nor reads what he adds'),
     ('select from pgqueue.staged_attempts', 'staged_attempts', 'nobody sees who stages'),
@@ -200,7 +203,7 @@ set local session authorization pgqueue_test_sink_alice;
 select is(pgqueue.sink_commit(pg_temp.run(20), array[:'alices']::uuid[], '{1}', 'alice', 1), true, 'who staged it commits it, with no more than a producer''s access');
 set local session authorization pgqueue_test_sink_bob;
 select pgqueue.sink_stage('sink', pg_temp.run(21), 0, 1) as bobs \gset
-insert into pgqueue.staged_messages (token, row_number, payload) values (:'bobs', 1, '"bob"');
+insert into pgqueue.staged_messages (token, row_number, payloads) values (:'bobs', 1, '{"\"bob\""}');
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{1}'', ''alice'', 1)', pg_temp.run(21), :'bobs')), '22023 invalid app_id: ''alice''', 'another role''s entry in the ledger discards nothing of ours');
 reset session authorization;
 select is(pg_temp.sent('sink'), array['1', '2', '3', '"alice"']::jsonb[], 'alice''s message was sent, and bob''s was not');
@@ -211,7 +214,7 @@ delete from pgqueue.staged_attempts;
 delete from pgqueue.staged_messages;
 delete from pgqueue.sink_commits;
 select pg_temp.staged('sink', pg_temp.run(30), 0, 1, '{1,2}') as old \gset
-insert into pgqueue.staged_messages (token, row_number, payload) values (pg_temp.run(98), 1, '"orphan"');
+insert into pgqueue.staged_messages (token, row_number, payloads) values (pg_temp.run(98), 1, '{1}');
 select is((select count(*) from pgqueue.doctor() d where d.finding = 'stale_staging'), 0::bigint, 'doctor finds nothing stale in a run that began just now');
 set local test.now = '2030-01-02 12:00:00+00';
 select pg_temp.staged('sink', pg_temp.run(31), 0, 1, '{3}') as young \gset

@@ -130,8 +130,8 @@ class Queues(_Sync):
         its id, so that the call can be repeated until it is answered.
 
         Raises `StagedMessagesLost` where some are not there any more; `QueueNotFound` for a queue dropped since;
-        what `enqueue` raises for a message, with its row; and `InvalidArgument` for a version that another role
-        has committed, or that `sweep_staged` has forgotten.
+        `PayloadTooLarge` for a message over the limit of its queue, with its row; and `InvalidArgument` for a
+        version that another role has committed, or that `sweep_staged` has forgotten.
         """
         return self._one(_calls.sink_commit(run, tokens, counts, app_id, version))
 
@@ -665,8 +665,9 @@ class Queue(_Sync):
     def sink_stage(self, run: UUID, partition: int, attempt: int) -> UUID:
         """Begin to stage what one attempt at a partition of a run writes for this queue; returns its token.
 
-        The rows are copied into `pgqueue.staged_messages` under the token, `row_number` from 1, in the same
-        transaction. Nobody sees them before `Queues.sink_commit`. Raises `InvalidArgument`, `QueueNotFound`.
+        The messages are copied into `pgqueue.staged_messages` under the token, as arrays of some hundred a row, each
+        with the number of its first message, from 1, in the same transaction. Nobody sees them before
+        `Queues.sink_commit`. Raises `InvalidArgument`, `QueueNotFound`.
         """
         return self._one(_calls.sink_stage(self.name, run, partition, attempt))
 

@@ -14,7 +14,7 @@ from pyspark.sql import types as t
 
 from ..errors import InvalidArgument
 
-__all__ = ["as_object", "as_text", "concatenated", "content", "unsupported"]
+__all__ = ["as_object", "as_text", "bounds", "content", "unsupported"]
 
 _SCALARS = (
     t.BooleanType,
@@ -46,7 +46,7 @@ def as_object(names: list[str], columns: list[pa.Array], path: str = "") -> pa.A
     for place, (name, column) in enumerate(zip(names, columns, strict=True)):
         before = "," if place else "{"
         pieces += [f"{before}{dumps(name, ensure_ascii=False)}:", as_text(column, f"{path}{name}")]
-    return concatenated(*pieces, "}")
+    return _concatenated(*pieces, "}")
 
 
 def as_text(array: pa.Array, name: str) -> pa.Array:
@@ -54,18 +54,24 @@ def as_text(array: pa.Array, name: str) -> pa.Array:
     return pc.fill_null(_text(array, name), "null")
 
 
-def concatenated(*pieces: pa.Array | str) -> pa.Array:
-    """Texts put together, row by row; null where a piece is."""
-    return pc.binary_join_element_wise(*pieces, "", null_handling="emit_null")
+def bounds(array: pa.Array) -> memoryview:
+    """Where each text or value begins in the bytes that Arrow holds, and where the last one ends."""
+    _, offsets, _ = array.buffers()
+    return memoryview(offsets).cast("i")[array.offset : array.offset + len(array) + 1]
 
 
 def content(array: pa.Array) -> memoryview:
-    """The bytes of all texts, one behind the other, as Arrow holds them."""
-    _, offsets, data = array.buffers()
+    """The bytes of all texts or values, one behind the other, as Arrow holds them."""
+    data = array.buffers()[2]
     if data is None:
         return memoryview(b"")
-    bounds = memoryview(offsets).cast("i")
-    return memoryview(data)[bounds[array.offset] : bounds[array.offset + len(array)]]
+    ends = bounds(array)
+    return memoryview(data)[ends[0] : ends[-1]]
+
+
+def _concatenated(*pieces: pa.Array | str) -> pa.Array:
+    """Texts put together, row by row; null where a piece is."""
+    return pc.binary_join_element_wise(*pieces, "", null_handling="emit_null")
 
 
 def _text(array: pa.Array, name: str) -> pa.Array:
@@ -79,7 +85,7 @@ def _text(array: pa.Array, name: str) -> pa.Array:
             return pc.strftime(array, '"%Y-%m-%dT%H:%M:%S"')
         return pc.strftime(array.cast(pa.timestamp("us", "UTC")), '"%Y-%m-%dT%H:%M:%SZ"')
     if pa.types.is_date(kind):
-        return concatenated('"', array.cast(pa.string()), '"')
+        return _concatenated('"', array.cast(pa.string()), '"')
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return pa.array([None if v is None else f'"{b64encode(v).decode()}"' for v in array.to_pylist()], pa.string())
     if pa.types.is_struct(kind):
@@ -89,7 +95,7 @@ def _text(array: pa.Array, name: str) -> pa.Array:
         names = [kind.field(place).name for place in range(kind.num_fields)]
         return pc.if_else(array.is_valid(), as_object(names, fields, f"{name}."), None)
     if pa.types.is_map(kind):
-        return _grouped(array, concatenated(_quoted(array.keys), ":", as_text(array.items, name)), "{", "}")
+        return _grouped(array, _concatenated(_quoted(array.keys), ":", as_text(array.items, name)), "{", "}")
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return _grouped(array, as_text(array.values, name), "[", "]")
     return array.cast(pa.string())  # whole numbers, decimals, true and false, null
@@ -104,7 +110,7 @@ def _quoted(array: pa.Array) -> pa.Array:
     for special in ("\\", '"'):
         if special.encode() in whole:
             array = pc.replace_substring(array, special, f"\\{special}")
-    return concatenated('"', array, '"')
+    return _concatenated('"', array, '"')
 
 
 def _numbers(array: pa.Array, name: str) -> pa.Array:

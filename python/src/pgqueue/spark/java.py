@@ -27,7 +27,8 @@ _PLACES = (
     (Path.home(), ".sdkman/candidates/java/*"),
     (Path.home(), ".jdks/*"),
 )
-_VERSION = re.compile(r'version "(?:1\.)?(\d+)')
+# Not always in the first line: before it, Java says which options it took from the environment.
+_VERSION = re.compile(r'^.*version "(?:1\.)?(\d+).*$', re.MULTILINE)
 
 
 class JavaNotFoundError(RuntimeError):
@@ -36,7 +37,7 @@ class JavaNotFoundError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Java:
-    """A Java: its home, the major version, and the first line of `java -version`."""
+    """A Java: its home, the major version, and the line of `java -version` that says it."""
 
     home: Path
     major: int
@@ -98,7 +99,7 @@ def _ask(home: Path) -> Java | str:
     version = _VERSION.search(said)
     if done.returncode != 0 or version is None:
         return f"does not run: {(said.strip().splitlines() or ['it says nothing'])[0]}"
-    return Java(home, int(version[1]), said.strip().splitlines()[0])
+    return Java(home, int(version[1]), version[0].strip())
 
 
 def _advice() -> str:

@@ -7,7 +7,7 @@ discarded. A ledger of (app, version) in the same transaction makes a commit tha
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -27,8 +27,9 @@ from pyspark.sql.types import StructType
 
 from ..client import Queue, Queues
 from ..errors import InvalidArgument
+from .chunks import TARGETS, InvalidUUID, chunks, copied, copy_statement, elements
 from .driver import Patience
-from .lines import Layout, plan
+from .layout import Layout, plan
 from .links import connect, conninfo
 from .options import OptionError, Options
 
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("pgqueue.spark")
 _PIECE_BYTES = 4 * 1024 * 1024
-_LINE = re.compile(r"COPY staged_messages, line (\d+)(?:, column (\w+))?")
+_LINE = re.compile(r"COPY staged_messages, line (\d+), column (payloads|headers)")
 
 
 @dataclass
@@ -175,15 +176,13 @@ class _Staging:
         self._rows = 0
 
     def add(self, batches: Iterator[pa.RecordBatch]) -> None:
-        """Stage batches: in one COPY where all rows go to one queue, else in one each, as any may bring new queues."""
-        if self._layout.queue is not None:
-            self._begin(self._layout.queue)
-            self._copy(batches)
-        else:
-            for batch in batches:
-                for name in self._layout.queues(batch):
-                    self._begin(self._known(batch, name))
-                self._copy([batch])
+        """Stage batches."""
+        for batch in batches:
+            for name, rows in self._layout.by_queue(batch):
+                token = self._begun(self._known(batch, name))
+                for piece in _pieces(rows):
+                    self._copy(piece, token)
+            self._rows += batch.num_rows
 
     def _known(self, batch: pa.RecordBatch, name: str | None) -> str:
         if name is None:
@@ -191,39 +190,52 @@ class _Staging:
             raise InvalidArgument(f"row {row} of partition {self._partition}: invalid queue_name: null")
         return name
 
-    def _begin(self, name: str) -> None:
+    def _begun(self, name: str) -> UUID:
         if name not in self._tokens:
             token = Queue(self._connection, name).sink_stage(*self._names)
             self._tokens[name] = token
             self.counts[token] = 0
+        return self._tokens[name]
 
-    def _copy(self, batches: Iterable[pa.RecordBatch]) -> None:
-        before = self._rows
-        tokens = {name: str(token) for name, token in self._tokens.items()}
+    def _copy(self, piece: pa.RecordBatch, token: UUID) -> None:
+        """Stage rows in a COPY of their own, so that they are at hand when the server refuses one."""
+        first = self.counts[token] + 1
+        values = self._layout.values(piece)
         try:
-            with self._connection.cursor().copy(self._layout.statement()) as copy:
-                for piece in (piece for batch in batches for piece in _pieces(batch)):
-                    copy.write(self._layout.lines(piece, tokens, self._rows + 1))
-                    self._rows += piece.num_rows
-                    for name, count in self._layout.queues(piece).items():
-                        self.counts[self._tokens[str(name)]] += count
+            columns = {target: elements(array, target) for target, array in values.items()}
+        except InvalidUUID as error:
+            raise self._refused(first + error.place, "message_id", str(error)) from None
+        rows = chunks([*columns.values()])
+        try:
+            with self._connection.cursor().copy(copy_statement(columns)) as copy:
+                copy.write(copied(columns, rows, token, first))
         except psycopg.DataError as error:
-            raise _located(error, self._partition, before) from error
+            raise self._located(error, values, rows, first) from error
+        self.counts[token] += piece.num_rows
+
+    def _located(
+        self, error: psycopg.DataError, values: dict[str, pa.Array], rows: list[range], first: int
+    ) -> Exception:
+        """What the server says of a text that is no JSON, with its row: it names only a hundred of them."""
+        found = _LINE.search(error.diag.context or "")
+        if found is None:
+            return error
+        target = next(name for name, (column, _) in TARGETS.items() if column == found[2])
+        self._connection.rollback()
+        for place in rows[int(found[1]) - 1]:
+            try:
+                self._connection.execute("select %s::jsonb", [values[target][place].as_py()])
+            except psycopg.DataError as refused:
+                said = filter(None, (refused.diag.message_primary or str(refused), refused.diag.message_detail))
+                return self._refused(first + place, target, ": ".join(said))
+        return error
+
+    def _refused(self, row: int, target: str, said: str) -> InvalidArgument:
+        return InvalidArgument(f"row {row} of partition {self._partition}: invalid {target}: {said}")
 
 
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """A batch cut up: Spark bounds its rows, not its bytes, and its lines take several times as much."""
+    """A batch cut up: Spark bounds its rows, not its bytes, and to send them takes several times as much."""
     step = max(1, batch.num_rows * _PIECE_BYTES // max(1, batch.nbytes))
     for start in range(0, batch.num_rows, step):
         yield batch.slice(start, step)
-
-
-def _located(error: psycopg.DataError, partition: int, before: int) -> Exception:
-    """What the server says of a value, with the row and the column it stands in; `before` are rows copied earlier."""
-    found = _LINE.search(error.diag.context or "")
-    if found is None:
-        return error
-    said = ": ".join(filter(None, (error.diag.message_primary, error.diag.message_detail)))
-    return InvalidArgument(
-        f"row {before + int(found[1])} of partition {partition}: invalid {found[2] or 'line'}: {said}"
-    )

@@ -7,7 +7,7 @@ tables of two sources, or is sent, while a read of several partitions runs may o
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
@@ -226,13 +226,7 @@ class PushdownSnapshotReader(SnapshotReader):
         return name in _PLAIN_TEXTS and isinstance(value, str) and "\0" not in value
 
     def _place(self, value: Any) -> sql.Composable:
-        """Make a value a parameter."""
+        """Make a value a parameter. Moments that name no time zone are those of UTC, which the session reads in."""
         place = f"filter{len(self._values)}"
-        self._values[place] = _in_utc(value)
+        self._values[place] = value
         return sql.Placeholder(place)
-
-
-def _in_utc(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_in_utc(one) for one in value]
-    return value.replace(tzinfo=UTC) if isinstance(value, datetime) and value.tzinfo is None else value

@@ -112,7 +112,7 @@ def render(flow: Flow) -> str:
         period = f"{first:%Y-%m-%d %H:%M:%S} to {last:%Y-%m-%d %H:%M:%S} UTC, in windows of {seconds(length)}"
     body = [
         "<h1>Message flow</h1>",
-        f"<p>{escape(period)}. {escape(flow.places)}, {flow.made_at:%Y-%m-%d %H:%M:%S} UTC.</p>",
+        f"<p>{period}. {escape(flow.places)}, {flow.made_at:%Y-%m-%d %H:%M:%S} UTC.</p>",
         "<h2>Queues</h2>",
         _totals(flow),
         *(_queue(flow, total.queue_name) for total in flow.totals),
@@ -165,10 +165,8 @@ def _queue(flow: Flow, queue: str) -> str:
 
 
 def _figure(title: str, series: Sequence[Series], chart: str) -> str:
-    legend = "".join(f'<span><i class="{one.style}"></i>{escape(one.name)}</span>' for one in series)
-    return (
-        f'<figure><figcaption><h3>{escape(title)}</h3><span class="legend">{legend}</span></figcaption>{chart}</figure>'
-    )
+    legend = "".join(f'<span><i class="{one.style}"></i>{one.name}</span>' for one in series)
+    return f'<figure><figcaption><h3>{title}</h3><span class="legend">{legend}</span></figcaption>{chart}</figure>'
 
 
 _TIMES: Final = ("wait_p50", "wait_p95", "wait_p99", "processing_p50", "processing_p95", "processing_p99")

@@ -1,9 +1,6 @@
-"""From the columns of a DataFrame to the lines of a COPY into the staging table, a batch of Arrow at a time.
+"""Which column of a DataFrame means what in a message: settled when the write is planned."""
 
-Which column means what is settled when the write is planned. The lines are put together by Arrow: a loop over the
-rows in Python costs as much as the whole COPY in the server.
-"""
-
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -11,12 +8,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import types as t
 
-from .documents import as_object, as_text, concatenated, content, unsupported
+from .documents import as_object, as_text, unsupported
 from .options import OptionError
 
 __all__ = ["Layout", "plan"]
 
-_INTERVAL = t.DayTimeIntervalType()
 _NESTED = (t.StructType, t.MapType, t.ArrayType)
 # What a column of this name may be, and how it is said.
 _COLUMNS: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
@@ -41,41 +37,24 @@ class Layout:
     columns: dict[str, str]
     document: tuple[str, ...] = ()
 
-    def statement(self) -> bytes:
-        """The COPY that takes the lines."""
-        names = ", ".join(["row_number", *self._targets(), "token"])
-        return f"copy pgqueue.staged_messages ({names}) from stdin with (encoding 'utf8')".encode()
-
-    def queues(self, batch: pa.RecordBatch) -> dict[str | None, int]:
-        """How many of the rows go to which queue; None stands for those that name none."""
+    def by_queue(self, batch: pa.RecordBatch) -> Iterator[tuple[str | None, pa.RecordBatch]]:
+        """The rows for each queue; None stands for those that name none."""
         if self.queue is not None:
-            return {self.queue: batch.num_rows}
-        return {one["values"]: one["counts"] for one in pc.value_counts(batch.column("queue_name")).to_pylist()}
+            yield self.queue, batch
+            return
+        names = batch.column("queue_name")
+        for name in names.unique().to_pylist():
+            yield name, batch.filter(names.is_null() if name is None else pc.equal(names, name))
 
-    def lines(self, batch: pa.RecordBatch, tokens: dict[str, str], first: int) -> memoryview:
-        """A batch as lines, numbered from `first`, each under the token of its queue.
+    def values(self, batch: pa.RecordBatch) -> dict[str, pa.Array]:
+        """What the messages of a batch have: JSON as text, bytes, text, durations.
 
         Raises InvalidArgument for what JSON cannot say.
         """
-        given = {target: batch.column(name) for target, name in self.columns.items()}
+        given = {target: _plain(batch.column(name), target) for target, name in self.columns.items()}
         if self.document:
             given["payload"] = as_object(list(self.document), [batch.column(name) for name in self.document])
-        numbers = pa.array(range(first, first + batch.num_rows), pa.int64()).cast(pa.string())
-        fields = [_field(given[target], target) for target in self._targets()]
-        lines = pc.binary_join_element_wise(
-            numbers, *fields, self._tokens(batch, tokens), "\t", null_handling="replace", null_replacement="\\N"
-        )
-        return content(lines)
-
-    def _targets(self) -> list[str]:
-        return [*self.columns, *(["payload"] if self.document else [])]
-
-    def _tokens(self, batch: pa.RecordBatch, tokens: dict[str, str]) -> pa.Array | str:
-        """The end of each line."""
-        if self.queue is not None:
-            return f"{tokens[self.queue]}\n"
-        names = batch.column("queue_name").dictionary_encode()
-        return pa.array([f"{tokens[name]}\n" for name in names.dictionary.to_pylist()]).take(names.indices)
+        return given
 
 
 def plan(schema: t.StructType, queue: str | None) -> Layout:
@@ -136,18 +115,5 @@ def _target(name: str, kind: t.DataType) -> str:
     return "body" if name == "payload" and isinstance(kind, t.BinaryType) else name
 
 
-def _field(array: pa.Array, target: str) -> pa.Array:
-    """A column as COPY reads it."""
-    kind = array.type
-    if pa.types.is_duration(kind):
-        return concatenated(array.cast(pa.duration("us")).cast(pa.int64()).cast(pa.string()), " us")
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return pa.array([None if v is None else f"\\\\x{v.hex()}" for v in array.to_pylist()], pa.string())
-    if pa.types.is_nested(kind):
-        array = pc.if_else(array.is_valid(), as_text(array, target), None)
-    array = array.cast(pa.string())
-    whole = bytes(content(array))
-    for special, escaped in (("\\", "\\\\"), ("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t")):
-        if special.encode() in whole:
-            array = pc.replace_substring(array, special, escaped)
-    return array
+def _plain(array: pa.Array, target: str) -> pa.Array:
+    return pc.if_else(array.is_valid(), as_text(array, target), None) if pa.types.is_nested(array.type) else array
