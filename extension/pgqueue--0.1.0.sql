@@ -5443,7 +5443,7 @@ language sql stable parallel safe
 as $$
     -- A transaction that began behind the snapshot, or one that the snapshot saw running. Ids of
     -- transactions are compared as rows store them, in 32 bits.
-    select xmax::text <> '0' and (
+    select xmax <> '0' and (
         ((xmax::text::bigint - pg_snapshot_xmax(snapshot)::text::bigint) & 4294967295) < 2147483648
         or exists (
             select from pg_snapshot_xip(snapshot) as x
@@ -5488,14 +5488,18 @@ begin
     if total < max_records then
         select count(*) into ready
         from (
-            select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
-            from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= fresh
-            order by m.id limit max_records + 400
-        ) w
-        where w.visible_at <= at and w.attempt_count < w.max_attempts
-            and (w.expires_at is null or w.expires_at > at)
-            and not pgqueue._held(w.held_by, pg_current_snapshot());
+            select
+            from (
+                select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
+                from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= fresh
+                order by m.id limit max_records + 400
+            ) w
+            where w.visible_at <= at and w.attempt_count < w.max_attempts
+                and (w.expires_at is null or w.expires_at > at)
+                and not pgqueue._held(w.held_by, pg_current_snapshot())
+            limit max_records - total
+        ) r;
         total := total + ready;
     end if;
     if total < max_records then
