@@ -102,7 +102,7 @@ def parts(full: bool) -> dict[str, Part]:
         "clients": Part(
             "More clients, 100 bytes",
             [
-                Cell(work(verb, clients=clients), PAIR, sync)
+                Cell(work(verb, clients=clients), (*PAIR, "raw statements"), sync)
                 for sync in both
                 for verb in scaled
                 for clients in ((1, 4, 16, 64) if full else (4, 64))
