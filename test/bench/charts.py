@@ -68,6 +68,10 @@ def _bars(axes: Any, cells: list[dict[str, Any]]) -> None:
     axes.set_ylabel("messages per second")
     axes.legend(fontsize=SMALL, ncols=len(systems), frameon=False, loc="upper left")
     axes.margins(y=0.25)
+    low_end, high_end = axes.get_ylim()
+    if high_end < 10 * low_end:  # within a power of ten the steps between have to say where they are
+        axes.yaxis.set_minor_formatter("{x:,.0f}")
+    axes.tick_params(axis="y", which="both", labelsize=SMALL)
     _unframed(axes)
 
 
