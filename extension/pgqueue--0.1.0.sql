@@ -6341,6 +6341,19 @@ begin
 
     return query
     select
+        'warning', null::text, 'few_locks',
+        format('each of a call''s statements locks the tables of all %s dedicated queues, and the server has room for %s locks a connection: calls may fail with "out of shared memory"',
+            w.tables, w.locks),
+        format('alter system set max_locks_per_transaction = %s; -- and restart the server', 64 * ceil((w.tables + 16) / 32.0))
+    from (
+        select count(*) as tables, current_setting('max_locks_per_transaction')::int as locks
+        from pgqueue.queues d where d.dedicated
+    ) w
+    -- Besides, a call locks the tables and indexes that all queues share, and the queue's registers.
+    where w.tables + 16 > w.locks;
+
+    return query
+    select
         'error', null::text, 'autovacuum_off',
         format('autovacuum is off for %s: what was consumed is never removed', c.table_name),
         c.repair
@@ -6385,7 +6398,7 @@ begin
 end;
 $$;
 comment on function pgqueue.doctor(interval) is
-'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, undelivered_messages (that a dropped queue left), misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
+'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, undelivered_messages (that a dropped queue left), misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, few_locks (for as many dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
 -- Who may do what, on one page: the verbs that a role may call are its privileges.
 
 create function pgqueue._access()

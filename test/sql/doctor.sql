@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(81);
+select plan(83);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -118,6 +118,17 @@ begin
 end;
 $$;
 select pg_temp.adopts();
+
+-- One for each lock that a connection has, but for the 16 that are not of such queues.
+select count(*) from (
+    select pgqueue.create_queue('doctor_locks_' || n, dedicated => true)
+    from generate_series(1, current_setting('max_locks_per_transaction')::int - 16 - (select count(*) from pgqueue.queues q where q.dedicated)) n
+) c;
+select is((select count(*) from pgqueue.doctor() f where f.finding = 'few_locks'), 0::bigint, 'as many dedicated queues as there are locks for are no finding');
+select pgqueue.create_queue('doctor_locks', dedicated => true);
+select is((select f.severity || ' ' || f.repair from pgqueue.doctor() f where f.finding = 'few_locks'),
+    format('warning alter system set max_locks_per_transaction = %s; -- and restart the server', 64 * (current_setting('max_locks_per_transaction')::int / 32 + 1)),
+    'one more is');
 select is((select count(*) from pgqueue.doctor() f where f.severity not in ('error', 'warning', 'info') or f.finding !~ '^[a-z_]+$' or f.detail is null or f.repair is null), 0::bigint,
     'every finding has a severity, a word, a detail and a repair');
 select matches(pgqueue.version(), '^\d+\.\d+\.\d+$', 'the version has three parts');
