@@ -34,12 +34,13 @@ from psycopg.pq import PGconn, Ping
 
 from pgqueue._files import extension_dir
 
-__all__ = ["EmbeddedServer", "EmbeddedServerError", "default_home", "shared_server"]
+__all__ = ["EmbeddedServer", "EmbeddedServerError", "default_home", "given_server", "shared_server"]
 
 _DEFAULT_PORT: Final = 5432  # names the socket file, which lies in a directory of its own
 _SOCKET_DIRECTORY_LIMIT: Final = 80  # a socket path may have 107 bytes, its file name included
 _NOBODY: Final = 65534
 _POLL_SECONDS: Final = 0.02
+_DATABASE_VARIABLES: Final = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE")
 _LINGER_SECONDS: Final = 10.0  # so that commands that follow each other find the server running
 _READY: Final = "ready "
 
@@ -383,6 +384,17 @@ def default_home() -> Path:
     if (base := os.environ.get("XDG_DATA_HOME")) and Path(base).is_absolute():
         return Path(base) / "pgqueue"
     return Path("/var/lib/pgqueue") if os.geteuid() == 0 else Path.home() / ".local/share/pgqueue"
+
+
+def given_server() -> str | None:
+    """How to connect to the server that the environment names, which is then used in place of an embedded one.
+
+    PGQUEUE_DSN; an empty string, which leaves all to libpq, where one of its variables PGHOST, PGHOSTADDR, PGPORT,
+    PGDATABASE, PGUSER and PGSERVICE is set; else None.
+    """
+    if dsn := os.environ.get("PGQUEUE_DSN"):
+        return dsn
+    return "" if any(os.environ.get(name) for name in _DATABASE_VARIABLES) else None
 
 
 @contextlib.contextmanager

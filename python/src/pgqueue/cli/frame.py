@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..client import Queue, Queues
-from ..embedded import EmbeddedServerError, default_home, shared_server
+from ..embedded import EmbeddedServerError, default_home, given_server, shared_server
 from ..errors import QueueExists, QueueNotFound
 from .show import RawJson, json_line, printable, table
 
@@ -29,7 +29,6 @@ __all__ = ["COMMON", "Dsn", "Failure", "Session", "Status", "command", "explain"
 P = ParamSpec("P")
 T = TypeVar("T")
 
-DATABASE_VARIABLES = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE")
 _WIDE = 4096  # is what is not a terminal: nothing wraps there
 
 
@@ -96,9 +95,7 @@ class Session:
     @contextmanager
     def conninfo(self) -> Iterator[str]:
         """How to connect: by --dsn, PGQUEUE_DSN, the libpq variables, else to the embedded server."""
-        dsn = self.dsn if self.dsn is not None else os.environ.get("PGQUEUE_DSN") or None
-        if dsn is None and any(os.environ.get(name) for name in DATABASE_VARIABLES):
-            dsn = ""
+        dsn = self.dsn if self.dsn is not None else given_server()
         if dsn is not None:
             yield _named(dsn)
             return

@@ -5,7 +5,6 @@ without an arrival time fail, back off, die, and are redriven after a fix. Then 
 """
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import psycopg
 from rich.console import Console
 
 from ..client import Queue, Queues
-from ..embedded import EmbeddedServer, EmbeddedServerError
+from ..embedded import EmbeddedServer, EmbeddedServerError, given_server
 from ..message import DeadMessage
 from .books import Count, balance
 from .flights import Failure, Total, flights, minutes_late_or_cancelled, totals_of
@@ -76,13 +75,6 @@ def count_redelivered(queue: Queue, held: tuple[int, ...], dead: list[DeadMessag
     ).fetchone()
     assert row is not None
     return int(row[0]) + len({letter.id for letter in dead} & set(held))
-
-
-def given_server() -> str | None:
-    """The server that the environment names, if it names one."""
-    if dsn := os.environ.get("PGQUEUE_DSN"):
-        return dsn
-    return "" if any(os.environ.get(name) for name in ("PGHOST", "PGHOSTADDR", "PGPORT", "PGSERVICE")) else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,8 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..client import Queue, install
-from ..embedded import EmbeddedServer, EmbeddedServerError
-from .__main__ import given_server
+from ..embedded import EmbeddedServer, EmbeddedServerError, given_server
 from .flights import Failure, Flight, flights
 
 QUEUE: Final = "demo-spark-flights"
