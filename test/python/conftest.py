@@ -14,6 +14,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
+from served import Site
 from sparks import role, spark
 
 import pgqueue
@@ -87,6 +88,12 @@ def empty_database(server: str) -> Iterator[Callable[[], str]]:
         yield make
         for database in made:
             maintenance.execute(sql.SQL("drop database {} with (force)").format(database))
+
+
+@pytest.fixture(scope="module")
+def site(empty_database: Callable[[], str]) -> Site:
+    """Databases for an HTTP server and what it manages."""
+    return Site(empty_database)
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,6 @@ TABLE = {"provision": "provisioned", "deprovision": "provisioned", "enqueue": "e
 
 
 @pytest.fixture(scope="module")
-def site(empty_database: Callable[[], str]) -> Site:
-    return Site(empty_database)
-
-
-@pytest.fixture(scope="module")
 def config(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site.configuration(tmp_path_factory.mktemp("config"))
 

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,11 +21,6 @@ from pgqueue.http.app import create_app
 from pgqueue.http.settings import Settings
 
 TOKEN = "00000000-0000-4000-8000-000000000000"
-
-
-@pytest.fixture(scope="module")
-def site(empty_database: Callable[[], str]) -> Site:
-    return Site(empty_database)
 
 
 @pytest.fixture(scope="module")

@@ -150,11 +150,6 @@ def buffers(connection: psycopg.Connection[Any], mark: int | None) -> int:
 
 
 @pytest.fixture(scope="module")
-def site(empty_database: Callable[[], str]) -> Site:
-    return Site(empty_database)
-
-
-@pytest.fixture(scope="module")
 def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("served")
     with serving(site.configuration(directory), directory) as web:

@@ -33,11 +33,6 @@ HOSTILE = [
 
 
 @pytest.fixture(scope="module")
-def site(empty_database: Callable[[], str]) -> Site:
-    return Site(empty_database)
-
-
-@pytest.fixture(scope="module")
 def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("served")
     with serving(site.configuration(directory), directory) as web:

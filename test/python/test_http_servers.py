@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,11 +10,6 @@ import httpx
 import psycopg
 import pytest
 from served import ADMIN, Server, Site, locked, new_name, serving
-
-
-@pytest.fixture(scope="module")
-def site(empty_database: Callable[[], str]) -> Site:
-    return Site(empty_database)
 
 
 @pytest.fixture(scope="module")
