@@ -115,6 +115,56 @@ def test_the_connection_says_how_json_is_written(queue: Any, client: Client) -> 
     assert [message.payload for message in queue.claim(2)] == [{"at": str(moment)}] * 2
 
 
+@pytest.mark.parametrize("encoding", ["utf8", "latin1", "euc_jp"])
+def test_any_encoding_of_the_client(queue: Any, client: Client, encoding: str) -> None:
+    set_json_dumps(lambda value: json.dumps(value, ensure_ascii=False), client.connection)
+    client.connection.execute(f"set client_encoding to {encoding}")
+    sent = {"é": ["€", "😀", "\\", "\u2028", "plain"]}
+    queue.enqueue_copy([sent, NewMessage(1, headers=sent), NewMessage(body="é".encode())])
+    client.connection.execute("set client_encoding to utf8")
+    first, second, third = queue.claim(3)
+    assert (first.payload, second.headers, third.body) == (sent, sent, "é".encode())
+
+
+def test_moments_are_the_servers_and_go_on(queue: Any, connection: psycopg.Connection[Any]) -> None:
+    def now() -> datetime:
+        row = connection.execute("select clock_timestamp()").fetchone()
+        assert row is not None
+        return row[0]
+
+    turned: list[datetime] = []
+
+    def rows() -> Iterator[bytes]:
+        yield bytes(200_000)  # A block of its own.
+        turned.append(now())
+        yield b"later"
+
+    before = now()
+    queue.enqueue_copy(rows())
+    first, second = queue.browse()
+    assert before <= first.enqueued_at <= turned[0]
+    assert first.enqueued_at < second.enqueued_at <= now()
+    assert [first.visible_at, second.visible_at] == [first.enqueued_at, second.enqueued_at]
+
+
+def test_rows_are_inserted_many_at_once(connection: psycopg.Connection[Any], name: str) -> None:
+    if connection.info.server_version < 180000:
+        pytest.skip("to count the WAL records of a session needs pg_stat_get_backend_wal, of PostgreSQL 18")
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue()
+
+    def records() -> int:
+        connection.execute("select pg_stat_force_next_flush()")
+        row = connection.execute("select wal_records from pg_stat_get_backend_wal(pg_backend_pid())").fetchone()
+        assert row is not None
+        return int(row[0])
+
+    before = records()
+    queue.enqueue_copy(range(5000))
+    # One for each index entry; each row by itself would be another.
+    assert 5000 <= records() - before < 6000
+
+
 @pytest.mark.parametrize(
     ("row", "error", "message"),
     [

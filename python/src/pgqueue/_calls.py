@@ -7,16 +7,12 @@ statement depends only on which arguments are given, and is kept: psycopg prepar
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from datetime import datetime
-from json import dumps, loads
 from typing import Any, Generic, NamedTuple, TypeVar
 from uuid import UUID
 
-from psycopg import AsyncConnection, Connection
-from psycopg.adapt import PyFormat
 from psycopg.rows import BaseRowFactory, args_row, scalar_row
 from psycopg.types.json import Json, Jsonb
 
-from .errors import InvalidArgument, PayloadTooLarge
 from .message import (
     ArchiveChange,
     ArchivedMessage,
@@ -24,7 +20,6 @@ from .message import (
     Exchanged,
     Finding,
     Message,
-    NewMessage,
     QueueInfo,
     QueueStats,
     Stream,
@@ -89,15 +84,16 @@ def _declared(arguments: str) -> dict[str, str]:
     return {name: kind for name, _, kind in split}
 
 
-def _jsonb(value: Any) -> Jsonb:
+def as_jsonb(value: Any) -> Jsonb:
+    """The value as a parameter of type jsonb, JSON that was wrapped before as it is."""
     if isinstance(value, Jsonb):
         return value
     return Jsonb(value.obj, value.dumps) if isinstance(value, Json) else Jsonb(value)
 
 
 _ADAPTERS: dict[str, Callable[[Any], Any]] = {
-    "jsonb": _jsonb,
-    "jsonb[]": lambda values: [None if value is None else _jsonb(value) for value in values],
+    "jsonb": as_jsonb,
+    "jsonb[]": lambda values: [None if value is None else as_jsonb(value) for value in values],
     "bytea[]": list,
     "uuid[]": list,
     "bigint[]": list,
@@ -239,96 +235,3 @@ doctor = Call(Finding, "doctor", "", "peek_delay interval")
 version = Call(str, "version")
 grant_access = Call(object, "grant_access", "role_name name, access text")
 revoke_access = Call(object, "revoke_access", "role_name name, access text")
-
-copy_messages = (
-    b"copy pgqueue.messages (queue_name, max_attempts, message_id, expires_at, headers, body, payload)"
-    b" from stdin with (encoding 'utf8', null '')"
-)
-_MAX_HEADERS_BYTES = 65536
-_BLOCK_BYTES = 128 * 1024
-
-
-class CopyRows:
-    """Turns messages into blocks of `copy_messages`, row by row, and refuses what `enqueue` would refuse."""
-
-    def __init__(self, connection: Connection[Any] | AsyncConnection[Any], queue: QueueInfo) -> None:
-        self._queue = queue
-        self._json = connection.adapters.get_dumper(Jsonb, PyFormat.TEXT)(Jsonb, connection)
-        self._start = f"{queue.name}\t{queue.max_attempts}\t".encode()
-        self._plain = self._start + b"\t\t\t\t"
-        self._row = 0
-        self._lines: list[bytes] = []
-        self._bytes = 0
-
-    def add(self, row: Any) -> bytes | None:
-        """Add a row; returns a block when one is full."""
-        self._row += 1
-        try:
-            line = self._line(row)
-        except Exception as error:
-            error.add_note(f"in row {self._row} of enqueue_copy")
-            raise
-        self._lines.append(line)
-        self._bytes += len(line)
-        return self.rest() if self._bytes >= _BLOCK_BYTES else None
-
-    def rest(self) -> bytes:
-        """The rows that no block holds yet."""
-        block = b"".join(self._lines)
-        self._lines.clear()
-        self._bytes = 0
-        return block
-
-    def _line(self, row: Any) -> bytes:
-        if isinstance(row, NewMessage):
-            return self._message(row)
-        if isinstance(row, (bytes, bytearray, memoryview)):
-            return self._plain[:-1] + self._body(row) + b"\t\n"
-        if row is None:
-            raise self._invalid("payload", "None", "a value, or Jsonb(None) for JSON null")
-        return self._plain + self._document("payload", row, self._queue.max_payload_bytes) + b"\n"
-
-    def _message(self, row: NewMessage) -> bytes:
-        if (row.payload is None) is (row.body is None):
-            given = "neither" if row.body is None else "both"
-            raise self._invalid("payload and body", given, "given one without the other; Jsonb(None) is JSON null")
-        message_id = expires_at = headers = body = payload = b""
-        if row.message_id is not None:
-            message_id = str(row.message_id if isinstance(row.message_id, UUID) else UUID(row.message_id)).encode()
-        if row.expires_at is not None:
-            if row.expires_at.tzinfo is None:
-                raise self._invalid("expires_at", str(row.expires_at), "a datetime with a time zone")
-            expires_at = row.expires_at.isoformat().encode()
-        if row.headers is not None:
-            headers = self._document("headers", row.headers, _MAX_HEADERS_BYTES)
-            if not headers.startswith(b"{"):
-                raise self._invalid("headers", repr(row.headers), "a JSON object")
-        if row.body is None:
-            payload = self._document("payload", row.payload, self._queue.max_payload_bytes)
-        else:
-            body = self._body(row.body)
-        return self._start + b"\t".join((message_id, expires_at, headers, body, payload)) + b"\n"
-
-    def _document(self, argument: str, value: Any, limit: int) -> bytes:
-        text = bytes(self._json.dump(_jsonb(value)) or b"")
-        if len(text) > limit:
-            # Escapes like \u00e9 count as the characters that they stand for.
-            size = len(dumps(loads(text), ensure_ascii=False).encode("utf8", "surrogatepass"))
-            if size > limit:
-                raise self._too_large(argument, size, limit)
-        return text.replace(b"\\", b"\\\\").replace(b"\n", b"\\n").replace(b"\r", b"\\r").replace(b"\t", b"\\t")
-
-    def _body(self, body: bytes | bytearray | memoryview) -> bytes:
-        size = memoryview(body).nbytes
-        if size > self._queue.max_payload_bytes:
-            raise self._too_large("body", size, self._queue.max_payload_bytes)
-        return b"\\\\x" + body.hex().encode()
-
-    def _too_large(self, argument: str, size: int, limit: int) -> PayloadTooLarge:
-        return PayloadTooLarge(
-            f"row {self._row}: {argument} of {size} bytes is over the limit of {limit} bytes"
-            f" of queue '{self._queue.name}'"
-        )
-
-    def _invalid(self, argument: str, given: str, expected: str) -> InvalidArgument:
-        return InvalidArgument(f"row {self._row}: invalid {argument}: {given[:200]}; must be {expected}")

@@ -16,6 +16,7 @@ from uuid import UUID
 from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
 
 from . import _calls
+from ._copy import CopyRows, copy_messages, server_moment
 from ._files import install_script
 from .message import (
     ArchiveChange,
@@ -412,13 +413,13 @@ class Queue(_Sync):
         if not self.connection.autocommit:
             self.get_queue()  # Begins the caller's transaction: the one below is a savepoint in it.
         with self.connection.transaction():
-            lines = _calls.CopyRows(self.connection, self.get_queue())
+            lines = CopyRows(self.connection, self.get_queue(), self._one(server_moment))
             cursor = Cursor(self.connection)
-            with cursor.copy(_calls.copy_messages) as copy:
+            with cursor.copy(copy_messages) as copy:
                 for row in rows:
                     if block := lines.add(row):
                         copy.write(block)
-                copy.write(lines.rest())
+                copy.write(lines.end())
             if cursor.rowcount:
                 self.wake()
             return cursor.rowcount
@@ -985,13 +986,13 @@ class AsyncQueue(_Async):
         if not self.connection.autocommit:
             await self.get_queue()  # Begins the caller's transaction: the one below is a savepoint in it.
         async with self.connection.transaction():
-            lines = _calls.CopyRows(self.connection, await self.get_queue())
+            lines = CopyRows(self.connection, await self.get_queue(), await self._one(server_moment))
             cursor = AsyncCursor(self.connection)
-            async with cursor.copy(_calls.copy_messages) as copy:
+            async with cursor.copy(copy_messages) as copy:
                 async for row in _each(rows):
                     if block := lines.add(row):
                         await copy.write(block)
-                await copy.write(lines.rest())
+                await copy.write(lines.end())
             if cursor.rowcount:
                 await self.wake()
             return cursor.rowcount
