@@ -4838,12 +4838,15 @@ returns text
 language sql stable
 as $$
     select format(
-        'select m.transport_id as id,%s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
-        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%s%s m.transport_seq as seq from %s m'
+        'select m.transport_id as id,%1$s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
+        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%2$s%3$s m.transport_seq as seq from %4$s m'
         -- One condition is planned in less time than two, and a table of one row in less than a row found by a key.
         ' where case when m.attempt_count < m.max_attempts then m.visible_at <= clock_timestamp() end'
         ' and m.transport_seq >= ('
-        ' select case when t.next_at <= clock_timestamp() then pgqueue.advance_transport(%L) else t.head end from %s t)',
+        ' select case when t.next_at <= clock_timestamp() then pgqueue.advance_transport(%5$L) else t.head end from %6$s t)'
+        -- Of no row, so it is asked before any: a table that is empty, and read in sequence as it is small, would ask
+        -- for no head, and nothing would ever come due.
+        ' and (select t.next_at > clock_timestamp() or pgqueue.advance_transport(%5$L) is not null from %6$s t)',
         case when flavor = 'sqlserver' then
             ' (m.headers ->> ''NServiceBus.CorrelationId'')::varchar(255) as correlationid,'
             ' (m.headers ->> ''NServiceBus.ReplyToAddress'')::varchar(255) as replytoaddress, true as recoverable,'

@@ -1,7 +1,7 @@
 begin;
 -- Files take turns: this one attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(169);
+select plan(170);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -49,6 +49,16 @@ select pg_temp.hurry('transport'), pg_temp.estimate('transport') as looked \gset
 select is(pg_temp.estimate('transport'), 1, 'and shown again');
 select results_eq('select headers, body, expired from pg_temp.take(''transport'')',
     $$ values (E'{"NServiceBus.CorrelationId":"c 1", "NServiceBus.ReplyToAddress":"\\"dbo\\".\\"Replies\\"","z":null,"a":"\\/größe 🐘"}', '\x00ff'::bytea, 0) $$, 'its headers are what was sent, byte for byte');
+
+-- A small table is read in sequence, and an empty one has no row to ask anything of.
+select pgqueue.create_queue('transport-small', dedicated => true) is not null as made \gset
+select pgqueue.expose_transport('transport-small') as exposed \gset
+analyze pgqueue.messages;
+select pgqueue.enqueue('transport-small', '1', delay => '1 ms') as sent, pgqueue._now() as sent_at \gset
+select pgqueue._now() > :'sent_at'::timestamptz + interval '1 ms' as is_due from pg_sleep(0.002) \gset
+select pg_temp.hurry('transport-small'), (select count(*) from public."transport-small") as looked \gset
+select is((select count(*) from public."transport-small"), 1::bigint, 'what comes due is shown, also where the table is known to be empty');
+select pgqueue.drop_queue('transport-small') as dropped \gset
 
 -- From pgqueue to a transport: the wire form.
 create temp table wire (headers jsonb, expected text);
