@@ -2283,6 +2283,7 @@ set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
 set enable_sort = off
+set jit = off
 as $$
 declare
     picks constant bigint[] := pgqueue._grab(queue_name, max_messages, visibility_timeout);
@@ -2315,6 +2316,7 @@ set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
 set enable_sort = off
+set jit = off
 as $$
 declare
     picks constant bigint[] := pgqueue._grab(queue_name, max_messages, null);
@@ -3152,6 +3154,7 @@ set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
 set enable_sort = off
+set jit = off
 as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);
@@ -3533,6 +3536,7 @@ set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
 set enable_sort = off
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
@@ -3618,6 +3622,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
@@ -3679,6 +3684,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     -- Stable: the stream and its messages are seen in one snapshot, so that what is skipped or acknowledged
@@ -3737,6 +3743,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
@@ -3768,6 +3775,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
@@ -3808,6 +3816,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
@@ -5465,6 +5474,7 @@ set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
 set enable_sort = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -5902,6 +5912,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -6313,6 +6324,7 @@ create function pgqueue.doctor(peek_delay interval default '1 s')
 returns setof pgqueue.finding
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();

@@ -136,6 +136,7 @@ set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
 set enable_sort = off
+set jit = off
 as $$
 declare
     picks constant bigint[] := pgqueue._grab(queue_name, max_messages, visibility_timeout);

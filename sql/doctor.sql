@@ -274,6 +274,7 @@ create or replace function pgqueue.doctor(peek_delay interval default '1 s')
 returns setof pgqueue.finding
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();

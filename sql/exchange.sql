@@ -15,6 +15,7 @@ set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
 set enable_sort = off
+set jit = off
 as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);

@@ -1,5 +1,5 @@
 begin;
-select plan(39);
+select plan(40);
 
 create temp view functions as
 select p.oid, p.oid::regprocedure::text as signature, p.proname, p.prosrc, p.proconfig, p.proacl, p.prosecdef, p.proisstrict, p.provolatile, l.lanname,
@@ -122,6 +122,10 @@ select columns_are('pgqueue', 'dead_messages', array['id', 'queue_name', 'payloa
 select columns_are('pgqueue', t::name, array['id', 'queue_name', 'payload', 'body', 'headers', 'message_id', 'attempt_count', 'max_attempts', 'enqueued_at',
     'claimed_at', 'finished_at', 'expires_at', 'claimed_by', 'last_error'], format('%s has the columns of the contract', t)) from unnest(array['archived_messages', 'unfiled_messages']) t;
 select has_column('pgqueue', 'queues', c::name, format('queues has the column %s of the contract', c)) from unnest(array['name', 'visibility_timeout', 'max_attempts', 'dlq_enabled', 'archive_for']) c;
+
+select is_empty($$ select f.signature from functions f join pg_proc p on p.oid = f.oid
+    where (p.proconfig @> '{enable_sort=off}' or p.proname in ('stats', 'doctor')) and not p.proconfig @> '{jit=off}' $$,
+    'nothing is compiled where a table is large, or where the cost of a sort is what forbids it');
 
 select lives_ok($$ lock table pgqueue.messages in access exclusive mode $$, 'nobody else uses the messages while a table is attached');
 select lives_ok($$ select pgqueue.create_queue('house', dedicated => true) $$, 'a dedicated queue is made');
