@@ -1548,6 +1548,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    -- Who prepares to wait knows by this lock that somebody sends; it comes before the look at the register.
+    lock table only pgqueue.messages in row exclusive mode;
     if pgqueue._micros(due_at) < pg_sequence_last_value(q.due_register) then
         perform setval(q.due_register, pgqueue._micros(due_at));
     end if;
@@ -5931,7 +5933,7 @@ $$;
 comment on function pgqueue.stats(text) is
 'The depth of one queue, or of every queue, by name, where queue_name is null: messages that are ready, in flight, scheduled and dead, the age of the oldest ready one in seconds since it was sent (null if none is ready), and whether the queue is paused. Up to 300 messages are counted, deeper figures estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';
 -- Waiting without polling: a consumer listens on channel, says so by prepare_wait, looks once more,
--- and sleeps. The next enqueue then notifies; one that nobody waits for costs nothing.
+-- and sleeps. Until its timeout is over an enqueue notifies; one that nobody waits for costs nothing.
 
 create function pgqueue.channel(queue_name text)
 returns text
@@ -5946,11 +5948,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Only a transaction that looks like committing at once clears the register. One that goes on, or
-    -- rolls back, would leave the consumer asleep over what others commit in the meantime.
-    if now() = statement_timestamp() then
-        perform setval(q.waiting_register, 1);
-    end if;
+    -- The register stays as it is: a transaction that cleared it, and then went on for long or rolled back, would
+    -- leave the consumer asleep over what others commit in the meantime.
     perform pg_notify(pgqueue.channel(q.name), '');
 end;
 $$;
@@ -6047,7 +6046,7 @@ begin
 end;
 $$;
 comment on function pgqueue.prepare_wait(text, interval) is
-'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day): the next enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. While others are in the middle of sending, it returns a second at most, as they will not notify. Raises 22023, PQ001.';
+'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day), as long as which each enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. While others are in the middle of sending, it returns a second at most, as they will not notify. Raises 22023, PQ001.';
 -- What hurts, and the statement that repairs it.
 
 create function pgqueue.version()

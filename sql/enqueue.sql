@@ -59,6 +59,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    -- Who prepares to wait knows by this lock that somebody sends; it comes before the look at the register.
+    lock table only pgqueue.messages in row exclusive mode;
     if pgqueue._micros(due_at) < pg_sequence_last_value(q.due_register) then
         perform setval(q.due_register, pgqueue._micros(due_at));
     end if;

@@ -1,5 +1,5 @@
 -- Waiting without polling: a consumer listens on channel, says so by prepare_wait, looks once more,
--- and sleeps. The next enqueue then notifies; one that nobody waits for costs nothing.
+-- and sleeps. Until its timeout is over an enqueue notifies; one that nobody waits for costs nothing.
 
 create or replace function pgqueue.channel(queue_name text)
 returns text
@@ -14,11 +14,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Only a transaction that looks like committing at once clears the register. One that goes on, or
-    -- rolls back, would leave the consumer asleep over what others commit in the meantime.
-    if now() = statement_timestamp() then
-        perform setval(q.waiting_register, 1);
-    end if;
+    -- The register stays as it is: a transaction that cleared it, and then went on for long or rolled back, would
+    -- leave the consumer asleep over what others commit in the meantime.
     perform pg_notify(pgqueue.channel(q.name), '');
 end;
 $$;
@@ -115,4 +112,4 @@ begin
 end;
 $$;
 comment on function pgqueue.prepare_wait(text, interval) is
-'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day): the next enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. While others are in the middle of sending, it returns a second at most, as they will not notify. Raises 22023, PQ001.';
+'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day), as long as which each enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. While others are in the middle of sending, it returns a second at most, as they will not notify. Raises 22023, PQ001.';

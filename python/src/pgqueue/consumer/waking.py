@@ -24,7 +24,7 @@ __all__ = ["Ears", "Pace", "look_and_claim", "prepare_wait"]
 
 logger = logging.getLogger("pgqueue.consumer")
 
-_WAIT_SECONDS = 60.0
+_WAIT_SECONDS = 20.0  # so long do senders notify, also once nobody waits any more
 _SHORTEST_WAIT = 0.1
 _PROBE_SECONDS = 5.0
 _PROXY_PROBE_SECONDS = 0.3

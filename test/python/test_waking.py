@@ -1,0 +1,80 @@
+"""Who waits is notified of what is committed, whatever became of other transactions that meant to."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from clients import connect
+
+Session = psycopg.Connection[Any]
+
+
+@pytest.fixture
+def waiting(connection: Session, database: str, name: str) -> Iterator[Session]:
+    """A session that listens to a queue, and is going to wait."""
+    connection.execute("select pgqueue.create_queue(%s)", [name])
+    with connect(database) as session:
+        session.execute(f'listen "pgqueue_{name}"')
+        session.execute("select pgqueue.prepare_wait(%s)", [name])
+        yield session
+
+
+def is_notified(session: Session) -> bool:
+    return bool(list(session.notifies(timeout=30, stop_after=1)))
+
+
+@pytest.mark.parametrize("parameters", [True, False])
+def test_a_statement_that_fails_swallows_no_notification(
+    waiting: Session, connection: Session, name: str, parameters: bool
+) -> None:
+    def send(rest: str) -> None:
+        if parameters:
+            connection.execute(f"select pgqueue.enqueue(%s, '1'){rest}".encode(), [name])
+        else:
+            connection.execute(f"select pgqueue.enqueue('{name}', '1'){rest}".encode())
+
+    with pytest.raises(psycopg.errors.DivisionByZero):
+        send(", 1 / (select 0)")
+    send("")
+    assert is_notified(waiting)
+
+
+def test_a_transaction_that_goes_on_swallows_no_notification(waiting: Session, connection: Session, name: str) -> None:
+    with connect(waiting.info.dsn) as long:
+        long.execute("begin")
+        long.execute("select pgqueue.enqueue(%s, '1')", [name])
+        connection.execute("select pgqueue.enqueue(%s, '2')", [name])
+        assert is_notified(waiting)
+
+
+def enqueue(session: Session, name: str) -> None:
+    session.execute("select pgqueue.enqueue(%s, '1')", [name])
+
+
+def enqueue_later(session: Session, name: str) -> None:
+    session.execute("select pgqueue.enqueue(%s, '1', delay => '1 min')", [name])
+
+
+def publish_later(session: Session, name: str) -> None:
+    session.execute("select pgqueue.publish(%s, '1', delay => '1 min')", [f"to.{name}"])
+
+
+def redrive(session: Session, name: str) -> None:
+    assert session.execute("select pgqueue.redrive(%s)", [name]).fetchone() == (1,)
+
+
+@pytest.mark.parametrize("send", [enqueue, enqueue_later, publish_later, redrive])
+def test_a_wait_is_short_while_somebody_sends(
+    connection: Session, database: str, name: str, send: Callable[[Session, str], None]
+) -> None:
+    connection.execute("select pgqueue.create_queue(%s)", [name])
+    connection.execute("select pgqueue.subscribe(%s, %s)", [f"to.{name}", name])
+    connection.execute("select pgqueue.enqueue(%s, '1')", [name])
+    connection.execute("select pgqueue.reject(%s, c.id, c.claim_token) from pgqueue.claim(%s) c", [name, name])
+    # Nobody waits yet, so that nobody will be notified.
+    with connect(database) as sender:
+        sender.execute("begin")
+        send(sender, name)
+        found = connection.execute("select pgqueue.prepare_wait(%s) - clock_timestamp() <= '1 s'", [name]).fetchone()
+        assert found == (True,)
