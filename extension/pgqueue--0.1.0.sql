@@ -289,7 +289,8 @@ comment on column pgqueue.messages.claimed_at is
 -- whose parent comes from the extension with a key.
 -- fillfactor 50 leaves room for the claimed version even while no dead version can be pruned.
 -- Vacuum starts by count, as the size of a queue says nothing about its churn, and never truncates,
--- as that ends with an exclusive lock.
+-- as that ends with an exclusive lock. So does analyze, and soon: until a queue that was empty and has filled is
+-- analysed, PostgreSQL 15 and 16 read it from its first message to find some by their ids.
 create table pgqueue.messages_shared partition of pgqueue.messages (
     constraint messages_shared_pkey primary key (queue_name, id)
 ) default with (
@@ -298,7 +299,7 @@ create table pgqueue.messages_shared partition of pgqueue.messages (
     autovacuum_vacuum_scale_factor = 0,
     autovacuum_vacuum_insert_threshold = 1000000,
     autovacuum_vacuum_insert_scale_factor = 0,
-    autovacuum_analyze_threshold = 100000,
+    autovacuum_analyze_threshold = 10000,
     vacuum_truncate = false
 );
 comment on table pgqueue.messages_shared is
@@ -1723,11 +1724,17 @@ begin
                 id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
             )
             select
-                u.id, q.name, pgqueue._after(at, coalesce(u.delay, enqueue_batch.delay)), at, q.max_attempts,
-                pgqueue._after(at, expires_in), u.message_id, u.payload, u.body, u.headers
-            from unnest(ids, payloads, bodies, headers, message_ids, delays)
-                as u (id, payload, body, headers, message_id, delay)
-            where coalesce(u.delay, enqueue_batch.delay) > interval '0'
+                d.id, q.name, pgqueue._after(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
+                pgqueue._after(at, expires_in), d.message_id, d.payload, d.body, d.headers
+            -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+            from (
+                select u.id, u.payload, u.body, u.headers, u.message_id, w.delay,
+                    row_number() over (partition by w.delay order by u.id) as n
+                from unnest(ids, payloads, bodies, headers, message_ids, delays)
+                    as u (id, payload, body, headers, message_id, delay)
+                cross join lateral (select coalesce(u.delay, enqueue_batch.delay)) as w (delay)
+            ) d
+            where d.delay > interval '0'
             returning scheduled_messages.due_at
         )
         select min(d.due_at) into due_at from delayed d;
@@ -1830,7 +1837,8 @@ begin
             select c.id from pgqueue.messages c
             where c.queue_name = q.name and c.id = any (ids) and c.visible_at <= at
                 and (c.attempt_count >= c.max_attempts or c.expires_at <= at)
-            order by c.id for update skip locked))
+            -- Without an order: before PostgreSQL 17 only a walk over the whole queue has one and needs no sort.
+            for update skip locked))
         returning m.*
     )
     insert into pgqueue.dead_messages (
@@ -1865,7 +1873,8 @@ begin
         select m.id from pgqueue.messages m
         where m.queue_name = q.name and m.id = any (ids) and m.id <> all (taken) and m.visible_at <= at
             and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
-        order by m.id limit wanted for update skip locked
+        -- By id, as the index is asked for the ids in their order; to say so would cost what it costs in _bury.
+        limit wanted for update skip locked
     );
 end;
 $$;
@@ -2088,6 +2097,17 @@ begin
     head := pgqueue._head(s);
     if pos < head or pos >= fresh then
         pos := head;
+    end if;
+    if pos < fresh - 4096 and cardinality(picks) < wanted then
+        -- Where a round takes long, as somebody writes for long, it must not be waited for by what is only a little late.
+        ready := array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= fresh - 4096 and m.id < fresh and m.visible_at <= at
+            order by m.id limit 1000);
+        if ready <> '{}' then
+            perform pgqueue._bury(q, ready, at);
+            picks := picks || pgqueue._take(q, ready, picks, at, wanted - cardinality(picks));
+        end if;
     end if;
     start := pos;
     goal := fresh;
@@ -3127,12 +3147,13 @@ begin
         payload, body, headers, claimed_by, last_error, transport_headers
     )
     select
-        g.id, g.queue_name, at, g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
+        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        g.id, g.queue_name, at - (row_number() over (order by g.id desc) - 1) * interval '1 microsecond', g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
         g.payload, g.body, g.headers, g.claimed_by, g.last_error, g.transport_headers
     from given_back g;
     get diagnostics released = row_count;
     if released > 0 then
-        perform pgqueue._schedule_by(q, at);
+        perform pgqueue._schedule_by(q, at - (released - 1) * interval '1 microsecond');
     end if;
     return released;
 end;
@@ -5348,12 +5369,13 @@ begin
         payload, body, headers, claimed_by, last_error, transport_headers
     )
     select
-        r.id, r.queue_name, at, r.enqueued_at, 0, q.max_attempts, r.message_id,
+        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        r.id, r.queue_name, at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond', r.enqueued_at, 0, q.max_attempts, r.message_id,
         r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
     from revived r;
     get diagnostics redriven = row_count;
     if redriven > 0 then
-        perform pgqueue._schedule_by(q, at);
+        perform pgqueue._schedule_by(q, at - (redriven - 1) * interval '1 microsecond');
     end if;
     return redriven;
 end;

@@ -61,12 +61,13 @@ begin
         payload, body, headers, claimed_by, last_error, transport_headers
     )
     select
-        r.id, r.queue_name, at, r.enqueued_at, 0, q.max_attempts, r.message_id,
+        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        r.id, r.queue_name, at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond', r.enqueued_at, 0, q.max_attempts, r.message_id,
         r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
     from revived r;
     get diagnostics redriven = row_count;
     if redriven > 0 then
-        perform pgqueue._schedule_by(q, at);
+        perform pgqueue._schedule_by(q, at - (redriven - 1) * interval '1 microsecond');
     end if;
     return redriven;
 end;

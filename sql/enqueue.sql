@@ -234,11 +234,17 @@ begin
                 id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
             )
             select
-                u.id, q.name, pgqueue._after(at, coalesce(u.delay, enqueue_batch.delay)), at, q.max_attempts,
-                pgqueue._after(at, expires_in), u.message_id, u.payload, u.body, u.headers
-            from unnest(ids, payloads, bodies, headers, message_ids, delays)
-                as u (id, payload, body, headers, message_id, delay)
-            where coalesce(u.delay, enqueue_batch.delay) > interval '0'
+                d.id, q.name, pgqueue._after(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
+                pgqueue._after(at, expires_in), d.message_id, d.payload, d.body, d.headers
+            -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+            from (
+                select u.id, u.payload, u.body, u.headers, u.message_id, w.delay,
+                    row_number() over (partition by w.delay order by u.id) as n
+                from unnest(ids, payloads, bodies, headers, message_ids, delays)
+                    as u (id, payload, body, headers, message_id, delay)
+                cross join lateral (select coalesce(u.delay, enqueue_batch.delay)) as w (delay)
+            ) d
+            where d.delay > interval '0'
             returning scheduled_messages.due_at
         )
         select min(d.due_at) into due_at from delayed d;

@@ -243,12 +243,13 @@ begin
         payload, body, headers, claimed_by, last_error, transport_headers
     )
     select
-        g.id, g.queue_name, at, g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
+        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        g.id, g.queue_name, at - (row_number() over (order by g.id desc) - 1) * interval '1 microsecond', g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
         g.payload, g.body, g.headers, g.claimed_by, g.last_error, g.transport_headers
     from given_back g;
     get diagnostics released = row_count;
     if released > 0 then
-        perform pgqueue._schedule_by(q, at);
+        perform pgqueue._schedule_by(q, at - (released - 1) * interval '1 microsecond');
     end if;
     return released;
 end;

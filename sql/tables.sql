@@ -107,7 +107,8 @@ comment on column pgqueue.messages.claimed_at is
 -- whose parent comes from the extension with a key.
 -- fillfactor 50 leaves room for the claimed version even while no dead version can be pruned.
 -- Vacuum starts by count, as the size of a queue says nothing about its churn, and never truncates,
--- as that ends with an exclusive lock.
+-- as that ends with an exclusive lock. So does analyze, and soon: until a queue that was empty and has filled is
+-- analysed, PostgreSQL 15 and 16 read it from its first message to find some by their ids.
 create table pgqueue.messages_shared partition of pgqueue.messages (
     constraint messages_shared_pkey primary key (queue_name, id)
 ) default with (
@@ -116,7 +117,7 @@ create table pgqueue.messages_shared partition of pgqueue.messages (
     autovacuum_vacuum_scale_factor = 0,
     autovacuum_vacuum_insert_threshold = 1000000,
     autovacuum_vacuum_insert_scale_factor = 0,
-    autovacuum_analyze_threshold = 100000,
+    autovacuum_analyze_threshold = 10000,
     vacuum_truncate = false
 );
 comment on table pgqueue.messages_shared is

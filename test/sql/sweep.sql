@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(74);
+select plan(84);
 
 create function pg_temp.sweeps(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -187,6 +187,59 @@ select ok(not pg_temp.learns_after('29 s'), 'behind a round that was quick the n
 select ok(pg_temp.learns_after('2 s'), 'but for no longer than half a minute');
 select setval(swept_register, 2) from pgqueue.queues where name = 'rare';
 select ok(pg_temp.learns_after('1.1 s'), 'behind one that was not it does after a second');
+
+-- What is far away costs nothing. All that this transaction has removed lies in the way, as under a pinned horizon.
+create function pg_temp.buffers(statement text) returns int language plpgsql as $$
+declare
+    plan json;
+begin
+    execute 'explain (analyze, buffers, timing off, format json) ' || statement into plan;
+    return (plan -> 0 -> 'Plan' ->> 'Shared Hit Blocks')::int + (plan -> 0 -> 'Plan' ->> 'Shared Read Blocks')::int;
+end;
+$$;
+create function pg_temp.goes_straight(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    late_id bigint;
+    found_id bigint;
+begin
+    perform pgqueue.create_queue(queue, visibility_timeout => '1 s', dedicated => has_table);
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[40000]));
+    analyze pgqueue.messages;
+    perform pgqueue.claim(queue, 5000, '1 h');
+    perform pgqueue.claim(queue, 20);
+    perform pg_temp.pass('2 s');
+    return next cmp_ok(pg_temp.buffers(format('select pgqueue.claim(%L)', queue)), '<', 2300, queue || ': a claim that takes over what ran out leaves what lies behind alone');
+    perform pgqueue.purge_queue(queue);
+
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[40000]));
+    analyze pgqueue.messages;
+    perform pgqueue.receive(queue, 10000) from generate_series(1, 4);
+    late_id := pgqueue.enqueue(queue, '"late"');
+    begin
+        perform pgqueue.receive(queue);
+        raise exception 'the receive is rolled back';
+    exception when raise_exception then null;
+    end;
+    perform pg_temp.pass('1 s');
+    return next cmp_ok(pg_temp.buffers(format('create temp table found on commit drop as select id from pgqueue.claim(%L)', queue)), '<', 800,
+        queue || ': a claim that finds what is a little late does not walk over all that was consumed');
+    select f.id into found_id from found f;
+    return next is(found_id, late_id, queue || ': and it does find it');
+    drop table found;
+    perform pgqueue.purge_queue(queue);
+
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[12000]), delay => '1 s');
+    perform pg_temp.pass('2 s');
+    perform pgqueue.receive(queue, 100) from generate_series(1, 90);
+    return next cmp_ok(pg_temp.buffers(format('select pgqueue.receive(%L)', queue)), '<', 400, queue || ': what came due together, and is gone, is not walked over again');
+    perform pgqueue.reject(queue, c.id, c.claim_token) from pgqueue.claim(queue, 10000) c;
+    perform pgqueue.redrive(queue, 10000);
+    perform pgqueue.receive(queue, 100) from generate_series(1, 28);
+    return next cmp_ok(pg_temp.buffers(format('select pgqueue.receive(%L)', queue)), '<', 400, queue || ': nor what was redriven together');
+end;
+$$;
+select pg_temp.goes_straight('straight_shared', false);
+select pg_temp.goes_straight('straight_dedicated', true);
 
 select * from finish();
 rollback;
