@@ -534,7 +534,7 @@ create table pgqueue.subscriptions (
     subscribed_at timestamptz not null default clock_timestamp(),
     endpoint text collate "C" not null,
     queue_address text not null,
-    is_pattern boolean not null generated always as (topic ~ '(^|\.)[*#](\.|$)') stored,
+    is_pattern boolean not null generated always as (topic ~ '(^|[.])[*#]([.]|$)') stored,
     constraint subscriptions_pkey primary key (endpoint, topic)
 );
 create index subscriptions_topic on pgqueue.subscriptions (topic, queue_name);
@@ -4313,8 +4313,8 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- A word may hold whatever the name of a type does; * and # are wild only where they are a whole word.
-    if topic is null or char_length(topic) not between 1 and 255 or topic ~ '(^|\.)(\.|$)' or topic ~ '[\x01-\x1f\x7f]'
-        or topic ~ '(^|\.)#\.#(\.|$)' or not may_be_pattern and topic ~ '(^|\.)[*#](\.|$)'
+    if topic is null or char_length(topic) not between 1 and 255 or topic ~ '(^|[.])([.]|$)' or topic ~ '[[:cntrl:]]'
+        or topic ~ '(^|[.])#[.]#([.]|$)' or not may_be_pattern and topic ~ '(^|[.])[*#]([.]|$)'
     then
         perform pgqueue._raise_invalid(argument, topic,
             '1 to 255 characters: words joined by dots, none empty, no control characters'

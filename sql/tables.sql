@@ -352,7 +352,7 @@ create table pgqueue.subscriptions (
     subscribed_at timestamptz not null default clock_timestamp(),
     endpoint text collate "C" not null,
     queue_address text not null,
-    is_pattern boolean not null generated always as (topic ~ '(^|\.)[*#](\.|$)') stored,
+    is_pattern boolean not null generated always as (topic ~ '(^|[.])[*#]([.]|$)') stored,
     constraint subscriptions_pkey primary key (endpoint, topic)
 );
 create index subscriptions_topic on pgqueue.subscriptions (topic, queue_name);
