@@ -15,7 +15,7 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from served import Site
-from sparks import role, spark
+from sparks import killed, role, spark
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
@@ -28,7 +28,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("pgqueue")
 
-__all__ = ["role", "spark"]  # fixtures
+__all__ = ["killed", "role", "spark"]  # fixtures
 
 _numbers = count(1)
 

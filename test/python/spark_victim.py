@@ -1,4 +1,5 @@
-"""A Spark of its own that runs four queries, each up to the point where it is to die, and waits there to be killed.
+"""A Spark of its own that runs four queries and fills an archive, each up to the point where it is to die, and waits
+there to be killed.
 
 A stream is named after its point. It shares a checkpoint and an output with the query that goes on in its place.
 """
@@ -17,6 +18,7 @@ from pgqueue.spark.source import PgQueueDataSource
 from pgqueue.spark.stream import QueueStreamReader
 
 POINTS = ("behind-the-claim", "before-the-sink", "behind-the-sink", "behind-the-commit")
+ARCHIVE = "behind-the-files"
 PER_BATCH = 10
 
 
@@ -72,8 +74,10 @@ def noted(home: Path, point: str) -> list[Any]:
     return [json.loads(line) for line in (home / f"{point}.out").read_text().splitlines()]
 
 
-def main(dsn: str, queues: list[str]) -> None:
+def main(dsn: str, archived: str, queues: list[str]) -> None:
     from sparks import session
+
+    from pgqueue.spark.pipelines import archive
 
     home = Path(os.environ["PGQUEUE_TEST_DIR"])
     spark = session()
@@ -95,11 +99,12 @@ def main(dsn: str, queues: list[str]) -> None:
         while not (home / f"{point}.reached").exists():
             if running.awaitTermination(1):
                 sys.exit(f"{point} was not reached")
-    time.sleep(600)
+    archive._Note.write = lambda *_: die(ARCHIVE)  # type: ignore[method-assign]
+    archive.archive_to_parquet(spark, str(home / ARCHIVE), dsn=dsn, queues=[archived])
 
 
 if __name__ == "__main__":
     # By its name, as the workers import it.
     from spark_victim import main as run
 
-    run(sys.argv[1], sys.argv[2:])
+    run(sys.argv[1], sys.argv[2], sys.argv[3:])

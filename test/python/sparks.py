@@ -2,15 +2,24 @@
 
 import os
 import secrets
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import psutil
 import psycopg
 import pytest
+from clients import wait_for
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
+import pgqueue
+
+PATIENCE = 300  # seconds, for what takes a moment
 # Tasks are tried four times, as on a cluster: local[2] alone would try them once. Workers may take their time, as on
 # a machine that is busy.
 SETTINGS = {
@@ -67,6 +76,64 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         spark = session(**{"spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse"))})
         yield spark
         spark.stop()
+
+
+def kill(pid: int) -> None:
+    """End a process and what it has started, all at once, as when the machine goes."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        everything = [*process.children(recursive=True), process]
+        for one in everything:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(everything, 10)
+
+
+class Killed(NamedTuple):
+    """What a driver that was killed has left: its files, what was sent, its streams, and a queue that it archived."""
+
+    home: Path
+    sent: dict[str, list[int]]
+    streams: dict[str, pgqueue.Stream]
+    archived: str
+
+
+@pytest.fixture(scope="session")
+def killed(database: str, tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    """A driver that was killed with its four queries and its archive each at another point."""
+    from spark_victim import ARCHIVE, POINTS
+
+    home = tmp_path_factory.mktemp("killed")
+    with psycopg.connect(database, autocommit=True) as connection:
+        queues = {point: pgqueue.Queue(connection, f"killed-{point}") for point in (*POINTS, ARCHIVE)}
+        archived = queues.pop(ARCHIVE)
+        archived.create_queue(archive_for=timedelta(days=3000))
+        archived.enqueue_batch(list(range(1000)))
+        done = archived.claim(1000)
+        archived.ack_batch([message.id for message in done], done[0].claim_token)
+        sent = {}
+        for point, queue in queues.items():
+            queue.create_queue()
+            sent[point] = queue.enqueue_batch(list(range(25)))
+        here = str(Path(__file__).parent)
+        environment = os.environ | {"PGQUEUE_TEST_DIR": str(home), "PYTHONPATH": here}
+        names = [archived.name, *(queue.name for queue in queues.values())]
+        command = [sys.executable, "-m", "spark_victim", database, *names]
+        with (
+            (home / "log").open("w") as log,
+            subprocess.Popen(command, env=environment, stdout=log, stderr=log) as victim,
+        ):
+            try:
+
+                def has_come_so_far() -> bool:
+                    assert victim.poll() is None, (home / "log").read_text()
+                    return all((home / f"{point}.reached").exists() for point in (*POINTS, ARCHIVE))
+
+                wait_for(has_come_so_far, PATIENCE)
+            finally:
+                kill(victim.pid)
+        streams = {point: queue.list_streams()[0] for point, queue in queues.items()}
+    return Killed(home, sent, streams, archived.name)
 
 
 @pytest.fixture

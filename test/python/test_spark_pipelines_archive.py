@@ -1,10 +1,6 @@
 """Finished messages to Parquet: each once, by queue and UTC day, whatever crashes, commits late or runs twice."""
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,6 +10,9 @@ import psycopg
 import pytest
 
 pytest.importorskip("pyspark")
+
+from spark_victim import ARCHIVE
+from sparks import Killed
 
 from pgqueue import Queue
 from pgqueue.spark.pipelines import ArchiveBusyError, archive, archive_to_parquet, read_archive
@@ -220,34 +219,14 @@ def test_what_a_crash_leaves_is_not_written_twice(
     assert in_parquet(tmp_path) == in_archive(connection, queue)
 
 
-CHILD = """
-import os, signal, sys
-import sparks
-from pgqueue.spark.pipelines import archive
-
-dsn, path, queue = sys.argv[1:]
-archive._Note.write = lambda *_: os.killpg(0, signal.SIGKILL)
-archive.archive_to_parquet(sparks.session(), path, dsn=dsn, queues=[queue])
-"""
-
-
 def test_a_run_that_is_killed_once_it_has_written_is_repeated(
-    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
+    spark: Any, killed: Killed, database: str, connection: Connection
 ) -> None:
-    work(queue, 1000)
-    killed = subprocess.run(
-        [sys.executable, "-c", CHILD, database, str(tmp_path), queue.name],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        start_new_session=True,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert len(in_parquet(tmp_path)) == 1000
+    queue, path = Queue(connection, killed.archived), killed.home / ARCHIVE
+    assert len(in_parquet(path)) == 1000
     work(queue, 10)
-    assert run(spark, database, queue, tmp_path) == 10
-    assert in_parquet(tmp_path) == in_archive(connection, queue)
+    assert run(spark, database, queue, path) == 10
+    assert in_parquet(path) == in_archive(connection, queue)
 
 
 def test_one_run_at_a_time(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:

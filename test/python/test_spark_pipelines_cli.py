@@ -183,18 +183,19 @@ from pgqueue.spark import java
 java._PLACES = ()
 if sys.argv[1] == "demo":
     from pgqueue.demo.spark import main
-    sys.exit(main(["--messages", "10"]))
+    sys.exit(main(["--messages", "10", *sys.argv[2:]]))
 from pgqueue.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("words", [("spark", "archive-to-parquet", "x"), ("demo",)])
+@pytest.mark.parametrize("words", [("spark", "archive-to-parquet", "x"), ("demo", "--out", "x")])
 def test_commands_without_java_say_it_and_begin_nothing(words: tuple[str, ...], tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "JAVA", "PATH"))}
     done = subprocess.run(
         [sys.executable, "-c", HIDDEN, *words],
         env=kept | {"PATH": str(tmp_path), "PGQUEUE_HOME": str(tmp_path / "home")},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=1200,
@@ -202,7 +203,7 @@ def test_commands_without_java_say_it_and_begin_nothing(words: tuple[str, ...], 
     assert done.returncode in (1, 2)
     assert done.stderr.count("\n") == 1
     assert "Spark needs a Java runtime of version 17 or later" in done.stderr
-    assert not (tmp_path / "home").exists()
+    assert [*tmp_path.iterdir()] == []
 
 
 # The demo, in a session of its own: what Spark prints is not heard.

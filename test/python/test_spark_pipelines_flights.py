@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-MESSAGES = 300_000
+MESSAGES = 40_000
+PER_BATCH = 10_000
 
 # What the pipeline has to come to, as PostgreSQL works it out.
 EXPECTED = """
@@ -27,7 +28,7 @@ select (m.payload ->> 'hour')::timestamptz, m.payload ->> 'carrier', (m.payload 
     (m.payload ->> 'cancelled')::bigint, (m.payload ->> 'minutes_late')::bigint
 from pgqueue.messages m where m.queue_name = %s order by 1, 2
 """
-# Two months of flights in order of departure; then the message that closes the last hours.
+# A week of flights in order of departure; then the message that closes the last hours.
 SEND = """
 create table flights_sent as
 select g as record,
@@ -46,7 +47,7 @@ import os, signal, sys
 import sparks
 from pgqueue.spark.pipelines import flights
 
-dsn, path, queue, where, number = sys.argv[1:]
+dsn, path, queue, where, number, most = sys.argv[1:]
 send = flights._send
 
 def dying(found, dsn, summaries, query_id, batch):
@@ -57,7 +58,7 @@ def dying(found, dsn, summaries, query_id, batch):
         os.killpg(0, signal.SIGKILL)
 
 flights._send = dying
-settings = {"dsn": dsn, "queue": queue, "summaries": f"{queue}-summaries", "max_messages": 75_000}
+settings = {"dsn": dsn, "queue": queue, "summaries": f"{queue}-summaries", "max_messages": int(most)}
 flights.summarize_flights(sparks.session(), path, **settings).awaitTermination()
 """
 
@@ -73,7 +74,7 @@ def killed(*arguments: object) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_300_000_flights_are_added_up_once_though_spark_is_killed_twice(
+def test_flights_are_added_up_once_though_spark_is_killed_twice(
     spark: Any, empty_database: Callable[[], str], tmp_path: Path
 ) -> None:
     from pgqueue.spark.pipelines import summarize_flights
@@ -88,9 +89,9 @@ def test_300_000_flights_are_added_up_once_though_spark_is_killed_twice(
 
         # In Parquet and not yet in the queue; then in both, and Spark does not know.
         for where, number in (("before", 1), ("after", 2)):
-            done = killed(dsn, tmp_path, queue, where, number)
+            done = killed(dsn, tmp_path, queue, where, number, PER_BATCH)
             assert done.returncode == -signal.SIGKILL, done.stderr
-        settings = {"queue": queue, "summaries": f"{queue}-summaries", "max_messages": 75_000}
+        settings = {"queue": queue, "summaries": f"{queue}-summaries", "max_messages": PER_BATCH}
         query = summarize_flights(spark, str(tmp_path), dsn=dsn, **settings)
         query.awaitTermination()
         states = [state for progress in query.recentProgress for state in progress["stateOperators"]]

@@ -139,6 +139,19 @@ def test_a_query_that_fails_in_the_middle_is_an_error(database: str) -> None:
         list(rows_module.copy(connection, broken, {}, struct("id long")))
 
 
+def test_a_server_that_goes_in_the_middle_is_heard(database: str) -> None:
+    dies = sql.SQL("(select pg_terminate_backend(pg_backend_pid())::int as id from generate_series(1, 1000)) as dies")
+    with psycopg.connect(database) as connection, pytest.raises(psycopg.errors.AdminShutdown):
+        list(rows_module.copy(connection, dies, {}, struct("id long")))
+
+
+def test_a_connection_that_is_gone_is_no_matter_of_data(database: str, connection: psycopg.Connection[Any]) -> None:
+    with psycopg.connect(database, autocommit=True) as lost:
+        connection.execute("select pg_terminate_backend(%s, 5000)", [lost.info.backend_pid])
+        with pytest.raises(psycopg.OperationalError):
+            list(rows_module._lines(lost, b"copy (select 1) to stdout"))
+
+
 def test_a_payload_may_be_larger_than_a_batch(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
     orders.alter_queue(max_payload_bytes=20_000_000)
     orders.enqueue("x" * 10_000_000)

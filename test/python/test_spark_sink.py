@@ -156,6 +156,18 @@ def test_every_column_arrives(sink: Sink) -> None:
     assert scheduled == (None, {}, timedelta(days=2, microseconds=1), timedelta(days=3600))
 
 
+def test_of_a_slice_only_the_slice_is_sent(sink: Sink) -> None:
+    kinds = schema(payload=t.StringType(), message_id=t.StringType(), delay=t.DayTimeIntervalType())
+    rows = [(str(number), str(UUID(int=number)), timedelta(hours=number)) for number in range(1, 6)]
+    sink.send(batch(kinds, *rows).slice(1, 3), kinds=kinds)
+    found = sink.connection.execute(
+        "select payload::text, message_id::text, due_at - enqueued_at from pgqueue.scheduled_messages"
+        " where queue_name = %s order by id",
+        (sink.name,),
+    )
+    assert found.fetchall() == rows[1:4]
+
+
 def test_a_binary_payload_is_a_body(sink: Sink) -> None:
     kinds = schema(payload=t.BinaryType())
     sink.send(batch(kinds, (b"\x00\x01",), (b"",)), kinds=kinds)
@@ -322,8 +334,9 @@ def test_large_rows_travel_in_small_pieces(sink: Sink, monkeypatch: pytest.Monke
 
 def test_a_message_id_that_is_none_names_its_row(sink: Sink) -> None:
     kinds = schema(payload=t.StringType(), message_id=t.StringType())
-    with pytest.raises(pgqueue.InvalidArgument, match=r'row 1 of partition 0: invalid message_id: .*uuid: "x"'):
-        sink.write(sink.writer(kinds), batch(kinds, ("1", "x")))
+    good, bad = batch(kinds, ("1", str(uuid4()))), batch(kinds, ("2", None), ("3", "x"))
+    with pytest.raises(pgqueue.InvalidArgument, match=r'row 3 of partition 0: invalid message_id: .*uuid: "x"'):
+        sink.write(sink.writer(kinds), good, bad)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -344,12 +357,13 @@ def test_an_unknown_queue_is_found_out_before_the_rows_are_copied(sink: Sink) ->
 
 
 @pytest.mark.parametrize(
-    ("given", "error"), [(None, "row 2 of partition 0: invalid queue_name: null"), ("x", "queue 'x' does not exist")]
+    ("given", "error"), [(None, "row 3 of partition 0: invalid queue_name: null"), ("x", "queue 'x' does not exist")]
 )
 def test_a_row_names_a_queue_that_is_there(sink: Sink, given: str | None, error: str) -> None:
     kinds = schema(queue_name=t.StringType(), payload=t.StringType())
+    good, bad = batch(kinds, (sink.name, "1")), batch(kinds, (sink.name, "2"), (given, "3"))
     with pytest.raises((pgqueue.InvalidArgument, pgqueue.QueueNotFound), match=error):
-        sink.write(sink.writer(kinds, queue=""), batch(kinds, (sink.name, "1"), (given, "2")))
+        sink.write(sink.writer(kinds, queue=""), good, bad)
     assert sink.staged() == 0
 
 

@@ -1,6 +1,8 @@
 """The streaming source under every failure, driven by an engine that takes Spark's steps."""
 
 import gc
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
@@ -17,6 +19,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, Read
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
+from pgqueue.spark.links import connect
 from pgqueue.spark.options import OptionError
 
 Start = Callable[..., Engine]
@@ -182,6 +185,8 @@ def test_5_a_commit_acknowledges_by_itself_once(orders: pgqueue.Queue, start: St
         engine.reader.commit(end)
         assert (left(orders), stream(orders).acked_seq) == (0, 1)
     assert engine.plan() is None
+    # Where nothing is new there is nothing to read.
+    assert engine.reader.partitions(end, end) == []
 
 
 def test_6_a_second_action_and_a_task_that_is_tried_again_read_the_same(orders: pgqueue.Queue, start: Start) -> None:
@@ -225,6 +230,29 @@ def test_8_messages_that_others_took_in_a_long_downtime_end_the_query(
     assert left(orders) == 0
 
 
+def test_8_what_was_claimed_by_hand_is_no_longer_the_stream_s(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+) -> None:
+    sent = orders.enqueue_batch([1, 2, 3])
+    engine = start(numPartitions="1").begin()
+    end = engine.plan()
+    parts = engine.parts(end)
+    lapse(connection, orders)
+    # In plain SQL, which sets no token: that of the stream is still there.
+    taken = (
+        "update pgqueue.messages set visible_at = '2100-01-01', attempt_count = attempt_count + 1 where id = %s"
+        " returning visible_at"
+    )
+    until = connection.execute(taken, [sent[1]]).fetchone()
+    (batch,) = orders.stream_extend("s", stream(orders).epoch)
+    assert batch.lost == [sent[1]]
+    with pytest.raises(pgqueue.StreamDataLost, match=f"1 of 3 messages of batch 1: {sent[1]}"):
+        engine.read(parts[0])
+    engine.reader.commit(end)
+    rows = connection.execute("select id, visible_at from pgqueue.messages where queue_name = %s", [orders.name])
+    assert rows.fetchall() == [(sent[1], *until)]
+
+
 def test_8_a_long_downtime_in_which_nobody_took_a_message_loses_nothing(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
@@ -255,6 +283,16 @@ def test_9_of_two_drivers_the_older_is_stopped_at_its_next_call(orders: pgqueue.
         with pytest.raises(pgqueue.StreamFenced, match=r"stream 's' of queue .* is fenced"):
             call()
     assert ids(new.trigger()) == sent[4:]
+
+
+def test_9_so_is_one_of_an_epoch_that_a_restored_database_has_not_seen(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+) -> None:
+    orders.enqueue(1)
+    engine = start().begin()
+    connection.execute("update pgqueue.streams set epoch = epoch - 1 where queue_name = %s", [orders.name])
+    with pytest.raises(pgqueue.StreamFenced):
+        engine.trigger()
 
 
 def test_9_the_heartbeat_of_a_fenced_driver_ends(orders: pgqueue.Queue, start: Start) -> None:
@@ -353,6 +391,66 @@ def test_13_a_connection_that_is_lost_is_made_again_in_the_same_epoch(
     engine.start = end
     assert ids(engine.trigger()) == sent[4:]
     assert stream(orders).epoch == epoch
+
+
+class Clock:
+    """A clock that is moved by hand, and by who sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("pgqueue.spark.driver.time", clock)
+    return clock
+
+
+def test_13_patience_begins_anew_with_each_outage(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start, clock: Clock
+) -> None:
+    sent = orders.enqueue_batch([1, 2, 3])
+    engine = start(retryTimeout="10 s", maxMessagesPerTrigger="1").begin()
+    for number in sent:
+        clock.now += 3600
+        cut(connection)
+        assert ids(engine.trigger()) == [number]
+
+
+@pytest.mark.parametrize("silently", [False, True])
+def test_13_so_does_that_of_a_task(
+    orders: pgqueue.Queue,
+    connection: psycopg.Connection[Any],
+    start: Start,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    silently: bool,
+) -> None:
+    sent = orders.enqueue_batch(["x" * 50_000] * 50)
+    made: list[psycopg.Connection[Any]] = []
+    monkeypatch.setattr("pgqueue.spark.rows._BATCH_ROWS", 10)
+    monkeypatch.setattr("pgqueue.spark.stream.connect", lambda *given: made.append(connect(*given)) or made[-1])
+    engine = start(retryTimeout="10 s", maxMessagesPerTrigger="50", numPartitions="1").begin()
+    (part,) = engine.parts(engine.plan())
+    found: list[int] = []
+    # Each batch is more than is under way at a time, so that the loss is noticed before the next.
+    for batch in engine.worker.read(part):
+        found += ids(batch.to_pylist())
+        clock.now += 3600
+        if silently:
+            with socket.socket(fileno=os.dup(made[-1].fileno())) as other_end:
+                other_end.shutdown(socket.SHUT_RDWR)
+        else:
+            cut(connection)
+    assert found == sent
+    assert len(made) == 6
 
 
 def test_13_without_patience_a_lost_connection_ends_the_query_and_says_so(
@@ -475,6 +573,16 @@ def test_available_now_takes_what_was_scheduled_and_came_due_before(
     assert late in [number for rows in engine.begin().drain() for number in ids(rows)]
 
 
+def test_available_now_leaves_out_what_has_no_attempt_left(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+) -> None:
+    spent, fresh = orders.enqueue_batch([1, 2])
+    connection.execute("update pgqueue.messages set attempt_count = max_attempts where id = %s", [spent])
+    engine = start()
+    engine.reader.prepareForTriggerAvailableNow()
+    assert [ids(rows) for rows in engine.begin().drain()] == [[fresh]]
+
+
 def test_a_heartbeat_keeps_a_batch_beyond_its_lease(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
@@ -491,6 +599,17 @@ def test_a_heartbeat_keeps_a_batch_beyond_its_lease(
 
     wait_for(lambda: len(found := ends()) == 3 and min(found) > first)
     assert len(engine.run(end)) == 2
+
+
+def test_a_heartbeat_keeps_what_the_driver_before_had_claimed(orders: pgqueue.Queue, start: Start) -> None:
+    orders.enqueue_batch([1, 2])
+    with start(leaseDuration="1 min").begin() as engine, pytest.raises(Died):
+        engine.trigger(dies="behind the claim")
+    first = stream(orders).claimed_until
+    assert first is not None
+    again = start(leaseDuration="1 min", heartbeatInterval="0.1 s")
+    assert again.reader.initialOffset()["seq"] == 0
+    wait_for(lambda: (stream(orders).claimed_until or first) > first)
 
 
 def test_without_a_batch_there_is_no_heartbeat(
@@ -573,10 +692,16 @@ def test_progress_says_what_is_left(orders: pgqueue.Queue, connection: psycopg.C
     assert engine.trigger() is not None
 
 
-def test_a_paused_queue_gives_nothing_but_ends_no_query(orders: pgqueue.Queue, start: Start) -> None:
+@pytest.mark.parametrize("available_now", [False, True])
+def test_a_paused_queue_gives_nothing_but_ends_no_query(
+    orders: pgqueue.Queue, start: Start, available_now: bool
+) -> None:
     sent = orders.enqueue_batch([1, 2])
     orders.pause_queue()
-    engine = start().begin()
+    engine = start()
+    if available_now:
+        engine.reader.prepareForTriggerAvailableNow()
+    engine.begin()
     assert engine.trigger() is None
     orders.resume_queue()
     assert ids(engine.trigger()) == sent

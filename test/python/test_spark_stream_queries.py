@@ -3,15 +3,11 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import psycopg
 import pytest
 
@@ -21,11 +17,10 @@ from clients import wait_for
 from pyspark import TaskContext
 from pyspark.errors import StreamingQueryException
 from spark_victim import PER_BATCH, POINTS, note, noted, query
+from sparks import PATIENCE, Killed
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
-
-PATIENCE = 300  # seconds, for what takes a moment
 
 
 @pytest.fixture
@@ -269,62 +264,18 @@ def test_options_are_checked_and_a_password_is_shown_nowhere(
     assert "s3cret" not in kept
 
 
-def kill(pid: int) -> None:
-    """End a process and what it has started, all at once, as when the machine goes."""
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        everything = [*process.children(recursive=True), process]
-        for one in everything:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
-        psutil.wait_procs(everything, 10)
-
-
-@pytest.fixture(scope="module")
-def killed(
-    database: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, dict[str, list[int]], dict[str, Any]]]:
-    """A driver that was killed with its four queries each at another point: its files, what was sent, its streams."""
-    home = tmp_path_factory.mktemp("killed")
-    with psycopg.connect(database, autocommit=True) as connection:
-        queues = {point: pgqueue.Queue(connection, f"killed-{point}") for point in POINTS}
-        sent = {}
-        for point, queue in queues.items():
-            queue.create_queue()
-            sent[point] = queue.enqueue_batch(list(range(25)))
-        here = str(Path(__file__).parent)
-        environment = os.environ | {"PGQUEUE_TEST_DIR": str(home), "PYTHONPATH": here}
-        command = [sys.executable, "-m", "spark_victim", database, *(queue.name for queue in queues.values())]
-        with (
-            (home / "log").open("w") as log,
-            subprocess.Popen(command, env=environment, stdout=log, stderr=log) as victim,
-        ):
-            try:
-
-                def has_come_so_far() -> bool:
-                    assert victim.poll() is None, (home / "log").read_text()
-                    return all((home / f"{point}.reached").exists() for point in POINTS)
-
-                wait_for(has_come_so_far, PATIENCE)
-            finally:
-                kill(victim.pid)
-        streams = {point: queue.list_streams()[0] for point, queue in queues.items()}
-        yield home, sent, streams
-
-
 @pytest.mark.parametrize("point", POINTS)
 def test_1_to_4_a_driver_that_is_killed_is_carried_on(
-    spark: Any, killed: Any, database: str, connection: psycopg.Connection[Any], point: str
+    spark: Any, killed: Killed, database: str, connection: psycopg.Connection[Any], point: str
 ) -> None:
-    home, sent, streams = killed
-    ids = sent[point]
+    home, ids, stream = killed.home, killed.sent[point], killed.streams[point]
     batches = [[n, ids[n * PER_BATCH :][:PER_BATCH]] for n in range(3)]
     written = {"behind-the-claim": 1, "before-the-sink": 1, "behind-the-sink": 2, "behind-the-commit": 1}[point]
     offsets = sorted(int(path.name) for path in (home / point / "offsets").glob("[0-9]*"))
     commits = sorted(int(path.name) for path in (home / point / "commits").glob("[0-9]*"))
     assert noted(home, point) == batches[:written]
     assert (offsets, commits) == ([0, 1] if point.endswith("sink") else [0], [0])
-    assert streams[point].acked_seq == (0 if point == "behind-the-commit" else 1)
+    assert stream.acked_seq == (0 if point == "behind-the-commit" else 1)
 
     def sink(frame: Any, batch: int) -> None:
         note(home, point, frame, batch)
@@ -335,5 +286,5 @@ def test_1_to_4_a_driver_that_is_killed_is_carried_on(
     second = json.loads((home / point / "offsets" / "1").read_text().splitlines()[-1])
     if point != "behind-the-commit":
         # The very reservation that the dead driver made.
-        assert second["token"] == str(streams[point].claim_token)
+        assert second["token"] == str(stream.claim_token)
     assert left(pgqueue.Queue(connection, f"killed-{point}")) == 0

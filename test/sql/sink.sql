@@ -5,7 +5,7 @@ create or replace function pgqueue._now() returns timestamptz language sql volat
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 
-select plan(132);
+select plan(136);
 
 -- What a call raises: code and message.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
@@ -98,6 +98,14 @@ begin
         array[row('"sooner"'::jsonb, interval '1 h', null::interval, 7)::text, row('"later"'::jsonb, interval '1 day', interval '1 day 12 h', 7)::text], queue || ': what is delayed is scheduled, from the commit on');
     return next is((select pgqueue._moment(pg_sequence_last_value(q.due_register)) from pgqueue.queues q where q.name = queue), pgqueue._now() + interval '1 h', queue || ': claims look for it when the first comes due');
 
+    -- As large as may be.
+    run := gen_random_uuid();
+    first := pgqueue.sink_stage(queue, run, 0, 1);
+    insert into pgqueue.staged_messages (token, row_number, payloads, bodies, headers, delays) values
+    (first, 1, array[to_jsonb(repeat('x', 98)), null], array[null, convert_to(repeat('x', 100), 'utf8')], array[null, jsonb_build_object('a', repeat('x', 65527))], '{0,0}'),
+    (first, 3, array[to_jsonb(repeat('x', 98))], null, null, '{10 years}');
+    return next is(pgqueue.sink_commit(run, array[first], '{3}'), true, queue || ': payload, body, headers and delay reach their limits');
+
     -- What is wrong with a row.
     return query select is(pg_temp.raised(format($f$
         do $d$ declare token uuid := pgqueue.sink_stage(%1$L, pg_temp.run(2), 3, 1); begin
@@ -110,18 +118,19 @@ begin
         ('payloads, message_ids', '''{1}'', array[null, pg_temp.run(1)]', '22023 row 3 of partition 3: invalid payload: null', 'has nothing but a name'),
         ('payloads, bodies', '''{1,1}'', array[null, ''1'']::bytea[]', '22023 row 3 of partition 3: invalid payload: ''1''', 'has both'),
         ('payloads', 'array[''1'', to_jsonb(repeat(''x'', 99))]', format('PQ003 row 3 of partition 3: payload of 101 bytes is over the limit of 100 bytes of queue %L', queue), 'is too large, as JSON text'),
+        ('payloads, delays', 'array[''1'', to_jsonb(repeat(''x'', 99))], ''{1 h,1 h}''', format('PQ003 row 3 of partition 3: payload of 101 bytes is over the limit of 100 bytes of queue %L', queue), 'is too large, though it is delayed'),
         ('payloads', '''{1,1e200}''', format('PQ003 row 3 of partition 3: payload of 201 bytes is over the limit of 100 bytes of queue %L', queue), 'is small only as it is stored'),
         ('payloads, messages, largest_bytes', '''{1,1e200}'', 2, 1', format('PQ003 row 3 of partition 3: payload of 201 bytes is over the limit of 100 bytes of queue %L', queue), 'is said to be small'),
         ('bodies', 'array[''1'', convert_to(repeat(''x'', 101), ''utf8'')]', format('PQ003 row 3 of partition 3: body of 101 bytes is over the limit of 100 bytes of queue %L', queue), 'has a body that is too large'),
         ('payloads, headers', '''{1,1}'', array[null, ''[1]'']::jsonb[]', '22023 row 3 of partition 3: invalid headers: ''[1]''', 'has headers that are no object'),
-        ('payloads, headers', '''{1,1}'', array[null, jsonb_build_object(''a'', repeat(''x'', 65530))]', format('PQ003 row 3 of partition 3: headers of 65539 bytes is over the limit of 65536 bytes of queue %L', queue), 'has headers that are too large'),
+        ('payloads, headers', '''{1,1}'', array[null, jsonb_build_object(''a'', repeat(''x'', 65528))]', format('PQ003 row 3 of partition 3: headers of 65537 bytes is over the limit of 65536 bytes of queue %L', queue), 'has headers that are too large'),
         ('payloads, delays', '''{1,1}'', ''{0,-1 s}''', '22023 row 3 of partition 3: invalid delay: ''-00:00:01''', 'is delayed into the past'),
         ('payloads, delays', '''{1,1}'', ''{0,11 years}''', '22023 row 3 of partition 3: invalid delay: ''11 years''', 'is delayed beyond 10 years'),
         ('payloads, delays', '''{1,1}'', ''{0,1 year -360 days -1 s}''', '22023 row 3 of partition 3: invalid delay: ''1 year -360 days -00:00:01''', 'is delayed by no time at all'),
         ('payloads, delays', '''{1,1}'', ''{null,300000 years -108000000 days}''', '22023 row 3 of partition 3: invalid delay: ''300000 years -108000000 days''', 'has a delay that is equal to none and is one'),
         ('payloads, expires_in', '''{1,1}'', ''{null,-1 s}''', '22023 row 3 of partition 3: invalid expires_in: ''-00:00:01''', 'has expired before it is sent')
     ) w (columns, given, error, sentence);
-    return next is((select count(*) from pgqueue.messages x where x.queue_name = queue), 2::bigint, queue || ': nothing of such a run is sent');
+    return next is((select count(*) from pgqueue.messages x where x.queue_name = queue), 4::bigint, queue || ': nothing of such a run is sent');
     return next is((select count(*) from pgqueue.sink_commits c where c.app_id = 'bad'), 0::bigint, queue || ': and the ledger does not know it');
 
     -- A queue that takes, and one that is gone.

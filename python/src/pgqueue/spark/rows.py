@@ -12,7 +12,7 @@ import psycopg
 import pyarrow as pa
 from psycopg import sql
 from psycopg.errors import error_from_result
-from psycopg.pq import ExecStatus
+from psycopg.pq import DiagnosticField, ExecStatus
 from psycopg.pq.abc import PGresult
 from pyarrow import csv
 from pyspark.sql.pandas.types import to_arrow_schema
@@ -147,8 +147,9 @@ def _lines(connection: psycopg.Connection[Any], query: bytes) -> Iterator[list[b
         connection.close()
         raise
     result = link.get_result()
-    while (more := link.get_result()) is not None:
-        result = more
+    # The first says why; that the connection is lost may follow.
+    while link.get_result() is not None:
+        pass
     if result is None or result.status != ExecStatus.COMMAND_OK:
         raise _error(connection, result)
     if held:
@@ -156,7 +157,8 @@ def _lines(connection: psycopg.Connection[Any], query: bytes) -> Iterator[list[b
 
 
 def _error(connection: psycopg.Connection[Any], result: PGresult | None) -> psycopg.Error:
-    if result is None:
+    if result is None or result.error_field(DiagnosticField.SQLSTATE) is None:
+        # Said by libpq itself, not by the server: the connection is lost.
         return psycopg.OperationalError(connection.pgconn.get_error_message())
     return error_from_result(result, connection.info.encoding)
 
