@@ -37,6 +37,9 @@ def measure(names: list[str], options: argparse.Namespace, console: Console) -> 
     found = json.loads(options.output.read_text()) if options.output.exists() else {}
     report = {"parts": found.get("parts", {})}
     plan = {name: parts(options.full)[name].shortened(options.rounds, options.seconds) for name in names}
+    expected = {name: part.expected for name, part in plan.items()}
+    console.print(", ".join(f"{name} {took / 60:.1f}" for name, took in expected.items()), end="")
+    console.print(f": {sum(expected.values()) / 60:.1f} minutes, about")
     majors = {18}.union(*(part.majors for part in plan.values()))
     columns = (TextColumn("{task.description:48.48}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with (
@@ -44,16 +47,16 @@ def measure(names: list[str], options: argparse.Namespace, console: Console) -> 
         Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=300) as progress,
     ):
         rig = Rig(running, ALL)
-        whole = progress.add_task("everything, and time left", total=sum(part.expected for part in plan.values()))
+        whole = progress.add_task("everything, and time left", total=sum(expected.values()))
         try:
             for name, part in plan.items():
                 about, began = circumstances(running), time.monotonic()
                 steps = part.rounds * sum(len(rig.systems(cell)) for cell in part.cells) or part.steps
                 task = progress.add_task(name, total=steps)
 
-                def tell(what: str, done: int, task: Any = task, name: str = name, part: Any = part) -> None:
+                def tell(what: str, done: int, task: Any = task, name: str = name) -> None:
                     progress.update(task, advance=done, description=f"{name}: {what}")
-                    progress.update(whole, advance=done * part.expected / progress.tasks[task].total)
+                    progress.update(whole, advance=done * expected[name] / progress.tasks[task].total)
 
                 cells = run.get(name, run_part)(rig, part, tell)
                 report["parts"][name] = {

@@ -6,13 +6,14 @@ from typing import Any
 
 from peers.base import DEEP, DEEPER, IN_FLIGHT, MANY_QUEUES, SCHEDULED, Work
 
-SQL = ("pgqueue", "pgmq", "raw statements", "transport's delete")
+SQL = ("pgqueue", "pgmq", "raw statements")
 LIBRARIES = ("pgqueue (Python)", "procrastinate", "pgqueuer", "pg-boss", "graphile-worker")
 BROKERS = ("pgqueue (Python)", "Redis streams", "RabbitMQ quorum queues")
 PAIR = ("pgqueue", "pgmq")
 # In pressure, cost and latency each with the PostgreSQL that it runs on.
 PRESSED = ("pgqueue", 18), ("pgmq", 18), ("pgqueue", 15), ("PgQ", 15)
-COSTING = ("pgqueue", 18), ("pgmq", 18), ("raw statements", 18), ("procrastinate", 18), ("pgqueuer", 18), ("PgQ", 15)
+COSTING = ("pgqueue", 18), ("pgmq", 18), ("raw statements", 18), ("PgQ", 15)
+COSTING_TOO = ("procrastinate", 18), ("pgqueuer", 18)
 WORKERS = (
     "pgqueue Consumer",
     "pgqueue AsyncConsumer",
@@ -25,9 +26,8 @@ WORKERS = (
 )
 IDLE_XID, SNAPSHOT = "idle transaction with an id", "read-only snapshot"
 HARDER = "4 readers of the table", "pg_dump", "abandoned slot"
-SETTLING = 1.5  # seconds that a step takes besides, about
 # What `make bench` measures in ten minutes; the rest is for the full run, or asked for by name.
-QUICK = ("verbs", "clients", "libraries", "pgq", "brokers", "latency", "pressure", "cost")
+QUICK = ("verbs", "clients", "latency", "pressure", "cost")
 EVERY = ("enqueue", 1), ("enqueue", 100), ("take", 1), ("take", 100)
 
 
@@ -52,6 +52,7 @@ class Part:
     contestants: Sequence[tuple[str, int]] = ()
     trials: Sequence[Any] = ("",)
     seconds: float = 0
+    besides: float = 0.5  # seconds that a step takes besides, about: filling, starting clients
 
     @property
     def systems(self) -> list[str]:
@@ -74,7 +75,7 @@ class Part:
     def expected(self) -> float:
         """About how many seconds it takes."""
         each = self.cells[0].work.seconds if self.cells else self.seconds
-        return self.steps * (each + SETTLING)
+        return self.steps * (each + self.besides)
 
     def shortened(self, rounds: int | None, seconds: float | None) -> "Part":
         """The same with other rounds and seconds, where these are given."""
@@ -90,28 +91,36 @@ def parts(full: bool) -> dict[str, Part]:
     def work(verb: str, batch: int = 1, **more: int) -> Work:
         return Work(verb, batch, seconds=seconds, **more)
 
+    def in_sql(each: Work) -> Sequence[str]:
+        return (*SQL, "transport's delete") if (each.verb, each.batch) == ("take", 1) else SQL
+
     verbs = [work(verb, batch) for verb, batch in EVERY] + [work("exchange"), work("cycle")]
     durable = verbs if full else [work("enqueue"), work("take"), work("exchange")]
     scaled = ("enqueue", "take", "cycle") if full else ("cycle",)
     return {
         "verbs": Part(
             "SQL verbs, 4 clients, 100 bytes",
-            [Cell(each, SQL) for each in verbs] + [Cell(each, SQL if full else PAIR, "on") for each in durable],
+            [Cell(each, in_sql(each)) for each in verbs]
+            + [Cell(each, in_sql(each) if full else PAIR, "on") for each in durable],
             rounds,
         ),
         "clients": Part(
             "More clients, 100 bytes",
             [
-                Cell(work(verb, clients=clients), (*PAIR, "raw statements"), sync)
+                Cell(work(verb, clients=clients), SQL, sync)
                 for sync in both
                 for verb in scaled
                 for clients in ((1, 4, 16, 64) if full else (4, 64))
             ],
-            rounds if full else 2,
+            rounds if full else 1,
         ),
         "payload": Part(
             "Payloads of 10 KB, 4 clients",
-            [Cell(replace(each, size=10_000), SQL, sync) for sync in both for each in verbs[:: 1 if full else 2]],
+            [
+                Cell(replace(each, size=10_000), in_sql(each), sync)
+                for sync in both
+                for each in verbs[:: 1 if full else 2]
+            ],
             rounds if full else 2,
         ),
         "libraries": Part(
@@ -122,6 +131,7 @@ def parts(full: bool) -> dict[str, Part]:
                 for each in [*verbs[:4], *([work("cycle")] if full else []), work("copy", 10_000)]
             ],
             rounds if full else 2,
+            besides=1.5,
         ),
         "pgq": Part(
             "PgQ, and pgqueue on the same PostgreSQL 15, 4 clients, 100 bytes",
@@ -135,30 +145,35 @@ def parts(full: bool) -> dict[str, Part]:
                 for condition in ("", DEEPER if full else DEEP, IN_FLIGHT, SCHEDULED, MANY_QUEUES)
             ],
             rounds if full else 2,
+            besides=30 if full else 8,
         ),
         "brokers": Part(
             "Brokers, as a reference from outside, 4 clients, 100 bytes",
             [Cell(each, BROKERS, "on") for each in verbs[:4]],
             rounds if full else 1,
+            besides=2.5,
         ),
         "latency": Part(
             "From the commit of the enqueue to the handler, one message a commit, synchronous_commit = on",
             rounds=3 if full else 1,
             contestants=[(name, 18) for name in WORKERS],
-            trials=(100, 1000),
+            trials=(100, 1000) if full else (100,),
             seconds=20 if full else 2,
+            besides=3,
         ),
         "pressure": Part(
             "Under pressure: enqueue, claim 1, ack, 4 clients, 100 bytes, synchronous_commit = off",
-            rounds=1,
+            rounds=20 if full else 3,  # each of which has a turn of every system
             contestants=PRESSED,
-            trials=(IDLE_XID, SNAPSHOT, *(HARDER if full else ())),
-            seconds=600 if full else 8,
+            trials=(IDLE_XID, SNAPSHOT, *HARDER),
+            seconds=30 if full else 5,
+            besides=7 if full else 1.4,  # the clean turns included
         ),
         "cost": Part(
             "What a message costs the server, 4 clients, 100 bytes, synchronous_commit = off",
             rounds=1,
-            contestants=COSTING,
+            contestants=(*COSTING, *(COSTING_TOO if full else ())),
             seconds=5 if full else 1,
+            besides=9 if full else 2.5,
         ),
     }

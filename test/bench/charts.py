@@ -117,7 +117,7 @@ def _pressures(plt: Any, part: Part) -> Any:
     )
     for axes, name in zip(every[:, 0], names, strict=True):
         for cell in (cell for cell in part["cells"] if cell["pressure"] == name):
-            look: dict[str, Any] = {"color": COLOURS[systems.index(cell["system"])], "linewidth": 1.6}
+            look: dict[str, Any] = {"color": COLOURS[systems.index(cell["system"])], "linewidth": 1.6, "marker": "."}
             look["linestyle"] = "-" if cell["postgresql"] == 18 else "--"
             for what, where in (("clean", None), ("under", f"{cell['system']}, PostgreSQL {cell['postgresql']}")):
                 axes.plot(*_points(cell[what], before=what == "clean"), **look, label=where)

@@ -6,7 +6,6 @@ README.md in this directory says what is measured, and how to read it. Each part
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import platform
 import random
@@ -29,6 +28,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from rich.console import Console
 from rich.table import Table
+from worker import CONTEXT, PythonWorker, Seen, answer
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
@@ -39,7 +39,6 @@ import soak
 RESULTS = Path(__file__).parent / "results/consumer.json"
 PARTS = ("latency", "idle", "throughput", "soak")
 LONG_SOAK = "long soak"
-CONTEXT = multiprocessing.get_context("spawn")
 MODES: dict[str, dict[str, Any]] = {
     "lease": {},
     "lease, transactional": {"transactional": True},
@@ -81,31 +80,9 @@ class Database:
             connection.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(self.name)))
 
 
-class Work:
-    """A consumer's process: it notes when each handler begins, and answers to what is asked through a pipe."""
-
-    def __init__(self, dsn: str, flavour: str, options: dict[str, Any]) -> None:
-        self.pipe, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=consume, args=(dsn, flavour, options, theirs))
-        self.process.start()
-        assert self.pipe.recv() == "started"
-
-    def ask(self, what: str) -> Any:
-        """`count`: messages handled so far, when, and the CPU seconds of its process. `stop`: (number, moment) of every
-        one that has a number.
-        """
-        self.pipe.send(what)
-        return self.pipe.recv()
-
-    def close(self) -> Any:
-        answer = self.ask("stop")
-        self.process.join()
-        return answer
-
-
 def consume(dsn: str, flavour: str, options: dict[str, Any], pipe: Any) -> None:
     """Run one consumer with a handler that does nothing but look at the clock."""
-    seen: list[tuple[int, float]] = []
+    seen: Seen = []
 
     def handle(delivery: Any) -> None:
         seen.append((delivery.message.payload.get("number", 0), time.monotonic()))
@@ -113,21 +90,15 @@ def consume(dsn: str, flavour: str, options: dict[str, Any], pipe: Any) -> None:
     async def handle_async(delivery: Any) -> None:
         handle(delivery)
 
-    def answer() -> None:
-        """Until told to stop."""
-        pipe.send("started")
-        while pipe.recv() == "count":
-            pipe.send((len(seen), time.monotonic(), time.process_time()))
-
     async def run() -> None:
         async with pgqueue.AsyncConsumer(dsn, "orders", handle_async, **options):
-            await asyncio.to_thread(answer)
+            await asyncio.to_thread(answer, pipe, seen)
 
     if flavour == "async":
         asyncio.run(run())
     else:
         with pgqueue.Consumer(dsn, "orders", handle, **options):
-            answer()
+            answer(pipe, seen)
     pipe.send([one for one in seen if one[0]])
 
 
@@ -216,7 +187,7 @@ Woken = tuple[list[float], list[float], list[int]]
 def woken(server: EmbeddedServer, load: str, mode: str, flavour: str, options: argparse.Namespace) -> Woken:
     """One round of a cell of latency."""
     database = Database(server)
-    work = Work(database.dsn, flavour, MODES[mode] | {"concurrency": options.concurrency})
+    work = PythonWorker(consume, database.dsn, flavour, MODES[mode] | {"concurrency": options.concurrency})
     time.sleep(1)
     streams = LOADS[load]
     with CONTEXT.Pool(len(streams)) as pool:
@@ -272,7 +243,7 @@ def idle(server: EmbeddedServer, options: argparse.Namespace, console: Console) 
     kinds = [(mode, flavour, listen) for mode in MODES for flavour in ("sync", "async") for listen in (True, False)]
     databases = [Database(server) for _ in kinds]
     workers = [
-        Work(database.dsn, flavour, MODES[mode] | {"listen": listen})
+        PythonWorker(consume, database.dsn, flavour, MODES[mode] | {"listen": listen})
         for database, (mode, flavour, listen) in zip(databases, kinds, strict=True)
     ]
     statement = """
@@ -350,7 +321,7 @@ def consumed(database: Database, flavour: str, settings: dict[str, Any], seconds
     """A consumer whose handler does nothing: messages per second, and the microseconds of CPU that a message costs the
     consumer and the server. Unlike the rate, those hardly depend on what else the machine does.
     """
-    work = Work(database.dsn, flavour, settings)
+    work = PythonWorker(consume, database.dsn, flavour, settings)
     time.sleep(1)
     (before, start, own), served = work.ask("count"), server_seconds(database)
     time.sleep(seconds)

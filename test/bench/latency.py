@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cells import Part
+from consumer import consume
 from peers.base import Peer
-from peers.library import CONCURRENCY, CONTEXT, LibraryPeer
+from peers.library import CONCURRENCY, LibraryPeer
 from peers.node_peers import NodePeer
 from runner import Rig, Tell
+from worker import CONTEXT, PythonWorker, Seen, answer
 
 # Of pgqueue both consumers, as they are: see consumer.py for their modes.
 FLAVOURS = {"pgqueue Consumer": "sync", "pgqueue AsyncConsumer": "async"}
@@ -37,38 +39,13 @@ class Worker(Protocol):
         """Ask it to stop; returns its answer."""
 
 
-class PythonWorker:
-    """A worker of a library of Python."""
-
-    def __init__(self, peer: LibraryPeer) -> None:
-        self.pipe, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=_work, args=(type(peer), peer.dsn, theirs))
-        self.process.start()
-        theirs.close()
-        assert self.pipe.recv() == "started"
-
-    def ask(self, what: str) -> Any:
-        self.pipe.send(what)
-        return self.pipe.recv()
-
-    def close(self) -> Any:
-        answer = self.ask("stop")
-        self.process.join()
-        return answer
-
-
-def _work(kind: type[LibraryPeer], dsn: str, pipe: Any) -> None:
-    """What its process does."""
-    seen: Sent = []
-
-    def answer() -> None:
-        pipe.send("started")
-        while pipe.recv() == "count":
-            pipe.send((len(seen),))
+def work(kind: type[LibraryPeer], dsn: str, pipe: Any) -> None:
+    """What the process of a library of Python does."""
+    seen: Seen = []
 
     async def run() -> None:
         async with kind.working(dsn, lambda number: seen.append((number, time.monotonic()))):
-            await asyncio.to_thread(answer)
+            await asyncio.to_thread(answer, pipe, seen)
 
     asyncio.run(run())
     pipe.send(seen)
@@ -139,7 +116,10 @@ def streamed(system: str, peer: Peer, rate: float, seconds: float) -> Stream:
         sent = peer.produce(rate, lasts, CONNECTIONS)
     else:
         assert isinstance(peer, LibraryPeer)
-        worker = ours(peer, FLAVOURS[system]) if system in FLAVOURS else PythonWorker(peer)
+        if system in FLAVOURS:
+            worker = PythonWorker(consume, peer.dsn, FLAVOURS[system], {"concurrency": CONCURRENCY})
+        else:
+            worker = PythonWorker(work, type(peer), peer.dsn)
         with CONTEXT.Pool(1) as pool:
             sent = pool.apply(_produce, (type(peer), peer.dsn, rate, lasts))
     until = time.monotonic() + PATIENCE
@@ -150,13 +130,6 @@ def streamed(system: str, peer: Peer, rate: float, seconds: float) -> Stream:
     moments = [moment for _, moment in counted]
     latencies = sorted(max(0.0, begun[number] - answered) * 1000 for number, answered in counted if number in begun)
     return Stream(latencies, len(counted) / (max(moments) - min(moments)), len(counted) - len(latencies))
-
-
-def ours(peer: Peer, flavour: str) -> Worker:
-    """pgqueue's own consumer, as its own benchmark runs it."""
-    from consumer import Work as Consuming
-
-    return Consuming(peer.dsn, flavour, {"concurrency": CONCURRENCY})
 
 
 def run_latency(rig: Rig, part: Part, tell: Tell) -> list[dict[str, Any]]:

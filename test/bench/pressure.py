@@ -1,76 +1,129 @@
-"""The full cycle while something in the same database is in the way, and what that does to others."""
+"""The full cycle while something in the same database is in the way, and what that does to others.
+
+Systems share the time: one works while the others rest, turn by turn, and what is in the way stays in the way of all of
+them, from before the first turn until behind the last. What it holds back piles up all the while.
+"""
 
 import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import psycopg
 from cells import HARDER, IDLE_XID, SNAPSHOT, Part
-from peers.base import PGBENCH, SqlPeer, Work
+from peers.base import PGBENCH, Sample, SqlPeer, Work
 from psycopg import IsolationLevel
-from runner import Rig, Tell
+from runner import FEWEST, Rig, Tell
 
-STRETCHES = 10
-SLOT = "abandoned"
+CLEAN = 1 / 5  # of the time of work under a pressure; as long does the clean cycle work before it
+# What a pressure does besides while its system works.
+Acting = Callable[[], AbstractContextManager[object]]
 
 
 def run_pressure(rig: Rig, part: Part, tell: Tell) -> list[dict[str, Any]]:
-    """A record for each pressure and system; the clean cycle is measured just before, for a third of the time."""
+    """A record for each pressure and system; the clean cycle is measured just before."""
+    here = [
+        (system, major, peer)
+        for system, major in part.contestants
+        if isinstance(peer := rig.peer(system, major), SqlPeer)
+    ]
+    peers = [peer for *_, peer in here]
+    for peer in peers:
+        peer.use("off")
+        peer.execute("create table if not exists bystander as select n, 0 as value from generate_series(1, 100) n")
+    turns = max(1, round(CLEAN * part.rounds))
+    seconds = CLEAN * part.rounds * part.seconds / turns
     records = []
-    for place, name in enumerate(part.trials):
-        for system, major in part.contestants if place % 2 == 0 else reversed(part.contestants):
-            peer = rig.peer(system, major)
-            if peer is None:
-                continue
-            assert isinstance(peer, SqlPeer)
-            tell(f"{name}, {system}", 0)
-            peer.use("off")
-            peer.fill(1000, 100)
-            clean = watched(peer, part.seconds / 3)
-            peer.fill(1000, 100)
-            with PRESSURES[name](peer):
-                under = watched(peer, part.seconds)
-            records.append(
-                {
-                    "pressure": name,
-                    "system": system,
-                    "version": peer.version,
-                    "client": peer.client,
-                    "postgresql": major,
-                    "seconds": part.seconds,
-                    "clean": clean,
-                    "under": under,
-                }
-            )
-            tell(f"{name}, {system}", 1)
+    for name in part.trials:
+        cleans = in_turns(peers, undisturbed, turns, seconds, lambda _: tell("clean", 0))
+        unders = in_turns(peers, PRESSURES[name], part.rounds, part.seconds, partial(tell, name))
+        records += [
+            {
+                "pressure": name,
+                "system": system,
+                "version": peer.version,
+                "client": peer.client,
+                "postgresql": major,
+                "seconds": part.rounds * part.seconds,
+                "clean": clean,
+                "under": under,
+            }
+            for (system, major, peer), clean, under in zip(here, cleans, unders, strict=True)
+        ]
     return records
 
 
-def watched(peer: SqlPeer, seconds: float) -> dict[str, Any]:
-    """Cycle for that long, with a bystander."""
-    work = Work("cycle", seconds=seconds)
-    before, wal = database_size(peer), wal_kept(peer)
-    with bystander(peer) as took:
-        stretch = max(1, round(seconds / STRETCHES))
-        sample = peer.cycle(work, stretch)
-    dead = peer.execute("select pg_stat_force_next_flush()", "select sum(n_dead_tup)::bigint from pg_stat_user_tables")
-    return {
-        "rate": round(sample.rate, 1),
-        "stretch_seconds": stretch,
-        "stretches": sample.stretches,
-        "p50_ms": sample.percentile(0.5),
-        "p99_ms": sample.percentile(0.99),
-        "dead_tuples": dead[0][0],
-        "grown_bytes": database_size(peer) - before,
-        "grown_bytes_per_message": round((database_size(peer) - before) / max(sample.messages, 1), 1),
-        "wal_kept_bytes": wal_kept(peer) - wal,
-        "bystander_p50_ms": round(statistics.median(took), 3),
-        "bystander_p99_ms": round(sorted(took)[int(len(took) * 0.99)], 3),
-    }
+@dataclass
+class Watched:
+    """What was seen of a system in all of its turns."""
+
+    peer: SqlPeer
+    size: int
+    wal: int = 0
+    samples: list[Sample] = field(default_factory=list)
+    bystander: list[float] = field(default_factory=list)
+
+    def work(self, seconds: float, acting: Acting) -> None:
+        """A turn."""
+        wal = wal_kept(self.peer)
+        with acting(), bystander(self.peer) as took:
+            self.samples.append(self.peer.cycle(Work("cycle", seconds=seconds)))
+        self.bystander += took
+        self.wal += wal_kept(self.peer) - wal
+
+    def figures(self, stretch: float) -> dict[str, Any]:
+        """All turns together; a stretch of the rates is a round, in which every system had its turn."""
+        whole = Sample(
+            sum(each.messages for each in self.samples),
+            sum(each.seconds for each in self.samples),
+            sorted(ms for each in self.samples for ms in each.latencies),
+        )
+        grown = database_size(self.peer) - self.size
+        dead = "select sum(n_dead_tup)::bigint from pg_stat_user_tables"
+        return {
+            "rate": round(whole.rate, 1),
+            "stretch_seconds": round(stretch, 1),
+            "stretches": [round(each.rate, 1) for each in self.samples],
+            "p50_ms": whole.percentile(0.5),
+            "p99_ms": whole.percentile(0.99),
+            "dead_tuples": self.peer.execute("select pg_stat_force_next_flush()", dead)[0][0],
+            "grown_bytes": grown,
+            "grown_bytes_per_message": round(grown / max(len(whole.latencies), 1), 1),  # one enqueue each
+            "wal_kept_bytes": self.wal,
+            "bystander_p50_ms": round(statistics.median(self.bystander), 3),
+            "bystander_p99_ms": round(sorted(self.bystander)[int(len(self.bystander) * 0.99)], 3),
+        }
+
+
+def in_turns(
+    peers: Sequence[SqlPeer],
+    pressure: Callable[[SqlPeer], AbstractContextManager[Acting]],
+    rounds: int,
+    seconds: float,
+    tell: Callable[[int], None],
+) -> list[dict[str, Any]]:
+    """The figures of each, on queues that were filled before the pressure began; it ends when they are taken."""
+    for peer in peers:
+        peer.fill(FEWEST, 100)
+    seen = [Watched(peer, database_size(peer)) for peer in peers]
+    with ExitStack() as stack:
+        turns = [(each, stack.enter_context(pressure(each.peer))) for each in seen]
+        for peer in peers:
+            stack.enter_context(peer.assisted())
+        begin = time.monotonic()
+        for number in range(rounds):
+            for each, acting in turns if number % 2 == 0 else reversed(turns):
+                tell(0)
+                each.work(seconds, acting)
+                tell(1)
+        stretch = (time.monotonic() - begin) / rounds
+        return [each.figures(stretch) for each in seen]
 
 
 def database_size(peer: SqlPeer) -> int:
@@ -79,7 +132,10 @@ def database_size(peer: SqlPeer) -> int:
 
 
 def wal_kept(peer: SqlPeer) -> int:
-    ((found,),) = peer.execute("select sum(size)::bigint from pg_ls_waldir()")
+    """Bytes that its server cannot remove, as a slot wants them."""
+    ((found,),) = peer.execute(
+        "select coalesce(max(pg_wal_lsn_diff(pg_current_wal_insert_lsn(), restart_lsn)), 0) from pg_replication_slots"
+    )
     return int(found)
 
 
@@ -88,7 +144,6 @@ def bystander(peer: SqlPeer) -> Iterator[list[float]]:
     """Somebody who updates a row of a small table twenty times a second; yields how long that took, in ms."""
     took: list[float] = []
     done = threading.Event()
-    peer.execute("create table if not exists bystander as select n, 0 as value from generate_series(1, 100) n")
 
     def update() -> None:
         with psycopg.connect(peer.dsn, autocommit=True) as connection:
@@ -107,86 +162,85 @@ def bystander(peer: SqlPeer) -> Iterator[list[float]]:
 
 
 @contextmanager
-def snapshot(peer: SqlPeer) -> Iterator[None]:
+def again_and_again(*acts: Callable[[], object]) -> Iterator[None]:
+    """Each of these in a thread of its own; the last is awaited."""
+    done = threading.Event()
+
+    def repeat(act: Callable[[], object]) -> None:
+        while not done.wait(0.01):
+            act()
+
+    with ThreadPoolExecutor(len(acts)) as pool:
+        repeating = [pool.submit(repeat, act) for act in acts]
+        try:
+            yield
+        finally:
+            done.set()
+    for each in repeating:
+        each.result()
+
+
+@contextmanager
+def undisturbed(peer: SqlPeer) -> Iterator[Acting]:  # noqa: ARG001
+    """Nothing is in the way."""
+    yield nullcontext
+
+
+@contextmanager
+def snapshot(peer: SqlPeer) -> Iterator[Acting]:
     """A long report: it has a snapshot, and reads nothing more."""
     with psycopg.connect(peer.dsn) as report:
         report.isolation_level = IsolationLevel.REPEATABLE_READ
         report.read_only = True
         report.execute("select count(*) from pg_class")
-        yield
+        yield nullcontext
 
 
 @contextmanager
-def idle_xid(peer: SqlPeer) -> Iterator[None]:
+def idle_xid(peer: SqlPeer) -> Iterator[Acting]:
     """A forgotten begin: a session with a transaction id that does nothing."""
     with psycopg.connect(peer.dsn) as forgotten:
         forgotten.isolation_level = IsolationLevel.REPEATABLE_READ
         forgotten.execute("select pg_current_xact_id(), count(*) from pg_class")
-        yield
+        yield nullcontext
 
 
 @contextmanager
-def readers(peer: SqlPeer) -> Iterator[None]:
-    """Four that read the whole queue again and again, each in one transaction with one snapshot."""
-    done = threading.Event()
-    table = peer.scanned
-
-    def read() -> None:
-        with psycopg.connect(peer.dsn) as reader:
+def readers(peer: SqlPeer) -> Iterator[Acting]:
+    """Four, each in one transaction with one snapshot, who in its system's turns read the whole queue all the time."""
+    scan = f"select count(*) from {peer.scanned}".encode()
+    with ExitStack() as stack:
+        reading = [stack.enter_context(psycopg.connect(peer.dsn)) for _ in range(4)]
+        for reader in reading:
             reader.isolation_level = IsolationLevel.REPEATABLE_READ
-            while not done.wait(0.01):
-                reader.execute(f"select count(*) from {table}".encode())
-
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
+            reader.execute(scan)
+        yield partial(again_and_again, *(partial(reader.execute, scan) for reader in reading))
 
 
 @contextmanager
-def dump(peer: SqlPeer) -> Iterator[None]:
-    """pg_dump of the database, again and again, to nowhere."""
-    done = threading.Event()
-    failures: list[str] = []
+def dump(peer: SqlPeer) -> Iterator[Acting]:
+    """pg_dump of the database to nowhere, in its system's turns one behind the other."""
 
-    def repeat() -> None:
-        while not done.wait(0.01):
-            said = subprocess.run(
-                [PGBENCH.with_name("pg_dump"), "--data-only", "--file=/dev/null", peer.dsn],
-                capture_output=True,
-                text=True,
-            )
-            if said.returncode != 0:
-                failures.append(said.stderr)
-                return
+    def once() -> None:
+        command = [str(PGBENCH.with_name("pg_dump")), "--data-only", "--file=/dev/null", peer.dsn]
+        said = subprocess.run(command, capture_output=True, text=True)
+        if said.returncode != 0:
+            raise RuntimeError(said.stderr)
 
-    thread = threading.Thread(target=repeat)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-    if failures:
-        raise RuntimeError(failures[0])
+    yield partial(again_and_again, once)
 
 
 @contextmanager
-def slot(peer: SqlPeer) -> Iterator[None]:
+def slot(peer: SqlPeer) -> Iterator[Acting]:
     """A replication slot that a replica has left behind: no WAL goes before it."""
-    peer.execute(f"select pg_create_physical_replication_slot('{SLOT}', true)")
+    peer.execute(f"select pg_create_physical_replication_slot('abandoned_{peer.database}', true)")
     try:
-        yield
+        yield nullcontext
     finally:
-        peer.execute(f"select pg_drop_replication_slot('{SLOT}')")
+        peer.execute(f"select pg_drop_replication_slot('abandoned_{peer.database}')")
 
 
-PRESSURES = {
+PRESSURES: dict[str, Callable[[SqlPeer], AbstractContextManager[Acting]]] = {
     IDLE_XID: idle_xid,
     SNAPSHOT: snapshot,
     **dict(zip(HARDER, (readers, dump, slot), strict=True)),

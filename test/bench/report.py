@@ -91,7 +91,7 @@ def pressures(part: dict[str, Any]) -> tuple[str, list[str], Rows, str]:
                 cell["system"] + (f", PostgreSQL {cell['postgresql']}" if several else ""),
                 f"{clean['rate']:,.0f}",
                 f"{under['rate']:,.0f}",
-                f"{statistics.mean(last) / clean['rate']:.0%}" if last else "",
+                f"{statistics.mean(last) / clean['rate']:.0%}" if last and clean["rate"] else "",
                 f"{clean['p99_ms']:.1f} → {under['p99_ms']:.1f}",
                 f"{under['dead_tuples'] or 0:,}",
                 f"{under['grown_bytes_per_message']:,.0f}",
@@ -99,10 +99,10 @@ def pressures(part: dict[str, Any]) -> tuple[str, list[str], Rows, str]:
                 f"{clean['bystander_p99_ms']:.1f} → {under['bystander_p99_ms']:.1f}",
             ]
         )
-    seconds = part["cells"][0]["seconds"]
-    more = (
-        f" Each for {seconds:g} s, behind a third of that without it. The bystander updates one row 20 times a second."
-    )
+    seconds, under = part["cells"][0]["seconds"], part["cells"][0]["under"]
+    lasts = under["stretch_seconds"] * len(under["stretches"])
+    shared = f", in turns within {lasts:.0f} s of it, behind a fifth" if lasts > seconds else ", behind a third"
+    more = f" Each for {seconds:g} s{shared} of that without it. The bystander updates one row 20 times a second."
     if any(cell["system"] == "PgQ" for cell in part["cells"]):
         more += (
             " Of PgQ it is events, inserted by three clients and finished in batches by the fourth; p99 is that of"

@@ -10,6 +10,7 @@ import string
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +28,16 @@ DEEPER = "10M deep"
 PGBENCH = EmbeddedServer().bindir / "pgbench"  # of the newest major, whatever the server
 # What pgbench says where a claim came back empty: no row, or none to make an array or a batch of.
 DRY = 'expected one row, got 0|malformed array literal: ""|invalid input syntax for type bigint: ""'
+# Clients begin with different queues, so that they meet at none of them.
+CHOICE = rf"""
+    \set seen :seen + 1
+    \if :seen > {QUEUES}
+    \set q random(1, {QUEUES})
+    \else
+    \set q (:seen + 250 * :client_id) % {QUEUES} + 1
+    \endif
+"""
+WARMING = 10  # seconds that clients have for what comes before the clock
 WORKERS = 2  # threads or processes of a client program
 
 
@@ -69,7 +80,6 @@ class Sample:
     messages: float
     seconds: float
     latencies: Sequence[float]
-    stretches: Sequence[float] = ()  # messages a second in each of the parts that were asked for
 
     @property
     def rate(self) -> float:
@@ -179,11 +189,15 @@ class SqlPeer(Peer):
         return len(self.execute(f"select 1 from {self.table} limit 1"))
 
     def run(self, work: Work) -> Sample:
-        return pgbench(self.dsn, self.adapted(work), work)
+        return pgbench(self.dsn, self.adapted(work), work, warm=QUEUES if work.condition == MANY_QUEUES else 0)
 
-    def cycle(self, work: Work, stretch: int) -> Sample:
-        """Run the full cycle, and tell the rates of every so many seconds."""
-        return pgbench(self.dsn, self.adapted(work), work, stretch=stretch)
+    def cycle(self, work: Work) -> Sample:
+        """Run the full cycle."""
+        return self.run(work)
+
+    def assisted(self) -> AbstractContextManager[object]:
+        """Have what the full cycle needs besides."""
+        return nullcontext()
 
     @property
     def scanned(self) -> str:
@@ -191,12 +205,12 @@ class SqlPeer(Peer):
         return self.table
 
     def adapted(self, work: Work) -> str:
-        """The script of that work; over a thousand queues it takes one of them at random each time."""
+        """The script of that work; over a thousand queues it takes each of them once, then one at random each time."""
         script = self.script(work)
         assert script is not None
         if work.condition != MANY_QUEUES:
             return script
-        return f"\\set q random(1, {QUEUES})\n" + script.replace(f"'{QUEUE}'", f"'{QUEUE}' || :q::text")
+        return CHOICE + script.replace(f"'{QUEUE}'", f"'{QUEUE}' || :q::text")
 
     def worsen(self, condition: str, size: int) -> None:
         if condition in (DEEP, DEEPER):
@@ -207,8 +221,8 @@ class SqlPeer(Peer):
         self.settle()
 
 
-def pgbench(dsn: str, script: str, work: Work, *, stretch: int = 0, unclocked: int = -1) -> Sample:
-    """Run a script; with a stretch also the rates of every so many seconds. How long the calls of a client took that is
+def pgbench(dsn: str, script: str, work: Work, *, warm: int = 0, unclocked: int = -1) -> Sample:
+    """Run a script. So many calls of each client come before the clock runs. How long calls took of a client that is
     unclocked does not count.
     """
     with tempfile.TemporaryDirectory() as home:
@@ -217,10 +231,9 @@ def pgbench(dsn: str, script: str, work: Work, *, stretch: int = 0, unclocked: i
         done = subprocess.run(
             [
                 *(str(PGBENCH), "--no-vacuum", "--protocol=prepared", "--log"),
-                *(f"--time={max(1, round(work.seconds))}", f"--client={work.clients}"),
+                *(f"--time={max(1, round(work.seconds)) + (WARMING if warm else 0)}", f"--client={work.clients}"),
                 *(f"--jobs={min(work.clients, WORKERS)}", f"--file={file}"),
-                *((f"--progress={stretch}",) if stretch else ()),
-                *("-D", "mid=0", "-D", f"tok={UUID(int=0)}", "-D", f"payload={payload(work.size)}"),
+                *("-D", "mid=0", "-D", f"tok={UUID(int=0)}", "-D", f"payload={payload(work.size)}", "-D", "seen=0"),
                 dsn,
             ],
             cwd=home,
@@ -231,14 +244,24 @@ def pgbench(dsn: str, script: str, work: Work, *, stretch: int = 0, unclocked: i
             raise Dry
         if done.returncode != 0 or "abort" in done.stderr:
             raise RuntimeError(f"pgbench failed:\n{done.stdout}{done.stderr}")
-        latencies = sorted(
-            int(took) / 1000
-            for log in Path(home).glob("pgbench_log.*")
-            for client, _, took, _ in (line.split(b" ", 3) for line in log.read_bytes().splitlines())
-            if int(client) != unclocked
-        )
+        lines = [line for log in Path(home).glob("pgbench_log.*") for line in log.read_bytes().splitlines()]
+    if warm:
+        return behind(warm, lines, work)
+    took = [(client, took) for client, _, took, _ in (line.split(b" ", 3) for line in lines)]
+    latencies = sorted(int(each) / 1000 for client, each in took if int(client) != unclocked)
     tps = float(re.findall(r"(?m)^tps = ([\d.]+)", done.stdout)[0])
-    stretches = [
-        float(found) * work.batch for found in re.findall(r"(?m)^progress: [\d.]+ s, ([\d.]+) tps", done.stderr)
+    return Sample(tps * work.batch * work.seconds, work.seconds, latencies)
+
+
+def behind(warm: int, lines: list[bytes], work: Work) -> Sample:
+    """What the lines of a log say from when every client had made so many calls."""
+    calls = [
+        (int(number), int(took) / 1000, int(second) + int(micros) / 1e6)
+        for _, number, took, _, second, micros in (line.split() for line in lines)
     ]
-    return Sample(tps * work.batch * work.seconds, work.seconds, latencies, stretches)
+    ready = [at for number, _, at in calls if number == warm]
+    if len(ready) < work.clients:
+        raise RuntimeError(f"after {WARMING} s not every client had made {warm:,} calls")
+    begin, end = max(ready), max(at for *_, at in calls)
+    latencies = sorted(took for _, took, at in calls if at > begin)
+    return Sample(len(latencies) * work.batch, end - begin, latencies)

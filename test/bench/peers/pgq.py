@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
@@ -101,27 +100,22 @@ class Pgq(SqlPeer):
             return super().run(work)
         return pgbench(self.dsn, self.scripts["take", 100], replace(work, clients=1))
 
-    def cycle(self, work: Work, stretch: int) -> Sample:
-        """Events a second from their insert to the batch that was finished, its own daemon cutting the batches; how
-        long calls take is that of the inserts.
-        """
-        with self.daemon(), watched(self.dsn) as moments:
+    def cycle(self, work: Work) -> Sample:
+        """Events from their insert to the batch that was finished; how long calls take is that of the inserts."""
+        with watched(self.dsn) as moments:
             inserted = pgbench(self.dsn, CYCLE, work, unclocked=0)
             # From batch to batch, a second apart, unless they came to an end before.
             if time.monotonic() > moments[-1][0] + STALLED:
                 moments.append((time.monotonic(), moments[-1][1]))
         if len(moments) < 3:
             return Sample(0, work.seconds, inserted.latencies)
-        # The first is what the queue was filled with.
+        # The first batch has what was there before.
         (begin, first), (end, last) = moments[1], moments[-1]
-        edges = [begin + n * stretch for n in range(int((end - begin) / stretch) + 1)]
-        counts = [interpolated(moments, edge) for edge in edges]
-        rates = [round((after - before) / stretch, 1) for before, after in pairwise(counts)]
-        return Sample(last - first, end - begin, inserted.latencies, rates)
+        return Sample(last - first, end - begin, inserted.latencies)
 
     @contextmanager
-    def daemon(self) -> Iterator[None]:
-        """pgqd, as it is by default: a tick each second."""
+    def assisted(self) -> Iterator[None]:
+        """By its own daemon, pgqd, which cuts the batches; as it is by default, each second."""
         with tempfile.TemporaryDirectory() as home:
             words = conninfo_to_dict(self.dsn)
             server = make_conninfo(**{name: words[name] for name in ("host", "port", "user")})
@@ -161,32 +155,28 @@ class Pgq(SqlPeer):
 
 @contextmanager
 def watched(dsn: str) -> Iterator[list[tuple[float, int]]]:
-    """Yields when the consumer had finished how many events, whenever that was another number."""
+    """Yields when the consumer had finished how many events: now, and whenever that is another number."""
     done = threading.Event()
     moments: list[tuple[float, int]] = []
+    with psycopg.connect(dsn, autocommit=True) as connection:
 
-    def repeat() -> None:
-        with psycopg.connect(dsn, autocommit=True) as connection:
+        def look() -> None:
+            (finished,) = connection.execute(FINISHED).fetchone() or (0,)
+            if not moments or finished != moments[-1][1]:
+                moments.append((time.monotonic(), finished))
+
+        def repeat() -> None:
             while not done.wait(0.05):
-                (finished,) = connection.execute(FINISHED).fetchone() or (0,)
-                if not moments or finished != moments[-1][1]:
-                    moments.append((time.monotonic(), finished))
+                look()
 
-    thread = threading.Thread(target=repeat)
-    thread.start()
-    try:
-        yield moments
-    finally:
-        done.set()
-        thread.join()
-
-
-def interpolated(moments: list[tuple[float, int]], at: float) -> float:
-    """How many were finished by then, as if each batch had been worked on evenly."""
-    for (before, low), (after, high) in pairwise(moments):
-        if at <= after:
-            return low + (high - low) * (at - before) / (after - before)
-    return moments[-1][1]
+        look()
+        thread = threading.Thread(target=repeat)
+        thread.start()
+        try:
+            yield moments
+        finally:
+            done.set()
+            thread.join()
 
 
 def unpack(root: Path, into: Path) -> None:
