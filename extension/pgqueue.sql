@@ -3130,12 +3130,12 @@ begin
     )
     select
         -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
-        g.id, g.queue_name, at - (row_number() over (order by g.id desc) - 1) * interval '1 microsecond', g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
+        g.id, g.queue_name, at + (row_number() over () - cardinality(ids)) * interval '1 microsecond', g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
         g.payload, g.body, g.headers, g.claimed_by, g.last_error, g.transport_headers
     from given_back g;
     get diagnostics released = row_count;
     if released > 0 then
-        perform pgqueue._schedule_by(q, at - (released - 1) * interval '1 microsecond');
+        perform pgqueue._schedule_by(q, at + (1 - cardinality(ids)) * interval '1 microsecond');
     end if;
     return released;
 end;

@@ -465,16 +465,16 @@ def test_what_a_look_promised_in_vain_is_looked_for_ever_longer() -> None:
     assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8, 1])
 
 
-def test_the_register_is_armed_once_a_minute() -> None:
+def test_the_register_is_armed_thrice_a_minute() -> None:
     looks, clock = pace()
     assert not looks.is_armed
-    looks.armed(60)
-    clock.now += 59
+    looks.armed(20)
+    clock.now += 19
     looks.empty()
     assert looks.is_armed
     clock.now += 1
     assert not looks.is_armed
-    looks.armed(60)
+    looks.armed(20)
     looks.disarm()
     assert not looks.is_armed
 
