@@ -5752,7 +5752,7 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
+    fresh bigint;
     counted bigint;
     first_id bigint;
     last_id bigint;
@@ -5773,10 +5773,12 @@ begin
         where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
         order by m.id limit 301
     ) w;
-    estimated := counted > 300;
+    -- Only a deep queue is held, as locks of thousands of queues would fill the lock table.
+    estimated := counted > 300 and pgqueue._is_there(q);
     if not estimated then
         return;
     end if;
+    fresh := pg_sequence_last_value(q.fresh_register);
 
     select m.id into last_id from pgqueue.messages m
     where m.queue_name = q.name and m.id >= first_id
@@ -5947,7 +5949,8 @@ begin
         return;
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
-        continue when not pgqueue._is_there(q);
+        -- The snapshot may be older than a drop_queue: the catalog knows better.
+        continue when pg_relation_filenode(q.fresh_register) is null;
         return next pgqueue._stats(q, at);
     end loop;
 end;

@@ -556,3 +556,22 @@ def test_the_command_adopts_no_foreign_schema(empty_database: Any, capsys: pytes
 def test_the_command_says_why_it_cannot_connect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["install", f"host={tmp_path} dbname=nowhere"]) == 1
     assert capsys.readouterr().err.startswith("pgqueue: ")
+
+
+def test_statistics_of_all_queues_hold_none_that_is_not_deep(
+    connection: psycopg.Connection[Any], database: str, name: str
+) -> None:
+    # Two locks of each of thousands of queues would fill the lock table of the server.
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue()
+    with connection.transaction():
+        assert name in [stats.queue_name for stats in pgqueue.Queues(connection).stats()]
+        with psycopg.connect(database, autocommit=True) as other:
+            held = other.execute("select not pg_try_advisory_xact_lock(pgqueue._lock_key(%s))", [name]).fetchone()
+            assert held == (False,)
+            registers = other.execute(
+                "select count(*) from pg_locks l join pgqueue.queues q on q.fresh_register = l.relation"
+                " where q.name = %s",
+                [name],
+            ).fetchone()
+            assert registers == (0,)
