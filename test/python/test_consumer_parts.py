@@ -25,6 +25,7 @@ from pgqueue.consumer.leases import Leases, LostAck
 from pgqueue.consumer.links import Link, Stack
 from pgqueue.consumer.opener import Opener
 from pgqueue.consumer.settlements import Result
+from pgqueue.consumer.steps import AsyncWorkers
 from pgqueue.consumer.tasks import ended, within
 from pgqueue.consumer.transactions import Transactions
 
@@ -251,6 +252,20 @@ class Desk:
     def acknowledge(self, *held: Held) -> None:
         for one in held:
             self.leases.acknowledge(Result(one, "succeeded"))
+
+
+async def test_a_call_that_is_cancelled_before_its_first_step_frees_its_slot() -> None:
+    parts = core()
+    freed: list[int] = []
+    called = jobs.Jobs(parts, AsyncWorkers(parts.opener, lambda: parts.limit), lambda: freed.append(called.free))
+    held = Desk().hold(1)
+    called.lease(held)
+    assert called.free == parts.limit - 1
+    # The answer to a heartbeat comes in the same turn of the loop, as when the process was stopped for a while.
+    called._lost(held[0])
+    await parts.until(lambda: not called.running, time.monotonic() + 30)
+    assert freed == [parts.limit]
+    assert (parts.stats.running, parts.stats.lost) == (0, 1)
 
 
 REFUSED = psycopg.errors.InvalidParameterValue("refused")

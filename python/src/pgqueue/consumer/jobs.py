@@ -73,6 +73,8 @@ class Jobs:
         self.running.add(job)
         self._core.stats.running = len(self.running)
         job.task = asyncio.create_task(self._work(job, work))
+        # Not at the end of the work: a task that is cancelled before its first step has none.
+        job.task.add_done_callback(lambda _: self._over(job))
 
     async def _work(self, job: Job, work: Callable[[Job], Awaitable[None]]) -> None:
         try:
@@ -82,16 +84,17 @@ class Jobs:
                 raise
         except Exception as error:
             self._core.critical(error, "a message could not be settled: it is left to be delivered again")
-        finally:
-            for held in job.held:
-                if not held.sent and not job.cancelled:
-                    self.leases.drop(held)
-            self.running.discard(job)
-            self._core.stats.running = len(self.running)
-            self._freed()
-            if not self.running:
-                self.leases.hurry()
-            self._core.signal()
+
+    def _over(self, job: Job) -> None:
+        for held in job.held:
+            if not held.sent and not job.cancelled:
+                self.leases.drop(held)
+        self.running.discard(job)
+        self._core.stats.running = len(self.running)
+        self._freed()
+        if not self.running:
+            self.leases.hurry()
+        self._core.signal()
 
     # Lease mode
 
