@@ -65,6 +65,8 @@ def test_the_schema_is_valid(web: Server) -> None:
 def test_every_answer_is_as_the_schema_says(web: Server, method: str, path: str, mode: GenerationMode) -> None:
     api = schemathesis.openapi.from_dict(DOCUMENT)
     api.config.update(base_url=web.url)
+    # PostgreSQL stores no NUL in JSON, which a schema cannot say.
+    api.config.generation.update(allow_x00=mode != GenerationMode.POSITIVE)
 
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
     @given(case=api[path][method].as_strategy(generation_mode=mode))
