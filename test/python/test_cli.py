@@ -290,6 +290,11 @@ def test_an_interrupt_sends_nothing_and_says_so(
     assert payloads(orders) == []
 
 
+def test_what_psycopg_remarks_is_not_for_people() -> None:
+    remark = "import logging, pgqueue.cli; logging.getLogger('psycopg').warning('error ignored in rollback')"
+    assert subprocess.run([sys.executable, "-c", remark], capture_output=True, check=True).stderr == b""
+
+
 def test_a_connection_lost_during_the_commit_leaves_a_doubt_that_is_told(
     cli: Callable[..., Done], orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:

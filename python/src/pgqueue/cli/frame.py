@@ -1,6 +1,7 @@
 """What every command shares: its common options, the database it works on, and how it ends."""
 
 import inspect
+import logging
 import os
 import signal
 import sys
@@ -29,6 +30,9 @@ __all__ = ["COMMON", "Dsn", "Failure", "Session", "Status", "command", "explain"
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# What psycopg remarks on the way to an error, such as that it was interrupted in the midst of a savepoint, is not for
+# people, whom the command tells itself. Where logs are asked for it is among them.
+logging.getLogger("psycopg").addHandler(logging.NullHandler())
 _WIDE = 4096  # is what is not a terminal: nothing wraps there
 
 
