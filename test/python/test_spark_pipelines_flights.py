@@ -14,8 +14,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-MESSAGES = 40_000
-PER_BATCH = 10_000
+MESSAGES = 300_000
 
 # What the pipeline has to come to, as PostgreSQL works it out.
 EXPECTED = """
@@ -28,7 +27,7 @@ select (m.payload ->> 'hour')::timestamptz, m.payload ->> 'carrier', (m.payload 
     (m.payload ->> 'cancelled')::bigint, (m.payload ->> 'minutes_late')::bigint
 from pgqueue.messages m where m.queue_name = %s order by 1, 2
 """
-# A week of flights in order of departure; then the message that closes the last hours.
+# Two months of flights in order of departure; then the message that closes the last hours.
 SEND = """
 create table flights_sent as
 select g as record,
@@ -47,7 +46,7 @@ import os, signal, sys
 import sparks
 from pgqueue.spark.pipelines import flights
 
-dsn, path, queue, where, number, most = sys.argv[1:]
+dsn, path, queue, where, number = sys.argv[1:]
 send = flights._send
 
 def dying(found, dsn, summaries, query_id, batch):
@@ -58,7 +57,7 @@ def dying(found, dsn, summaries, query_id, batch):
         os.killpg(0, signal.SIGKILL)
 
 flights._send = dying
-settings = {"dsn": dsn, "queue": queue, "summaries": f"{queue}-summaries", "max_messages": int(most)}
+settings = {"dsn": dsn, "queue": queue, "summaries": f"{queue}-summaries", "max_messages": 75_000}
 flights.summarize_flights(sparks.session(), path, **settings).awaitTermination()
 """
 
@@ -74,7 +73,7 @@ def killed(*arguments: object) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_flights_are_added_up_once_though_spark_is_killed_twice(
+def test_300_000_flights_are_added_up_once_though_spark_is_killed_twice(
     spark: Any, empty_database: Callable[[], str], tmp_path: Path
 ) -> None:
     from pgqueue.spark.pipelines import summarize_flights
@@ -89,9 +88,9 @@ def test_flights_are_added_up_once_though_spark_is_killed_twice(
 
         # In Parquet and not yet in the queue; then in both, and Spark does not know.
         for where, number in (("before", 1), ("after", 2)):
-            done = killed(dsn, tmp_path, queue, where, number, PER_BATCH)
+            done = killed(dsn, tmp_path, queue, where, number)
             assert done.returncode == -signal.SIGKILL, done.stderr
-        settings = {"queue": queue, "summaries": f"{queue}-summaries", "max_messages": PER_BATCH}
+        settings = {"queue": queue, "summaries": f"{queue}-summaries", "max_messages": 75_000}
         query = summarize_flights(spark, str(tmp_path), dsn=dsn, **settings)
         query.awaitTermination()
         states = [state for progress in query.recentProgress for state in progress["stateOperators"]]

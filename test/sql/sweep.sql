@@ -232,9 +232,10 @@ begin
     perform pg_temp.pass('2 s');
     perform pgqueue.receive(queue, 100) from generate_series(1, 90);
     return next cmp_ok(pg_temp.buffers(format('select pgqueue.receive(%L)', queue)), '<', 400, queue || ': what came due together, and is gone, is not walked over again');
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[5000]));
     perform pgqueue.reject(queue, c.id, c.claim_token) from pgqueue.claim(queue, 10000) c;
     perform pgqueue.redrive(queue, 10000);
-    perform pgqueue.receive(queue, 100) from generate_series(1, 28);
+    perform pgqueue.receive(queue, 100) from generate_series(1, 75);
     return next cmp_ok(pg_temp.buffers(format('select pgqueue.receive(%L)', queue)), '<', 400, queue || ': nor what was redriven together');
 end;
 $$;

@@ -17,7 +17,7 @@ from ._calls import Bound, as_jsonb
 from .errors import InvalidArgument, PayloadTooLarge
 from .message import NewMessage, QueueInfo
 
-__all__ = ["CopyRows", "copy_messages", "server_moment"]
+__all__ = ["BEGIN", "END", "CopyRows", "copy_messages", "server_moment"]
 
 # With both moments given PostgreSQL inserts many rows at once: their defaults read the clock, row by row.
 copy_messages = (
@@ -29,7 +29,7 @@ server_moment: Bound[int] = Bound(
     b"select (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint", [], scalar_row
 )
 
-_BEGIN, _END = b"PGCOPY\n\xff\r\n\x00" + bytes(8), struct.pack("!h", -1)
+BEGIN, END = b"PGCOPY\n\xff\r\n\x00" + bytes(8), struct.pack("!h", -1)
 _NULL = struct.pack("!i", -1)
 _EPOCH = datetime(2000, 1, 1, tzinfo=UTC)  # PostgreSQL's
 _EPOCH_MICROS = int(_EPOCH.timestamp()) * 1_000_000
@@ -53,7 +53,7 @@ class CopyRows:
         self._escapes = connection.info.encoding != "utf-8"
         self._ahead = at - _EPOCH_MICROS - time.monotonic_ns() // 1000  # of this process's clock
         self._row = 0
-        self._lines = [_BEGIN]
+        self._lines = [BEGIN]
         self._bytes = 0
         self._begin_block()
 
@@ -71,7 +71,7 @@ class CopyRows:
 
     def end(self) -> bytes:
         """The rows that no block holds yet, and the end of the COPY."""
-        return self._block() + _END
+        return self._block() + END
 
     def _block(self) -> bytes:
         block = b"".join(self._lines)

@@ -14,6 +14,7 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from .._copy import BEGIN, END
 from .documents import bounds, content
 
 __all__ = ["TARGETS", "InvalidUUID", "chunks", "copied", "copy_statement"]
@@ -31,8 +32,6 @@ TARGETS = {
 # More messages save nothing; more bytes the server would have to hold at once.
 _CHUNK_MESSAGES = 100
 _CHUNK_BYTES = 64 * 1024
-_BEGIN = b"PGCOPY\n\xff\r\n\x00" + bytes(8)
-_END = struct.pack("!h", -1)
 
 
 class InvalidUUID(ValueError):
@@ -79,7 +78,7 @@ def chunks(columns: list[pa.Array]) -> list[range]:
 
 def copied(columns: dict[str, pa.Array], rows: list[range], token: UUID, first: int) -> bytes:
     """A whole COPY of columns of elements, in such rows, under a token; `first` is the number of the first message."""
-    pieces: list[bytes | memoryview] = [_BEGIN]
+    pieces: list[bytes | memoryview] = [BEGIN]
     sources = [(TARGETS[target][1], bounds(column), content(column)) for target, column in columns.items()]
     for places in rows:
         pieces.append(struct.pack("!hi16sii", 2 + len(sources), 16, token.bytes, 4, first + places.start))
@@ -88,7 +87,7 @@ def copied(columns: dict[str, pa.Array], rows: list[range], token: UUID, first: 
             # One dimension; nothing said of nulls, which the server finds by itself; length; elements from 1.
             pieces.append(struct.pack("!iiiiii", 20 + len(part), 1, 0, kind, len(places), 1))
             pieces.append(part)
-    return b"".join([*pieces, _END])
+    return b"".join([*pieces, END])
 
 
 def _joined(*pieces: pa.Array | bytes) -> pa.Array:

@@ -7,11 +7,10 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import Conninfo
 
+from ..embedded import given_server
 from .options import OptionError
 
 __all__ = ["connect", "conninfo"]
-
-_DATABASE_VARIABLES = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE")
 
 
 def conninfo(dsn: str | None) -> str:
@@ -20,8 +19,8 @@ def conninfo(dsn: str | None) -> str:
     What the variables of the driver say becomes part of it, as workers on other machines have others. Raises
     OptionError.
     """
-    given = dsn or os.environ.get("PGQUEUE_DSN") or ""
-    if not given and not any(os.environ.get(name) for name in _DATABASE_VARIABLES):
+    given = dsn or given_server()
+    if given is None:
         raise OptionError(
             "option dsn is missing, and so are PGQUEUE_DSN and the libpq variables (PGHOST, PGDATABASE, PGSERVICE …)"
             " in the environment that Spark was started in"
