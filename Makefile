@@ -2,7 +2,7 @@
 
 # State is altered by an upgrade, behaviour is replaced.
 STATE = schema types tables dump
-BEHAVIOUR = errors clock registers backoff queue enqueue sweep claim receive extend ack archive nack exchange streams sink topics transport idle \
+BEHAVIOUR = errors clock registers backoff queue keys enqueue sweep claim receive extend ack archive nack exchange streams sink topics transport idle \
 	dead_letter expire peek browse stats wake doctor grants
 
 VERSION := $(shell sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.control)

@@ -292,9 +292,8 @@ comment on column pgqueue.messages.claimed_at is
 -- The key is declared on each partition, not on the parent: pg_dump could not restore a dedicated partition
 -- whose parent comes from the extension with a key.
 -- fillfactor 50 leaves room for the claimed version even while no dead version can be pruned.
--- Vacuum starts by count, as the size of a queue says nothing about its churn, and never truncates,
--- as that ends with an exclusive lock. So does analyze, and soon: until a queue that was empty and has filled is
--- analysed, PostgreSQL 15 and 16 read it from its first message to find some by their ids.
+-- Vacuum and analyze start by count, as the size of a queue says nothing about its churn, and vacuum never truncates,
+-- as that ends with an exclusive lock.
 create table pgqueue.messages_shared partition of pgqueue.messages (
     constraint messages_shared_pkey primary key (queue_name, id)
 ) default with (
@@ -1470,6 +1469,51 @@ end;
 $$;
 comment on function pgqueue.resume_queue(text) is
 'Ends a pause and wakes waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
+-- Messages are found by their ids with these two alone, in functions that have enable_seqscan and
+-- enable_bitmapscan off:
+-- `from pgqueue._keys(name, ids) k where pgqueue._is_at(m.queue_name, m.id, name, k.names, k.ids, k.id)`.
+-- Both are inlined, and leave a plain `m.queue_name = name and m.id = any (ids)`.
+
+create function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
+returns setof record
+language sql immutable parallel safe
+as $$ select ids, null::bigint, null::text[] $$;
+comment on function pgqueue._keys(text, bigint[]) is
+'What _is_at compares messages with: a row that has all ids or, before PostgreSQL 17, a row for each, in their order.';
+
+create function pgqueue._is_at(
+    queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
+)
+returns boolean
+language sql immutable parallel safe
+as $$ select queue_name = name and id = any (key_ids) $$;
+comment on function pgqueue._is_at(text, bigint, text, text[], bigint[], bigint) is
+'Whether a message of the queue of this name has an id that _keys returned.';
+
+-- Before PostgreSQL 17 a plan may read a queue from end to end, with `id = any` as a filter. It does so if it was
+-- made while the queue was small, and a session keeps it. So there each id is looked up by a join. What would let the
+-- planner walk all the same is kept from it: the name is compared with an array, so that to read the whole index in
+-- order gains nothing, and with two expressions, which prunes partitions but asks no index. Other scans are off in the
+-- verbs.
+do $$
+begin
+    if current_setting('server_version_num')::int < 170000 then
+        create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
+        returns setof record
+        language sql immutable parallel safe
+        as $keys$ select null::bigint[], i, array[queue_name] from unnest(ids) as i order by i $keys$;
+
+        create or replace function pgqueue._is_at(
+            queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
+        )
+        returns boolean
+        language sql immutable parallel safe
+        as $is_at$
+            select queue_name = any (key_names) and id = key_id and (queue_name = name or queue_name = coalesce(name, ''))
+        $is_at$;
+    end if;
+end;
+$$;
 -- A message enters: at once into messages, with a delay into scheduled_messages, always in the
 -- caller's transaction.
 
@@ -1763,14 +1807,16 @@ declare
     next_due_at timestamptz;
     next_due bigint;
 begin
-    select min(s.due_at) into next_due_at
+    select s.due_at into next_due_at
     from pgqueue.scheduled_messages s
-    where s.queue_name = q.name and s.due_at >= since;
+    where s.queue_name = q.name and s.due_at >= since
+    order by s.due_at limit 1;
     if next_due_at <= at then
+        -- By ctid, as there is an index besides the key that a plan could choose, to read all of the queue by it.
         with due as (
             delete from pgqueue.scheduled_messages s
-            where s.queue_name = q.name and s.id = any (array(
-                select c.id from pgqueue.scheduled_messages c
+            where s.ctid = any (array(
+                select c.ctid from pgqueue.scheduled_messages c
                 where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
                 order by c.due_at, c.id limit wanted for update skip locked))
             returning s.*
@@ -1793,9 +1839,10 @@ begin
         -- What expired meanwhile is moved, for the sweep to bury, but not handed out.
         select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into picks from moved m;
 
-        select min(s.due_at) into next_due_at
+        select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at >= since;
+        where s.queue_name = q.name and s.due_at >= since
+        order by s.due_at limit 1;
     end if;
     next_due := coalesce(pgqueue._micros(next_due_at), 9223372036854775807);
     if next_due is distinct from pg_sequence_last_value(q.due_register) then
@@ -1812,15 +1859,20 @@ returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    spent_ids constant bigint[] := array(
+        select m.id from pgqueue.messages m, pgqueue._keys(q.name, ids) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
+            and (m.attempt_count >= m.max_attempts or m.expires_at <= at)
+        for update of m skip locked);
 begin
+    if spent_ids = '{}' then
+        return;
+    end if;
     with gone as (
         delete from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (array(
-            select c.id from pgqueue.messages c
-            where c.queue_name = q.name and c.id = any (ids) and c.visible_at <= at
-                and (c.attempt_count >= c.max_attempts or c.expires_at <= at)
-            -- Without an order: before PostgreSQL 17 only a walk over the whole queue has one and needs no sort.
-            for update skip locked))
+        using pgqueue._keys(q.name, spent_ids) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         returning m.*
     )
     insert into pgqueue.dead_messages (
@@ -1852,11 +1904,11 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     return array(
-        select m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (ids) and m.id <> all (taken) and m.visible_at <= at
+        select m.id from pgqueue.messages m, pgqueue._keys(q.name, ids) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and m.visible_at <= at
             and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
-        -- By id, as the index is asked for the ids in their order; to say so would cost what it costs in _bury.
-        limit wanted for update skip locked
+        -- By id, as the index is asked for the ids in their order; to say so would cost a sort.
+        limit wanted for update of m skip locked
     );
 end;
 $$;
@@ -1893,11 +1945,12 @@ begin
             select c.ctid from pgqueue.returns c
             where c.queue_name = q.name and c.check_at <= seen_at and c.id = any (watched)
                 and c.id <> all (array(
-                    select m.id from pgqueue.messages m where m.queue_name = q.name and m.id = any (watched)))
+                    select m.id from pgqueue.messages m, pgqueue._keys(q.name, watched) k
+                    where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)))
             order by c.check_at, c.id limit 1000 for update skip locked));
         ready := array(
-            select distinct m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id = any (watched) and m.visible_at <= at);
+            select distinct m.id from pgqueue.messages m, pgqueue._keys(q.name, watched) k
+            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
         if ready <> '{}' then
             perform pgqueue._bury(q, ready, at);
             picks := picks || pgqueue._take(q, ready, taken || picks, at, wanted - cardinality(picks));
@@ -2303,7 +2356,8 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = claim.claimed_by,
         claimed_at = (select pgqueue._now())
-    where m.queue_name = claim.queue_name and m.id = any (picks)
+    from pgqueue._keys(claim.queue_name, picks) k
+    where pgqueue._is_at(m.queue_name, m.id, claim.queue_name, k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;
@@ -2330,7 +2384,8 @@ begin
     if pgqueue._hold_unarchived(queue_name) then
         return query
         delete from pgqueue.messages m
-        where m.queue_name = receive.queue_name and m.id = any (picks)
+        using pgqueue._keys(receive.queue_name, picks) k
+        where pgqueue._is_at(m.queue_name, m.id, receive.queue_name, k.names, k.ids, k.id)
         returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
             m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
         return;
@@ -2340,7 +2395,8 @@ begin
     return query
     with gone as (
         delete from pgqueue.messages m
-        where m.queue_name = receive.queue_name and m.id = any (picks)
+        using pgqueue._keys(receive.queue_name, picks) k
+        where pgqueue._is_at(m.queue_name, m.id, receive.queue_name, k.names, k.ids, k.id)
         returning m.*
     ),
     done as (
@@ -2428,7 +2484,8 @@ begin
     return query
     update pgqueue.messages m
     set visible_at = pgqueue._after((select pgqueue._now()), coalesce(extend_batch.visibility_timeout, q.visibility_timeout))
-    where m.queue_name = q.name and m.id = any (ids)
+    from pgqueue._keys(q.name, ids) k
+    where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and m.claim_token = extend_batch.claim_token and m.claimed_attempt = m.attempt_count
     returning m.id;
 end;
@@ -2477,7 +2534,8 @@ declare
 begin
     if pgqueue._hold_unarchived(queue_name) then
         delete from pgqueue.messages m
-        where m.queue_name = ack_batch.queue_name and m.id = any (ids)
+        using pgqueue._keys(ack_batch.queue_name, ids) k
+        where pgqueue._is_at(m.queue_name, m.id, ack_batch.queue_name, k.names, k.ids, k.id)
             and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
         get diagnostics acked = row_count;
     else
@@ -2569,7 +2627,8 @@ begin
     end if;
     with gone as (
         delete from pgqueue.messages m
-        where m.queue_name = _archive.queue_name and m.id = any (ids)
+        using pgqueue._keys(_archive.queue_name, ids) k
+        where pgqueue._is_at(m.queue_name, m.id, _archive.queue_name, k.names, k.ids, k.id)
             and m.claim_token = _archive.claim_token and m.claimed_attempt = m.attempt_count
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
@@ -2595,7 +2654,8 @@ declare
 begin
     with gone as (
         delete from pgqueue.messages m
-        where m.queue_name = _archive_unfiled.queue_name and m.id = any (ids)
+        using pgqueue._keys(_archive_unfiled.queue_name, ids) k
+        where pgqueue._is_at(m.queue_name, m.id, _archive_unfiled.queue_name, k.names, k.ids, k.id)
             and m.claim_token = _archive_unfiled.claim_token and m.claimed_attempt = m.attempt_count
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
@@ -3070,20 +3130,20 @@ begin
         perform pgqueue._raise_invalid('attempt_count', attempt_count::text, 'the attempt_count that receive returned, from 1');
     end if;
     delete from pgqueue.messages c
-    where c.queue_name = q.name and c.id = any (array(
+    where c.queue_name = q.name and c.id = (
         select f.id from pgqueue.messages f
         where f.queue_name = q.name and f.id = record_failure.id
             and f.attempt_count = record_failure.attempt_count - 1 and f.visible_at <= at
-        for update skip locked))
+        for update skip locked)
     returning c.* into m;
     if not found then
         -- What had come due was fetched from here by the transaction that rolled back.
         delete from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.id = any (array(
-            select f.id from pgqueue.scheduled_messages f
+        where c.ctid = (
+            select f.ctid from pgqueue.scheduled_messages f
             where f.queue_name = q.name and f.id = record_failure.id
                 and f.attempt_count = record_failure.attempt_count - 1 and f.due_at <= at
-            for update skip locked))
+            for update skip locked)
         returning
             c.id, c.queue_name, c.enqueued_at, c.due_at, c.attempt_count, c.max_attempts, null::int, null::uuid,
             c.expires_at, c.message_id, c.payload, c.body, c.headers, c.claimed_by, c.last_error, null::timestamptz,
@@ -3120,7 +3180,8 @@ begin
     perform pgqueue._check_claim(0, claim_token);
     with given_back as (
         delete from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (ids)
+        using pgqueue._keys(q.name, ids) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and m.claim_token = release.claim_token and m.claimed_attempt = m.attempt_count
         returning m.*
     )
@@ -3173,7 +3234,8 @@ begin
         if pgqueue._hold_unarchived(queue_name) then
             with gone as (
                 delete from pgqueue.messages m
-                where m.queue_name = exchange.queue_name and m.id = any (ids)
+                using pgqueue._keys(exchange.queue_name, ids) k
+                where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name, k.names, k.ids, k.id)
                     and m.claim_token = exchange.claim_token and m.claimed_attempt = m.attempt_count
                 returning m.id
             )
@@ -3202,7 +3264,8 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = exchange.claimed_by,
         claimed_at = (select pgqueue._now())
-    where m.queue_name = exchange.queue_name and m.id = any (picks)
+    from pgqueue._keys(exchange.queue_name, picks) k
+    where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name, k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
 end;
@@ -3332,7 +3395,8 @@ begin
     with extended as (
         update pgqueue.messages m
         set visible_at = until
-        where m.queue_name = s.queue_name and m.id = any (s.ids)
+        from pgqueue._keys(s.queue_name, s.ids) k
+        where pgqueue._is_at(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
             and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count
         returning m.id
     )
@@ -3360,7 +3424,8 @@ begin
         return cardinality(pgqueue._archive(s.queue_name, s.ids, s.claim_token));
     end if;
     delete from pgqueue.messages m
-    where m.queue_name = s.queue_name and m.id = any (s.ids)
+    using pgqueue._keys(s.queue_name, s.ids) k
+    where pgqueue._is_at(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
         and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
     get diagnostics acked = row_count;
     return acked;
@@ -3501,7 +3566,8 @@ begin
             update pgqueue.messages m
             set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
                 claim_token = token, claimed_by = 'stream ' || s.stream_name, claimed_at = pgqueue._now()
-            where m.queue_name = q.name and m.id = any (picks);
+            from pgqueue._keys(q.name, picks) k
+            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
             ids := ids || picks;
             first_until := coalesce(first_until, until);
         end if;
@@ -3724,14 +3790,14 @@ begin
     select
         m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
-    from pgqueue.messages m
-    where m.queue_name = q.name and m.id = any (wanted)
+    from pgqueue.messages m, pgqueue._keys(q.name, wanted) k
+    where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
     get diagnostics n = row_count;
     if n < cardinality(wanted) then
         perform pgqueue._raise_stream_data_lost(s, pgqueue._without(wanted, array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id = any (wanted)
+            select m.id from pgqueue.messages m, pgqueue._keys(q.name, wanted) k
+            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
                 and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count)));
     end if;
 end;
@@ -3844,7 +3910,8 @@ begin
     end if;
     for m in
         delete from pgqueue.messages c
-        where c.queue_name = q.name and c.id = any (wanted)
+        using pgqueue._keys(q.name, wanted) k
+        where pgqueue._is_at(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
             and c.claim_token = s.claim_token and c.claimed_attempt = c.attempt_count
         returning c.*
     loop
@@ -4143,8 +4210,8 @@ begin
         perform pgqueue._raise_invalid('counts', counts::text,
             format('an array of %s elements, as many as tokens: how many messages were staged under each', cardinality(tokens)));
     end if;
-    if app_id is not null and length(app_id) not between 1 and 256 then
-        perform pgqueue._raise_invalid('app_id', app_id, '1 to 256 characters, or null');
+    if app_id is not null and length(app_id) not between 1 and 512 then
+        perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
     end if;
     if num_nulls(app_id, version) = 1 then
         perform pgqueue._raise_invalid('version', version::text, 'given with app_id, and not without it');
@@ -4819,6 +4886,9 @@ create function pgqueue.advance_transport(queue_name text)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_sort = off
+set jit = off
 as $$
 begin
     return pgqueue._advance_transport(pgqueue._look_at(queue_name));

@@ -40,7 +40,8 @@ declare
 begin
     if pgqueue._hold_unarchived(queue_name) then
         delete from pgqueue.messages m
-        where m.queue_name = ack_batch.queue_name and m.id = any (ids)
+        using pgqueue._keys(ack_batch.queue_name, ids) k
+        where pgqueue._is_at(m.queue_name, m.id, ack_batch.queue_name, k.names, k.ids, k.id)
             and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
         get diagnostics acked = row_count;
     else

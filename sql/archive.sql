@@ -72,7 +72,8 @@ begin
     end if;
     with gone as (
         delete from pgqueue.messages m
-        where m.queue_name = _archive.queue_name and m.id = any (ids)
+        using pgqueue._keys(_archive.queue_name, ids) k
+        where pgqueue._is_at(m.queue_name, m.id, _archive.queue_name, k.names, k.ids, k.id)
             and m.claim_token = _archive.claim_token and m.claimed_attempt = m.attempt_count
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
@@ -98,7 +99,8 @@ declare
 begin
     with gone as (
         delete from pgqueue.messages m
-        where m.queue_name = _archive_unfiled.queue_name and m.id = any (ids)
+        using pgqueue._keys(_archive_unfiled.queue_name, ids) k
+        where pgqueue._is_at(m.queue_name, m.id, _archive_unfiled.queue_name, k.names, k.ids, k.id)
             and m.claim_token = _archive_unfiled.claim_token and m.claimed_attempt = m.attempt_count
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,

@@ -152,7 +152,8 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = claim.claimed_by,
         claimed_at = (select pgqueue._now())
-    where m.queue_name = claim.queue_name and m.id = any (picks)
+    from pgqueue._keys(claim.queue_name, picks) k
+    where pgqueue._is_at(m.queue_name, m.id, claim.queue_name, k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;

@@ -29,7 +29,8 @@ begin
         if pgqueue._hold_unarchived(queue_name) then
             with gone as (
                 delete from pgqueue.messages m
-                where m.queue_name = exchange.queue_name and m.id = any (ids)
+                using pgqueue._keys(exchange.queue_name, ids) k
+                where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name, k.names, k.ids, k.id)
                     and m.claim_token = exchange.claim_token and m.claimed_attempt = m.attempt_count
                 returning m.id
             )
@@ -58,7 +59,8 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = exchange.claimed_by,
         claimed_at = (select pgqueue._now())
-    where m.queue_name = exchange.queue_name and m.id = any (picks)
+    from pgqueue._keys(exchange.queue_name, picks) k
+    where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name, k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
 end;

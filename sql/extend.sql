@@ -63,7 +63,8 @@ begin
     return query
     update pgqueue.messages m
     set visible_at = pgqueue._after((select pgqueue._now()), coalesce(extend_batch.visibility_timeout, q.visibility_timeout))
-    where m.queue_name = q.name and m.id = any (ids)
+    from pgqueue._keys(q.name, ids) k
+    where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and m.claim_token = extend_batch.claim_token and m.claimed_attempt = m.attempt_count
     returning m.id;
 end;

@@ -184,20 +184,20 @@ begin
         perform pgqueue._raise_invalid('attempt_count', attempt_count::text, 'the attempt_count that receive returned, from 1');
     end if;
     delete from pgqueue.messages c
-    where c.queue_name = q.name and c.id = any (array(
+    where c.queue_name = q.name and c.id = (
         select f.id from pgqueue.messages f
         where f.queue_name = q.name and f.id = record_failure.id
             and f.attempt_count = record_failure.attempt_count - 1 and f.visible_at <= at
-        for update skip locked))
+        for update skip locked)
     returning c.* into m;
     if not found then
         -- What had come due was fetched from here by the transaction that rolled back.
         delete from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.id = any (array(
-            select f.id from pgqueue.scheduled_messages f
+        where c.ctid = (
+            select f.ctid from pgqueue.scheduled_messages f
             where f.queue_name = q.name and f.id = record_failure.id
                 and f.attempt_count = record_failure.attempt_count - 1 and f.due_at <= at
-            for update skip locked))
+            for update skip locked)
         returning
             c.id, c.queue_name, c.enqueued_at, c.due_at, c.attempt_count, c.max_attempts, null::int, null::uuid,
             c.expires_at, c.message_id, c.payload, c.body, c.headers, c.claimed_by, c.last_error, null::timestamptz,
@@ -234,7 +234,8 @@ begin
     perform pgqueue._check_claim(0, claim_token);
     with given_back as (
         delete from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (ids)
+        using pgqueue._keys(q.name, ids) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and m.claim_token = release.claim_token and m.claimed_attempt = m.attempt_count
         returning m.*
     )

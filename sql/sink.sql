@@ -238,8 +238,8 @@ begin
         perform pgqueue._raise_invalid('counts', counts::text,
             format('an array of %s elements, as many as tokens: how many messages were staged under each', cardinality(tokens)));
     end if;
-    if app_id is not null and length(app_id) not between 1 and 256 then
-        perform pgqueue._raise_invalid('app_id', app_id, '1 to 256 characters, or null');
+    if app_id is not null and length(app_id) not between 1 and 512 then
+        perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
     end if;
     if num_nulls(app_id, version) = 1 then
         perform pgqueue._raise_invalid('version', version::text, 'given with app_id, and not without it');

@@ -121,7 +121,8 @@ begin
     with extended as (
         update pgqueue.messages m
         set visible_at = until
-        where m.queue_name = s.queue_name and m.id = any (s.ids)
+        from pgqueue._keys(s.queue_name, s.ids) k
+        where pgqueue._is_at(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
             and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count
         returning m.id
     )
@@ -149,7 +150,8 @@ begin
         return cardinality(pgqueue._archive(s.queue_name, s.ids, s.claim_token));
     end if;
     delete from pgqueue.messages m
-    where m.queue_name = s.queue_name and m.id = any (s.ids)
+    using pgqueue._keys(s.queue_name, s.ids) k
+    where pgqueue._is_at(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
         and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
     get diagnostics acked = row_count;
     return acked;
@@ -290,7 +292,8 @@ begin
             update pgqueue.messages m
             set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
                 claim_token = token, claimed_by = 'stream ' || s.stream_name, claimed_at = pgqueue._now()
-            where m.queue_name = q.name and m.id = any (picks);
+            from pgqueue._keys(q.name, picks) k
+            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
             ids := ids || picks;
             first_until := coalesce(first_until, until);
         end if;
@@ -513,14 +516,14 @@ begin
     select
         m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
-    from pgqueue.messages m
-    where m.queue_name = q.name and m.id = any (wanted)
+    from pgqueue.messages m, pgqueue._keys(q.name, wanted) k
+    where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
     get diagnostics n = row_count;
     if n < cardinality(wanted) then
         perform pgqueue._raise_stream_data_lost(s, pgqueue._without(wanted, array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id = any (wanted)
+            select m.id from pgqueue.messages m, pgqueue._keys(q.name, wanted) k
+            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
                 and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count)));
     end if;
 end;
@@ -633,7 +636,8 @@ begin
     end if;
     for m in
         delete from pgqueue.messages c
-        where c.queue_name = q.name and c.id = any (wanted)
+        using pgqueue._keys(q.name, wanted) k
+        where pgqueue._is_at(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
             and c.claim_token = s.claim_token and c.claimed_attempt = c.attempt_count
         returning c.*
     loop

@@ -32,14 +32,16 @@ declare
     next_due_at timestamptz;
     next_due bigint;
 begin
-    select min(s.due_at) into next_due_at
+    select s.due_at into next_due_at
     from pgqueue.scheduled_messages s
-    where s.queue_name = q.name and s.due_at >= since;
+    where s.queue_name = q.name and s.due_at >= since
+    order by s.due_at limit 1;
     if next_due_at <= at then
+        -- By ctid, as there is an index besides the key that a plan could choose, to read all of the queue by it.
         with due as (
             delete from pgqueue.scheduled_messages s
-            where s.queue_name = q.name and s.id = any (array(
-                select c.id from pgqueue.scheduled_messages c
+            where s.ctid = any (array(
+                select c.ctid from pgqueue.scheduled_messages c
                 where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
                 order by c.due_at, c.id limit wanted for update skip locked))
             returning s.*
@@ -62,9 +64,10 @@ begin
         -- What expired meanwhile is moved, for the sweep to bury, but not handed out.
         select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into picks from moved m;
 
-        select min(s.due_at) into next_due_at
+        select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at >= since;
+        where s.queue_name = q.name and s.due_at >= since
+        order by s.due_at limit 1;
     end if;
     next_due := coalesce(pgqueue._micros(next_due_at), 9223372036854775807);
     if next_due is distinct from pg_sequence_last_value(q.due_register) then
@@ -81,15 +84,20 @@ returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    spent_ids constant bigint[] := array(
+        select m.id from pgqueue.messages m, pgqueue._keys(q.name, ids) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
+            and (m.attempt_count >= m.max_attempts or m.expires_at <= at)
+        for update of m skip locked);
 begin
+    if spent_ids = '{}' then
+        return;
+    end if;
     with gone as (
         delete from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (array(
-            select c.id from pgqueue.messages c
-            where c.queue_name = q.name and c.id = any (ids) and c.visible_at <= at
-                and (c.attempt_count >= c.max_attempts or c.expires_at <= at)
-            -- Without an order: before PostgreSQL 17 only a walk over the whole queue has one and needs no sort.
-            for update skip locked))
+        using pgqueue._keys(q.name, spent_ids) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         returning m.*
     )
     insert into pgqueue.dead_messages (
@@ -121,11 +129,11 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     return array(
-        select m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (ids) and m.id <> all (taken) and m.visible_at <= at
+        select m.id from pgqueue.messages m, pgqueue._keys(q.name, ids) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and m.visible_at <= at
             and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
-        -- By id, as the index is asked for the ids in their order; to say so would cost what it costs in _bury.
-        limit wanted for update skip locked
+        -- By id, as the index is asked for the ids in their order; to say so would cost a sort.
+        limit wanted for update of m skip locked
     );
 end;
 $$;
@@ -162,11 +170,12 @@ begin
             select c.ctid from pgqueue.returns c
             where c.queue_name = q.name and c.check_at <= seen_at and c.id = any (watched)
                 and c.id <> all (array(
-                    select m.id from pgqueue.messages m where m.queue_name = q.name and m.id = any (watched)))
+                    select m.id from pgqueue.messages m, pgqueue._keys(q.name, watched) k
+                    where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)))
             order by c.check_at, c.id limit 1000 for update skip locked));
         ready := array(
-            select distinct m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id = any (watched) and m.visible_at <= at);
+            select distinct m.id from pgqueue.messages m, pgqueue._keys(q.name, watched) k
+            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
         if ready <> '{}' then
             perform pgqueue._bury(q, ready, at);
             picks := picks || pgqueue._take(q, ready, taken || picks, at, wanted - cardinality(picks));

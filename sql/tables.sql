@@ -106,9 +106,8 @@ comment on column pgqueue.messages.claimed_at is
 -- The key is declared on each partition, not on the parent: pg_dump could not restore a dedicated partition
 -- whose parent comes from the extension with a key.
 -- fillfactor 50 leaves room for the claimed version even while no dead version can be pruned.
--- Vacuum starts by count, as the size of a queue says nothing about its churn, and never truncates,
--- as that ends with an exclusive lock. So does analyze, and soon: until a queue that was empty and has filled is
--- analysed, PostgreSQL 15 and 16 read it from its first message to find some by their ids.
+-- Vacuum and analyze start by count, as the size of a queue says nothing about its churn, and vacuum never truncates,
+-- as that ends with an exclusive lock.
 create table pgqueue.messages_shared partition of pgqueue.messages (
     constraint messages_shared_pkey primary key (queue_name, id)
 ) default with (

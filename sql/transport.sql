@@ -312,6 +312,9 @@ create or replace function pgqueue.advance_transport(queue_name text)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_sort = off
+set jit = off
 as $$
 begin
     return pgqueue._advance_transport(pgqueue._look_at(queue_name));

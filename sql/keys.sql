@@ -1,0 +1,45 @@
+-- Messages are found by their ids with these two alone, in functions that have enable_seqscan and
+-- enable_bitmapscan off:
+-- `from pgqueue._keys(name, ids) k where pgqueue._is_at(m.queue_name, m.id, name, k.names, k.ids, k.id)`.
+-- Both are inlined, and leave a plain `m.queue_name = name and m.id = any (ids)`.
+
+create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
+returns setof record
+language sql immutable parallel safe
+as $$ select ids, null::bigint, null::text[] $$;
+comment on function pgqueue._keys(text, bigint[]) is
+'What _is_at compares messages with: a row that has all ids or, before PostgreSQL 17, a row for each, in their order.';
+
+create or replace function pgqueue._is_at(
+    queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
+)
+returns boolean
+language sql immutable parallel safe
+as $$ select queue_name = name and id = any (key_ids) $$;
+comment on function pgqueue._is_at(text, bigint, text, text[], bigint[], bigint) is
+'Whether a message of the queue of this name has an id that _keys returned.';
+
+-- Before PostgreSQL 17 a plan may read a queue from end to end, with `id = any` as a filter. It does so if it was
+-- made while the queue was small, and a session keeps it. So there each id is looked up by a join. What would let the
+-- planner walk all the same is kept from it: the name is compared with an array, so that to read the whole index in
+-- order gains nothing, and with two expressions, which prunes partitions but asks no index. Other scans are off in the
+-- verbs.
+do $$
+begin
+    if current_setting('server_version_num')::int < 170000 then
+        create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
+        returns setof record
+        language sql immutable parallel safe
+        as $keys$ select null::bigint[], i, array[queue_name] from unnest(ids) as i order by i $keys$;
+
+        create or replace function pgqueue._is_at(
+            queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
+        )
+        returns boolean
+        language sql immutable parallel safe
+        as $is_at$
+            select queue_name = any (key_names) and id = key_id and (queue_name = name or queue_name = coalesce(name, ''))
+        $is_at$;
+    end if;
+end;
+$$;

@@ -1,0 +1,142 @@
+begin;
+-- Files take turns: this one attaches tables and stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+create function pg_temp.pass(span interval) returns void language sql
+as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
+
+select plan(57);
+
+-- Buffers of one call: about twice what was measured where it is most, on PostgreSQL 15. A walk over the queue costs 1,000, and some
+-- walks more with a sweep, which for its part may look after the archive.
+create temporary table bounds (call text, most int) on commit drop;
+insert into bounds values
+    ('claim 10', 220), ('extend_batch of 10', 130), ('exchange 10 for 10', 340), ('ack_batch of 10', 160),
+    ('claim', 40), ('extend', 20), ('exchange', 60), ('ack', 30), ('nack', 40), ('receive', 50), ('receive 10', 190),
+    ('record_failure', 50), ('record_failure of what is not due', 50), ('release of 5', 130), ('claim 10 where 5 came due', 290),
+    ('ack_batch of 10 and the last', 180), ('claim 10 where 5 ran out', 3000), ('claim 10 where 5 are spent', 3000);
+
+create function pg_temp.buffers(statement text, variadic arguments text[]) returns int language plpgsql as $$
+declare
+    plan json;
+begin
+    execute 'explain (analyze, buffers, timing off, format json) select ' || format(statement, variadic arguments) into plan;
+    return (plan -> 0 -> 'Plan' ->> 'Shared Hit Blocks')::int + (plan -> 0 -> 'Plan' ->> 'Shared Read Blocks')::int;
+end;
+$$;
+
+-- A session calls everything while a queue is small, and so keeps the plans of a small one.
+create function pg_temp.calls(queue text, out call text, out buffers int, out left_over int) returns setof record language plpgsql as $$
+declare
+    ids text;
+    token text;
+    one_id bigint;
+begin
+    -- No sweep comes by but where it is called.
+    perform setval(q.sweep_register, pgqueue._micros(pgqueue._now() + interval '14 s')) from pgqueue.queues q where q.name = queue;
+    call := 'claim 10';
+    buffers := pg_temp.buffers('pgqueue.claim(%L, 10, ''1 h'', %L)', queue, call);
+    return next;
+    select array_agg(m.id)::text, min(m.claim_token::text) into ids, token from pgqueue.messages m where m.queue_name = queue and m.claimed_by = call;
+    call := 'extend_batch of 10';
+    buffers := pg_temp.buffers('pgqueue.extend_batch(%L, %L, %L)', queue, ids, token);
+    return next;
+    call := 'exchange 10 for 10';
+    buffers := pg_temp.buffers('pgqueue.exchange(%L, %L, %L, 10, ''1 h'', %L)', queue, ids, token, call);
+    return next;
+    select array_agg(m.id)::text, min(m.claim_token::text) into ids, token from pgqueue.messages m where m.queue_name = queue and m.claimed_by = call;
+    call := 'ack_batch of 10';
+    buffers := pg_temp.buffers('pgqueue.ack_batch(%L, %L, %L)', queue, ids, token);
+    return next;
+
+    call := 'claim';
+    buffers := pg_temp.buffers('pgqueue.claim(%L, 1, ''1 h'', %L)', queue, call);
+    return next;
+    select m.id, m.claim_token into one_id, token from pgqueue.messages m where m.queue_name = queue and m.claimed_by = call;
+    call := 'extend';
+    buffers := pg_temp.buffers('pgqueue.extend(%L, %s, %L)', queue, one_id::text, token);
+    return next;
+    call := 'exchange';
+    buffers := pg_temp.buffers('pgqueue.exchange(%L, %L, %L, 1, ''1 h'', %L)', queue, array[one_id]::text, token, call);
+    return next;
+    select m.id, m.claim_token into one_id, token from pgqueue.messages m where m.queue_name = queue and m.claimed_by = call;
+    call := 'ack';
+    buffers := pg_temp.buffers('pgqueue.ack(%L, %s, %L)', queue, one_id::text, token);
+    return next;
+    perform pgqueue.claim(queue, 1, '1 h', 'nack');
+    select m.id, m.claim_token into one_id, token from pgqueue.messages m where m.queue_name = queue and m.claimed_by = 'nack';
+    call := 'nack';
+    buffers := pg_temp.buffers('pgqueue.nack(%L, %s, %L, ''1 h'')', queue, one_id::text, token);
+    return next;
+    call := 'receive';
+    buffers := pg_temp.buffers('pgqueue.receive(%L)', queue);
+    return next;
+    call := 'receive 10';
+    buffers := pg_temp.buffers('pgqueue.receive(%L, 10)', queue);
+    return next;
+    select m.id into one_id from pgqueue.messages m where m.queue_name = queue and m.attempt_count = 0 order by m.id limit 1;
+    call := 'record_failure';
+    buffers := pg_temp.buffers('pgqueue.record_failure(%L, %s, 1, ''1 h'')', queue, one_id::text);
+    return next;
+    call := 'record_failure of what is not due';
+    buffers := pg_temp.buffers('pgqueue.record_failure(%L, %s, 1, ''1 h'')', queue, pgqueue.enqueue(queue, '1', delay => '1 h')::text);
+    return next;
+
+    perform pgqueue.claim(queue, 5, '1 h', 'release');
+    select array_agg(m.id)::text, min(m.claim_token::text) into ids, token from pgqueue.messages m where m.queue_name = queue and m.claimed_by = 'release';
+    call := 'release of 5';
+    buffers := pg_temp.buffers('pgqueue.release(%L, %L, %L)', queue, ids, token);
+    return next;
+    call := 'claim 10 where 5 came due';
+    buffers := pg_temp.buffers('pgqueue.claim(%L, 10, ''1 h'', %L)', queue, call);
+    return next;
+    select array_agg(m.id)::text, min(m.claim_token::text) into ids, token from pgqueue.messages m where m.queue_name = queue and m.claimed_by = call;
+    -- One from the other end, which comes first, and again, and a null.
+    select m.id into one_id from pgqueue.messages m where m.queue_name = queue order by m.id desc limit 1;
+    update pgqueue.messages m
+    set claim_token = token::uuid, attempt_count = 1, claimed_attempt = 1, claimed_at = pgqueue._now(), visible_at = pgqueue._now() + interval '1 h'
+    where m.queue_name = queue and m.id = one_id;
+    call := 'ack_batch of 10 and the last';
+    buffers := pg_temp.buffers('pgqueue.ack_batch(%L, %L, %L)', queue, (array[one_id, null, one_id] || ids::bigint[])::text, token);
+    return next;
+    left_over := (select count(*) from pgqueue.messages m where m.queue_name = queue and m.claim_token = token::uuid);
+
+    perform pgqueue.claim(queue, 5, '1 s', 'crash');
+    perform pg_temp.pass('2 s');
+    perform setval(q.sweep_register, 1), setval(q.swept_register, 1) from pgqueue.queues q where q.name = queue;
+    call := 'claim 10 where 5 ran out';
+    buffers := pg_temp.buffers('pgqueue.claim(%L, 10, ''1 s'', ''crash'')', queue);
+    return next;
+    perform pg_temp.pass('2 s');
+    perform setval(q.sweep_register, 1), setval(q.swept_register, 1) from pgqueue.queues q where q.name = queue;
+    call := 'claim 10 where 5 are spent';
+    buffers := pg_temp.buffers('pgqueue.claim(%L, 10, ''1 s'', ''crash'')', queue);
+    return next;
+end;
+$$;
+
+create function pg_temp.keeps_short(queue text, has_table boolean, archives boolean) returns setof text language plpgsql as $$
+declare
+    c record;
+    left_over int;
+begin
+    perform pgqueue.create_queue(queue, max_attempts => 2, dedicated => has_table, archive_for => case when archives then interval '1 day' end);
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[100]));
+    perform pg_temp.calls(queue);
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[10000]), delay => '2 h');
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[30000]));
+    for c in select * from pg_temp.calls(queue) left join bounds using (call) loop
+        return next cmp_ok(c.buffers, '<', c.most, queue || ': ' || c.call || ' reads a few pages of a deep queue that was small');
+        left_over := coalesce(c.left_over, left_over);
+    end loop;
+    return next is(left_over, 0, queue || ': and finds them all, wherever they lie');
+end;
+$$;
+select pg_temp.keeps_short('short_shared', false, false);
+select pg_temp.keeps_short('short_dedicated', true, false);
+select pg_temp.keeps_short('short_archived', true, true);
+
+select * from finish();
+rollback;
