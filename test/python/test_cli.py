@@ -526,6 +526,31 @@ def test_a_terminal_is_not_commanded_by_what_a_queue_holds(cli: Callable[..., Do
     assert records[0]["last_error"] == f"{HOSTILE}\n{HOSTILE}"
 
 
+def test_a_moment_that_python_does_not_know_is_shown_as_the_server_tells_it(
+    cli: Callable[..., Done], orders: pgqueue.Queue
+) -> None:
+    far = "'1', 5, '-infinity', '20000-01-01 00:00+00'"
+    columns = "queue_name, payload, max_attempts, enqueued_at, expires_at"
+    orders.connection.execute(
+        f"insert into pgqueue.messages ({columns}, visible_at) values (%s, {far}, '2000-01-01')", [orders.name]
+    )
+    orders.connection.execute(
+        f"insert into pgqueue.dead_messages ({columns}, id, attempt_count, reason)"
+        f" values (%s, {far}, 1, 5, 'rejected')",
+        [orders.name],
+    )
+    for words in (["browse"], ["dead", "list"], ["claim"]):
+        shown = cli(*words, orders.name, "--json")
+        assert shown.status == 0, shown.err
+        [record] = shown.records
+        assert (record["enqueued_at"], record["expires_at"]) == ("-infinity", "20000-01-01 00:00:00+00")
+    for words in (["browse", "--state", "inflight"], ["dead", "list"]):
+        assert cli(*words, orders.name).status == 0
+    shown = cli("dead", "show", orders.name, "1")
+    assert shown.status == 0, shown.err
+    assert "20000-01-01 00:00:00+00" in shown.out
+
+
 def test_tables_fit_a_terminal_and_figures_stay_whole(
     database: str, orders: pgqueue.Queue, connection: psycopg.Connection[Any], name: str
 ) -> None:

@@ -257,7 +257,8 @@ class Desk:
 async def test_a_call_that_is_cancelled_before_its_first_step_frees_its_slot() -> None:
     parts = core()
     freed: list[int] = []
-    called = jobs.Jobs(parts, AsyncWorkers(parts.opener, lambda: parts.limit), lambda: freed.append(called.free))
+    called = jobs.Jobs(parts, AsyncWorkers(parts.opener, lambda: parts.limit))
+    parts.go_on = lambda: freed.append(called.free)
     held = Desk().hold(1)
     called.lease(held)
     assert called.free == parts.limit - 1

@@ -15,7 +15,9 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TextIO, TypeVar
 
 import psycopg
 import typer
+from psycopg.abc import Buffer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.types.datetime import TimestamptzLoader
 from psycopg.types.json import set_json_loads
 from rich.console import Console
 from rich.text import Text
@@ -114,6 +116,7 @@ class Session:
         """A connection; JSON stays the text that the server sends."""
         with self.conninfo() as conninfo, psycopg.connect(conninfo, autocommit=autocommit) as connection:
             set_json_loads(RawJson.loads, connection)
+            connection.adapters.register_loader("timestamptz", _Moments)
             yield connection
 
     @contextmanager
@@ -147,6 +150,16 @@ class Session:
         if isinstance(error, Failure):
             return error.status
         return Status.USAGE if isinstance(error, UnicodeEncodeError) else Status.ERROR
+
+
+class _Moments(TimestamptzLoader):
+    """Moments that Python does not know, such as infinity, are told as the server tells them."""
+
+    def load(self, data: Buffer) -> Any:
+        try:
+            return super().load(data)
+        except psycopg.DataError:
+            return bytes(data).decode()
 
 
 def _console(file: TextIO) -> Console:

@@ -107,13 +107,15 @@ def content(payload: object, body: bytes | None) -> str:
     return str(payload) if body is None else f"a body of {len(body):,} bytes"
 
 
-def moment(at: datetime) -> str:
-    """A moment, in local time."""
-    return f"{at.astimezone():%Y-%m-%d %H:%M:%S}"
+def moment(at: datetime | str) -> str:
+    """A moment, in local time; one that Python does not know is a text."""
+    return at if isinstance(at, str) else f"{at.astimezone():%Y-%m-%d %H:%M:%S}"
 
 
-def ago(at: datetime | float | None) -> str:
+def ago(at: datetime | str | float | None) -> str:
     """How long ago, in the two largest units; a moment, or seconds."""
+    if isinstance(at, str):
+        return at
     seconds = (datetime.now(UTC) - at).total_seconds() if isinstance(at, datetime) else at
     return "" if seconds is None else period(timedelta(seconds=int(max(seconds, 0))))
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from .core import Core
 from .delivery import ConsumerStats, Event
+from .opener import is_async
 from .policy import Decision, Failure, Retries
 from .pump import Pump
 from .settings import Mode, Settings, checked_concurrency
@@ -223,9 +224,9 @@ class Consumer(_Base):
     _ended: threading.Event
 
     def _prepare(self) -> None:
-        if inspect.iscoroutinefunction(self._settings.handler):
+        if is_async(self._settings.handler):
             raise TypeError("the handler is a coroutine function: use AsyncConsumer")
-        if inspect.iscoroutinefunction(self._settings.conninfo):
+        if is_async(self._settings.conninfo):
             raise TypeError("the conninfo is a coroutine function: use AsyncConsumer")
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -240,8 +241,11 @@ class Consumer(_Base):
         self._begin()
         self._run(lambda: None)
 
-    def _run(self, ready: Callable[[], None]) -> None:
+    def _begin(self) -> None:
+        super()._begin()
         self._ended.clear()
+
+    def _run(self, ready: Callable[[], None]) -> None:
         try:
             with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
                 runner.run(self._pump(True, ready))

@@ -34,6 +34,7 @@ class Core:
         self.taking = Link(self.opener, self._calm, "set synchronous_commit = off")
         self.settling = Link(self.opener, self._calm)
         self.breaker = CircuitBreaker(settings.circuit_breaker_after.total_seconds(), self._circuit)
+        self.go_on: Callable[[], None] = lambda: None  # hands out what is there, if there is room for it
         self.stops = 0  # 1: take nothing more, 2: break off
         self.grace = settings.grace_period.total_seconds()
         self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
@@ -57,7 +58,8 @@ class Core:
     # Waiting
 
     def signal(self) -> None:
-        """Wake those who wait for something that has happened by now."""
+        """Go on, and wake those who wait for something that has happened by now."""
+        self.go_on()
         for waiter, happened in list(self._waiters.items()):
             if not waiter.done() and happened():
                 waiter.set_result(None)

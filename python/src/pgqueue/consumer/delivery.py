@@ -101,8 +101,15 @@ class Held:
         """A delivery, of a copy where the message may have to be delivered once more."""
         message = self.bare
         if keep:
-            message = replace(message, payload=copy.deepcopy(message.payload), headers=copy.deepcopy(message.headers))
+            message = replace(message, payload=_copy_of(message.payload), headers=_copy_of(message.headers))
         return Delivery(self, message, connection)
+
+
+def _copy_of(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # Nested too deeply, or made by a loader of the user's: better as it is than not at all.
+        return value
 
 
 class Delivery:

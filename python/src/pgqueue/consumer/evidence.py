@@ -50,8 +50,8 @@ def type_name(error: BaseException) -> str:
     return clean(name, _NAME)
 
 
-def text_of(error: BaseException, limit: int = _MESSAGE) -> str:
-    """What an exception says, even if it cannot say it."""
+def text_of(error: object, limit: int = _MESSAGE) -> str:
+    """What an exception, or whatever was given as a text, says, even if it cannot say it."""
     try:
         return clean(str(error), limit)
     except Exception as fault:
@@ -81,9 +81,9 @@ def describe(error: BaseException, decision: Decision | None = None) -> str:
         word = decision.error
     behind = cause_of(error)
     if isinstance(behind, (Retry, Reject)):
-        return clean(word if word is not None else text_of(behind), _LAST_ERROR)
+        return text_of(behind if word is None else word, _LAST_ERROR)
     account = f"{type_name(behind)}: {text_of(behind)}\n\n{stack_of(behind, _LAST_ERROR - 8_192)}"
-    return clean(account if word is None else f"{clean(word, _MESSAGE)}\n\n{account}", _LAST_ERROR)
+    return clean(account if word is None else f"{text_of(word)}\n\n{account}", _LAST_ERROR)
 
 
 def failures_of(message: Message) -> list[Any]:

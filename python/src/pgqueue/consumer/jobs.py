@@ -31,11 +31,10 @@ _MANNERS = 2.5  # seconds for what was told to stop, altogether
 class Jobs:
     """The calls of the handler that are running, each in a slot of its own."""
 
-    def __init__(self, core: Core, workers: Workers, freed: Callable[[], None]) -> None:
+    def __init__(self, core: Core, workers: Workers) -> None:
         self._core = core
         self._settings = core.settings
         self._workers = workers
-        self._freed = freed
         self._transactions = Transactions(core.settings, workers, core.critical)
         self.leases = Leases(core, self.settled, self._lost)
         self.running: set[Job] = set()
@@ -91,10 +90,9 @@ class Jobs:
                 self.leases.drop(held)
         self.running.discard(job)
         self._core.stats.running = len(self.running)
-        self._freed()
+        self._core.signal()
         if not self.running:
             self.leases.hurry()
-        self._core.signal()
 
     # Lease mode
 
@@ -188,7 +186,7 @@ class Jobs:
         def tell(count: int) -> None:
             if not told:
                 told.append(count)
-                self._core.stats.received += count
+                self._core.stats.received += max(count, 0)
                 returned(count)
 
         job.received = tell
@@ -198,6 +196,10 @@ class Jobs:
             self._core.trouble("work", error)
             if not job.cancelled:
                 self._undone(job, error)
+        except asyncio.CancelledError as error:
+            if not job.cancelled and not self._core.stopping:
+                self._undone(job, error)  # The handler has cancelled its own task.
+            raise
         else:
             self._core.fine("work")
             self._warn_of_expiry(job.held)
@@ -291,9 +293,17 @@ class Jobs:
 
     async def finish(self) -> None:
         """Wait for the handlers, for as long as the grace lasts, then cancel them."""
-        await self._core.until(lambda: not self.running or self._core.forced, time.monotonic() + self._core.grace)
+        core = self._core
+        given = -1.0
+        while core.grace != given:  # A later stop may say otherwise.
+            given = core.grace
+            is_over = partial(self._is_over, given)
+            await core.until(is_over, time.monotonic() + given)
         if self.running:
             await self._break_off()
+
+    def _is_over(self, grace: float) -> bool:
+        return not self.running or self._core.forced or self._core.grace != grace
 
     async def _break_off(self) -> None:
         deadline = time.monotonic() + _MANNERS

@@ -1,9 +1,11 @@
 """Claims that are ours: kept by heartbeats, acknowledged in batches, given back when they are not used."""
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -94,7 +96,8 @@ class Leases:
         self._turn = asyncio.Lock()
         self._mail = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._any = asyncio.Event()
+        self._sooner = asyncio.Event()
+        self._beats_at = math.inf
         self.visibility_timeout = settings.visibility_timeout or timedelta(seconds=30)
 
     # What is held
@@ -111,7 +114,8 @@ class Leases:
             if lease is None:
                 lease = self._leases[message.token] = _Lease({}, renew_at)
             lease.held[message.id] = message
-        self._any.set()
+        if renew_at < self._beats_at:
+            self._sooner.set()
 
     def drop(self, held: Held) -> None:
         """Hold a message no longer."""
@@ -122,12 +126,13 @@ class Leases:
     async def beat(self) -> None:
         """Extend what is held, each claim when a third of its time has passed."""
         while True:
-            if not self._leases:
-                self._any.clear()
-                await self._any.wait()
-            wait = min(lease.renew_at for lease in self._leases.values()) - time.monotonic()
+            self._sooner.clear()
+            self._beats_at = min((lease.renew_at for lease in self._leases.values()), default=math.inf)
+            wait = self._beats_at - time.monotonic()
             if wait > 0:
-                await asyncio.sleep(wait)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait if wait < math.inf else None):
+                        await self._sooner.wait()
             else:
                 await self._extend()
 

@@ -12,7 +12,7 @@ from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.rows import BaseRowFactory
 
 from .._calls import Bound
-from .opener import Opener
+from .opener import Opener, as_trouble
 
 __all__ = [
     "Link",
@@ -22,6 +22,7 @@ __all__ = [
     "commanded",
     "in_no_transaction",
     "is_broken",
+    "is_busy",
     "is_conflict",
     "is_idle",
     "is_trouble",
@@ -120,6 +121,11 @@ def is_broken(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
     return connection.closed
 
 
+def is_busy(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
+    """Whether somebody has begun something on a connection, and has not ended it: whoever uses it waits for him."""
+    return connection.lock.locked() or connection.pgconn.transaction_status == TransactionStatus.ACTIVE
+
+
 def in_no_transaction(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
     """Whether a transaction has ended by itself: the connection broke, or somebody ended it by SQL."""
     return is_broken(connection) or connection.pgconn.transaction_status == TransactionStatus.IDLE
@@ -138,8 +144,12 @@ def begin_of(connection: Connection[Any] | AsyncConnection[Any]) -> bytes:
 
 
 def is_idle(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
-    """Whether a connection is open, as far as is known, and in no transaction."""
-    return not is_broken(connection) and connection.pgconn.transaction_status == TransactionStatus.IDLE
+    """Whether a connection is open, as far as is known, in no transaction, and may still write."""
+    return (
+        not is_broken(connection)
+        and connection.pgconn.transaction_status == TransactionStatus.IDLE
+        and connection.pgconn.parameter_status(b"default_transaction_read_only") != b"on"
+    )
 
 
 class Stack(Generic[C]):
@@ -206,7 +216,8 @@ class Link:
             await connection.close()
         self._connection = None
         await self._pause()
-        connection = await self._opener.open_async()
+        with as_trouble():
+            connection = await self._opener.open_async()
         # Through a pooler a setting would stay behind, for others to find.
         if self._setting is not None and not self._opener.proxied:
             try:

@@ -7,17 +7,18 @@ import asyncio
 import contextvars
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+import psycopg
 from psycopg import AsyncConnection, AsyncCursor, Connection
 from psycopg.adapt import AdaptersMap
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import scalar_row
 
-__all__ = ["Opener", "in_thread"]
+__all__ = ["NoConnection", "Opener", "as_trouble", "in_thread", "is_async"]
 
 T = TypeVar("T")
 Source = str | Callable[[], Any]
@@ -83,8 +84,7 @@ class Opener:
     async def _made(self) -> AsyncConnection[Any]:
         if not callable(self._source):
             return await AsyncConnection.connect(self._conninfo, autocommit=True)
-        is_async = inspect.iscoroutinefunction(self._source) or inspect.iscoroutinefunction(type(self._source).__call__)
-        made = self._source() if is_async else await in_thread(self._source, _discard)
+        made = self._source() if is_async(self._source) else await in_thread(self._source, _discard)
         if inspect.isawaitable(made):
             made = await made
         if isinstance(made, Connection):
@@ -108,6 +108,26 @@ class _Adopted(AsyncConnection[Any]):
     @property
     def adapters(self) -> AdaptersMap:
         return self._origin.adapters
+
+
+class NoConnection(psycopg.OperationalError):
+    """The user's function raised the cause of this."""
+
+
+@contextmanager
+def as_trouble() -> Iterator[None]:
+    """Whatever the user's function raises instead of a connection is trouble: no message is to blame."""
+    try:
+        yield
+    except (psycopg.Error, OSError):
+        raise
+    except Exception as error:
+        raise NoConnection(f"no connection: {type(error).__name__}: {error}") from error
+
+
+def is_async(function: Any) -> bool:
+    """Whether to call a function, or an object that is called like one, makes a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _discard(made: Any) -> None:

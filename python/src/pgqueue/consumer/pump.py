@@ -14,6 +14,7 @@ from .. import _calls
 from .core import Core
 from .delivery import Held
 from .jobs import Jobs
+from .opener import NoConnection
 from .settlements import sorted_out
 from .steps import Workers
 from .tasks import ended, within
@@ -36,8 +37,8 @@ class Pump:
         self._settings = core.settings
         self._workers = workers
         self._buffer: deque[Held] = deque()
-        self._go_on = self._hand_out
-        self._jobs = Jobs(core, workers, lambda: self._go_on())
+        self._jobs = Jobs(core, workers)
+        core.go_on = self._hand_out
         self._leases = self._jobs.leases
         claim_every = _CLAIM_EVERY[core.settings.mode]
         self._pace = Pace(core.settings.peek_seconds, claim_every=claim_every)
@@ -112,7 +113,10 @@ class Pump:
         finally:
             await ended([looking])
         if not looking.cancelled():
-            looking.result()
+            try:
+                looking.result()
+            except NoConnection as error:
+                raise error.__cause__ or error from None
 
     async def _look_at_queue(self, starting: bool = False) -> None:
         settings, core = self._settings, self._core
@@ -267,9 +271,10 @@ class Pump:
                 count, promised = await self._look(room)
                 continue
             batch = _Batch(jobs, count if promised else 1, size, partial(self._took, promised=promised), core)
-            self._go_on = batch.go_on
+            core.go_on = batch.go_on
+            batch.go_on()
             await core.until(batch.is_done)
-            self._go_on = self._hand_out
+            core.go_on = self._hand_out
             count = 0
             if batch.failed:
                 await core.rest()
@@ -308,10 +313,8 @@ class _Batch:
             self.failed = True
         else:
             self._took(number)
-        self.go_on()
         self._core.signal()
 
     def is_done(self) -> bool:
-        """Go on, and say whether all have come back and no more are to start."""
-        self.go_on()
+        """Whether all have come back and no more are to start."""
         return not self._unreturned and (self._left <= 0 or self._core.stopping)

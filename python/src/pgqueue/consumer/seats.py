@@ -3,7 +3,7 @@
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -12,7 +12,7 @@ from psycopg import AsyncConnection, Connection
 
 from .opener import in_thread
 
-__all__ = ["Seat"]
+__all__ = ["Seat", "sever"]
 
 
 class Seat:
@@ -46,18 +46,32 @@ class Seat:
 
     def _sever(self) -> None:
         with self._guard:
-            if self._connection is None:
-                return
-            pgconn = self._connection.pgconn
-            try:
-                cancel = pgconn.get_cancel()
-                with socket.socket(fileno=os.dup(pgconn.socket)) as twin:
-                    twin.shutdown(socket.SHUT_RDWR)
-            except (psycopg.Error, OSError):
-                return
+            cancel = None if self._connection is None else _shut(self._connection)
+        if cancel is not None:
+            cancel()
+
+
+def sever(connection: Connection[Any] | AsyncConnection[Any]) -> None:
+    """Let the statement of a connection that is in use fail, which may take as long as connecting may."""
+    if cancel := _shut(connection):
+        cancel()
+
+
+def _shut(connection: Connection[Any] | AsyncConnection[Any]) -> Callable[[], None] | None:
+    """Shut a connection that somebody may be waiting on; returns what tells the server."""
+    try:
+        cancel = connection.pgconn.get_cancel()
+        with socket.socket(fileno=os.dup(connection.pgconn.socket)) as twin:
+            twin.shutdown(socket.SHUT_RDWR)
+    except (psycopg.Error, OSError):
+        return None
+
+    def tell() -> None:
         # By itself the server would notice only when the statement has ended.
         with suppress(psycopg.Error):
             cancel.cancel()
+
+    return tell
 
 
 def _forbidden(*_: Any) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import inspect
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -15,8 +16,8 @@ from psycopg.pq import ExecStatus
 
 from .._calls import Bound
 from .links import Stack, commanded, is_idle, rows_of
-from .opener import Opener
-from .seats import Seat
+from .opener import Opener, as_trouble, in_thread
+from .seats import Seat, sever
 
 __all__ = ["Answer", "AsyncWorkers", "Command", "Run", "Script", "ThreadWorkers", "Workers"]
 
@@ -65,6 +66,9 @@ class Workers(Protocol):
     def nap(self, seconds: float) -> Any:
         """Sleep, as a step of a script."""
 
+    def sever(self, connection: Any) -> Any:
+        """Cut a connection, as a step of a script."""
+
     async def close(self) -> None:
         """Close idle connections and dismiss idle threads."""
 
@@ -101,7 +105,7 @@ class AsyncWorkers:
             return Answer(error=error)  # Something that it waited for was cancelled, not it.
         except BaseException as error:
             return Answer(error=error)
-        return Answer(value)
+        return _answered(value)
 
     async def play(self, script: Callable[[Any], Script[T]], seat: Seat) -> T:
         """Play a script on a connection of its own. Raises what the script raises."""
@@ -119,7 +123,8 @@ class AsyncWorkers:
             if is_idle(connection):
                 return connection
             await connection.close()
-        return await self._opener.open_async()
+        with as_trouble():
+            return await self._opener.open_async()
 
     async def _play(self, script: Script[T], connection: AsyncConnection[Any]) -> T:
         try:
@@ -161,6 +166,10 @@ class AsyncWorkers:
     def nap(self, seconds: float) -> Any:
         """Sleep, as a step of a script."""
         return asyncio.sleep(seconds)
+
+    def sever(self, connection: Any) -> Any:
+        """Cut a connection, as a step of a script."""
+        return in_thread(lambda: sever(connection))
 
     async def close(self) -> None:
         """Close idle connections; one that is still in use is closed after that."""
@@ -214,8 +223,14 @@ class ThreadWorkers:
             if self._idle > 0:
                 self._idle -= 1
             else:
-                self._threads += 1
-                threading.Thread(target=self._serve, name=f"{self._name}-{self._threads}", daemon=True).start()
+                thread = threading.Thread(target=self._serve, name=f"{self._name}-{self._threads + 1}", daemon=True)
+                try:
+                    thread.start()
+                    self._threads += 1
+                except RuntimeError as error:  # The process may have no more of them.
+                    if not self._threads:
+                        raise OSError(str(error)) from error
+                    self._idle -= 1  # The next that becomes idle is spoken for.
         self._orders.put(order)
         return future
 
@@ -244,7 +259,8 @@ class ThreadWorkers:
             with self._guard:
                 connection = self._stack.take()
             if connection is None:
-                return self._opener.open()
+                with as_trouble():
+                    return self._opener.open()
             if is_idle(connection):
                 return connection
             connection.close()
@@ -289,6 +305,10 @@ class ThreadWorkers:
         """Sleep, as a step of a script."""
         time.sleep(seconds)
 
+    def sever(self, connection: Any) -> Any:
+        """Cut a connection, as a step of a script."""
+        sever(connection)
+
     async def close(self) -> None:
         """Close idle connections and dismiss the threads; one that never returns ends with the process."""
         with self._guard:
@@ -301,9 +321,18 @@ class ThreadWorkers:
             connection.close()
 
 
+def _answered(value: Any) -> Answer:
+    """What was returned, unless that is work which nobody has begun."""
+    if inspect.isawaitable(value) or inspect.isgenerator(value) or inspect.isasyncgen(value):
+        if inspect.iscoroutine(value) or inspect.isgenerator(value):
+            value.close()
+        return Answer(error=TypeError(f"a {type(value).__name__} was returned, of which nothing has run"))
+    return Answer(value)
+
+
 def _called(step: Run) -> Answer:
     try:
-        return Answer(step.function(step.argument))
+        return _answered(step.function(step.argument))
     except BaseException as error:  # SystemExit too: it would end this thread alone, and nobody would know.
         return Answer(error=error)
 

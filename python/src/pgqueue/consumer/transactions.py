@@ -16,7 +16,7 @@ from psycopg.rows import scalar_row
 from .. import _calls
 from .._calls import Bound
 from .delivery import Delivery, Held
-from .links import begin_of, in_no_transaction, is_broken, is_conflict, is_trouble
+from .links import begin_of, in_no_transaction, is_broken, is_busy, is_conflict, is_trouble
 from .policy import Decision, Failure, Reject, Retry, checked
 from .seats import Seat
 from .settings import Settings
@@ -26,6 +26,7 @@ from .steps import Answer, Command, Run, Script, Workers
 __all__ = ["Attempt", "Job", "Transactions"]
 
 _CONFLICTS = 20
+_NOTICE = 0.05
 
 
 def _back(text: bytes) -> Bound[Any]:
@@ -242,6 +243,9 @@ class Transactions:
             for _ in range(2):
                 failure = Failure(held.deliver(connection, True), error, held.message.attempt_count, connection)
                 said: Answer = yield Run(self._settings.on_failure, failure)
+                if is_busy(connection):
+                    yield from self._cut(connection)
+                    raise OperationalError("on_failure has left a statement running") from said.error
                 if job.is_cancelled():
                     break
                 fault = said.error
@@ -276,6 +280,9 @@ class Transactions:
         started = time.monotonic()
         answer = yield Run(self._settings.handler, self._settings.argument(deliveries))
         seconds = time.monotonic() - started
+        if is_busy(connection):
+            yield from self._cut(connection)
+            answer = Answer(error=answer.error or RuntimeError("the handler has left a statement running"))
         if answer.error is None and in_no_transaction(connection):
             answer = Answer(error=_ended(connection))
         return deliveries, answer, seconds
@@ -320,6 +327,12 @@ class Transactions:
                 if message.token == token and message.id not in kept:
                     message.lost = True
         return [message for message in held if not message.lost]
+
+    def _cut(self, connection: Any) -> Script[None]:
+        """Give up a connection that is stuck in something of the user's, as a stream that was not read to its end."""
+        yield Run(self._workers.sever, connection)
+        yield Run(self._workers.nap, _NOTICE)  # Who waits on it, and the server, are to see that first.
+        connection.pgconn.finish()
 
     def _conflict(self, number: int) -> Script[None]:
         # Two that met should not meet again.

@@ -18,7 +18,7 @@ from psycopg.rows import scalar_row, tuple_row
 from .. import _calls
 from .._calls import Bound
 from ..message import Message
-from .opener import Opener
+from .opener import Opener, as_trouble
 
 __all__ = ["Ears", "Pace", "look_and_claim", "prepare_wait"]
 
@@ -163,7 +163,8 @@ class Ears:
         failures = 0
         while True:
             try:
-                connection = await self._opener.open_async()
+                with as_trouble():
+                    connection = await self._opener.open_async()
             except (psycopg.Error, OSError) as error:
                 self._warn(f"cannot listen: {str(error).strip()}")
             else:

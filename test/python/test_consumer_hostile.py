@@ -1,0 +1,444 @@
+"""What handlers, their functions and their payloads may do to a consumer: it costs the message, and nothing else."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from clients import is_empty, wait_for
+from consumers import (
+    LONG,
+    SECOND,
+    Form,
+    Step,
+    attempts,
+    each,
+    each_lease,
+    each_plain,
+    each_transactional,
+    prepare,
+)
+
+import pgqueue
+from pgqueue.consumer import jobs, pump
+
+Connection = psycopg.Connection[Any]
+
+
+# Handlers of which nothing runs
+
+
+async def coroutine(_: Any) -> None: ...
+
+
+def generator(_: Any) -> Any:
+    yield
+
+
+async def asynchronous_generator(_: Any) -> Any:
+    yield
+
+
+@pytest.mark.parametrize("function", [coroutine, generator, asynchronous_generator])
+def test_a_handler_that_returns_work_has_not_done_it(
+    function: Callable[[Any], Any], database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=1)
+    queue.enqueue(1)
+    with pgqueue.Consumer(database, name, lambda delivery: function(delivery)) as consumer:
+        [dead] = wait_for(queue.browse_dead_messages)
+    assert "of which nothing has run" in (dead.last_error or "")
+    assert (consumer.stats.succeeded, consumer.stats.failed) == (0, 1)
+
+
+@pytest.mark.parametrize("function", [coroutine, generator, asynchronous_generator])
+def test_a_coroutine_that_returns_work_has_not_done_it(
+    function: Callable[[Any], Any], database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=1)
+    queue.enqueue(1)
+
+    async def work(_: Step) -> Any:
+        return function(None)
+
+    with Form(True, "lease").consuming(database, name, work) as run:
+        [dead] = wait_for(queue.browse_dead_messages)
+    assert "of which nothing has run" in (dead.last_error or "")
+    assert (run.consumer.stats.succeeded, run.consumer.stats.failed) == (0, 1)
+
+
+def test_an_object_that_is_called_as_a_coroutine_function_is_one(name: str) -> None:
+    class Handler:
+        async def __call__(self, _: Any) -> None: ...
+
+    with pytest.raises(TypeError, match="the handler is a coroutine function: use AsyncConsumer"):
+        pgqueue.Consumer("", name, Handler())
+
+
+# Connections that are left in a bad state
+
+
+@each_transactional
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_stream_that_is_not_read_to_its_end_fails_its_message_and_holds_nobody_up(
+    form: Form, raises: bool, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=2)
+    queue.enqueue_batch(["left", "good"])
+    kept: list[Any] = []
+
+    async def work(step: Step) -> None:
+        if step.message.payload == "good":
+            return
+        numbers = "select generate_series(1, 100000)"
+        if form.is_async:
+            kept.append(psycopg.AsyncCursor(step.connection).stream(numbers))
+            await anext(kept[-1])
+        else:
+            kept.append(psycopg.Cursor(step.connection).stream(numbers))
+            next(kept[-1])
+        if raises:
+            raise ValueError("in the middle")
+
+    with form.consuming(database, name, work, concurrency=1) as run:
+        [dead] = wait_for(queue.browse_dead_messages)
+        wait_for(lambda: is_empty(connection, name))
+    assert (dead.payload, dead.attempt_count) == ("left", 2)
+    said = "ValueError: in the middle" if raises else "RuntimeError: the handler has left a statement running"
+    assert (dead.last_error or "").startswith(said)
+    assert "good" in run.returned
+    assert run.criticals == []
+
+
+@each_transactional
+def test_a_policy_that_leaves_a_stream_open_holds_nobody_up(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=1)
+    queue.enqueue_batch(["bad", "good"])
+    kept: list[Any] = []
+
+    async def work(step: Step) -> None:
+        if step.message.payload == "bad":
+            raise ValueError("broken")
+
+    async def leave(step: Step) -> None:
+        if kept:
+            return
+        kind: Any = psycopg.AsyncCursor if form.is_async else psycopg.Cursor
+        kept.append(kind(step.connection).stream("select generate_series(1, 100000)"))
+        if form.is_async:
+            await anext(kept[0])
+        else:
+            next(kept[0])
+
+    with form.consuming(database, name, work, policy=leave, concurrency=1) as run:
+        wait_for(queue.browse_dead_messages)
+        wait_for(lambda: is_empty(connection, name))
+    assert run.returned == ["good"]
+
+
+@each_transactional
+def test_a_connection_that_may_no_longer_write_is_not_used_again(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=1)
+    queue.enqueue_batch([0, 1, 2])
+
+    async def work(step: Step) -> None:
+        await step.execute("set default_transaction_read_only = on")
+
+    with form.consuming(database, name, work, concurrency=1) as run:
+        wait_for(lambda: is_empty(connection, name))
+    assert run.returned == [0, 1, 2]
+    assert (run.consumer.stats.succeeded, run.circuits) == (3, [])
+
+
+@pytest.mark.parametrize("form", [Form(is_async, "transactional") for is_async in (False, True)], ids=str)
+def test_a_commit_that_takes_long_costs_nobody_his_claim(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, visibility_timeout=SECOND)
+    connection.execute(f'create table "{name}" (n int)')
+    connection.execute(
+        f'create function "{name}"() returns trigger language plpgsql'
+        " as $$ begin perform pg_sleep(3); return null; end $$"
+    )
+    connection.execute(
+        f'create constraint trigger slow after insert on "{name}" deferrable initially deferred'
+        f' for each row execute function "{name}"()'
+    )
+    go_on = threading.Event()
+
+    async def work(step: Step) -> None:
+        if step.message.payload == "slow":
+            await step.execute(f'insert into "{name}" values (1)')
+        else:
+            await step.until(go_on.is_set)
+
+    with form.consuming(database, name, work, concurrency=3) as run:
+        queue.enqueue_batch(["slow", "beside"])
+        wait_for(lambda: run.consumer.stats.succeeded)
+        go_on.set()
+        wait_for(lambda: is_empty(connection, name))
+    assert run.attempts == [1, 1]
+    assert (run.consumer.stats.succeeded, run.consumer.stats.lost) == (2, 0)
+
+
+@pytest.mark.parametrize("form", [Form(True, mode) for mode in ("lease", "transactional", "receive")], ids=str)
+def test_a_coroutine_that_cancels_its_own_task_has_spent_an_attempt(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=3, visibility_timeout=SECOND)
+    queue.enqueue_batch(["bad", "good"])
+
+    async def work(step: Step) -> None:
+        if step.message.payload == "bad":
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(0)
+
+    with form.consuming(database, name, work, concurrency=1) as run:
+        [dead] = wait_for(queue.browse_dead_messages)
+        wait_for(lambda: is_empty(connection, name))
+    assert (dead.payload, dead.attempt_count) == ("bad", 3)
+    assert run.returned == ["good"]
+
+
+# Functions that make no connection
+
+
+class Broken:
+    """Makes connections, until it is broken."""
+
+    def __init__(self, dsn: str) -> None:
+        self.dsn = dsn
+        self.is_broken = False
+        self.refused = 0
+
+    def __call__(self) -> Connection:
+        if self.is_broken:
+            self.refused += 1
+            raise KeyError("no token")
+        return psycopg.connect(self.dsn)
+
+
+@each_transactional
+def test_messages_are_not_to_blame_where_no_connection_is_made(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=1, visibility_timeout=SECOND)
+    source = Broken(database)
+    with form.consuming(source, name, concurrency=1, listen=False) as run:
+        # What it looks with is open by now: only handlers will miss theirs.
+        source.is_broken = True
+        queue.enqueue_batch([1, 2])
+        wait_for(lambda: source.refused > 3)
+        assert run.consumer.stats.received >= 0
+        source.is_broken = False
+        wait_for(lambda: is_empty(connection, name))
+    assert sorted(run.returned) == [1, 2]
+    assert set(run.attempts) == {1}
+    assert run.criticals == []
+    assert run.circuits == ["armed", "closed"]
+    assert (run.consumer.stats.received, run.consumer.stats.failed) == (2, 0)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_the_function_raises_at_the_start_is_told_as_it_is(is_async: bool, database: str, name: str) -> None:
+    source = Broken(database)
+    source.is_broken = True
+    with pytest.raises(KeyError, match="no token"), Form(is_async, "lease").consuming(source, name):
+        pass
+
+
+@each_plain
+def test_a_stop_while_no_connection_is_made_waits_for_handlers(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name, visibility_timeout=LONG).enqueue(1)
+    source = Broken(database)
+    go_on = threading.Event()
+
+    async def work(step: Step) -> None:
+        await step.until(go_on.is_set)
+
+    with form.consuming(source, name, work, listen=False) as run:
+        wait_for(lambda: run.running)
+        source.is_broken = True
+        stop = run.stopping()
+        time.sleep(0.1)
+        assert not stop.done()
+        go_on.set()
+        wait_for(lambda: source.refused)
+        source.is_broken = False
+        stop.result(30)
+    assert run.returned == [1]
+    assert is_empty(connection, name)
+
+
+@pytest.mark.parametrize("form", [Form(False, "lease")], ids=str)
+def test_where_no_more_threads_are_to_be_had_those_that_are_there_do_the_work(
+    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = prepare(connection, name, max_attempts=1)
+    begin = threading.Thread.start
+    refused: list[str] = []
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith(f"pgqueue-{name}-") and not thread.name.endswith("-1"):
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    go_on = threading.Event()
+
+    async def work(step: Step) -> None:
+        await step.until(go_on.is_set)
+
+    with form.consuming(database, name, work, concurrency=3) as run:
+        queue.enqueue_batch([1, 2, 3])
+        wait_for(lambda: len(refused) == 2)
+        go_on.set()
+        wait_for(lambda: is_empty(connection, name))
+        # The one that is idle now is idle for one only.
+        go_on.clear()
+        queue.enqueue_batch([4, 5])
+        wait_for(lambda: len(refused) == 3)
+        go_on.set()
+        wait_for(lambda: is_empty(connection, name))
+    assert sorted(run.returned) == [1, 2, 3, 4, 5]
+    assert run.most == 1
+    assert run.criticals == []
+
+
+# What is said and sent
+
+
+@each
+def test_a_reason_that_is_an_exception_is_told(form: Form, database: str, connection: Connection, name: str) -> None:
+    queue = prepare(connection, name, max_attempts=2)
+    queue.enqueue_batch(["reject", "retry"])
+
+    async def work(step: Step) -> None:
+        fault: Any = ValueError("no such customer")
+        raise pgqueue.Reject(fault) if step.message.payload == "reject" else pgqueue.Retry(timedelta(0), fault)
+
+    with form.consuming(database, name, work) as run:
+        dead = wait_for(lambda: len(found := queue.browse_dead_messages()) == 2 and found)
+    assert {(one.payload, one.reason, one.attempt_count, one.last_error) for one in dead} == {
+        ("reject", "rejected", 1, "no such customer"),
+        ("retry", "attempts_exhausted", 2, "no such customer"),
+    }
+    assert run.criticals == []
+
+
+@each
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_payload_that_is_nested_too_deeply_to_be_copied_is_delivered(
+    form: Form, size: int | None, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name, max_attempts=1)
+    connection.execute("select pgqueue.enqueue(%s, %s::jsonb)", (name, "[" * 600 + "]" * 600))
+    with form.consuming(database, name, batch_size=size) as run:
+        wait_for(lambda: is_empty(connection, name))
+    assert run.consumer.stats.succeeded == 1
+
+
+@each_lease
+def test_a_message_that_cannot_be_settled_is_held_no_longer(
+    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(connection, name, visibility_timeout=SECOND).enqueue(1)
+    settle = jobs.settlement
+
+    def mistaken(settings: Any, held: Any, error: BaseException) -> Any:
+        if held.message.attempt_count == 1:
+            raise ZeroDivisionError("a mistake of ours")
+        return settle(settings, held, error)
+
+    monkeypatch.setattr(jobs, "settlement", mistaken)
+
+    async def work(step: Step) -> None:
+        if step.attempt < 3:
+            raise ValueError("broken")
+
+    with form.consuming(database, name, work) as run:
+        wait_for(lambda: is_empty(connection, name))
+    assert run.attempts == [1, 2, 3]
+    [(error, text)] = run.criticals
+    assert (str(error), "left to be delivered again" in text) == ("a mistake of ours", True)
+
+
+# Limits that change
+
+
+@each_plain
+def test_what_was_fetched_ahead_is_handed_out_as_soon_as_the_limit_allows(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name).enqueue_batch(list(range(7)))
+    go_on = threading.Event()
+
+    async def work(step: Step) -> None:
+        await step.until(go_on.is_set)
+
+    with form.consuming(database, name, work, concurrency=1, prefetch=6, peek_delay=LONG) as run:
+        wait_for(lambda: run.consumer.stats.prefetched == 6)
+        run.consumer.concurrency = 4
+        wait_for(lambda: run.running == 4)
+        assert run.consumer.stats.prefetched == 3
+        go_on.set()
+        wait_for(lambda: is_empty(connection, name))
+    assert run.most == 4
+
+
+@each_plain
+def test_claims_are_kept_that_last_shorter_than_those_before(
+    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pump, "_INFO_SECONDS", 0.0)
+    queue = prepare(connection, name, visibility_timeout=timedelta(hours=1))
+    queue.enqueue("long")
+    go_on = threading.Event()
+
+    async def work(step: Step) -> None:
+        await step.until(go_on.is_set)
+
+    with form.consuming(database, name, work, concurrency=2) as run:
+        wait_for(lambda: run.running == 1)
+        queue.alter_queue(visibility_timeout=SECOND)
+        looks = run.consumer.stats.peeks
+        wait_for(lambda: run.consumer.stats.peeks > looks + 1)
+        queue.enqueue("short")
+        wait_for(lambda: run.running == 2)
+        wait_for(lambda: run.consumer.stats.extended >= 2 or run.consumer.stats.lost)
+        go_on.set()
+        wait_for(lambda: is_empty(connection, name))
+    assert sorted(run.returned) == ["long", "short"]
+    assert run.consumer.stats.lost == 0
+
+
+@each
+def test_a_later_stop_may_shorten_the_grace(form: Form, database: str, connection: Connection, name: str) -> None:
+    prepare(connection, name).enqueue(1)
+
+    async def work(step: Step) -> None:
+        await step.until(lambda: False, 300)
+
+    with form.consuming(database, name, work, concurrency=1, grace_period=LONG) as run:
+        wait_for(lambda: run.running)
+        run.ask("request_stop")
+        first = run.stopping()
+        time.sleep(0.1)
+        assert not first.done()
+        run.stop(30, timeout=timedelta(0))
+        first.result(30)
+    assert run.consumer.stats.released == (1 if form.mode != "receive" else 0)
+    assert attempts(connection, name) == [0]
