@@ -1,6 +1,6 @@
 """Predicates, dead letters by what they died of, and messages once more: chosen clearly, and sent once."""
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pyspark.sql import functions as F
 from pgqueue import Queue
 from pgqueue.spark.pipelines import (
     PredicateError,
+    again,
     archive_to_parquet,
     dead_letter_report,
     matching,
@@ -25,6 +26,7 @@ from pgqueue.spark.pipelines import (
 )
 
 Connection = psycopg.Connection[Any]
+BODY = b"\0\xff" * 1000
 
 
 @pytest.fixture
@@ -194,7 +196,7 @@ def test_a_predicate_that_fails_as_it_is_asked_redrives_nothing(spark: Any, data
 def parquet(spark: Any, database: str, queue: Queue, tmp_path: Path) -> str:
     """Ten messages and one of raw bytes that are done, in Parquet."""
     queue.enqueue_batch([{"n": n, "text": "ü"} for n in range(10)], headers=[{"kind": "test"}] * 10)
-    queue.enqueue_batch(bodies=[b"\0\xff"])
+    queue.enqueue_batch(bodies=[BODY])
     claimed = queue.claim(11)
     queue.ack_batch([message.id for message in claimed], claimed[0].claim_token)
     archive_to_parquet(spark, str(tmp_path), dsn=database, queues=[queue.name])
@@ -214,18 +216,30 @@ def test_a_replay_is_sent_once(spark: Any, database: str, connection: Connection
         f"{{'n': {n}, 'text': 'ü'}}" for n in (7, 8, 9)
     ]
     assert [message.headers for message in sent if message.body is None] == [{"kind": "test"}] * 3
-    assert [message.body for message in sent if message.body is not None] == [b"\0\xff"]
+    assert [message.body for message in sent if message.body is not None] == [BODY]
     # Another choice is another replay, and another version is meant.
     assert replay(spark, parquet, target.name, "false", dsn=database).was_done is False
     assert replay(spark, parquet, target.name, where, dsn=database, version=2).was_done is False
     assert len(target.claim(100)) == 4
 
 
-def test_the_order_of_queues_makes_no_other_replay() -> None:
-    from pgqueue.spark.pipelines.again import _digest
-
-    assert _digest("path", ["a", "b"]) == _digest("path", {"b", "a"}) == _digest("path", ("b", "a"))
-    assert _digest("path", ["a", "b"]) != _digest("path", ["a"])
+def test_the_same_choice_in_other_words_is_the_same_replay(
+    spark: Any, database: str, queue: Queue, parquet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moment = datetime(2020, 1, 1, 12, tzinfo=UTC)
+    elsewhere = moment.astimezone(timezone(timedelta(hours=5, minutes=30)))
+    sent: list[str] = []
+    monkeypatch.setattr(again, "_send", lambda *given: sent.append(given[3]))
+    for queues, since in (
+        ([queue.name, "b"], moment),
+        ({"b", queue.name}, elsewhere),
+        ((name for name in ("b", queue.name, "b")), moment.replace(tzinfo=None)),
+        ((name for name in ("b",)), moment),
+    ):
+        replay(spark, parquet, queue.name, "false", dsn=database, queues=queues, since=since)
+    first, *same, other = sent
+    assert same == [first, first]
+    assert other != first
 
 
 def test_a_replay_that_fails_sends_nothing(spark: Any, database: str, queue: Queue, parquet: str) -> None:
@@ -235,4 +249,20 @@ def test_a_replay_that_fails_sends_nothing(spark: Any, database: str, queue: Que
         replay(spark, parquet, queue.name, "payload = ", dsn=database)
     with pytest.raises(PySparkException, match="cannot be cast"):
         replay(spark, parquet, queue.name, "cast(payload as int) = 1", dsn=database)
+    # A path that is misspelt is not made, nor noted as a version that was sent.
+    nowhere = Path(parquet, "nowhere")
+    with pytest.raises(PySparkException, match="Path does not exist"):
+        replay(spark, str(nowhere), queue.name, dsn=database, app_id=queue.name)
+    assert not nowhere.exists()
     assert queue.peek() == 0
+
+
+def test_a_replay_of_json_and_bodies_is_all_or_nothing(
+    spark: Any, database: str, connection: Connection, queue: Queue, parquet: str
+) -> None:
+    narrow = Queue(connection, f"{queue.name}-narrow")
+    narrow.create_queue(max_payload_bytes=1024)
+    where = "body is not null or get_json_object(payload, '$.n') = '1'"
+    with pytest.raises(PySparkException, match="body of 2000 bytes is over the limit"):
+        replay(spark, parquet, narrow.name, where, dsn=database)
+    assert narrow.peek() == 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 pytest.importorskip("pyspark")
 
@@ -15,7 +16,7 @@ from spark_victim import ARCHIVE
 from sparks import Killed
 
 from pgqueue import Queue
-from pgqueue.spark.pipelines import ArchiveBusyError, archive, archive_to_parquet, read_archive
+from pgqueue.spark.pipelines import ArchiveBusyError, StandbyError, archive, archive_to_parquet, read_archive
 
 Connection = psycopg.Connection[Any]
 # Filed by the verb into the days that these moments lie in, however long ago.
@@ -234,6 +235,18 @@ def test_one_run_at_a_time(spark: Any, database: str, queue: Queue, tmp_path: Pa
         archive._hold(other, f"file:{tmp_path}")
         with pytest.raises(ArchiveBusyError, match=f"another archive_to_parquet writes to file:{tmp_path}"):
             run(spark, database, queue, tmp_path)
+
+
+def test_a_standby_is_refused(spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path) -> None:
+    # It knows no transaction of the primary that has finished messages and may still commit. One is played here.
+    connection.execute(
+        f'create schema "{queue.name}";'
+        f" create function \"{queue.name}\".pg_is_in_recovery() returns bool language sql as 'select true'"
+    )
+    standby = make_conninfo(database, options=f"-c search_path={queue.name},pg_catalog")
+    with pytest.raises(StandbyError, match="reads from the primary"):
+        run(spark, standby, queue, tmp_path / "parquet")
+    assert not (tmp_path / "parquet").exists()
 
 
 def test_a_note_about_another_database_is_not_believed(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:

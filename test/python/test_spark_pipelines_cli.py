@@ -12,6 +12,8 @@ from typing import Any
 import commands
 import psycopg
 import pytest
+from clients import wait_for
+from sparks import PATIENCE
 
 pytest.importorskip("pyspark")
 
@@ -77,6 +79,7 @@ def test_a_report_says_where_it_is(database: str, queue: Queue, tmp_path: Path) 
         (("redrive-where", "nobody", "--where", "true"), 1, "'nobody' does not exist"),
         (("summarize-flights", "PATH", "--queue", "nobody"), 1, "'nobody' does not exist"),
         (("replay", "PATH", "QUEUE", "--since", "yesterday"), 2, "'yesterday' is not a moment"),
+        (("replay", "PATH", "QUEUE", "--since", "0001-01-01T00:00+14:00"), 2, "is not a moment"),
     ],
 )
 def test_what_goes_wrong_is_said_in_a_line(
@@ -189,12 +192,12 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("words", [("spark", "archive-to-parquet", "x"), ("demo", "--out", "x")])
+@pytest.mark.parametrize("words", [("spark", "archive-to-parquet", "x"), ("demo",), ("demo", "--out", "x")])
 def test_commands_without_java_say_it_and_begin_nothing(words: tuple[str, ...], tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "JAVA", "PATH"))}
     done = subprocess.run(
         [sys.executable, "-c", HIDDEN, *words],
-        env=kept | {"PATH": str(tmp_path), "PGQUEUE_HOME": str(tmp_path / "home")},
+        env=kept | {"PATH": str(tmp_path), "PGQUEUE_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -261,6 +264,40 @@ def test_spark_that_does_not_start_is_one_message(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "SparkFailure: Spark did not start: " in done.stderr
+
+
+HURRY = "-XX:TieredStopAtLevel=1"
+
+
+# In a process of its own, whose JVM is gone by the time that the error is told.
+@pytest.mark.usefixtures("spark")
+def test_what_spark_says_outlives_its_jvm(database: str, queue: Queue, tmp_path: Path) -> None:
+    words = ("archive-to-parquet", "nosuch://x", "--queue", queue.name)
+    done = subprocess.run(
+        [*commands.COMMAND, "spark", *words],
+        env=commands.environment(PGQUEUE_DSN=database, TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    log, *others = tmp_path.glob("*pgqueue*")
+    assert done.stderr == f'pgqueue: No FileSystem for scheme "nosuch"\nhint: Spark\'s log is {log}\n', done
+    assert (done.returncode, done.stdout, others) == (1, "", [])
+
+
+@pytest.mark.usefixtures("spark")
+def test_a_command_that_is_terminated_leaves_nothing(database: str, queue: Queue, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*commands.COMMAND, "spark", "archive-to-parquet", str(tmp_path / "out"), "--queue", queue.name],
+        env=commands.environment(PGQUEUE_DSN=database, TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        wait_for((tmp_path / "out").exists, PATIENCE)
+        command.terminate()
+        assert (command.communicate(), command.returncode) == (("", ""), 143)
+    assert [*tmp_path.glob("*pgqueue*")] == []
 
 
 # What a query of the user's own raises stays an error of PySpark's: within a session of ours, and behind it, where it

@@ -154,7 +154,8 @@ def test_a_report_counts_what_is_in_the_archive_and_in_parquet_once(
         [busy],
         dsn=database,
         path=str(tmp_path / "parquet"),
-        since=MIDNIGHT - timedelta(hours=1),
+        # Without a time zone it is in UTC, and not in that of the process.
+        since=(MIDNIGHT - timedelta(hours=1)).replace(tzinfo=None),
         until=MIDNIGHT,
         window=timedelta(hours=1),
         plots=True,
@@ -169,6 +170,14 @@ def test_a_report_counts_what_is_in_the_archive_and_in_parquet_once(
     (picture,) = report.pictures
     assert picture.name == "flow.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_windows_beyond_number_are_refused_before_they_are_drawn(
+    spark: Any, database: str, busy: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"invalid window: 2:\d\d:.* has more than 10,000 windows of 0:00:00.5"):
+        flow_report(spark, tmp_path, [busy], dsn=database, window=timedelta(seconds=0.5))
+    assert [*tmp_path.iterdir()] == []
 
 
 class Page(html.parser.HTMLParser):

@@ -339,6 +339,28 @@ def test_the_user_s_schema_chooses_columns(orders: pgqueue.Queue, rows: Callable
     assert list(rows("payload string, id long")[0]) == ["payload", "id"]
 
 
+def test_only_what_is_never_null_may_be_declared_so(orders: pgqueue.Queue, load: Callable[..., Any]) -> None:
+    orders.enqueue(1)
+    assert [row.attempt_count for row in load("attempt_count int not null").collect()] == [0]
+    with pytest.raises(AnalysisException, match="column payload may be null, so it cannot be declared not null"):
+        load("id long not null, payload string not null").collect()
+
+
+def test_a_text_that_begins_with_a_byte_order_mark_keeps_it(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], rows: Callable[..., Rows]
+) -> None:
+    orders.enqueue(1)
+    connection.execute("update pgqueue.messages set last_error = e'\\ufeffx' where queue_name = %s", [orders.name])
+    assert rows("last_error string") == [{"last_error": "\ufeffx"}]
+
+
+def test_the_columns_are_those_of_the_source_however_it_is_written(
+    orders: pgqueue.Queue, rows: Callable[..., Rows]
+) -> None:
+    orders.enqueue(1)
+    assert rows(source=" Dead ") == []
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [

@@ -428,7 +428,8 @@ def test_the_same_version_of_an_app_is_sent_once(sink: Sink, caplog: pytest.LogC
     sink.send(payloads("1", "2"), **app)
     assert not caplog.records
     sink.send(payloads("1", "2"), **app)
-    assert caplog.messages == [f"version 20260131 of '{sink.name}' was committed before: 2 messages are discarded"]
+    known = f"{sink.name} to {sink.name}"
+    assert caplog.messages == [f"version 20260131 of '{known}' was committed before: 2 messages are discarded"]
     assert (sink.sent(), sink.staged()) == ([1, 2], 0)
     sink.send(payloads("3"), txnAppId=sink.name, txnVersion="0")
     assert sink.sent() == [1, 2, 3]
@@ -454,11 +455,21 @@ def test_a_micro_batch_is_sent_once(sink: Sink) -> None:
     assert sink.sent() == [1, 2, 3]
 
 
-def test_a_stream_may_go_by_a_name_that_outlives_its_checkpoint(sink: Sink) -> None:
-    for query in "first", "second":
-        staged = sink.write(sink.stream(txnAppId=sink.name), payloads("1"), task=(0, 0, query))
-        sink.stream(txnAppId=sink.name).commit([staged], 0)
+def test_a_version_of_an_app_is_sent_to_each_queue_once(sink: Sink) -> None:
+    second = f"{sink.name}-second"
+    pgqueue.Queue(sink.connection, second).create_queue()
+    app = {"txnAppId": "a" * 256, "txnVersion": "1"}
+    for queue in (sink.name, second) * 2:
+        sink.send(payloads("1"), queue=queue, **app)
     assert sink.sent() == [1]
+    assert pgqueue.Queue(sink.connection, second).peek() == 1
+    # Rows that name their queues are one write together.
+    kinds = schema(payload=t.StringType(), queue_name=t.StringType())
+    for _ in range(2):
+        rows = pa.RecordBatch.from_pydict({"payload": ["2", "3"], "queue_name": [sink.name, second]})
+        sink.send(rows, kinds=kinds, queue="", **app)
+    assert sink.sent() == [1, 2]
+    assert pgqueue.Queue(sink.connection, second).peek() == 2
 
 
 def test_an_empty_micro_batch_sends_nothing(sink: Sink) -> None:
@@ -554,6 +565,8 @@ def test_a_crash_of_the_server_between_staging_and_commit_loses_the_run_and_says
         (schema(payload=t.StringType(), queue_name=t.StringType()), {}, "the queue is named twice"),
         (schema(queue_name=t.StringType()), {"queue": ""}, "there is nothing to send"),
         (schema(queue_name=t.IntegerType(), a=t.IntegerType()), {"queue": ""}, "column queue_name is int"),
+        (schema(PAYLOAD=t.StringType()), {}, "column PAYLOAD beside no column payload"),
+        (schema(payload=t.StringType(), Headers=t.StringType()), {}, "unknown column Headers .*did you mean headers"),
         (schema(), {}, "there must be one at least"),
         (PAYLOAD, {"txnAppId": "a"}, "options txnAppId and txnVersion go together"),
         (PAYLOAD, {"txnVersion": "1"}, "options txnAppId and txnVersion go together"),
@@ -575,9 +588,11 @@ def test_two_columns_of_one_name_are_refused(sink: Sink) -> None:
         sink.writer(t.StructType([t.StructField("a", t.StringType())] * 2))
 
 
-def test_a_stream_has_no_version_of_its_own(sink: Sink) -> None:
-    with pytest.raises(OptionError, match="option txnVersion is not for streaming queries"):
-        sink.stream(txnAppId="a", txnVersion="1")
+@pytest.mark.parametrize("options", [{"txnAppId": "a"}, {"txnVersion": "1"}, {"txnAppId": "a", "txnVersion": "1"}])
+def test_a_stream_has_no_name_but_that_of_its_checkpoint(sink: Sink, options: dict[str, str]) -> None:
+    # Under one that outlived it, the batches of the next checkpoint, which count from 0 again, would be discarded.
+    with pytest.raises(OptionError, match="options txnAppId and txnVersion are not for streaming queries"):
+        sink.stream(**options)
 
 
 # In a session.

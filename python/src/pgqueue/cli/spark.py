@@ -1,12 +1,13 @@
 """The commands that run on Spark: the pipelines, under their names."""
 
-import re
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -27,9 +28,9 @@ def _moment(text: str | datetime) -> datetime:
         return text
     try:
         found = datetime.fromisoformat(text)
-    except ValueError:
+        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+    except (ValueError, OverflowError):
         raise typer.BadParameter(f"{text!r} is not a moment: write 2026-01-31 or 2026-01-31T12:00:00Z.") from None
-    return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
 
 
 _MOMENT: Any = {"parser": _moment, "metavar": "MOMENT", "show_default": False}
@@ -241,7 +242,7 @@ def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSes
     try:
         from ..spark.java import JavaNotFoundError, use_java
         from ..spark.options import OptionError
-        from ..spark.pipelines import ArchiveBusyError, PredicateError, SparkFailure, local_session
+        from ..spark.pipelines import ArchiveBusyError, PredicateError, SparkFailure, StandbyError, local_session
     except ImportError as error:
         raise Failure(f"the commands of Spark need {error.name}", "pip install 'pgqueue[cli,spark]'") from None
     progress = Progress(
@@ -255,30 +256,31 @@ def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSes
         disable=session.quiet or not session.err.is_interactive,
     )
     progress.add_task("Spark starts", total=None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, _end)
     try:
         use_java()  # before a database is asked for: what is missing is said at once
         with progress, session.conninfo() as dsn, local_session(master) as spark:
+            # Spark has a handler of its own by now, which would end in a stack trace.
+            signal.signal(signal.SIGINT, _end)
             progress.update(_ONE, description=what)
             yield spark, dsn, progress
     except JavaNotFoundError as error:
         raise Failure(str(error)) from None
     except PredicateError as error:
         raise Failure(str(error), status=Status.USAGE) from None
-    except (OptionError, ArchiveBusyError, SparkFailure) as error:
+    except SparkFailure as error:
+        raise Failure(str(error), "; ".join(getattr(error, "__notes__", [])) or None) from None
+    except (OptionError, ArchiveBusyError, StandbyError) as error:
         raise Failure(str(error)) from None
-    except Exception as error:
-        raise _explained(error) from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _explained(error: Exception) -> Exception:
-    """An error of Spark in a line: what the worker or the query said last, and where the log is."""
-    if not type(error).__module__.startswith(("pyspark", "py4j")):
-        return error
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # What was raised in a worker stands behind its name, below the stack that led there.
-    raised = [line for line in lines if re.match(r"(?:pgqueue|psycopg)[\w.]*\.\w+: ", line)]
-    said = raised[-1].partition(": ")[2] if raised else lines[0] if lines else type(error).__name__
-    return Failure(re.sub(r"^\[[\w.]+\] | SQLSTATE: \w+", "", said), "; ".join(getattr(error, "__notes__", [])) or None)
+def _end(number: int, _: object) -> NoReturn:
+    """End upon a signal, so that the JVM and its files go, too."""
+    sys.exit(128 + number)
 
 
 def _all(dsn: str, is_archived: bool = False) -> list[str]:

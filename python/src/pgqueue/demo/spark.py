@@ -84,7 +84,7 @@ class Producer(threading.Thread):
             self.error = error
 
 
-def play(stack: ExitStack, messages: int | None, out: Path, keep: bool) -> bool:
+def play(stack: ExitStack, messages: int | None, wanted: Path | None, keep: bool) -> bool:
     """Run all of it; says whether the sums are the same."""
     from ..spark.java import find_java
     from ..spark.pipelines import archive_to_parquet, flow_report, local_session, read_archive
@@ -97,6 +97,7 @@ def play(stack: ExitStack, messages: int | None, out: Path, keep: bool) -> bool:
     stack.enter_context(stage(connection, keep and given is not None))
     console.print(f"[dim]PostgreSQL {connection.info.server_version // 10000}, {java.version}; Spark starts …[/]")
     records = sorted(flights(messages), key=lambda flight: (flight["time_hour"], flight["record"]))
+    out = (wanted or Path(tempfile.mkdtemp(prefix="pgqueue-demo-spark-"))).resolve()
     for name in OUTCOME:
         shutil.rmtree(out / name, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
@@ -279,11 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.messages is not None and options.messages < 1:
         parser.error(f"--messages: {options.messages} is less than 1")
-    out = options.out or Path(tempfile.mkdtemp(prefix="pgqueue-demo-spark-"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with ExitStack() as stack:
-            return 0 if play(stack, options.messages, out.resolve(), options.keep) else 1
+            return 0 if play(stack, options.messages, options.out, options.keep) else 1
     except KeyboardInterrupt:
         print("\ninterrupted; everything is cleaned up", file=sys.stderr)
         return 128 + signal.SIGINT

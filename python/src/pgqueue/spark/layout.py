@@ -87,7 +87,8 @@ def _documents(queue: str | None, kinds: dict[str, t.DataType]) -> Layout:
     if queue is None:
         _check("queue_name", document.pop("queue_name"))
     for name, kind in document.items():
-        if name in _COLUMNS:
+        # In any case: to Spark, PAYLOAD and payload are one column.
+        if name.lower() in _COLUMNS:
             raise OptionError(
                 f"column {name} beside no column payload: is it part of the message, or about it? Say so by a column"
                 " payload, such as to_json(struct(…)), or rename it"

@@ -211,8 +211,8 @@ SINK_OPTIONS = (
         text(256),
         (WRITE,),
         "Together with txnVersion the name of this write: one that was committed under it before is discarded, so that"
-        " a job can be run again. A streaming query has its own id and the number of the micro-batch by default;"
-        " there, one that stays the same where the checkpoint is lost.",
+        " a job can be run again. For each queue by itself, where option queue names it. Batch writes only: a"
+        " streaming query goes by the id of its checkpoint and the number of the micro-batch.",
     ),
     Option(
         "txnVersion",

@@ -4,6 +4,7 @@ Rows travel as COPY in CSV, which Arrow reads natively: no Python object is made
 UUID is one, too.
 """
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
@@ -64,6 +65,9 @@ _COLUMNS = {
     "stream": STREAM_COLUMNS,
 }
 
+# Where a schema may say that they are never null.
+_NEVER_NULL = {"state", "id", "queue_name", "attempt_count", "max_attempts"}
+
 _DELIMITER = "\x02"
 _QUOTE = "\x01"
 _BATCH_BYTES = 2 * 1024 * 1024
@@ -93,6 +97,9 @@ def check(schema: StructType, source: str) -> None:
                 f"schema: column {field.name} is {_TYPES[field.name].simpleString()},"
                 f" not {field.dataType.simpleString()}; cast it in the query"
             )
+        if not field.nullable and field.name not in _NEVER_NULL:
+            # Spark would believe it, and fail on a null, or leave out what asks for one.
+            raise OptionError(f"schema: column {field.name} may be null, so it cannot be declared not null")
 
 
 def column(name: str) -> sql.Composable:
@@ -190,7 +197,8 @@ class _Reader:
         return [(field.name, field.type) for field in self._schema]
 
     def batch(self, lines: list[bytes]) -> pa.RecordBatch:
-        data = b"".join(lines)
+        # Arrow takes a byte order mark off the front, and it must not be one that a text begins with.
+        data = b"".join([BOM_UTF8, *lines])
         read = csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=self._schema.names)
         table = csv.read_csv(BytesIO(data), read, self._parse, self._convert).combine_chunks()
         arrays = [

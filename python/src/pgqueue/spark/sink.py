@@ -33,13 +33,18 @@ from .layout import Layout, plan
 from .links import connect, conninfo
 from .options import OptionError, Options
 
-__all__ = ["QueueArrowWriter", "QueueStreamArrowWriter", "Staged"]
+__all__ = ["QueueArrowWriter", "QueueStreamArrowWriter", "Staged", "commit_name"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger("pgqueue.spark")
 _PIECE_BYTES = 4 * 1024 * 1024
 _LINE = re.compile(r"COPY staged_messages, line (\d+), column (payloads|headers)")
+
+
+def commit_name(app_id: str, queue: str | None) -> str:
+    """What the ledger calls an application's writes to a queue: a job may have one version for several of them."""
+    return f"{app_id} to {queue or '*'}"
 
 
 @dataclass
@@ -121,8 +126,11 @@ class QueueArrowWriter(_Writer, DataSourceArrowWriter):
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Publish what the tasks staged. Runs in the driver, as do the following."""
         staged = [message for message in messages if isinstance(message, Staged)]
-        if self.options.txn_app_id is not None or any(message.counts for message in staged):
-            self._publish(staged, self.options.txn_app_id, self.options.txn_version)
+        app_id = self.options.txn_app_id
+        if app_id is not None:
+            self._publish(staged, commit_name(app_id, self.options.queue), self.options.txn_version)
+        elif any(message.counts for message in staged):
+            self._publish(staged, None, None)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:  # noqa: ARG002 - the run says it all
         """Discard it."""
@@ -130,21 +138,25 @@ class QueueArrowWriter(_Writer, DataSourceArrowWriter):
 
 
 class QueueStreamArrowWriter(_Writer, DataSourceStreamArrowWriter):
-    """A streaming query's writes: each micro-batch once, by the id of the query, or txnAppId, and that of the batch.
+    """A streaming query's writes: each micro-batch once, by the id of the query and that of the batch.
 
     Spark makes a new writer for `commit` and `abort`: what they need is in the messages.
     """
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        if options.txn_version is not None:
-            raise OptionError("option txnVersion is not for streaming queries: the version is that of the micro-batch")
+        if options.txn_app_id is not None or options.txn_version is not None:
+            # With another checkpoint batches count from 0 again: new ones would be taken for old ones, and discarded.
+            raise OptionError(
+                "options txnAppId and txnVersion are not for streaming queries, which go by the id of their checkpoint"
+                " and the number of the micro-batch"
+            )
         super().__init__(options, schema)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
         """Publish what the tasks staged."""
         staged = [message for message in messages if isinstance(message, Staged)]
         if any(message.counts for message in staged):
-            self._publish(staged, self.options.txn_app_id or staged[0].query_id, batchId)
+            self._publish(staged, staged[0].query_id, batchId)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803
         """Discard it."""

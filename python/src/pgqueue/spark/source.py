@@ -50,7 +50,7 @@ class PgQueueDataSource(DataSource):
         from .rows import columns
 
         # Which of both is read Spark has not said yet, but only a stream has a name.
-        return columns("stream" if "streamId" in self.options else self.options.get("source", "ready").lower())
+        return columns("stream" if "streamId" in self.options else self.options.get("source", "ready").strip().lower())
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """A batch read of messages as they are."""

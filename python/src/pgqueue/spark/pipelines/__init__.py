@@ -5,7 +5,7 @@ flow, and the flights of the demo from one end to the other.
 """
 
 from .again import Redriven, Replayed, read_dead_letters, redrive_where, replay
-from .archive import ArchiveBusyError, Archived, archive_to_parquet, read_archive, read_finished
+from .archive import ArchiveBusyError, Archived, StandbyError, archive_to_parquet, read_archive, read_finished
 from .flights import Published, read_summaries, summarize, summarize_flights
 from .flow import PERCENTILES, flow_metrics
 from .letters import dead_letter_report, normalized_error
@@ -27,6 +27,7 @@ __all__ = [
     "Redriven",
     "Replayed",
     "SparkFailure",
+    "StandbyError",
     "archive_to_parquet",
     "dead_letter_report",
     "flow_metrics",

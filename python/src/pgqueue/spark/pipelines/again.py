@@ -8,15 +8,16 @@ from typing import Any, Final
 from uuid import uuid4
 
 import psycopg
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from ...client import Queue
 from ..links import connect, conninfo
+from ..sink import commit_name
 from .archive import read_archive
 from .files import Folder
 from .predicates import matching
-from .times import from_micros
+from .times import from_micros, in_utc
 
 __all__ = ["Redriven", "Replayed", "read_dead_letters", "redrive_where", "replay"]
 
@@ -91,24 +92,22 @@ def replay(
         queues: Only messages that were finished in these queues.
         since: Only messages that were finished from this moment on.
         until: Only messages that were finished before this moment.
-        app_id: What the ledger knows this replay by, 1 to 200 characters; by default a digest of path, queue and all
+        app_id: What the ledger knows this replay by, 1 to 256 characters; by default a digest of path, queue and all
             that chooses, so that the same replay is done once.
         version: Another one sends the messages once more.
 
     Raises PredicateError; PySparkException, and then nothing was sent.
     """
-    name = app_id if app_id is not None else _digest(str(Folder(spark, path)), queue, where, queues, since, until)
-    found = matching(read_archive(spark, path, queues=queues, since=since, until=until), where)
+    names = None if queues is None else sorted({*queues})
+    since, until = since and in_utc(since), until and in_utc(until)
+    name = app_id if app_id is not None else _digest(str(Folder(spark, path)), queue, where, names, since, until)
+    found = matching(read_archive(spark, path, queues=names, since=since, until=until), where)
     dsn = conninfo(dsn)
-    # A column has one type: raw bytes go apart from JSON, under a name of their own.
-    parts = {name: ("payload", F.col("body").isNull()), f"{name} (bodies)": ("body", F.col("body").isNotNull())}
-    was_done = _all_known([_is_known(dsn, part, version) for part in parts])
+    was_done = _is_known(dsn, commit_name(name, queue), version)
     found = found.select("payload", "body", "headers", "message_id").persist()
     try:
         chosen = found.count()
-        for part, (column, condition) in parts.items():
-            if column == "payload" or found.where(condition).head(1):
-                _send(found.where(condition), F.col(column), dsn, queue, part, version)
+        _send(found, dsn, queue, name, version)
     finally:
         found.unpersist()
     return Replayed(name, version, chosen, was_done)
@@ -170,10 +169,9 @@ def redrive_where(
         return Redriven(len(chosen), row[0], False)
 
 
-def _send(found: DataFrame, payload: Column, dsn: str, queue: str, app_id: str, version: int) -> None:
+def _send(found: DataFrame, dsn: str, queue: str, app_id: str, version: int) -> None:
     (
-        found.select(payload.alias("payload"), "headers", "message_id")
-        .write.format("pgqueue")
+        found.write.format("pgqueue")
         .options(dsn=dsn, queue=queue, txnAppId=app_id, txnVersion=version)
         .mode("append")
         .save()
@@ -202,11 +200,6 @@ def _is_known(dsn: str, app_id: str, version: int) -> bool | None:
             return None
 
 
-def _all_known(parts: Iterable[bool | None]) -> bool | None:
-    known = [*parts]
-    return None if None in known else any(known)
-
-
 def _digest(*choice: Any) -> str:
-    told = "\0".join(repr(sorted(part) if isinstance(part, list | tuple | set) else part) for part in choice)
+    told = "\0".join(map(repr, choice))
     return f"replay {hashlib.sha256(told.encode()).hexdigest()[:32]}"

@@ -20,9 +20,17 @@ from pyspark.sql.types import DateType, StructType
 from .. import rows
 from ..links import connect, conninfo
 from .files import Folder
-from .times import plain_moments, utc_day
+from .times import in_utc, plain_moments, utc_day
 
-__all__ = ["ARCHIVED", "ArchiveBusyError", "Archived", "archive_to_parquet", "read_archive", "read_finished"]
+__all__ = [
+    "ARCHIVED",
+    "ArchiveBusyError",
+    "Archived",
+    "StandbyError",
+    "archive_to_parquet",
+    "read_archive",
+    "read_finished",
+]
 
 ARCHIVED: Final[StructType] = StructType(
     [field for field in rows.columns("archive") if field.name != "queue_name"] + [rows.columns("archive")["queue_name"]]
@@ -56,6 +64,10 @@ where d.datname = current_database()
 
 class ArchiveBusyError(RuntimeError):
     """Another process is writing to the same place; the message names it."""
+
+
+class StandbyError(RuntimeError):
+    """The database is a standby, which cannot say what is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +106,19 @@ def archive_to_parquet(
     Returns:
         The outcome of each queue, in order.
 
-    Raises OptionError, QueueNotFound, and ArchiveBusyError where another run writes to this path.
+    Raises OptionError, QueueNotFound, StandbyError, and ArchiveBusyError where another run writes to this path.
     """
     where = conninfo(dsn)
     folder = Folder(spark, path)
     done: list[Archived] = []
     with connect(where, autocommit=True) as connection:
+        if _value(connection, "select pg_is_in_recovery()"):
+            raise StandbyError(
+                "archive_to_parquet reads from the primary: a standby does not know which transactions there have"
+                " finished messages and not committed yet"
+            )
         _hold(connection, str(folder))
+        folder.make()
         # Tasks that a killed run had finished lie here: Spark would take them for this run's.
         folder.delete("_temporary")
         for queue in _archived_queues(connection) if queues is None else dict.fromkeys(queues):
@@ -127,9 +145,11 @@ def read_archive(
         found = found.where(F.col("queue_name").isin([*queues]))
     # The day prunes directories, the moment decides.
     if since is not None:
-        found = found.where((F.col("day") >= F.lit(_utc(since).date())) & (F.col("finished_at") >= F.lit(_utc(since))))
+        since = in_utc(since)
+        found = found.where((F.col("day") >= F.lit(since.date())) & (F.col("finished_at") >= F.lit(since)))
     if until is not None:
-        found = found.where((F.col("day") <= F.lit(_utc(until).date())) & (F.col("finished_at") < F.lit(_utc(until))))
+        until = in_utc(until)
+        found = found.where((F.col("day") <= F.lit(until.date())) & (F.col("finished_at") < F.lit(until)))
     return found
 
 
@@ -172,7 +192,7 @@ def _read(
     reader = spark.read.format("pgqueue").options(dsn=where, queue=queue, source="archive")
     for name, moment in (("since", since), ("until", until)):
         if moment is not None:
-            reader = reader.option(name, _utc(moment).isoformat())
+            reader = reader.option(name, in_utc(moment).isoformat())
     return reader.schema(schema).load().withColumn("day", utc_day(F.col("finished_at"))).select(*columns)
 
 
@@ -277,7 +297,3 @@ def _value(connection: psycopg.Connection[Any], query: Any, *values: Any) -> Any
     row = connection.execute(query, values).fetchone()
     assert row is not None  # noqa: S101 - each of these queries returns one
     return row[0]
-
-
-def _utc(moment: datetime) -> datetime:
-    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)

@@ -8,7 +8,7 @@ __all__ = ["Folder"]
 
 
 class Folder:
-    """A directory, made where it is missing. Names are relative to it."""
+    """A directory. Names are relative to it."""
 
     def __init__(self, spark: SparkSession, path: str) -> None:
         self._jvm = cast(Any, spark._jvm)
@@ -16,10 +16,13 @@ class Folder:
         root = self._jvm.org.apache.hadoop.fs.Path(path)
         self._fs = root.getFileSystem(self._conf)
         self._root = self._fs.makeQualified(root)
-        self._fs.mkdirs(self._root)
 
     def __str__(self) -> str:
         return str(self._root.toString())
+
+    def make(self) -> None:
+        """Make it where it is missing: for who writes. A reader whose path is misspelt is to be told so."""
+        self._fs.mkdirs(self._root)
 
     def read(self, name: str) -> str | None:
         """The text of a file; None where there is none."""

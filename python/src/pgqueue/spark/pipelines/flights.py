@@ -104,6 +104,7 @@ def summarize_flights(
     """
     where = conninfo(dsn)
     folder = Folder(spark, path)
+    folder.make()
     with connect(where, autocommit=True) as connection:
         for name in (queue, summaries):
             Queue(connection, name).get_queue()

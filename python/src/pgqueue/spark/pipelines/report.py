@@ -14,12 +14,13 @@ from .flow import flow_metrics
 from .letters import dead_letter_report
 from .page import Flow, Letters, Measure, render
 from .plots import draw
-from .times import from_micros, window_of
+from .times import from_micros, in_utc, window_of
 
 __all__ = ["FlowReport", "flow_report"]
 
 _COLUMNS = ("id", "queue_name", "attempt_count", "enqueued_at", "claimed_at", "finished_at")
 _KINDS = 50  # of dead letters, at most, on the page
+_MOST_WINDOWS = 10_000  # each is drawn, the empty ones between others, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,10 @@ def flow_report(
         accuracy: That of the percentiles, as of `flow_metrics`: None for exact ones.
         plots: Whether to draw the PNGs, for which extra `plots` is needed; None: if it is there.
 
-    Raises OptionError, QueueNotFound, ImportError (plots).
+    Raises OptionError, QueueNotFound, ValueError (more than 10,000 windows), ImportError (plots).
     """
     names = [*dict.fromkeys(queues)]
+    since, until = since and in_utc(since), until and in_utc(until)
     finished = read_finished(
         spark, queues=names, dsn=dsn, path=path, since=since, until=until, columns=_COLUMNS
     ).persist()
@@ -71,7 +73,12 @@ def flow_report(
         for moment, keep in ((since, F.col("died_at") >= F.lit(since)), (until, F.col("died_at") < F.lit(until))):
             dead = dead if moment is None else dead.where(keep)
         dead = dead.persist()
-        length = window or window_of(_span(finished, dead))
+        whole = _span(finished, dead)
+        length = window or window_of(whole)
+        if whole > _MOST_WINDOWS * length:
+            raise ValueError(
+                f"invalid window: {whole} has more than {_MOST_WINDOWS:,} windows of {length}; take a longer one"
+            )
         flow = Flow(
             length,
             [_measure(row) for row in _collect(flow_metrics(finished, dead, None, accuracy))],

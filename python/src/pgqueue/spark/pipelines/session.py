@@ -1,15 +1,17 @@
 """A Spark session of this machine for a command: on a Java that was checked, with Spark's own words kept in a log."""
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from py4j.protocol import Py4JError
 from pyspark import SparkConf, SparkContext
-from pyspark.errors import PySparkRuntimeError
+from pyspark.errors import PySparkException, PySparkRuntimeError
 from pyspark.java_gateway import launch_gateway
 from pyspark.logger import PySparkLogger
 from pyspark.sql import SparkSession
@@ -48,11 +50,12 @@ def local_session(master: str = "local[*]", memory: str = "1g", **settings: str)
         memory: The heap of the JVM, as Spark writes it: 512m, 2g.
         settings: More settings of Spark, with `__` for the dots in their names.
 
-    What the JVM and its workers print goes to a file in the temporary directory, which is deleted unless something
-    fails. Raises JavaNotFoundError where there is no Java to run on, and SparkFailure where Spark does not start.
+    What the JVM and its workers print goes to a file in the temporary directory, which is deleted unless something of
+    Spark's fails. Raises JavaNotFoundError where there is no Java to run on, and SparkFailure where Spark does not
+    start, and in place of an error of Spark's that was not caught within.
     """
     if SparkContext._active_spark_context is not None:
-        with _quiet():
+        with _quiet(), _told():
             yield SparkSession.builder.getOrCreate()
         return
     use_java()
@@ -69,7 +72,8 @@ def local_session(master: str = "local[*]", memory: str = "1g", **settings: str)
         with _log() as log, _quiet():
             spark = _start(conf, log)
             try:
-                yield spark
+                with _told():
+                    yield spark
             finally:
                 _stop(spark)
 
@@ -82,13 +86,33 @@ def _log() -> Iterator[IO[bytes]]:
     with Path(name).open("wb") as log:
         try:
             yield log
-        except (KeyboardInterrupt, GeneratorExit, SystemExit):
-            Path(name).unlink()
-            raise
-        except Exception as error:
+        except SparkFailure as error:
             error.add_note(f"Spark's log is {name}")
             raise
+        except BaseException:
+            Path(name).unlink()
+            raise
         Path(name).unlink()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Errors of Spark as text: they ask the JVM for their words, and it is gone once the session is."""
+    try:
+        yield
+    except (PySparkException, Py4JError) as error:
+        raise SparkFailure(_words(error)) from error
+
+
+def _words(error: Exception) -> str:
+    """An error of Spark in a line: what the worker or the query said last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].startswith("An error occurred while calling"):
+        del lines[0]
+    # What was raised in a worker stands behind its name, below the stack that led there.
+    raised = [line for line in lines if re.match(r"(?:pgqueue|psycopg)[\w.]*\.\w+: ", line)]
+    said = raised[-1].partition(": ")[2] if raised else lines[0] if lines else type(error).__name__
+    return re.sub(r"^\[[\w.]+\] |^: (?:[\w$]+\.)+[\w$]+: | SQLSTATE: \w+", "", said)
 
 
 @contextmanager
@@ -110,15 +134,21 @@ def _start(conf: SparkConf, log: IO[bytes]) -> SparkSession:
         return SparkSession(SparkContext(conf=conf, gateway=gateway))
     except PySparkRuntimeError as error:
         said = [line for line in Path(log.name).read_text(errors="replace").splitlines() if line.strip()]
-        raise SparkFailure(f"Spark did not start: {said[0] if said else error}") from None
+        # The JVM warns of this and that before it says what is wrong.
+        wrong = [line for line in said if "Exception" in line or "rror" in line] or said
+        raise SparkFailure(f"Spark did not start: {wrong[0] if wrong else error}") from None
 
 
 def _stop(spark: SparkSession) -> None:
     """Stop the session and its JVM, which would else live as long as this process."""
     gateway = SparkContext._gateway
-    spark.stop()
+    # A call that a signal has interrupted leaves the connection to the JVM out of step; without stdin it ends anyway.
+    with suppress(Exception):
+        spark.stop()
+    SparkContext._active_spark_context = None
     if gateway is not None:
-        gateway.shutdown()
+        with suppress(Exception):
+            gateway.shutdown()
         gateway.proc.stdin.close()
         gateway.proc.wait()
         SparkContext._gateway = SparkContext._jvm = None

@@ -9,7 +9,7 @@ from typing import Final
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 
-__all__ = ["from_micros", "plain_moments", "span", "utc_day", "utc_floor", "window_of"]
+__all__ = ["from_micros", "in_utc", "plain_moments", "span", "utc_day", "utc_floor", "window_of"]
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _DAY: Final = 86_400_000_000  # microseconds
@@ -32,6 +32,11 @@ def utc_floor(moment: Column, window: timedelta) -> Column:
     """The start of the window that a moment lies in; windows are counted from 1970-01-01 00:00 UTC."""
     micros = F.unix_micros(moment)
     return F.timestamp_micros(micros - F.pmod(micros, F.lit(window // timedelta(microseconds=1))))
+
+
+def in_utc(moment: datetime) -> datetime:
+    """A moment of a caller; without a time zone it is in UTC, where Spark would take it for one of the process's."""
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
 
 
 def from_micros(micros: int) -> datetime:
