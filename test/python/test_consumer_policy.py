@@ -529,6 +529,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"visibility_timeout": timedelta(hours=12, seconds=1)}, "visibility_timeout"),
     ({"grace_period": timedelta(seconds=-1)}, "grace_period"),
     ({"circuit_breaker_after": timedelta(seconds=-1)}, "circuit_breaker_after"),
+    ({"claimed_by": "worker\0"}, "claimed_by"),
+    ({"claimed_by": "worker \ud800"}, "claimed_by"),
 ]
 
 

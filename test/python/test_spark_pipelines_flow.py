@@ -16,9 +16,17 @@ pytest.importorskip("pyspark")
 from pyspark.sql import functions as F
 
 from pgqueue import Queue
-from pgqueue.spark.pipelines import archive_to_parquet, flow_metrics, flow_report, read_finished
+from pgqueue.spark.options import OptionError
+from pgqueue.spark.pipelines import (
+    archive_to_parquet,
+    dead_letter_report,
+    flow_metrics,
+    flow_report,
+    read_dead_letters,
+    read_finished,
+)
 from pgqueue.spark.pipelines.page import Flow, Letters, Measure, render
-from pgqueue.spark.pipelines.times import span, utc_day, utc_floor, window_of
+from pgqueue.spark.pipelines.times import utc_day, utc_floor, window_of
 
 Connection = psycopg.Connection[Any]
 
@@ -180,6 +188,17 @@ def test_windows_beyond_number_are_refused_before_they_are_drawn(
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize("window", [timedelta(0), timedelta(seconds=-1)])
+def test_a_window_is_longer_than_nothing(
+    spark: Any, database: str, busy: str, tmp_path: Path, window: timedelta
+) -> None:
+    with pytest.raises(OptionError, match="invalid window: "):
+        flow_report(spark, tmp_path, [busy], dsn=database, window=window)
+    letters = read_dead_letters(spark, [busy], dsn=database)
+    with pytest.raises(OptionError, match=r"invalid window: .*; must be longer than 0"):
+        dead_letter_report(letters, window)
+
+
 class Page(html.parser.HTMLParser):
     """What a page would ask for, and the tags that are not closed."""
 
@@ -228,19 +247,6 @@ def test_the_page_asks_nobody_and_believes_no_message() -> None:
 
 def test_a_page_about_nothing_says_so() -> None:
     assert "no message was finished, and none died" in render(Flow(timedelta(hours=1), [], [], [], MIDNIGHT, "Read"))
-
-
-@pytest.mark.parametrize(
-    ("text", "length"), [("10 s", 10), ("5m", 300), ("1 hour", 3600), ("2 days", 172800), ("1 Hour", 3600)]
-)
-def test_lengths_of_windows(text: str, length: int) -> None:
-    assert span(text) == timedelta(seconds=length)
-
-
-@pytest.mark.parametrize("text", ["", "0 s", "32 d", "1 week", "-5 m", "1 hour; drop", "9" * 30 + " s"])
-def test_what_is_no_length_of_a_window(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a length of 1 s to 31 days"):
-        span(text)
 
 
 def test_windows_are_round_and_not_too_many() -> None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from .delivery import Event
+from .evidence import clean
 from .policy import Retries
 
 __all__ = ["Mode", "Settings"]
@@ -80,6 +81,8 @@ class Settings:
             if getattr(self, name) < timedelta(0):
                 raise ValueError(f"invalid {name}: {getattr(self, name)}; must not be negative")
         self.claimed_by = self.claimed_by or f"{socket.gethostname()}:{os.getpid()}:{self.queue_name}"
+        if clean(self.claimed_by, len(self.claimed_by)) != self.claimed_by:
+            raise ValueError(f"invalid claimed_by: {self.claimed_by!r}; must be a text that PostgreSQL can store")
         self.peek_seconds = self.peek_delay.total_seconds()
 
     @property

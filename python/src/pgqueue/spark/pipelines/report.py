@@ -8,6 +8,7 @@ from pathlib import Path
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 
+from ..options import OptionError
 from .again import read_dead_letters
 from .archive import read_finished
 from .flow import flow_metrics
@@ -61,7 +62,7 @@ def flow_report(
         accuracy: That of the percentiles, as of `flow_metrics`: None for exact ones.
         plots: Whether to draw the PNGs, for which extra `plots` is needed; None: if it is there.
 
-    Raises OptionError, QueueNotFound, ValueError (more than 10,000 windows), ImportError (plots).
+    Raises OptionError (also for more than 10,000 windows), QueueNotFound, ImportError (plots).
     """
     names = [*dict.fromkeys(queues)]
     since, until = since and in_utc(since), until and in_utc(until)
@@ -74,9 +75,9 @@ def flow_report(
             dead = dead if moment is None else dead.where(keep)
         dead = dead.persist()
         whole = _span(finished, dead)
-        length = window or window_of(whole)
+        length = window_of(whole) if window is None else window
         if whole > _MOST_WINDOWS * length:
-            raise ValueError(
+            raise OptionError(
                 f"invalid window: {whole} has more than {_MOST_WINDOWS:,} windows of {length}; take a longer one"
             )
         flow = Flow(

@@ -1,6 +1,5 @@
 """Moments cut into days and windows in UTC, whatever the session's time zone and that of the process are."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -9,12 +8,12 @@ from typing import Final
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 
-__all__ = ["from_micros", "in_utc", "plain_moments", "span", "utc_day", "utc_floor", "window_of"]
+from ..options import OptionError
+
+__all__ = ["from_micros", "in_utc", "plain_moments", "utc_day", "utc_floor", "window_of"]
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _DAY: Final = 86_400_000_000  # microseconds
-_SPAN: Final = re.compile(r"(\d+) ?(s|second|m|minute|h|hour|d|day)s?")
-_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _ROUND: Final = tuple(
     timedelta(seconds=seconds)
     for seconds in (1, 5, 10, 30, 60, 300, 600, 1800, 3600, 3 * 3600, 6 * 3600, 86400, 7 * 86400)
@@ -29,7 +28,12 @@ def utc_day(moment: Column) -> Column:
 
 
 def utc_floor(moment: Column, window: timedelta) -> Column:
-    """The start of the window that a moment lies in; windows are counted from 1970-01-01 00:00 UTC."""
+    """The start of the window that a moment lies in; windows are counted from 1970-01-01 00:00 UTC.
+
+    Raises OptionError.
+    """
+    if window <= timedelta(0):
+        raise OptionError(f"invalid window: {window}; must be longer than 0")
     micros = F.unix_micros(moment)
     return F.timestamp_micros(micros - F.pmod(micros, F.lit(window // timedelta(microseconds=1))))
 
@@ -54,20 +58,6 @@ def plain_moments(spark: SparkSession) -> Iterator[None]:
         yield
     finally:
         spark.conf.set(name, before)
-
-
-def span(text: str) -> timedelta:
-    """Read the length of a window: 10 s, 5 minutes, 1 hour, 1d; from 1 s to 31 days.
-
-    Raises ValueError.
-    """
-    found = _SPAN.fullmatch(text.strip().lower())
-    length = timedelta(seconds=int(found[1]) * _SECONDS[found[2][0]]) if found and len(found[1]) < 9 else timedelta()
-    if not timedelta(seconds=1) <= length <= timedelta(days=31):
-        raise ValueError(
-            f"invalid window: {text[:100]!r} is not a length of 1 s to 31 days, such as 10 s, 5 m or 1 hour"
-        )
-    return length
 
 
 def window_of(whole: timedelta, most: int = 120) -> timedelta:
