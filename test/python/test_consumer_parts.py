@@ -13,12 +13,12 @@ from uuid import uuid4
 import psycopg
 import pytest
 from clients import connect, is_empty, wait_for
-from consumers import SECOND, THREADS, Form, Step, prepare
+from consumers import SECOND, THREADS, Form, Step, each, prepare
 from psycopg.rows import scalar_row
 
 from pgqueue import AsyncConsumer, Consumer, Message
 from pgqueue._calls import Bound
-from pgqueue.consumer import jobs, leases, pump
+from pgqueue.consumer import jobs, leases, pump, waking
 from pgqueue.consumer.core import Core
 from pgqueue.consumer.delivery import Held
 from pgqueue.consumer.leases import Leases, LostAck
@@ -505,6 +505,24 @@ def test_a_visibility_timeout_that_is_altered_is_noticed(
         wait_for(lambda: is_empty(connection, name))
     assert held[0] > timedelta(minutes=59)
     assert held[1] < timedelta(minutes=10)
+
+
+@each
+def test_to_arm_once_more_is_a_look(
+    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
+) -> None:
+    monkeypatch.setattr(waking, "_WAIT_SECONDS", 0.05)  # It has lapsed when the next look is due.
+    prepare(connection, name)
+
+    async def work(step: Step) -> None:
+        pass
+
+    with form.consuming(database, name, work) as run:
+        wait_for(lambda: run.consumer.stats.waits >= 3)
+        before = run.consumer.stats
+        wait_for(lambda: run.consumer.stats.waits >= before.waits + 8)
+        after = run.consumer.stats
+    assert after.peeks - before.peeks <= after.waits - before.waits + 1
 
 
 # Running

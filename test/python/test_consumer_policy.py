@@ -465,18 +465,18 @@ def test_what_a_look_promised_in_vain_is_looked_for_ever_longer() -> None:
     assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8, 1])
 
 
-def test_the_register_is_armed_thrice_a_minute() -> None:
+def test_the_register_is_armed_anew_before_it_ends() -> None:
     looks, clock = pace()
-    assert not looks.is_armed
+    assert (looks.is_armed, looks.is_lapsed) == (False, False)
     looks.armed(20)
-    clock.now += 19
+    clock.now += 18.9
     looks.empty()
-    assert looks.is_armed
-    clock.now += 1
-    assert not looks.is_armed
+    assert (looks.is_armed, looks.is_lapsed) == (True, False)
+    clock.now += 0.2
+    assert (looks.is_armed, looks.is_lapsed) == (False, True)
     looks.armed(20)
     looks.disarm()
-    assert not looks.is_armed
+    assert (looks.is_armed, looks.is_lapsed) == (False, False)
 
 
 def test_every_tenth_look_is_a_claim() -> None:

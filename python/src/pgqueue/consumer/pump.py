@@ -144,9 +144,12 @@ class Pump:
         if self._pace.claims:
             self._pace.empty()
             return room, False
-        self._core.stats.peeks += 1
-        if found := await (self._take(room) if self._settings.mode == "lease" else self._peek(room)):
-            return found
+        if self._ears.listening and self._pace.is_lapsed:
+            self._pace.disarm()  # To arm once more is a look, too.
+        else:
+            self._core.stats.peeks += 1
+            if found := await (self._take(room) if self._settings.mode == "lease" else self._peek(room)):
+                return found
         self._pace.empty()
         return await self._wait(room)
 

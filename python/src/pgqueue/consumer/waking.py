@@ -117,7 +117,7 @@ class Pace:
     def armed(self, seconds: float) -> None:
         """Note that the next sender notifies, and that something comes due in so many seconds."""
         now = self._clock()
-        self._armed_until = now + _WAIT_SECONDS
+        self._armed_until = now + 0.95 * _WAIT_SECONDS  # Before they do, and before that moment is due.
         self.due(now + max(seconds, 0.0))
 
     def disarm(self) -> None:
@@ -128,6 +128,11 @@ class Pace:
     def is_armed(self) -> bool:
         """Whether the next sender notifies."""
         return self._armed_until is not None and self._clock() < self._armed_until
+
+    @property
+    def is_lapsed(self) -> bool:
+        """Whether senders are about to cease to notify, only because nothing came for so long."""
+        return self._armed_until is not None and not self.is_armed
 
     @property
     def claims(self) -> bool:
