@@ -37,7 +37,10 @@ def configuration(
     parts = [
         f"control_dsn = {json.dumps(control)}\n",
         toml("users.admin", {"password_env": "TEST_PASSWORD"}),
-        *(toml(f"services.{name}", {"dsn": dsn, "databases": names}) for name, (dsn, names) in services.items()),
+        *(
+            toml(f"services.{json.dumps(name)}", {"dsn": dsn, "databases": names})
+            for name, (dsn, names) in services.items()
+        ),
         toml("limits", {"sample_seconds": 0.3} | dict(limits or {})),
         toml("tasks", {"visibility_timeout_seconds": 1} | dict(tasks or {})),
     ]

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
-from served import ADMIN, SERVICE, Server, Site, locked, new_name, serving, waiters
+from served import ADMIN, SERVICE, Server, Site, configuration, locked, new_name, serving, waiters
 
 from pgqueue.http.app import create_app
 from pgqueue.http.settings import Settings
@@ -189,6 +189,46 @@ def test_raw_bodies_are_base64(queue: DirectQueue, sql: psycopg.Connection[Any])
     assert base64.b64decode(message["body"]) == b"\x00\xff"
 
 
+def test_all_dead_letters_are_redriven_however_many(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+    def die() -> list[int]:
+        sql.execute("select pgqueue.nack(%s, id, claim_token) from pgqueue.claim(%s, 1500)", [queue.name, queue.name])
+        return [
+            row[0] for row in sql.execute("select id from pgqueue.dead_messages where queue_name = %s", [queue.name])
+        ]
+
+    sql.execute("select pgqueue.alter_queue(%s, max_attempts => 1)", [queue.name])
+    sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[1500]))", [queue.name])
+    ids = die()
+    assert queue.post("redrive", {"ids": ids}).json() == {"count": 1500}
+    die()
+    assert queue.post("redrive", {}).json() == {"count": 1500}
+
+
+def test_a_payload_that_is_too_long_to_be_measured_is_refused(queue: DirectQueue) -> None:
+    """Each of its numbers has 131,072 digits as PostgreSQL writes it: together over 1 GB."""
+    numbers = ", ".join(["1e131071"] * 8500)
+    assert code(queue.post("messages", f'{{"messages": [{{"payload": [{numbers}]}}]}}'), 422) == "invalid"
+
+
+def test_any_encoding_of_a_database_will_do(server: str, site: Site, tmp_path: Path) -> None:
+    made = new_name()
+    with psycopg.connect(server, autocommit=True) as connection:
+        connection.execute(
+            f"create database \"{made}\" encoding 'LATIN1' lc_collate 'C' lc_ctype 'C' template template0"
+        )
+        try:
+            services = {SERVICE: (server, [made])}
+            with serving(configuration(tmp_path, site.control, services), tmp_path) as web:
+                name = new_name()
+                web.create(name)
+                queue = DirectQueue(web, name)
+                queue.send("é")
+                assert [each["payload"] for each in queue.claim()] == ["é"]
+                assert code(queue.post("messages", {"messages": [{"payload": "☃"}]}), 422) == "invalid"
+        finally:
+            connection.execute(f'drop database "{made}" with (force)')
+
+
 def test_the_service_and_the_database_can_be_named(web: Server, site: Site, queue: DirectQueue) -> None:
     queue.send(1)
     where = {"service_id": SERVICE, "database_name": site.databases[0]}
@@ -273,6 +313,24 @@ def test_a_long_poll_that_finds_nothing_ends_when_it_said(queue: DirectQueue) ->
     began = time.monotonic()
     assert queue.claim(wait_seconds=2) == []
     assert 1.9 < time.monotonic() - began < 8
+
+
+def test_a_long_poll_gets_what_comes_due_though_the_clocks_differ(site: Site, tmp_path: Path) -> None:
+    """The server's clock is a minute behind that of the database, which says when something is due."""
+    (tmp_path / "sitecustomize.py").write_text("import time\nreal = time.time\ntime.time = lambda: real() - 60\n")
+    with serving(site.configuration(tmp_path), tmp_path, PYTHONPATH=str(tmp_path)) as web:
+        name = new_name()
+        web.create(name)
+        queue = DirectQueue(web, name)
+        assert queue.post("messages", {"messages": [{"payload": 1, "delay_seconds": 1}]}).status_code == 201
+        assert len(queue.claim(wait_seconds=4)) == 1
+
+
+def test_a_long_poll_ends_before_the_time_of_its_request(site: Site, tmp_path: Path) -> None:
+    with serving(site.configuration(tmp_path, limits={"request_seconds": 2}), tmp_path) as web:
+        name = new_name()
+        web.create(name)
+        assert DirectQueue(web, name).claim(wait_seconds=20) == []
 
 
 def test_nobody_who_waits_has_a_transaction_open(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
@@ -402,6 +460,27 @@ def test_what_is_claimed_for_a_request_that_took_too_long_is_ready_again(site: S
         assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
 
 
+def test_it_is_given_back_though_the_time_of_its_request_is_over(site: Site, tmp_path: Path) -> None:
+    """The client is gone when its claim ends, and giving back takes longer than the request may."""
+    name = new_name()
+    lock = "lock table pgqueue.messages in access exclusive mode"
+    with serving(site.configuration(tmp_path, limits={"request_seconds": 2}), tmp_path) as web:
+        web.create(name, visibility_timeout_seconds=600)
+        queue = DirectQueue(web, name)
+        (sent,) = queue.send(1)
+        with ThreadPoolExecutor(1) as threads, psycopg.connect(site.target) as behind:
+            with locked(site.target, lock), asked(web, f"{queue.path}/claim", {}):
+                web.until(lambda: waiters(site.target, "%claim(%"))
+                getting = threads.submit(behind.execute, lock)  # next, when the claim has ended
+                web.until(lambda: len(waiters(site.target)) > 1)
+            getting.result()
+            web.until(lambda: waiters(site.target, "%release(%"))
+            web.until(lambda: 'route="/v1/queues/{queue_name}/claim"' in web.get("/metrics").text)  # it is over
+            behind.rollback()
+        (claimed,) = web.until(queue.claim)
+        assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
+
+
 def test_a_server_that_stops_gives_back_first_what_nobody_received(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,9 +586,13 @@ def test_managed_requests_that_are_sent_again_happen_once(web: Server, site: Sit
     headers = {"Idempotency-Key": new_name()}
     tasks = {web.post(path, {"messages": [{"payload": {}}]}, headers=headers).json()["task_id"] for _ in range(3)}
     assert len(tasks) == 1
-    web.task(path, tasks.pop())
+    (task,) = tasks
+    web.task(path, task)
     with psycopg.connect(site.target) as connection:
         assert connection.execute("select ready_messages from pgqueue.stats(%s)", [name]).fetchone() == (1,)
+    web.call("DELETE", f"{web.queues}/{name}")
+    web.until(lambda: web.status(name) is None)
+    assert web.post(path, {"messages": [{"payload": {}}]}, headers=headers).json() == {"task_id": task}
 
 
 def test_what_happens_is_counted(queue: DirectQueue, web: Server) -> None:

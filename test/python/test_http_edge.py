@@ -4,6 +4,7 @@ import asyncio
 import time
 from typing import Any
 
+import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from pgqueue.http.databases import Databases
@@ -36,6 +37,32 @@ async def serve(app: Any, answers: list[Message], answered: asyncio.Event, secon
 async def answer(send: Send, status: int = 200) -> None:
     await send({"type": "http.response.start", "status": status, "headers": []})
     await send({"type": "http.response.body", "body": b"late"})
+
+
+async def test_what_nobody_expected_is_answered_and_costs_nobody_the_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def app(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        raise RecursionError("secret")
+
+    answers: list[Message] = []
+    await serve(app, answers, asyncio.Event())
+    assert statuses(answers) == [500]
+    assert b'"internal_error"' in answers[-1]["body"]
+    assert b"secret" not in answers[-1]["body"]
+    assert (b"x-frame-options", b"DENY") in answers[0]["headers"]
+    assert "RecursionError" in caplog.text
+
+
+async def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one() -> None:
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RecursionError
+
+    answers: list[Message] = []
+    with pytest.raises(RecursionError):
+        await serve(app, answers, asyncio.Event())
+    assert statuses(answers) == [200]
 
 
 def statuses(answers: list[Message]) -> list[int]:

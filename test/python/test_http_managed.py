@@ -9,10 +9,11 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import psycopg
 import pytest
-from served import ADMIN, SERVICE, Server, Site, new_name, serving
+from served import ADMIN, SERVICE, Server, Site, configuration, new_name, serving
 
 HOSTILE = [
     "'; drop table pgqueue_http.queues; --",
@@ -298,6 +299,18 @@ def test_what_is_missing_or_unknown_is_named(web: Server) -> None:
     refused(web.http.post(web.queues, data={"name": "x"}), 400, "body")
 
 
+@pytest.mark.parametrize("text", [b"\xed\xa0\x80", b"\xff"])
+def test_a_body_is_utf_8(web: Server, queue: str, text: bytes) -> None:
+    for path, payload in (
+        (f"{web.queues}/{queue}/messages", b'{"x": "%b"}'),
+        (f"/v1/queues/{queue}/messages", b'"%b"'),
+    ):
+        refused(web.post(path, b'{"messages": [{"payload": %b}]}' % (payload % text)), 400)
+        body = '{"messages": [{"payload": {"x": "é"}}]}'
+        refused(web.post(path, body.encode("utf-16")), 400, "body")
+        assert web.post(path, body.encode("utf-8-sig")).status_code in (201, 202)
+
+
 @pytest.mark.usefixtures("queue")  # The extension is in the other database, too.
 def test_database_name_chooses_the_database(web: Server, site: Site) -> None:
     name = new_name()
@@ -434,6 +447,16 @@ def test_what_there_is_not_is_not_found(web: Server, queue: str) -> None:
     refused(web.call("PUT", web.queues), 405)
 
 
+def test_where_a_new_queue_is_can_be_said_of_any_service(site: Site, tmp_path: Path) -> None:
+    services = dict.fromkeys(("日本", "a b?c#d"), (site.target, site.databases))
+    with serving(configuration(tmp_path, site.control, services), tmp_path) as web:
+        for service in services:
+            name = new_name()
+            answer = web.post(f"/managed-services/{quote(service)}/queues", {"name": name})
+            assert answer.status_code == 201
+            assert web.get(answer.headers["location"]).json()["name"] == name
+
+
 def test_a_name_is_taken_until_its_queue_is_gone(web: Server, site: Site) -> None:
     name = new_name()
     web.create(name)
@@ -504,6 +527,7 @@ def test_a_queue_that_was_dropped_by_sql_fails_its_tasks_and_can_be_deleted(web:
         "",
         "Basic",
         "Basic !!!",
+        b"Basic \xe9",
         "Bearer token",
         "Basic " + base64.b64encode(b"admin").decode(),
         "Basic " + base64.b64encode(b"admin:").decode(),
@@ -515,7 +539,7 @@ def test_a_queue_that_was_dropped_by_sql_fails_its_tasks_and_can_be_deleted(web:
         "Basic " + "A" * 5000,
     ],
 )
-def test_who_is_nobody_sees_nothing(web: Server, authorization: str | None) -> None:
+def test_who_is_nobody_sees_nothing(web: Server, authorization: str | bytes | None) -> None:
     assert web.get(web.queues).status_code == 200  # the right password is remembered now
     headers = {} if authorization is None else {"Authorization": authorization}
     for method, path in [
@@ -561,6 +585,7 @@ def test_a_hostile_name_is_a_name_that_nobody_has(web: Server, site: Site, hosti
         ({"Sec-Fetch-Site": "same-site"}, 403),
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "http://["}, 403),
         ({"Sec-Fetch-Site": "same-origin", "Origin": "https://behind.a.proxy"}, 202),
         ({"Sec-Fetch-Site": "none"}, 202),
         ({}, 202),

@@ -16,6 +16,11 @@ import pytest
 from served import ADMIN, SERVICE, Server, Site, configuration, locked, new_name, serving, waiters
 
 from pgqueue.embedded import EmbeddedServer
+from pgqueue.http.agent import Agent
+from pgqueue.http.databases import Databases
+from pgqueue.http.metrics import Metrics
+from pgqueue.http.sampling import Sampler
+from pgqueue.http.settings import Limits, Service, Settings
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +131,30 @@ def test_a_task_waits_for_a_target_that_is_down(
         other.until(lambda: other.status(name + "-b") == "Active")
 
 
+def test_databases_that_are_made_anew_are_prepared_anew(web: Server, postgres: EmbeddedServer) -> None:
+    """Somebody drops the broker's queue, then each database, and restores nothing."""
+
+    def works() -> bool:
+        name = new_name()
+        if web.post(web.queues, {"name": name}).status_code != 201:
+            return False
+        web.until(lambda: web.status(name) == "Active")
+        assert len(web.enqueue(name, {"n": 1})) == 1
+        keyed = {"Idempotency-Key": new_name()}
+        return web.post(f"/v1/queues/{name}/claim", {}, headers=keyed).status_code == 200
+
+    assert works()
+    control = psycopg.conninfo.make_conninfo(postgres.tcp_dsn, dbname="control")
+    with psycopg.connect(control, autocommit=True) as connection:
+        connection.execute("select pgqueue.drop_queue('pgqueue-http-tasks')")
+    web.until(works)
+    for database in ("target", "control"):
+        with psycopg.connect(postgres.dsn, autocommit=True) as connection:
+            connection.execute(f"drop database {database} with (force)")
+            connection.execute(f"create database {database}")
+        web.until(works)
+
+
 def test_a_statement_that_takes_too_long_is_503(web: Server, postgres: EmbeddedServer) -> None:
     name = new_name()
     web.create(name)
@@ -171,6 +200,38 @@ def test_a_body_that_never_ends_is_given_up(web: Server) -> None:
             "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{".encode()
         )
         assert connection.recv(100).startswith(b"HTTP/1.1 503")
+
+
+async def test_what_is_old_is_forgotten_however_much_and_whoever_is_down(postgres: EmbeddedServer) -> None:
+    """All at once would take longer than a statement may."""
+    services = {
+        "gone": Service("gone", "host=127.0.0.1 port=1", ("gone",)),
+        SERVICE: Service(SERVICE, postgres.tcp_dsn, ("target",)),
+    }
+    control = psycopg.conninfo.make_conninfo(postgres.tcp_dsn, dbname="control")
+    settings = Settings(control, services, {}, limits=Limits(connect_seconds=1, database_seconds=1))
+    databases = Databases(settings)
+    agent = Agent(settings, databases, Metrics(Sampler(settings, databases)))
+    try:
+        async with databases.target(services[SERVICE], "target", prepare=True) as connection:
+            await connection.execute(
+                "insert into pgqueue_http.effects (scope, key, fingerprint, done_at)"
+                " select 'old', i::text, ''::bytea, now() - interval '8 days' from generate_series(1, 20000) i"
+                " union all select 'old', 'new', '', now()"
+            )
+            await connection.execute(
+                "create function slow() returns trigger language plpgsql"
+                " as $$begin perform pg_sleep(0.001) where right(old.key, 1) = '0'; return old; end$$"
+            )
+            await connection.execute(
+                "create trigger slow before delete on pgqueue_http.effects for each row execute function slow()"
+            )
+            await agent.clean()
+            cursor = await connection.execute("select key from pgqueue_http.effects where scope = 'old'")
+            assert await cursor.fetchall() == [("new",)]
+            await connection.execute("drop function slow cascade")
+    finally:
+        await databases.close()
 
 
 def test_no_password_is_in_the_log(web: Server, postgres: EmbeddedServer) -> None:

@@ -294,11 +294,55 @@ def test_addresses_that_lead_nowhere_are_errors(web: Server, queue: str, site: S
     assert web.get("/queue", params=place).status_code == 200
     for wrong in ({"service": "x"}, {"database": "x"}, {"name": "x"}, {"name": "'; --"}):
         assert web.get("/queue", params=place | wrong).status_code == 404
-        assert web.post("/queue/purge", params=place | wrong).status_code == 404
+        assert web.post("/queue/purge", b"id=all", params=place | wrong).status_code == 404
     assert web.post("/queue/drop", params=place).status_code == 404
     assert web.get("/queue/confirm", params=place | {"action": "drop"}).status_code == 404
     assert web.post("/queue/purge", b"id=x", params=place).status_code == 422
     assert web.get("/queue", params=place | {"done": HOSTILE}).text.count("<script>") == 0
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"content": b""},
+        {"data": {"id": ""}},
+        {"data": {"id": ["1", "x"]}},
+        {"files": {"id": (None, "1")}},
+        {"json": {"id": 1}},
+    ],
+)
+def test_no_dead_letter_is_deleted_that_nobody_has_named(
+    web: Server, queue: str, site: Site, sql: psycopg.Connection[Any], form: Any
+) -> None:
+    place = {"service": "pg-service-uuid", "database": site.databases[0], "name": queue}
+    for action in ("purge", "redrive"):
+        assert web.http.post(f"/queue/{action}", params=place, **form).status_code == 422
+    assert web.http.post("/queue/purge", params=place | {"id": "1"}).status_code == 422
+    assert sql.execute("select dead_messages from pgqueue.stats(%s)", [queue]).fetchall() == [(1,)]
+    assert web.http.post("/queue/purge", params=place, data={"id": "all"}).status_code == 303
+    assert sql.execute("select dead_messages from pgqueue.stats(%s)", [queue]).fetchall() == [(0,)]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        '{"pgqueue.failures": [{"attempt": {}, "failed_at": [], "exception_type": null}, 1], "a": 1}',
+        '{"pgqueue.failures": {}}',
+        '{"a": ' + "[" * 900 + "]" * 900 + "}",
+        '{"a": ' + "[" * 5000 + "]" * 5000 + "}",
+        '{"a": ' + "9" * 5000 + "}",
+    ],
+)
+def test_any_headers_can_be_shown(web: Server, site: Site, sql: psycopg.Connection[Any], headers: str) -> None:
+    name = new_name()
+    sql.execute("select pgqueue.create_queue(%s, max_attempts => 1)", [name])
+    sql.execute("select pgqueue.enqueue(%s, '1', headers => %s)", [name, headers])
+    sql.execute("select pgqueue.nack(%s, id, claim_token) from pgqueue.claim(%s)", [name, name])
+    place = {"service": "pg-service-uuid", "database": site.databases[0], "name": name}
+    answer = web.get("/queue", params=place)
+    assert answer.status_code == 200
+    assert 'class="letter"' in answer.text
+    sql.execute("select pgqueue.drop_queue(%s)", [name])
 
 
 def test_pages_of_dead_letters_follow_each_other(page: Page, sql: psycopg.Connection[Any], web: Server) -> None:

@@ -51,6 +51,8 @@ def test_a_file_says_which_services_and_users_there_are() -> None:
         ({"users": {}}, "users: none given"),
         ({"users": {"a:b": {"password_hash": HASH}}}, "no colon"),
         ({"users": {"a": {"password_hash": "secret"}}}, "--hash-password"),
+        ({"users": {"a": {"password_hash": HASH.replace("16384", "16385")}}}, "--hash-password"),
+        ({"users": {"a": {"password_hash": HASH[:-2]}}}, "--hash-password"),
         ({"users": {"a": {"password": "secret"}}}, "users.a.password: unknown"),
         ({"tasks": {"concurrency": 0}}, "tasks.concurrency: 0; must be from 1 to 100"),
         ({"tasks": {"concurrency": 101}}, "from 1 to 100"),

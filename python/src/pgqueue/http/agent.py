@@ -226,8 +226,12 @@ class Agent:
             await registry.forget(connection, _REMEMBERED_DAYS)
         for service in self._settings.services.values():
             for database in service.databases:
-                async with self._databases.target(service, database) as connection:
-                    await registry.forget_effects(connection, _REMEMBERED_DAYS)
+                try:
+                    async with self._databases.target(service, database) as connection:
+                        await registry.forget_effects(connection, _REMEMBERED_DAYS)
+                except (psycopg.Error, PoolTimeout, OSError) as error:
+                    message = "%s/%s: what is old cannot be forgotten now: %s"
+                    logger.warning(message, service.id, database, type(error).__name__)
 
 
 async def _create(target: psycopg.AsyncConnection[Any], queue: QueueRow) -> None:

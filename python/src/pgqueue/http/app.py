@@ -117,15 +117,11 @@ def _handle_errors(app: FastAPI) -> None:
             logger.log(level, "%s %s: %s", request.method, answer.code, type(error).__name__, exc_info=trace)
         return error_response(answer)
 
-    async def unexpected(_request: Request, error: Any) -> Response:
-        return error_response(of_database(error))
-
     app.add_exception_handler(ApiError, api)
     app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, status)
     for kind in (psycopg.Error, PoolTimeout, PoolClosed, TooManyRequests, ConnectionError):
         app.add_exception_handler(kind, database)
-    app.add_exception_handler(Exception, unexpected)
 
 
 def _describe(app: FastAPI) -> None:

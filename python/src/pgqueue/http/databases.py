@@ -3,8 +3,8 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from .._files import install_script
 from ..client import AsyncQueue
+from ..errors import QueueNotFound
 from .errors import ApiError
 from .migrations import CONTROL, TARGET, migrate
 from .raw import RawJson
@@ -26,6 +27,7 @@ Connection = AsyncConnection[Any]
 Place = tuple[str, str] | None  # a service and a database; None is the control database
 
 _RETRY_SECONDS = 1.0  # after a failed connection; a request that comes later begins anew
+_MISSING = psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction
 
 
 class Databases:
@@ -65,6 +67,7 @@ class Databases:
             "connect_timeout": max(2, int(self._settings.limits.connect_seconds)),
             "fallback_application_name": "pgqueue serve",
             "tcp_user_timeout": int(self._settings.limits.database_seconds * 1000),
+            "client_encoding": "UTF8",  # whatever the database has: JSON is taken as it comes
         }
         return {name: value for name, value in ours.items() if name not in given}
 
@@ -78,7 +81,8 @@ class Databases:
                 await migrate(connection, CONTROL)
                 await self._open_broker(connection)
                 self._migrated.add(None)
-            yield connection
+            with self._prepared(None, QueueNotFound):  # the broker's, else there is none here
+                yield connection
 
     @asynccontextmanager
     async def target(self, service: Service, database: str, prepare: bool = False) -> AsyncIterator[Connection]:
@@ -98,7 +102,22 @@ class Databases:
                 await install(connection)
                 await migrate(connection, TARGET)
                 self._migrated.add(place)
-            yield connection
+            if not prepare:
+                yield connection
+                return
+            with self._prepared(place):
+                yield connection
+
+    @contextmanager
+    def _prepared(self, place: Place, *missing: type[psycopg.Error]) -> Iterator[None]:
+        """Where what was prepared is missing, the database is another one by now: prepare it next time."""
+        try:
+            yield
+        except psycopg.Error as error:
+            if not isinstance(error, (*_MISSING, *missing)):
+                raise
+            self._migrated.discard(place)
+            raise psycopg.OperationalError("the database has lost its tables") from error
 
     @asynccontextmanager
     async def _taken(self, place: Place, pool: AsyncConnectionPool[Connection]) -> AsyncIterator[Connection]:

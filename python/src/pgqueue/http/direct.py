@@ -15,8 +15,9 @@ from ..client import AsyncQueue
 from ..message import Message
 from .context import Context, Given, IdempotencyKey, errors, is_name, queue_not_found, reply
 from .errors import ApiError
-from .messages import check_payloads, send
+from .messages import check_payloads, send, text_of
 from .models import (
+    ALL,
     MAX_ID,
     Ack,
     AckBatch,
@@ -43,6 +44,12 @@ __all__ = ["router"]
 router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["direct"])
 
 _LOOK_SECONDS: Final = 5.0  # between looks of a long poll, beside notifications and what comes due
+# How many seconds to wait at most, by the database's clock, as ours may differ.
+_PREPARE_WAIT: Final = """
+select date_part('epoch', w.until - clock_timestamp())
+from pgqueue.prepare_wait(%s::text, make_interval(secs => %s)) as w (until)
+"""
+_WAITING_SHARE: Final = 0.8  # of a request's time at most, so that it ends with an answer
 _FAULTS: Final = errors(400, 403, 404, 409, 413, 422)
 _CLAIMS: Final = _FAULTS | errors(410)
 _CLAIMED: Final = tuple(ClaimedMessage.model_fields)
@@ -97,7 +104,7 @@ On = Annotated[Target, Depends(_target)]
 async def enqueue(request: Request, on: On, body: EnqueueDirect) -> Response:
     """Send up to 100 messages in one transaction; returns their ids in request order."""
     check_payloads(body.messages)
-    text = (await request.body()).decode()
+    text = await text_of(request)
 
     async def effect(queue: AsyncQueue) -> Answer:
         return Answer(201, to_json({"message_ids": await send(queue.connection, on.name, text)}))
@@ -117,7 +124,8 @@ async def claim(request: Request, on: On, body: Claim) -> Response:
     claiming = _Claiming(on, body, request)
     answer = await claiming.once()
     if answer is None and body.wait_seconds:
-        answer = await _wait_for(on, claiming.once, body.wait_seconds, request)
+        seconds = min(body.wait_seconds, _WAITING_SHARE * on.context.settings.limits.request_seconds)
+        answer = await _wait_for(on, claiming.once, seconds, request)
     return reply(answer or Answer(200, '{"messages": []}'))
 
 
@@ -140,11 +148,12 @@ class _Claiming:
         claiming = asyncio.create_task(self._claim())
         try:
             answer = await asyncio.shield(claiming)
+            is_gone = bool(self._held) and await self._request.is_disconnected()
         except asyncio.CancelledError:
             self._on.context.finish(self._give_back(claiming))
             raise
-        if self._held and await self._request.is_disconnected():
-            await self._give_back(claiming)
+        if is_gone:
+            self._on.context.finish(self._give_back(claiming))
         return answer
 
     async def _claim(self) -> Answer | None:
@@ -187,7 +196,8 @@ async def _wait_for(
             while time.monotonic() < until and not stopping.done() and not await request.is_disconnected():
                 await waiter.listen()
                 async with on.queue() as queue:
-                    due = (await queue.prepare_wait(timedelta(seconds=_LOOK_SECONDS))).timestamp() - time.time()
+                    cursor = await queue.connection.execute(_PREPARE_WAIT, [on.name, _LOOK_SECONDS])
+                    (due,) = await cursor.fetchone() or (0.0,)
                 if (answer := await once()) is not None:
                     return answer
                 rest = max(0.01, min(until - time.monotonic(), due, _LOOK_SECONDS))
@@ -248,8 +258,8 @@ async def dead_letters(
 
 @router.post("/redrive", response_model=Count, responses=_FAULTS)
 async def redrive(on: On, body: Ids) -> Response:
-    """Make dead letters ready again, some or up to all of them; returns how many."""
-    return await _counted(on, "redriven", lambda queue: queue.redrive(ids=body.ids))
+    """Make dead letters ready again, some or all of them; returns how many."""
+    return await _counted(on, "redriven", lambda queue: queue.redrive(ALL, body.ids))
 
 
 @router.post("/purge-dead-letters", response_model=Count, responses=_FAULTS)

@@ -4,13 +4,12 @@ import asyncio
 import logging
 import time
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError, error_response
+from .errors import ApiError, error_response, of_database
 from .metrics import Metrics
 from .models import BATCH_LIMIT, PAYLOAD_LIMIT
 from .passwords import Authenticator
@@ -67,6 +66,12 @@ class Edge:
             await answers.put_instead(error_response(error), scope, receive)
         except TimeoutError:
             await give_up()
+        except Exception as error:
+            if answers.status:
+                raise
+            # Answered here: whatever gets past this has its connection closed, with what else is on it.
+            logger.exception("%s failed", scope["method"])
+            await answers.put_instead(error_response(of_database(error)), scope, receive)
         finally:
             last.cancel()
             self._metrics.request(scope, answers.status or 500, time.perf_counter() - began)
@@ -146,6 +151,6 @@ def _refuse_other_sites(headers: Headers) -> None:
         is_ours = site in ("same-origin", "none")
     else:
         origin = headers.get("origin")
-        is_ours = origin is None or urlsplit(origin).netloc == headers.get("host")
+        is_ours = origin is None or origin.partition("://")[2] == headers.get("host")
     if not is_ours:
         raise ApiError(403, "cross_site", "requests that change something must not come from another site")

@@ -26,6 +26,7 @@ _CODES: Final = {
 }
 # Connection, resources, intervention by an operator, a server that restarts: later it may well work.
 _PASSING: Final = ("08", "53", "57", "58")
+_TOO_COMPLEX: Final = "54"
 
 
 class ApiError(Exception):
@@ -171,6 +172,8 @@ def of_database(error: BaseException) -> ApiError:
             return ApiError(503, "timeout", "the database took too long", headers={"Retry-After": "1"})
         case psycopg.DataError():
             return ApiError(422, "invalid", f"PostgreSQL cannot store this: {said}", field="body")
+    if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(_TOO_COMPLEX):
+        return ApiError(422, "invalid", f"PostgreSQL cannot store this: {said}", field="body")
     if is_passing(error):
         message = "the database cannot be reached now: try again"
         return ApiError(503, "database_unavailable", message, headers={"Retry-After": "1"})

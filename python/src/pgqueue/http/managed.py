@@ -1,6 +1,7 @@
 """The managed queues: created, listed, filled, looked at and deleted by way of agents, whose tasks are polled for."""
 
 from typing import Annotated, Any
+from urllib.parse import quote
 from uuid import UUID
 
 from fastapi import APIRouter, Query, Request, Response
@@ -10,7 +11,7 @@ from pydantic import BaseModel
 from . import registry
 from .context import Context, Given, IdempotencyKey, errors, is_name, queue_not_found, reply
 from .errors import ApiError
-from .messages import check_payloads
+from .messages import check_payloads, text_of
 from .models import CreateQueue, EnqueueRequest, EnqueueTask, QueueBody, QueueList, StatsTask, TaskId
 from .once import Answer, Key, once
 from .raw import RawJson, moment, to_json
@@ -59,7 +60,8 @@ async def create_queue(context: Given, service_id: str, body: CreateQueue, key: 
                 await registry.submit(connection, context.settings.tasks.queue, "provision", row.id)
             return Answer(201, to_json(_body(row)))
 
-        return reply(await once(connection, key, effect), Location=f"/managed-services/{service.id}/queues/{body.name}")
+        location = f"/managed-services/{quote(service.id, safe='')}/queues/{body.name}"
+        return reply(await once(connection, key, effect), Location=location)
 
 
 @router.get("", response_model=QueueList, responses=errors(404))
@@ -103,7 +105,7 @@ async def enqueue(
 ) -> Response:
     """Send up to 100 messages in one transaction, by an agent: poll for the ids."""
     check_payloads(body.messages)
-    return await _submit(context, service_id, queue_name, "enqueue", key, (await request.body()).decode())
+    return await _submit(context, service_id, queue_name, "enqueue", key, await text_of(request))
 
 
 @router.get(
@@ -153,9 +155,9 @@ async def _submit(
     request: str | None,
 ) -> Response:
     async with context.databases.control() as connection:
-        row = await _found(context, connection, service_id, queue_name)
 
         async def effect() -> Answer:
+            row = await _found(context, connection, service_id, queue_name)
             if row.status != "Active":
                 message = f"queue {queue_name} is {row.status}, and only Active queues take this"
                 raise ApiError(409, "queue_not_active", message, "status", row.status, "Active")

@@ -4,12 +4,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from fastapi import Request
 from psycopg import AsyncConnection
 
 from .errors import ApiError
 from .models import PAYLOAD_LIMIT, BrokeredMessage, DirectMessage
 
-__all__ = ["check_payloads", "send"]
+__all__ = ["check_payloads", "send", "text_of"]
 
 # PostgreSQL takes the request apart, as its caller wrote it: no number passes through a Python float.
 _SEND = """
@@ -24,6 +25,14 @@ from (
     from jsonb_array_elements(%(request)s::jsonb -> 'messages') with ordinality as e (message, place)
 ) m
 """
+
+
+async def text_of(request: Request) -> str:
+    """The body of a request. Raises `ApiError` 400 for other encodings than UTF-8, which Python's json lets pass."""
+    try:
+        return (await request.body()).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ApiError(400, "malformed_json", "the body must be UTF-8", "body") from None
 
 
 async def send(connection: AsyncConnection[Any], queue: str, request: str) -> list[int]:

@@ -22,6 +22,7 @@ DELAY_LIMIT: Final = 43200
 TIMEOUT_LIMIT: Final = 43200
 WAIT_LIMIT: Final = 20
 MAX_ID: Final = 2**63 - 1
+ALL: Final = 2**31 - 1  # as a number of messages
 
 
 class _Request(BaseModel):

@@ -15,7 +15,7 @@ from . import registry
 from .context import Context, Given, is_name, queue_not_found
 from .drawing import ENVIRONMENT, Row, rows_of
 from .errors import ApiError
-from .models import MAX_ID
+from .models import ALL, MAX_ID
 
 __all__ = ["router"]
 
@@ -95,9 +95,6 @@ async def confirm(
 async def act(request: Request, context: Given, service: _Text, database: _Text, name: _Text, action: str) -> Response:
     """Do it, and show the queue, or all queues, again."""
     form = parse_qs((await request.body()).decode(errors="replace"))
-    ids = [int(each) for each in form.get("id", []) if each.isdecimal() and len(each) < 19] or None
-    if "id" in form and ids is None:
-        raise ApiError(422, "invalid", "id is invalid; must be the id of a message", "id", form["id"][0])
     async with _opened(context, service, database, name) as opened:
         match action:
             case "pause":
@@ -105,15 +102,26 @@ async def act(request: Request, context: Given, service: _Text, database: _Text,
             case "resume":
                 done = f"{name} goes on" if await opened.resume_queue() else f"{name} was not paused"
             case "redrive":
-                done = f"Redriven: {_count(await opened.redrive(ids=ids))}"
+                done = f"Redriven: {_count(await opened.redrive(ALL, _ids(form)))}"
             case "purge":
-                done = f"Deleted: {_count(await opened.purge_dead_messages(ids))}"
+                done = f"Deleted: {_count(await opened.purge_dead_messages(_ids(form)))}"
             case _:
                 raise ApiError(404, "not_found", f"there is no action {action[:20]!r}", "action", action)
     await context.sampler.sample(context.databases.service(service), database)
     if form.get("to") == ["queues"]:
         return RedirectResponse("/", 303)
     return RedirectResponse(where("queue", (service, database, name), done=done), 303)
+
+
+def _ids(form: dict[str, list[str]]) -> list[int] | None:
+    """Which dead letters a form is about, None for all: that has to be said, as nothing brings them back."""
+    given = form.get("id", [])
+    if given == ["all"]:
+        return None
+    if not given or not all(each.isdecimal() and len(each) < 19 for each in given):
+        limit = "the id of a message, or all"
+        raise ApiError(422, "invalid", f"id is invalid; must be {limit}", "id", ", ".join(given), limit)
+    return [int(each) for each in given]
 
 
 def _opened(context: Context, service: str, database: str, name: str) -> Any:
@@ -154,9 +162,7 @@ def _cut(text: str | None) -> str:
 
 def _letter(message: DeadMessage) -> dict[str, Any]:
     """A dead letter as it is shown: text, cut where it is long; the history its consumers have left in the headers."""
-    headers = json.loads(str(message.headers)) if message.headers is not None else {}
-    history = headers.get(_FAILURES) if isinstance(headers, dict) else None
-    own = {name: value for name, value in headers.items() if not name.startswith("pgqueue.")}
+    history, headers = _told(str(message.headers or "{}"))
     body = None if message.body is None else f"{len(message.body):,} bytes: {message.body[:64].hex(' ')}"
     return {
         "id": message.id,
@@ -167,9 +173,21 @@ def _letter(message: DeadMessage) -> dict[str, Any]:
         "claimed_by": message.claimed_by,
         "error": _cut(message.last_error),
         "payload": body or _cut(str(message.payload)),
-        "headers": _cut(json.dumps(own, indent=2, ensure_ascii=False)) if own else "",
-        "history": [each for each in history if isinstance(each, dict)] if isinstance(history, list) else [],
+        "headers": _cut(headers),
+        "history": history,
     }
+
+
+def _told(text: str) -> tuple[list[dict[str, Any]], str]:
+    """The history that headers have, and the other headers as text."""
+    try:
+        headers = json.loads(text)
+        history = headers.get(_FAILURES)
+        own = {name: value for name, value in headers.items() if not name.startswith("pgqueue.")}
+        shown = json.dumps(own, indent=2, ensure_ascii=False) if own else ""
+    except (RecursionError, ValueError):  # deeper than Python reads, or a longer number
+        return [], text
+    return [each for each in history if isinstance(each, dict)] if isinstance(history, list) else [], shown
 
 
 def _page(template: str, values: dict[str, Any]) -> Response:

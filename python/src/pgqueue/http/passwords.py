@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import hmac
 import secrets
@@ -12,6 +11,7 @@ from typing import Final
 __all__ = ["Authenticator", "hash_password", "is_hash"]
 
 _COST: Final = 16384  # 16 MB and some 50 ms for each guess
+_COSTS: Final = [2**power for power in range(10, 20)]
 _LONGEST: Final = 1024  # characters of a header: more than any name and password
 
 
@@ -25,7 +25,8 @@ def is_hash(text: str) -> bool:
     """Whether a text is what `hash_password` returns."""
     try:
         kind, cost, salt, key = text.split(":")
-        return kind == "scrypt" and int(cost) in range(1024, 2**20) and bool(bytes.fromhex(salt + key))
+        is_derived = bool(bytes.fromhex(salt)) and len(bytes.fromhex(key)) == 32
+        return kind == "scrypt" and int(cost) in _COSTS and is_derived
     except ValueError:
         return False
 
@@ -78,6 +79,6 @@ def _credentials(authorization: str | None) -> tuple[str | None, str]:
         return None, ""
     try:
         name, colon, password = base64.b64decode(encoded.strip(), validate=True).decode().partition(":")
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # no base64, or no UTF-8
         return None, ""
     return (name, password) if colon else (None, "")

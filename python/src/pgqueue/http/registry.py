@@ -21,6 +21,7 @@ Connection = AsyncConnection[Any]
 Status = Literal["Pending", "Provisioning", "Active", "Deprovisioning", "Failed"]
 TaskKind = Literal["provision", "deprovision", "enqueue", "stats"]
 
+_PORTION = 1000  # rows that are forgotten at once
 _QUEUE = (
     "q.id, q.service_id, q.name, q.database_name, q.visibility_timeout_seconds, q.max_attempts, q.dlq_enabled,"
     " q.status, q.error_message, q.created_at, q.updated_at"
@@ -215,18 +216,24 @@ async def _end(connection: Connection, id: UUID, status: str, result: str | None
 
 async def forget(connection: Connection, days: int) -> None:
     """Remove the tasks and the answers to idempotency keys that are older than so many days."""
-    await connection.execute(
-        "delete from pgqueue_http.tasks where created_at < now() - make_interval(days => %s)", [days]
-    )
+    await _forget(connection, "tasks", "created_at", days)
     await forget_effects(connection, days)
+
+
+async def _forget(connection: Connection, table: str, column: str, days: int) -> None:
+    # In portions: all of it at once may take longer than a statement may, and then would never be gone.
+    statement = (
+        f"delete from pgqueue_http.{table} where ctid = any (array(select ctid from pgqueue_http.{table}"
+        f" where {column} < now() - make_interval(days => %s) order by {column} limit {_PORTION}))"
+    )
+    while (await connection.execute(statement, [days])).rowcount == _PORTION:
+        pass
 
 
 async def forget_effects(connection: Connection, days: int) -> None:
     """Remove what is remembered of effects that are older than so many days."""
     with_no_table = psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName
     try:
-        await connection.execute(
-            "delete from pgqueue_http.effects where done_at < now() - make_interval(days => %s)", [days]
-        )
+        await _forget(connection, "effects", "done_at", days)
     except with_no_table:
         return
