@@ -575,3 +575,18 @@ def test_statistics_of_all_queues_hold_none_that_is_not_deep(
                 [name],
             ).fetchone()
             assert registers == (0,)
+
+
+# Mistakes of callers
+
+
+@pytest.mark.parametrize("payloads", [{"order_id": 1001}, '{"order_id": 1001}', b"abc"])
+def test_one_payload_is_not_taken_for_many(connection: psycopg.Connection[Any], name: str, payloads: Any) -> None:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue()
+    kind = type(payloads).__name__
+    with pytest.raises(TypeError, match=f"^invalid payloads: {kind} is one value; give a list of values$"):
+        queue.enqueue_batch(payloads)
+    with pytest.raises(TypeError, match=f"^invalid bodies: {kind} is one value"):
+        queue.enqueue_batch(bodies=payloads)
+    assert queue.stats().ready_messages == 0

@@ -4,7 +4,7 @@ An optional argument that is None is not sent, so that its default stays the dat
 statement depends only on which arguments are given, and is kept: psycopg prepares what it meets again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import datetime
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -46,7 +46,9 @@ class Call(Generic[T]):
         self.required = _declared(required)
         self.arguments = self.required | _declared(optional)
         self._adapters = [
-            (place, _ADAPTERS[kind]) for place, kind in enumerate(self.arguments.values()) if kind in _ADAPTERS
+            (place, _adapter(name, kind))
+            for place, (name, kind) in enumerate(self.arguments.items())
+            if kind == "jsonb" or kind.endswith("[]")
         ]
         self._columns = [field.name for field in fields(row)] if is_dataclass(row) else []
         self._row: BaseRowFactory[T] = args_row(row) if self._columns else scalar_row
@@ -91,15 +93,20 @@ def as_jsonb(value: Any) -> Jsonb:
     return Jsonb(value.obj, value.dumps) if isinstance(value, Json) else Jsonb(value)
 
 
-_ADAPTERS: dict[str, Callable[[Any], Any]] = {
-    "jsonb": as_jsonb,
-    "jsonb[]": lambda values: [None if value is None else as_jsonb(value) for value in values],
-    "bytea[]": list,
-    "uuid[]": list,
-    "bigint[]": list,
-    "interval[]": list,
-    "text[]": list,
-}
+def _adapter(name: str, kind: str) -> Callable[[Any], Any]:
+    """What makes a parameter of an argument of this name and type."""
+    if kind == "jsonb":
+        return as_jsonb
+
+    def elements(values: Any) -> list[Any]:
+        if isinstance(values, (str, bytes, bytearray, memoryview, Mapping)):
+            raise TypeError(f"invalid {name}: {type(values).__name__} is one value; give a list of values")
+        if kind == "jsonb[]":
+            return [None if value is None else as_jsonb(value) for value in values]
+        return list(values)
+
+    return elements
+
 
 create_queue = Call(
     QueueInfo,

@@ -169,9 +169,10 @@ class Queues(_Sync):
         return self._one(_calls.version())
 
     def grant_access(self, role_name: str, access: str) -> None:
-        """Let a role call the verbs of a `producer`, `consumer` or `admin`; `raw` is SQL on the tables.
+        """Let a role call the verbs of a `producer`, `consumer`, `admin` or `reader`.
 
-        Raises `InvalidArgument` for another word, `psycopg.errors.UndefinedObject` for an unknown role.
+        `raw` is SQL on the tables, `transport` the use of what `Queue.expose_transport` made. Raises `InvalidArgument`
+        for another word, `psycopg.errors.UndefinedObject` for an unknown role.
         """
         self._one(_calls.grant_access(role_name, access))
 
@@ -214,10 +215,11 @@ class Queue(_Sync):
         to 100; 5) it goes to the dead letters if `dlq_enabled`, else it is deleted; `dead_letter_expired`
         sends expired messages there too. `dedicated` gives the queue a table of its own, for the heavy few.
         `max_payload_bytes` (up to 100 MB; 256 KB) bounds payload and body. The wait after a failed attempt
-        is `backoff_base` times `backoff_factor` for every attempt after the first, at most `backoff_max`,
-        less a random part of up to `backoff_jitter` (0 to 1). With `if_not_exists` an existing queue is
-        returned as it is. `archive_for` (1 to 3600 days; None keeps nothing) keeps what is acknowledged in the
-        table `archived_messages`, at least so long.
+        is `backoff_base` (0 to 30 days; 1 s) times `backoff_factor` (1 to 100; 2) for every attempt after the first,
+        at most `backoff_max` (0 to 30 days; 10 min), less a random part of up to `backoff_jitter` (0 to 1; 0.2).
+        With `if_not_exists` an existing queue is returned as it is. `archive_for` (1 to 3600 days; None keeps
+        nothing) keeps what is acknowledged in the table `archived_messages`, at least so long. With
+        `expires_after_idle` (1 s to 3600 days; None for never) a queue goes that is empty and was not used for so long.
 
         Raises `InvalidArgument`, `QueueExists`, `QueueBusy`.
         """
@@ -372,7 +374,7 @@ class Queue(_Sync):
 
         Exactly one of `payload`, any value that serialises to JSON, and `body`, raw bytes. JSON null is
         `Jsonb(None)`; JSON that is text already is `Jsonb(text, dumps=str)`. `headers` is an object of at
-        most 64 KB. `delay` (0 to 10 years) postpones the first delivery; after `expires_in` (0 to 10 years)
+        most 64 KB. `delay` (0 to 3600 days) postpones the first delivery; after `expires_in` (0 to 3600 days)
         the message is dropped. `message_id` is the sender's own name for it and need not be unique.
 
         Raises `InvalidArgument`, `QueueNotFound`, `PayloadTooLarge`.

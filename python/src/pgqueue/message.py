@@ -20,6 +20,7 @@ __all__ = [
     "QueueStats",
     "Stream",
     "StreamBatch",
+    "Subscription",
 ]
 
 

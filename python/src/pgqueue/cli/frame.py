@@ -207,7 +207,7 @@ def explain(error: BaseException) -> tuple[str, str | None]:
 def _explain_database(error: psycopg.Error) -> tuple[str, str | None]:
     primary, hint = error.diag.message_primary, error.diag.message_hint
     if primary is None:  # no server has said it
-        return str(error).strip().removeprefix("connection is bad: "), None
+        return str(error).strip().removeprefix("connection is bad: ").expandtabs(2), None
     message = f"{primary}\ndetail: {error.diag.message_detail}" if error.diag.message_detail else primary
     match error:
         case QueueNotFound():

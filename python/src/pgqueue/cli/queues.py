@@ -91,7 +91,7 @@ def create(
         timedelta | None, period_option(help="Keep what is acknowledged, at least so long (not kept; 1d to 3600d).")
     ] = None,
     expires_after_idle: Annotated[
-        timedelta | None, period_option(help="Drop it when empty and unused for so long (never; 1s to 3650d).")
+        timedelta | None, period_option(help="Drop it when empty and unused for so long (never; 1s to 3600d).")
     ] = None,
     dedicated: Annotated[bool, typer.Option("--dedicated", help="A table of its own, for the heavy few.")] = False,
     if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Leave a queue that exists as it is.")] = False,
