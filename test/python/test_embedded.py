@@ -6,7 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +18,7 @@ from clients import wait_for
 from commands import environment, run, running
 
 import pgqueue
-from pgqueue.embedded import EmbeddedServerError, _locked, default_home, shared_server
+from pgqueue.embedded import EmbeddedServer, EmbeddedServerError, _locked, default_home, shared_server
 
 
 def keepers(home: Path) -> list[int]:
@@ -159,3 +160,60 @@ def test_the_home_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch, tm
     assert default_home() == tmp_path / "data/pgqueue"
     monkeypatch.setenv("PGQUEUE_HOME", str(tmp_path / "own"))
     assert default_home() == tmp_path / "own"
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory with a short name, open to all."""
+    with tempfile.TemporaryDirectory(prefix="p", dir="/tmp") as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
+@pytest.mark.parametrize("name", [75, 80, 140, "a,b", "a:b"])
+def test_a_place_for_temporary_files_may_have_any_name(
+    name: str | int, short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = short / (name if isinstance(name, str) else "x" * (name - len(f"{short}/")))
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    with EmbeddedServer(durable=False) as server, psycopg.connect(server.dsn) as connection:
+        connection.execute("create extension pgqueue")
+    assert not list(place.iterdir())
+
+
+@pytest.mark.parametrize("kill", [os.kill, os.killpg])
+def test_who_is_killed_while_the_data_are_made_leaves_no_half_of_them(
+    short: Path, kill: Callable[[int, int], None]
+) -> None:
+    code = "import sys; from pgqueue.embedded import EmbeddedServer; EmbeddedServer(data_dir=sys.argv[1]).start()"
+    data, env = short / "data", environment(TMPDIR=str(short))
+    with subprocess.Popen([sys.executable, "-c", code, data], env=env, start_new_session=True) as maker:
+        wait_for(lambda: list(data.glob("*/PG_VERSION")))
+        kill(maker.pid, signal.SIGKILL)
+    with EmbeddedServer(data_dir=data) as server, psycopg.connect(server.dsn) as connection:
+        assert connection.execute("select count(*) from pg_database").fetchone() == (3,)
+    assert not list(data.glob(".*"))
+
+
+def test_data_are_made_in_no_directory_that_holds_something_else(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/letter").write_text("dear")
+    with pytest.raises(EmbeddedServerError, match="data is no database cluster, and not empty"):
+        EmbeddedServer(data_dir=tmp_path / "data").start()
+    assert (tmp_path / "data/letter").read_text() == "dear"
+
+
+def test_a_start_that_takes_too_long_says_how_long() -> None:
+    with pytest.raises(EmbeddedServerError, match=r"did not start within 0\.001 s"):
+        EmbeddedServer(durable=False, timeout=0.001).start()
+
+
+def test_who_has_no_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PGQUEUE_HOME", "XDG_DATA_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)  # whom nobody knows
+    with pytest.raises(EmbeddedServerError, match="no home directory"):
+        default_home()

@@ -37,7 +37,9 @@ from pgqueue._files import extension_dir
 __all__ = ["EmbeddedServer", "EmbeddedServerError", "default_home", "given_server", "shared_server"]
 
 _DEFAULT_PORT: Final = 5432  # names the socket file, which lies in a directory of its own
-_SOCKET_DIRECTORY_LIMIT: Final = 80  # a socket path may have 107 bytes, its file name included
+_PREFIX: Final = "pgqueue-"
+# A socket path may have 107 bytes: mkdtemp adds 8 characters to the prefix, and the port may have five digits.
+_TEMPORARY_LIMIT: Final = 107 - len(f"/{_PREFIX}12345678/.s.PGSQL.12345")
 _NOBODY: Final = 65534
 _POLL_SECONDS: Final = 0.02
 _DATABASE_VARIABLES: Final = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE")
@@ -221,9 +223,10 @@ class EmbeddedServer:
     def _prepare(self) -> None:
         """Make the server's own directory: binaries if they must be moved, extensions, data."""
         base = tempfile.gettempdir()
-        if len(os.fsencode(base)) > _SOCKET_DIRECTORY_LIMIT:
+        # Settings that name places of the server are lists, one with commas and one with colons.
+        if len(os.fsencode(base)) > _TEMPORARY_LIMIT or "," in base or ":" in base:
             base = "/tmp"
-        self._home = home = Path(tempfile.mkdtemp(prefix="pgqueue-", dir=base))
+        self._home = home = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         self._owner = os.getpid()
         atexit.register(self._stop_at_exit)
 
@@ -257,6 +260,31 @@ class EmbeddedServer:
             self._create_cluster(bindir / "initdb", data)
 
     def _create_cluster(self, initdb: Path, data: Path) -> None:
+        """Make the cluster in a directory below, and move it up when it is whole: who dies before leaves no half."""
+        begun, whole = data / ".pgqueue-initdb", data / ".pgqueue-cluster"
+        lock = os.open(data, os.O_RDONLY)  # initdb holds it, too, and may outlive this process
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (data / "PG_VERSION").exists():
+                return
+            if not whole.exists():
+                shutil.rmtree(begun, ignore_errors=True)
+                if any(data.iterdir()):
+                    raise EmbeddedServerError(f"{data} is no database cluster, and not empty: choose another data_dir")
+                self._run_initdb(initdb, begun, lock)
+                begun.rename(whole)
+            data.chmod(0o700)
+            *parts, version = sorted(whole.iterdir(), key=lambda part: part.name == "PG_VERSION")
+            for part in parts:
+                part.rename(data / part.name)
+            if self._durable:
+                os.fsync(lock)
+            version.rename(data / version.name)  # last, as what tells a cluster
+            whole.rmdir()
+        finally:
+            os.close(lock)
+
+    def _run_initdb(self, initdb: Path, data: Path, lock: int) -> None:
         command = [
             *(str(initdb), "--pgdata", str(data), "--username", "postgres"),
             *("--auth-local", "trust", "--auth-host", "scram-sha-256"),
@@ -278,6 +306,7 @@ class EmbeddedServer:
             user=self._identity.uid,
             group=self._identity.uid,
             extra_groups=self._identity.groups,
+            pass_fds=[lock],
             check=False,
         )
         password.unlink()
@@ -312,7 +341,8 @@ class EmbeddedServer:
                 self._shut_down(signal.SIGKILL)
                 time.sleep(_POLL_SECONDS)
                 continue
-            raise EmbeddedServerError(f"the server did not start:\n{message}".rstrip())
+            late = f" within {self._timeout:g} s" if self.pid is not None else ""
+            raise EmbeddedServerError(f"the server did not start{late}:\n{message}".rstrip())
         if self._port is not None:
             self._set_password()
 
@@ -378,12 +408,20 @@ def default_home() -> Path:
 
     PGQUEUE_HOME, or pgqueue in XDG_DATA_HOME, or ~/.local/share/pgqueue; for root /var/lib/pgqueue, since the
     server may have to run as somebody who cannot enter root's own directory.
+
+    Raises:
+        EmbeddedServerError: there is none of these, for a user without an account.
     """
     if home := os.environ.get("PGQUEUE_HOME"):
         return Path(home).absolute()
     if (base := os.environ.get("XDG_DATA_HOME")) and Path(base).is_absolute():
         return Path(base) / "pgqueue"
-    return Path("/var/lib/pgqueue") if os.geteuid() == 0 else Path.home() / ".local/share/pgqueue"
+    if os.geteuid() == 0:
+        return Path("/var/lib/pgqueue")
+    try:
+        return Path.home() / ".local/share/pgqueue"
+    except RuntimeError:
+        raise EmbeddedServerError("there is no home directory to keep the data in: HOME is not set") from None
 
 
 def given_server() -> str | None:
