@@ -1171,7 +1171,7 @@ comment on function pgqueue.create_queue(
     text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision, boolean, interval,
     interval
 ) is
-'Creates a queue and returns it. queue_name is 1 to 128 of a-z, 0-9, hyphen and underscore. visibility_timeout (1 s to 43200 s) is how long a claimed message stays hidden; after max_attempts (1 to 100) a message goes to the dead letters if dlq_enabled, else it is deleted; dead_letter_expired sends expired messages there too. dedicated gives the queue a table of its own, for the heavy few. max_payload_bytes (up to 100 MB) bounds payload or body. The wait after a failed attempt is backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter (0 to 1). With if_not_exists an existing queue is returned as it is. archive_for (1 day to 10 years) keeps what is acknowledged in pgqueue.archived_messages, at least so long; null keeps nothing. expires_after_idle (1 s to 10 years) is for queues of a while, such as the replies to one instance of a service: once it holds no message and nobody has claimed, received or waited for so long, the next create_queue, of any queue, drops it, as drop_idle_queues does. Raises 22023, PQ002 where the queue exists, PQ004 where a longer transaction keeps a dedicated table from being attached.';
+'Creates a queue and returns it. queue_name is 1 to 128 of a-z, 0-9, hyphen and underscore. visibility_timeout (1 s to 43200 s) is how long a claimed message stays hidden; after max_attempts (1 to 100) a message goes to the dead letters if dlq_enabled, else it is deleted; dead_letter_expired sends expired messages there too. dedicated gives the queue a table of its own, for the heavy few. max_payload_bytes (up to 100 MB) bounds payload or body. The wait after a failed attempt is backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter (0 to 1). With if_not_exists an existing queue is returned as it is. archive_for (1 day to 10 years) keeps what is acknowledged in pgqueue.archived_messages, at least so long; null keeps nothing. expires_after_idle (1 s to 10 years) is for queues of a while, such as the replies to one instance of a service: once it holds no message and nobody has claimed, received or waited for so long, the next create_queue, of any queue, drops it, as drop_idle_queues does; a dedicated one, the next that makes a dedicated queue, or exposes one. Raises 22023, PQ002 where the queue exists, PQ004 where a longer transaction keeps a dedicated table from being attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -3248,8 +3248,8 @@ begin
             select
                 i, exchange.queue_name, null::jsonb, null::bytea, null::jsonb, null::uuid, null::int, null::int,
                 null::timestamptz, null::timestamptz, null::timestamptz, null::text, null::uuid, null::text, true
-            from unnest(ids) as i
-            where i <> all (coalesce(acked, '{}'));
+            from unnest(pgqueue._without(ids, acked)) as i
+            where i is not null;
         end if;
     end if;
     picks := pgqueue._grab(queue_name, max_messages, visibility_timeout);
@@ -4587,12 +4587,12 @@ as $$
             -- What UTF-16 writes as two.
             select string_agg(case
                 when octet_length(convert_to(c, 'UTF8')) < 4 then c
-                else format('\u%s\u%s', to_hex(55296 + ((ascii(c) - 65536) >> 10)), to_hex(56320 + ((ascii(c) - 65536) & 1023)))
+                else format(e'\\u%s\\u%s', to_hex(55296 + ((ascii(c) - 65536) >> 10)), to_hex(56320 + ((ascii(c) - 65536) & 1023)))
             end, '' order by n)
             from regexp_split_to_table(s, '') with ordinality as r (c, n)
         )
     end
-    from replace(to_json(content)::text, '/', '\/') as s
+    from replace(to_json(content)::text, '/', e'\\/') as s
 $$;
 comment on function pgqueue._wire_string(text) is
 'A string, or null, as the serializer of the transport writes it.';
@@ -4614,6 +4614,7 @@ create function pgqueue._parsed_headers(wire text)
 returns jsonb
 language plpgsql immutable
 set search_path = pg_catalog, pg_temp
+set standard_conforming_strings = on
 as $$
 begin
     return wire::jsonb;
@@ -4633,6 +4634,20 @@ $$;
 comment on function pgqueue._parsed_headers(text) is
 'Headers of a transport as JSON, U+FFFD in place of what PostgreSQL cannot store; null for what is no JSON.';
 
+create function pgqueue._transport_id(id bigint)
+returns uuid
+language sql immutable parallel safe
+as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
+comment on function pgqueue._transport_id(bigint) is
+'The id that a transport sees of a message that did not come from one, or has been put back since.';
+
+create function pgqueue._is_transport_id(id uuid)
+returns boolean
+language sql immutable parallel safe
+as $$ select id between '00000000-0000-8000-8000-000000000000' and '00000000-0000-8000-8fff-ffffffffffff' $$;
+comment on function pgqueue._is_transport_id(uuid) is
+'Whether it is an id such as _transport_id makes: nobody else may give one to a message of a queue.';
+
 create function pgqueue._accept_from_transport(
     queue_name text, id uuid, expires timestamp, wire_headers text, body bytea, own jsonb
 )
@@ -4646,7 +4661,7 @@ declare
     headers jsonb;
     fault text;
 begin
-    if wire_headers ~ '\S' then
+    if wire_headers ~ e'\\S' then
         headers := pgqueue._parsed_headers(wire_headers);
         if headers is null or jsonb_typeof(headers) <> 'object' then
             fault := 'the headers are not a JSON object';
@@ -4683,7 +4698,9 @@ begin
         transport_headers, transport_id
     )
     values (
-        q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, body, headers, wire_headers, id
+        q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, body, headers, wire_headers,
+        -- What was read elsewhere, and may here be the id of another message that is to come back.
+        case when not pgqueue._is_transport_id(id) then id end
     );
     perform pgqueue._wake_waiting(q, at);
 end;
@@ -4721,13 +4738,6 @@ end;
 $$;
 comment on function pgqueue._insert_by_sqlserver() is
 'The same for the flavor sqlserver: what comes in columns of its own becomes a header, where the headers lack it.';
-
-create function pgqueue._transport_id(id bigint)
-returns uuid
-language sql immutable parallel safe
-as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
-comment on function pgqueue._transport_id(bigint) is
-'The id that a transport sees of a message that did not come from one, or has been put back since.';
 
 create function pgqueue._place_for_transport()
 returns trigger
@@ -4852,7 +4862,7 @@ begin
     execute format('select t.head, t.next_at from %s t', row_of) into t.head, t.next_at;
     -- A receive may stay open for as long as its handler works: it leaves this to those who look, for two seconds.
     if t.next_at > at or current_setting('transaction_read_only')::boolean
-        or t.next_at > at - interval '2 s' and current_query() ~* '^[\s(]*(delete|with|insert|update|merge)\M'
+        or t.next_at > at - interval '2 s' and current_query() ~* e'^[\\s(]*(delete|with|insert|update|merge)\\M'
     then
         return t.head;
     end if;
@@ -5080,6 +5090,7 @@ declare
     q pgqueue.queues;
     for_role name;
     exposed regclass;
+    address text;
 begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
     q := pgqueue._find_queue(queue_name);
@@ -5091,7 +5102,12 @@ begin
     if found then
         perform pgqueue._raise_exposed(q.name, exposed);
     end if;
-    return pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
+    address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
+    -- Those of other instances of a service: no create_queue that makes no dedicated table drops them.
+    if pgqueue._is_first_statement() then
+        perform pgqueue._drop_idle_queues(10, false);
+    end if;
+    return address;
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
     return null;
@@ -5229,7 +5245,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     if relation is null or obj_description(relation, 'pg_class') is distinct from pgqueue._subscriptions_comment()
-        or not exists (select from pg_class c where c.oid = relation and c.relkind = 'v' and c.relowner = current_user::regrole)
+        or not exists (select from pg_class c where c.oid = relation and c.relkind = 'v' and pg_get_userbyid(c.relowner) = current_user)
     then
         return false;
     end if;
@@ -5289,6 +5305,19 @@ $$;
 comment on function pgqueue._is_vacant(pgqueue.queues) is
 'Whether a queue holds no message: none ready, in flight, scheduled or dead.';
 
+create function pgqueue._holds_messages()
+returns boolean
+language sql volatile
+as $$
+    select exists (
+        select from pg_catalog.pg_locks l
+        where l.pid = pg_catalog.pg_backend_pid() and l.relation = 'pgqueue.messages'::regclass
+            and l.mode = 'AccessExclusiveLock' and l.granted
+    )
+$$;
+comment on function pgqueue._holds_messages() is
+'Whether the transaction keeps everybody else from messages, as one does that made a dedicated table.';
+
 create function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
 returns boolean
 language plpgsql volatile
@@ -5296,6 +5325,10 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '100 ms'
 as $$
 begin
+    -- Everybody who sends or claims waits for the end of who drops a table, which may be far off.
+    if q.dedicated and not patient and not pgqueue._holds_messages() then
+        return false;
+    end if;
     -- Whoever uses it keeps it. Nobody is waited for, and nobody waits but for a queue that is gone.
     if not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name)) then
         return false;
@@ -5304,11 +5337,8 @@ begin
     if not found or not pgqueue._is_vacant(q)
         or pgqueue._last_used_at(q, at) > pgqueue._after(at, -q.expires_after_idle)
     then
-        return false;
-    end if;
-    if q.dedicated and not patient then
-        -- Everybody who sends or claims would wait behind a lock that is waited for.
-        lock table only pgqueue.messages in access exclusive mode nowait;
+        -- Not by return: only an error gives the lock back before the transaction ends, which may take long.
+        perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
     end if;
     perform pgqueue._drop(q);
     return true;
@@ -5318,7 +5348,7 @@ exception
 end;
 $$;
 comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
-'Drops a queue that nobody has used for as long as it said; false if it stays. Only who is patient waits for a dedicated table.';
+'Drops a queue that nobody has used for as long as it said; false if it stays. Only who is patient, or holds messages anyway, drops a dedicated table.';
 
 create function pgqueue._drop_idle_queues(max_queues int, patient boolean)
 returns setof text
@@ -5330,6 +5360,10 @@ declare
     dropped int := 0;
     q pgqueue.queues;
 begin
+    -- A snapshot that is older than the lock does not show what was sent in between.
+    if current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+        return;
+    end if;
     for q in
         select queues.* from pgqueue.queues
         where queues.expires_after_idle is not null
@@ -5357,7 +5391,7 @@ begin
 end;
 $$;
 comment on function pgqueue.drop_idle_queues() is
-'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long; returns their names. A queue in use by an open transaction stays. create_queue does the same, for ten queues at most, where it is a transaction of its own and no dedicated table is in use: there is no need to call this, unless to be rid of them at once.';
+'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long; returns their names. A queue in use by an open transaction stays, and in repeatable read all do, as what others sent cannot be seen there. create_queue does the same, for ten queues at most, where it is a transaction of its own, and so does expose_transport; dedicated queues go with the next that becomes dedicated: there is no need to call this, unless to be rid of them at once.';
 -- What was given up comes back, or goes for good.
 
 create function pgqueue._bury_delayed(q pgqueue.queues)
@@ -6400,6 +6434,7 @@ create function pgqueue.doctor(peek_delay interval default '1 s')
 returns setof pgqueue.finding
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set quote_all_identifiers = off
 set jit = off
 as $$
 declare
@@ -6455,7 +6490,10 @@ begin
         select c.oid::regclass::text, format('alter table %s reset (autovacuum_enabled);', c.oid::regclass)
         from pg_class c
         where c.relnamespace = 'pgqueue'::regnamespace
-            and c.reloptions && array['autovacuum_enabled=false', 'autovacuum_enabled=off']
+            and exists (
+                select from pg_options_to_table(c.reloptions) o
+                where o.option_name = 'autovacuum_enabled' and not o.option_value::boolean
+            )
     ) c;
 
     return query
@@ -6467,18 +6505,21 @@ begin
             m.queue_name, m.id)
     from pgqueue._misplaced() m;
 
-    return query
-    select
-        'warning', null::text, 'stale_staging',
-        format('%s attempts of %s runs, staged by %s, wait for a sink_commit, the first for %s: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
-        'select pgqueue.sweep_staged();'
-    from (
-        select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at
-        from pgqueue.staged_attempts a
-        where a.staged_at <= at - interval '1 day'
-        group by a.staged_by
-    ) s
-    order by s.staged_by;
+    -- A standby has nothing of what is not logged, and fails who looks.
+    if not pg_is_in_recovery() then
+        return query
+        select
+            'warning', null::text, 'stale_staging',
+            format('%s attempts of %s runs, staged by %s, wait for a sink_commit, the first for %s: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
+            'select pgqueue.sweep_staged();'
+        from (
+            select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at
+            from pgqueue.staged_attempts a
+            where a.staged_at <= at - interval '1 day'
+            group by a.staged_by
+        ) s
+        order by s.staged_by;
+    end if;
 
     return query select f.* from pgqueue._archive_findings(at) f;
 

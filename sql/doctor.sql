@@ -274,6 +274,7 @@ create or replace function pgqueue.doctor(peek_delay interval default '1 s')
 returns setof pgqueue.finding
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set quote_all_identifiers = off
 set jit = off
 as $$
 declare
@@ -329,7 +330,10 @@ begin
         select c.oid::regclass::text, format('alter table %s reset (autovacuum_enabled);', c.oid::regclass)
         from pg_class c
         where c.relnamespace = 'pgqueue'::regnamespace
-            and c.reloptions && array['autovacuum_enabled=false', 'autovacuum_enabled=off']
+            and exists (
+                select from pg_options_to_table(c.reloptions) o
+                where o.option_name = 'autovacuum_enabled' and not o.option_value::boolean
+            )
     ) c;
 
     return query
@@ -341,18 +345,21 @@ begin
             m.queue_name, m.id)
     from pgqueue._misplaced() m;
 
-    return query
-    select
-        'warning', null::text, 'stale_staging',
-        format('%s attempts of %s runs, staged by %s, wait for a sink_commit, the first for %s: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
-        'select pgqueue.sweep_staged();'
-    from (
-        select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at
-        from pgqueue.staged_attempts a
-        where a.staged_at <= at - interval '1 day'
-        group by a.staged_by
-    ) s
-    order by s.staged_by;
+    -- A standby has nothing of what is not logged, and fails who looks.
+    if not pg_is_in_recovery() then
+        return query
+        select
+            'warning', null::text, 'stale_staging',
+            format('%s attempts of %s runs, staged by %s, wait for a sink_commit, the first for %s: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
+            'select pgqueue.sweep_staged();'
+        from (
+            select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at
+            from pgqueue.staged_attempts a
+            where a.staged_at <= at - interval '1 day'
+            group by a.staged_by
+        ) s
+        order by s.staged_by;
+    end if;
 
     return query select f.* from pgqueue._archive_findings(at) f;
 

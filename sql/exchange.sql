@@ -43,8 +43,8 @@ begin
             select
                 i, exchange.queue_name, null::jsonb, null::bytea, null::jsonb, null::uuid, null::int, null::int,
                 null::timestamptz, null::timestamptz, null::timestamptz, null::text, null::uuid, null::text, true
-            from unnest(ids) as i
-            where i <> all (coalesce(acked, '{}'));
+            from unnest(pgqueue._without(ids, acked)) as i
+            where i is not null;
         end if;
     end if;
     picks := pgqueue._grab(queue_name, max_messages, visibility_timeout);

@@ -34,6 +34,19 @@ $$;
 comment on function pgqueue._is_vacant(pgqueue.queues) is
 'Whether a queue holds no message: none ready, in flight, scheduled or dead.';
 
+create or replace function pgqueue._holds_messages()
+returns boolean
+language sql volatile
+as $$
+    select exists (
+        select from pg_catalog.pg_locks l
+        where l.pid = pg_catalog.pg_backend_pid() and l.relation = 'pgqueue.messages'::regclass
+            and l.mode = 'AccessExclusiveLock' and l.granted
+    )
+$$;
+comment on function pgqueue._holds_messages() is
+'Whether the transaction keeps everybody else from messages, as one does that made a dedicated table.';
+
 create or replace function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
 returns boolean
 language plpgsql volatile
@@ -41,6 +54,10 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '100 ms'
 as $$
 begin
+    -- Everybody who sends or claims waits for the end of who drops a table, which may be far off.
+    if q.dedicated and not patient and not pgqueue._holds_messages() then
+        return false;
+    end if;
     -- Whoever uses it keeps it. Nobody is waited for, and nobody waits but for a queue that is gone.
     if not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name)) then
         return false;
@@ -49,11 +66,8 @@ begin
     if not found or not pgqueue._is_vacant(q)
         or pgqueue._last_used_at(q, at) > pgqueue._after(at, -q.expires_after_idle)
     then
-        return false;
-    end if;
-    if q.dedicated and not patient then
-        -- Everybody who sends or claims would wait behind a lock that is waited for.
-        lock table only pgqueue.messages in access exclusive mode nowait;
+        -- Not by return: only an error gives the lock back before the transaction ends, which may take long.
+        perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
     end if;
     perform pgqueue._drop(q);
     return true;
@@ -63,7 +77,7 @@ exception
 end;
 $$;
 comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
-'Drops a queue that nobody has used for as long as it said; false if it stays. Only who is patient waits for a dedicated table.';
+'Drops a queue that nobody has used for as long as it said; false if it stays. Only who is patient, or holds messages anyway, drops a dedicated table.';
 
 create or replace function pgqueue._drop_idle_queues(max_queues int, patient boolean)
 returns setof text
@@ -75,6 +89,10 @@ declare
     dropped int := 0;
     q pgqueue.queues;
 begin
+    -- A snapshot that is older than the lock does not show what was sent in between.
+    if current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+        return;
+    end if;
     for q in
         select queues.* from pgqueue.queues
         where queues.expires_after_idle is not null
@@ -102,4 +120,4 @@ begin
 end;
 $$;
 comment on function pgqueue.drop_idle_queues() is
-'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long; returns their names. A queue in use by an open transaction stays. create_queue does the same, for ten queues at most, where it is a transaction of its own and no dedicated table is in use: there is no need to call this, unless to be rid of them at once.';
+'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long; returns their names. A queue in use by an open transaction stays, and in repeatable read all do, as what others sent cannot be seen there. create_queue does the same, for ten queues at most, where it is a transaction of its own, and so does expose_transport; dedicated queues go with the next that becomes dedicated: there is no need to call this, unless to be rid of them at once.';

@@ -13,12 +13,12 @@ as $$
             -- What UTF-16 writes as two.
             select string_agg(case
                 when octet_length(convert_to(c, 'UTF8')) < 4 then c
-                else format('\u%s\u%s', to_hex(55296 + ((ascii(c) - 65536) >> 10)), to_hex(56320 + ((ascii(c) - 65536) & 1023)))
+                else format(e'\\u%s\\u%s', to_hex(55296 + ((ascii(c) - 65536) >> 10)), to_hex(56320 + ((ascii(c) - 65536) & 1023)))
             end, '' order by n)
             from regexp_split_to_table(s, '') with ordinality as r (c, n)
         )
     end
-    from replace(to_json(content)::text, '/', '\/') as s
+    from replace(to_json(content)::text, '/', e'\\/') as s
 $$;
 comment on function pgqueue._wire_string(text) is
 'A string, or null, as the serializer of the transport writes it.';
@@ -40,6 +40,7 @@ create or replace function pgqueue._parsed_headers(wire text)
 returns jsonb
 language plpgsql immutable
 set search_path = pg_catalog, pg_temp
+set standard_conforming_strings = on
 as $$
 begin
     return wire::jsonb;
@@ -59,6 +60,20 @@ $$;
 comment on function pgqueue._parsed_headers(text) is
 'Headers of a transport as JSON, U+FFFD in place of what PostgreSQL cannot store; null for what is no JSON.';
 
+create or replace function pgqueue._transport_id(id bigint)
+returns uuid
+language sql immutable parallel safe
+as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
+comment on function pgqueue._transport_id(bigint) is
+'The id that a transport sees of a message that did not come from one, or has been put back since.';
+
+create or replace function pgqueue._is_transport_id(id uuid)
+returns boolean
+language sql immutable parallel safe
+as $$ select id between '00000000-0000-8000-8000-000000000000' and '00000000-0000-8000-8fff-ffffffffffff' $$;
+comment on function pgqueue._is_transport_id(uuid) is
+'Whether it is an id such as _transport_id makes: nobody else may give one to a message of a queue.';
+
 create or replace function pgqueue._accept_from_transport(
     queue_name text, id uuid, expires timestamp, wire_headers text, body bytea, own jsonb
 )
@@ -72,7 +87,7 @@ declare
     headers jsonb;
     fault text;
 begin
-    if wire_headers ~ '\S' then
+    if wire_headers ~ e'\\S' then
         headers := pgqueue._parsed_headers(wire_headers);
         if headers is null or jsonb_typeof(headers) <> 'object' then
             fault := 'the headers are not a JSON object';
@@ -109,7 +124,9 @@ begin
         transport_headers, transport_id
     )
     values (
-        q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, body, headers, wire_headers, id
+        q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, body, headers, wire_headers,
+        -- What was read elsewhere, and may here be the id of another message that is to come back.
+        case when not pgqueue._is_transport_id(id) then id end
     );
     perform pgqueue._wake_waiting(q, at);
 end;
@@ -147,13 +164,6 @@ end;
 $$;
 comment on function pgqueue._insert_by_sqlserver() is
 'The same for the flavor sqlserver: what comes in columns of its own becomes a header, where the headers lack it.';
-
-create or replace function pgqueue._transport_id(id bigint)
-returns uuid
-language sql immutable parallel safe
-as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
-comment on function pgqueue._transport_id(bigint) is
-'The id that a transport sees of a message that did not come from one, or has been put back since.';
 
 create or replace function pgqueue._place_for_transport()
 returns trigger
@@ -278,7 +288,7 @@ begin
     execute format('select t.head, t.next_at from %s t', row_of) into t.head, t.next_at;
     -- A receive may stay open for as long as its handler works: it leaves this to those who look, for two seconds.
     if t.next_at > at or current_setting('transaction_read_only')::boolean
-        or t.next_at > at - interval '2 s' and current_query() ~* '^[\s(]*(delete|with|insert|update|merge)\M'
+        or t.next_at > at - interval '2 s' and current_query() ~* e'^[\\s(]*(delete|with|insert|update|merge)\\M'
     then
         return t.head;
     end if;
@@ -506,6 +516,7 @@ declare
     q pgqueue.queues;
     for_role name;
     exposed regclass;
+    address text;
 begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
     q := pgqueue._find_queue(queue_name);
@@ -517,7 +528,12 @@ begin
     if found then
         perform pgqueue._raise_exposed(q.name, exposed);
     end if;
-    return pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
+    address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
+    -- Those of other instances of a service: no create_queue that makes no dedicated table drops them.
+    if pgqueue._is_first_statement() then
+        perform pgqueue._drop_idle_queues(10, false);
+    end if;
+    return address;
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
     return null;
@@ -655,7 +671,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     if relation is null or obj_description(relation, 'pg_class') is distinct from pgqueue._subscriptions_comment()
-        or not exists (select from pg_class c where c.oid = relation and c.relkind = 'v' and c.relowner = current_user::regrole)
+        or not exists (select from pg_class c where c.oid = relation and c.relkind = 'v' and pg_get_userbyid(c.relowner) = current_user)
     then
         return false;
     end if;

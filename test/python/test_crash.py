@@ -1,6 +1,7 @@
 """Killed servers and killed clients lose nothing: what enqueue returned is there, what ack removed stays away."""
 
 import json
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,3 +136,27 @@ def test_a_killed_receiver_s_messages_are_back_at_once(
     wait_for(all_back, 5)
     assert sorted(back) == json.loads(note.read_text())[1]
     assert not is_empty(connection, name)
+
+
+def test_a_standby_shows_what_the_primary_does_and_takes_nothing(tmp_path: Path) -> None:
+    standby = tmp_path / "standby"
+    settings = {"wal_level": "replica", "max_wal_senders": "4"}
+    with EmbeddedServer(durable=False, settings=settings) as primary:
+        with connect(primary.dsn) as connection:
+            connection.execute("create extension pgqueue")
+            connection.execute("select pgqueue.create_queue('shown'), pgqueue.create_queue('exposed')")
+            connection.execute("select pgqueue.expose_transport('exposed')")
+            connection.execute("select pgqueue.enqueue('shown', '1'), pgqueue.enqueue('exposed', '1')")
+        subprocess.run(
+            [primary.bindir / "pg_basebackup", "-d", primary.dsn, "-D", standby, "-R", "-X", "stream", "-c", "fast"],
+            check=True,
+        )
+        with EmbeddedServer(durable=False, data_dir=standby) as server, connect(server.dsn) as connection:
+            assert connection.execute("select pg_is_in_recovery()").fetchone() == (True,)
+            for looks in ("peek('shown')", "stats()", "browse('shown')", "next_due_at('shown')", "list_streams()"):
+                connection.execute(f"select * from pgqueue.{looks}")
+            assert connection.execute("select * from pgqueue.doctor()").fetchall() == []
+            assert connection.execute("select count(*) from public.exposed").fetchone() == (1,)
+            for takes in ("claim('shown')", "receive('shown')", "enqueue('shown', '1')"):
+                with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
+                    connection.execute(f"select * from pgqueue.{takes}")

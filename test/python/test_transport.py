@@ -486,6 +486,23 @@ def test_purge_expired_goes_by_the_index_of_the_relation(
     assert 3 <= read[0] < 100
 
 
+def test_the_relation_of_an_instance_that_is_gone_goes_with_the_next_one(
+    connection: psycopg.Connection[Any], name: str
+) -> None:
+    gone, new = (pgqueue.Queue(connection, f"{name}-{n}") for n in range(2))
+    gone.create_queue(expires_after_idle=timedelta(seconds=1))
+    gone.expose_transport()
+    gone.claim()
+
+    def is_left() -> bool:
+        new.create_queue()
+        new.expose_transport()
+        new.drop_queue()
+        return any(info.name == gone.name for info in pgqueue.Queues(connection).list_queues())
+
+    wait_for(lambda: not is_left())
+
+
 def test_a_queue_for_a_while_goes_without_a_daemon(
     connection: psycopg.Connection[Any], name: str, others: Callable[..., Any]
 ) -> None:

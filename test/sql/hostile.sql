@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(98);
+select plan(102);
 
 -- Names.
 create temp table names (name text, is_good boolean);
@@ -107,6 +107,29 @@ select lives_ok($$ select pgqueue.enqueue('hostile', to_jsonb(repeat('x', 262143
 select throws_ok(format('select pgqueue.enqueue(%L, %L, headers => %L)', 'hostile', 1, h), '22023', null, format('headers that are %s are refused', h))
 from unnest(array['[]', '"text"', '1', 'true', 'null']) h;
 select has_schema('pgqueue'::name, 'the schema is still there');
+
+-- Settings of callers.
+set local standard_conforming_strings = off;
+set local escape_string_warning = off;
+select pgqueue.create_queue('hostile-setting', backoff_base => '0') as made, pgqueue.expose_transport('hostile-setting') as exposed \gset
+select lives_ok($$ select pgqueue.enqueue('hostile-setting', '1', headers => jsonb_build_object('🐘', 'a/b')) $$, 'strings may be read as they once were');
+select is((select m.transport_headers from pgqueue.messages m where m.queue_name = 'hostile-setting'), e'{"\\ud83d\\udc18":"a\\/b"}', 'which changes no header');
+select pgqueue.purge_queue('hostile-setting') as purged \gset
+insert into public."hostile-setting" (headers, body) values (e'{"a":"\\u0000","b":"\\ud800x"}', 'x'), ('{}', 'y'), (e'\t', 'z');
+select results_eq('select c.headers from pgqueue.claim(''hostile-setting'', 10) c', $$ values ('{"a": "�", "b": "�x"}'::jsonb), ('{}'), (null) $$, 'nor what is read of one');
+reset standard_conforming_strings;
+
+-- An owner whose name has to be quoted.
+create role "Hostile Owner";
+select pgqueue.expose_subscriptions('public', 'HostileRouting') as exposed \gset
+alter view public."HostileRouting" owner to "Hostile Owner";
+grant usage, create on schema public to "Hostile Owner";
+grant usage on schema pgqueue to "Hostile Owner";
+grant execute on all functions in schema pgqueue to "Hostile Owner";
+set local role "Hostile Owner";
+select is(pgqueue._hide_subscriptions('public."HostileRouting"'), true, 'an owner may be called anything');
+reset role;
+
 
 select * from finish();
 rollback;

@@ -1,7 +1,7 @@
 begin;
 -- Files take turns: this one attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(170);
+select plan(173);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -75,6 +75,14 @@ select results_eq('select id, headers, body, expired from pg_temp.take(''transpo
     'a transport gets what pgqueue sent: the payload as JSON text, headers, and the sender''s name for it');
 select pgqueue.enqueue('transport', body => '\xfffe00') as sent \gset
 select is((pg_temp.take('transport')).body, '\xfffe00'::bytea, 'bodies are bytes');
+
+-- Somebody gives a message the id of another, which is to come back.
+select pgqueue.enqueue('transport', '"back"') as back \gset
+select is((select pgqueue.nack('transport', c.id, c.claim_token, '0') from pgqueue.claim('transport') c), true, 'a message is to come back');
+insert into public.transport (id, headers, body) values (pgqueue._transport_id(:back), '{}', 'stranger');
+select is((select array_agg(convert_from(coalesce(c.body, convert_to(c.payload::text, 'UTF8')), 'UTF8') order by c.id) from pgqueue.claim('transport', 10) c), '{"\"back\"",stranger}', 'and does, whatever id a stranger had');
+select is((select array_agg(c.message_id) from pgqueue.messages c where c.queue_name = 'transport' and c.id > :back), array[pgqueue._transport_id(:back)], 'whose name for it is kept');
+select pgqueue.purge_queue('transport') as purged \gset
 select is(pgqueue.publish('transport.nobody', '1'), 0, 'before it is subscribed');
 select is(pgqueue.subscribe('transport.*', 'transport'), true, 'a queue that is exposed subscribes');
 select is(pgqueue.publish('transport.made', '1'), 1, 'and is published to');
