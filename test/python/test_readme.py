@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -106,3 +107,22 @@ def test_the_command_line_works_as_it_stands(empty_database: Callable[[], str], 
             assert done.status == 0, (line, done)
     with psycopg.connect(dsn) as connection:
         assert connection.execute("select order_id from shipped order by 1").fetchall() == [(1001,), (1002,)]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_what_is_shown_of_http_works_when_it_is_pasted(empty_database: Callable[[], str], tmp_path: Path) -> None:
+    (script,) = (block for block in blocks("sh") if "curl" in block)
+    variables = {"PGQUEUE_DSN": empty_database(), "PGQUEUE_PASSWORD": "password"}
+    with commands.running("serve", "--port", "0", directory=tmp_path, **variables) as server:
+        url = server.wait_for(lambda: re.search(r"serves (http://[^/\s]+)/", server.err))[1]
+        pasted = ["bash", "-c", script.replace("http://127.0.0.1:8080", url)]
+        done = subprocess.run(pasted, capture_output=True, text=True, timeout=60, check=True)
+    assert '"payload": {"order_id": 1001}' in done.stdout, done.stdout
+
+
+def test_every_code_is_listed() -> None:
+    listed = dict(re.findall(r"`(PQ\d{3})`\s+(\w+)", README.split("## Reference")[1].split("<!--")[0]))
+    codes = {error.sqlstate: error.__name__ for error in pgqueue.Error.__subclasses__()}
+    assert {code: name.replace("_", "") for code, name in listed.items()} == {
+        code: name.lower() for code, name in codes.items()
+    }
