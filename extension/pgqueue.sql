@@ -1514,6 +1514,13 @@ begin
     end if;
 end;
 $$;
+
+create function pgqueue._without(ids bigint[], others bigint[])
+returns bigint[]
+language sql immutable parallel safe
+as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
+comment on function pgqueue._without(bigint[], bigint[]) is
+'The ids that are not among the others, in order.';
 -- A message enters: at once into messages, with a delay into scheduled_messages, always in the
 -- caller's transaction.
 
@@ -3376,13 +3383,6 @@ as $$
 $$;
 comment on function pgqueue._open_batch(pgqueue.streams, bigint[]) is
 'The open batch of a stream, as the verbs return it.';
-
-create function pgqueue._without(ids bigint[], others bigint[])
-returns bigint[]
-language sql immutable parallel safe
-as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
-comment on function pgqueue._without(bigint[], bigint[]) is
-'The ids that are not among the others, in order.';
 
 create function pgqueue._keep_batch(s pgqueue.streams, until timestamptz)
 returns bigint[]

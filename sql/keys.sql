@@ -43,3 +43,10 @@ begin
     end if;
 end;
 $$;
+
+create or replace function pgqueue._without(ids bigint[], others bigint[])
+returns bigint[]
+language sql immutable parallel safe
+as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
+comment on function pgqueue._without(bigint[], bigint[]) is
+'The ids that are not among the others, in order.';

@@ -103,13 +103,6 @@ $$;
 comment on function pgqueue._open_batch(pgqueue.streams, bigint[]) is
 'The open batch of a stream, as the verbs return it.';
 
-create or replace function pgqueue._without(ids bigint[], others bigint[])
-returns bigint[]
-language sql immutable parallel safe
-as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
-comment on function pgqueue._without(bigint[], bigint[]) is
-'The ids that are not among the others, in order.';
-
 create or replace function pgqueue._keep_batch(s pgqueue.streams, until timestamptz)
 returns bigint[]
 language plpgsql volatile

@@ -26,7 +26,7 @@ from .steps import Answer, Command, Run, Script, Workers
 __all__ = ["Attempt", "Job", "Transactions"]
 
 _CONFLICTS = 20
-_NOTICE = 0.05
+_NOTICE = 0.05  # seconds that others have to see that a connection is cut
 
 
 def _back(text: bytes) -> Bound[Any]:
