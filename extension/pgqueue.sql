@@ -227,8 +227,8 @@ create table pgqueue.queues (
         and backoff_factor between 1 and 100
         and backoff_jitter between 0 and 1
     ),
-    constraint queues_archive_for_is_bounded check (archive_for between '1 day' and '10 years'),
-    constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '10 years')
+    constraint queues_archive_for_is_bounded check (archive_for between '1 day' and '3652.5 days'),
+    constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days')
 );
 comment on table pgqueue.queues is
 'One row a queue. Rarely written, so that claims read one clean row; what changes with every claim is kept in registers.';
@@ -572,6 +572,22 @@ comment on column pgqueue.transports.settled_seq is
 'No transaction that took a transport_seq up to this one is running any more; bound_seq and writers as in sweeps.';
 -- Every error that the product raises, each in one place: SQLSTATE, message, hint.
 
+-- For grants.sql, later in this transaction: who has which access before an upgrade brings new verbs to it.
+do $$
+begin
+    if to_regprocedure('pgqueue._has_access(name, text)') is not null then
+        perform pg_catalog.set_config('pgqueue.had_access', (
+            select pg_catalog.jsonb_agg(pg_catalog.jsonb_build_array(r.rolname, k))::text
+            from pg_catalog.pg_roles r, unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
+            where r.oid in (
+                select a.grantee from pg_catalog.pg_proc p cross join lateral pg_catalog.aclexplode(p.proacl) as a
+                where p.pronamespace = 'pgqueue'::regnamespace and a.grantee <> p.proowner
+            ) and pgqueue._has_access(r.rolname, k)
+        ), true);
+    end if;
+end;
+$$;
+
 create function pgqueue._raise_invalid(argument text, given text, expected text)
 returns void
 language plpgsql stable
@@ -653,6 +669,22 @@ end;
 $$;
 comment on function pgqueue._raise_queue_busy(text, text) is
 'Raises PQ004 queue_busy.';
+
+create function pgqueue._raise_stale_snapshot(object text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'serialization_failure',
+        message = format('could not serialize access to %s', object),
+        detail = 'The snapshot of this transaction is older than what others have committed.',
+        hint = 'Try the transaction again, or in read committed, where it cannot happen.';
+end;
+$$;
+comment on function pgqueue._raise_stale_snapshot(text) is
+'Raises 40001: in repeatable read or serializable, where to go on would miss what others have done.';
 
 create function pgqueue._raise_exposed(queue_name text, relation regclass)
 returns void
@@ -828,7 +860,10 @@ begin
     raise exception using
         errcode = 'undefined_object',
         message = format('role %I does not exist', role_name),
-        hint = 'Create it with create role.';
+        hint = case role_name
+            when 'public' then 'PUBLIC is everybody, and no access is for everybody: make a role, and grant it to those who need it.'
+            else 'Create it with create role.'
+        end;
 end;
 $$;
 comment on function pgqueue._raise_role_not_found(name) is
@@ -848,6 +883,13 @@ language sql stable parallel safe
 as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._after(timestamptz, interval) is
 'The moment that lies a span later. A day is 24 hours: added as a day it would be 23 or 25 where the clocks of the session''s TimeZone change.';
+
+create function pgqueue._keeps_snapshot()
+returns boolean
+language sql stable parallel safe
+as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
+comment on function pgqueue._keeps_snapshot() is
+'Whether all statements of the transaction see what its first one saw, and nothing that others have committed since.';
 
 create function pgqueue._is_first_statement()
 returns boolean
@@ -886,6 +928,13 @@ end;
 $$;
 comment on function pgqueue._create_register(bigint, text) is
 'Creates a register. It is named by number: a queue''s name may be longer than an identifier.';
+
+create function pgqueue._value_of(register regclass)
+returns bigint
+language sql volatile
+as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
+comment on function pgqueue._value_of(regclass) is
+'What a register holds. One that holds nothing, as where sequences were not restored or replicated with the tables, begins anew at 1.';
 -- How long a message waits after a failed attempt, where the consumer does not say.
 
 create function pgqueue._backoff(q pgqueue.queues, attempt_count int)
@@ -918,6 +967,54 @@ as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not 
 comment on function pgqueue._hold_queue(text) is
 'Keeps the queue from being dropped until the transaction ends; false for a null name. Locks in this order everywhere: this one, then message rows by id.';
 
+create function pgqueue._refuse_queue(queue_name text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A queue that was made behind the snapshot is there, though it cannot be seen: an index knows. What this inserts
+    -- where there is none goes with the error.
+    if pgqueue._keeps_snapshot() and queue_name ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
+        begin
+            insert into pgqueue.sweeps (queue_name) values (_refuse_queue.queue_name) on conflict do nothing;
+        exception when serialization_failure then
+            perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
+        end;
+    end if;
+    perform pgqueue._raise_queue_not_found(queue_name);
+end;
+$$;
+comment on function pgqueue._refuse_queue(text) is
+'Raises PQ001, or 40001 where there is such a queue now, but the transaction cannot see it.';
+
+create function pgqueue._check_snapshot(object text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    snapshot constant pg_snapshot := pg_current_snapshot();
+begin
+    if not pgqueue._keeps_snapshot() then
+        return;
+    end if;
+    if not exists (select from pg_snapshot_xip(snapshot) as x where pg_xact_status(x) = 'committed') then
+        begin
+            for n in 0..1000 loop
+                exit when pg_xact_status((pg_snapshot_xmax(snapshot)::text::bigint + n)::text::xid8) = 'committed';
+            end loop;
+        exception when invalid_parameter_value then
+            -- An id from the future: so far nobody has committed.
+            return;
+        end;
+    end if;
+    perform pgqueue._raise_stale_snapshot(object);
+end;
+$$;
+comment on function pgqueue._check_snapshot(text) is
+'For who must see all that there is of the object, behind the lock that keeps others from adding to it. Raises 40001 where the transaction keeps a snapshot and anybody has committed since: whether that concerned the object nobody can tell.';
+
 create function pgqueue._find_queue(queue_name text)
 returns pgqueue.queues
 language plpgsql volatile
@@ -934,13 +1031,13 @@ begin
     select * into q from pgqueue.queues where queues.name = queue_name;
     -- The snapshot of a repeatable read may be older than a drop_queue: the catalog knows better.
     if not found or pg_relation_filenode(q.fresh_register) is null then
-        perform pgqueue._raise_queue_not_found(queue_name);
+        perform pgqueue._refuse_queue(queue_name);
     end if;
     return q;
 end;
 $$;
 comment on function pgqueue._find_queue(text) is
-'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001.';
+'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001, or 40001 where it is there, but was made behind the snapshot.';
 
 create function pgqueue._look_at(queue_name text)
 returns pgqueue.queues
@@ -1042,12 +1139,12 @@ begin
     if q.backoff_jitter is null or q.backoff_jitter not between 0 and 1 then
         perform pgqueue._raise_invalid('backoff_jitter', q.backoff_jitter::text, 'a number from 0 to 1');
     end if;
-    if not pgqueue._is_within(q.archive_for, '1 day', '10 years') then
-        perform pgqueue._raise_invalid('archive_for', q.archive_for::text, 'an interval from 1 day to 10 years');
+    if not pgqueue._is_within(q.archive_for, '1 day', '3652.5 days') then
+        perform pgqueue._raise_invalid('archive_for', q.archive_for::text, 'an interval from 1 day to 10 years (3652.5 days)');
     end if;
-    if not pgqueue._is_within(q.expires_after_idle, '1 s', '10 years') then
+    if not pgqueue._is_within(q.expires_after_idle, '1 s', '3652.5 days') then
         perform pgqueue._raise_invalid('expires_after_idle', q.expires_after_idle::text,
-            'an interval from 1 s to 10 years, or null for never');
+            'an interval from 1 s to 10 years (3652.5 days), or null for never');
     end if;
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
@@ -1108,18 +1205,25 @@ begin
     -- Looked up before the lock, which would wait for those who use an existing queue, and again
     -- behind it: one creator at a time, and none beside a drop.
     select queues.* into q from pgqueue.queues where queues.name = queue_name;
-    if not found then
+    if not found or pg_relation_filenode(q.fresh_register) is null then
         begin
             perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
             select queues.* into q from pgqueue.queues where queues.name = queue_name;
             if not found then
+                -- First of all, as this fails where there is a queue of this name that the snapshot does not show.
+                insert into pgqueue.sweeps (queue_name) values (create_queue.queue_name) on conflict do nothing;
                 q.queue_id := nextval('pgqueue.queue_id');
                 if dedicated then
                     perform pgqueue._create_partition(queue_name, q.queue_id);
                 end if;
+            elsif pg_relation_filenode(q.fresh_register) is null then
+                perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
             end if;
-        exception when lock_not_available then
-            perform pgqueue._raise_queue_busy(queue_name, 'create_queue');
+        exception
+            when lock_not_available then
+                perform pgqueue._raise_queue_busy(queue_name, 'create_queue');
+            when serialization_failure then
+                perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
         end;
     end if;
     if q.name is not null then
@@ -1156,7 +1260,6 @@ begin
     perform setval(r, 1) from unnest(array[
         q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
     ]) as r;
-    insert into pgqueue.sweeps (queue_name) values (create_queue.queue_name);
     if q.archive_for is not null then
         perform pgqueue._begin_archive(q);
     end if;
@@ -1288,10 +1391,8 @@ begin
     -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone. Not for long:
     -- a transaction that sits on the queue would let everybody wait behind this one.
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    select queues.* into q from pgqueue.queues where queues.name = queue_name;
-    if not found then
-        perform pgqueue._raise_queue_not_found(queue_name);
-    end if;
+    q := pgqueue._find_queue(queue_name);
+    perform pgqueue._check_snapshot(format('queue %L', queue_name));
     return pgqueue._drop(q);
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(queue_name, 'drop_queue');
@@ -1347,7 +1448,13 @@ begin
     where s.queue_name = q.name and s.id = any (array(
         select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
     get diagnostics removed = row_count;
-    if q.dedicated then
+    if q.dedicated and not dropping and pgqueue._keeps_snapshot() then
+        -- To truncate would take what the snapshot does not show, and not be counted.
+        delete from pgqueue.messages m
+        where m.queue_name = q.name and m.id = any (array(
+            select c.id from pgqueue.messages c where c.queue_name = q.name order by c.id for update));
+        get diagnostics n = row_count;
+    elsif q.dedicated then
         n := pgqueue._empty_partition(q, dropping);
     else
         delete from pgqueue.messages_shared m
@@ -1441,6 +1548,8 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pgqueue._find_queue(queue_name);
+    -- Also where there is nothing to change: what the snapshot shows may have been changed since, which fails.
+    perform from pgqueue.queues where queues.name = queue_name for no key update;
     update pgqueue.queues
     set paused_at = pgqueue._now(), updated_at = pgqueue._now()
     where queues.name = queue_name and queues.paused_at is null;
@@ -1459,6 +1568,7 @@ declare
     q pgqueue.queues := pgqueue._find_queue(queue_name);
     resumed boolean;
 begin
+    perform from pgqueue.queues where queues.name = queue_name for no key update;
     update pgqueue.queues
     set paused_at = null, updated_at = pgqueue._now()
     where queues.name = queue_name and queues.paused_at is not null;
@@ -1490,30 +1600,47 @@ as $$ select queue_name = name and id = any (key_ids) $$;
 comment on function pgqueue._is_at(text, bigint, text, text[], bigint[], bigint) is
 'Whether a message of the queue of this name has an id that _keys returned.';
 
+create function pgqueue._has_fit_keys()
+returns boolean
+language sql stable
+as $$
+    select (select count(*) from pgqueue._keys('', '{1,2}'))
+        = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
+$$;
+comment on function pgqueue._has_fit_keys() is
+'Whether _keys is as the major version of the server wants it: pg_upgrade, or a dump of what is no extension, may have brought another.';
+
 -- Before PostgreSQL 17 a plan may read a queue from end to end, with `id = any` as a filter. It does so if it was
 -- made while the queue was small, and a session keeps it. So there each id is looked up by a join. What would let the
 -- planner walk all the same is kept from it: the name is compared with an array, so that to read the whole index in
 -- order gains nothing, and with two expressions, which prunes partitions but asks no index. Other scans are off in the
 -- verbs.
-do $$
+create function pgqueue._fit_keys()
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    joins constant boolean := current_setting('server_version_num')::int < 170000;
 begin
-    if current_setting('server_version_num')::int < 170000 then
-        create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
-        returns setof record
-        language sql immutable parallel safe
-        as $keys$ select null::bigint[], i, array[queue_name] from unnest(ids) as i order by i $keys$;
-
-        create or replace function pgqueue._is_at(
-            queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
-        )
-        returns boolean
-        language sql immutable parallel safe
-        as $is_at$
-            select queue_name = any (key_names) and id = key_id and (queue_name = name or queue_name = coalesce(name, ''))
-        $is_at$;
-    end if;
+    execute format(
+        'create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[])'
+        ' returns setof record language sql immutable parallel safe as %L',
+        case when joins then ' select null::bigint[], i, array[queue_name] from unnest(ids) as i order by i '
+            else ' select ids, null::bigint, null::text[] ' end);
+    execute format(
+        'create or replace function pgqueue._is_at('
+        'queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint)'
+        ' returns boolean language sql immutable parallel safe as %L',
+        case when joins then
+            ' select queue_name = any (key_names) and id = key_id and (queue_name = name or queue_name = coalesce(name, '''')) '
+            else ' select queue_name = name and id = any (key_ids) ' end);
 end;
 $$;
+comment on function pgqueue._fit_keys() is
+'Has _keys and _is_at be as the major version of the server wants them.';
+
+do $$ begin perform pgqueue._fit_keys(); end $$;
 
 create function pgqueue._without(ids bigint[], others bigint[])
 returns bigint[]
@@ -1565,11 +1692,11 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if delay is null or not pgqueue._is_within(delay, '0', '10 years') then
-        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years');
+    if delay is null or not pgqueue._is_within(delay, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
-    if not pgqueue._is_within(expires_in, '0', '10 years') then
-        perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years, or null for never');
+    if not pgqueue._is_within(expires_in, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years (3652.5 days), or null for never');
     end if;
 end;
 $$;
@@ -1665,7 +1792,10 @@ begin
     insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers)
     select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
-    where q.name = enqueue.queue_name and pg_sequence_last_value(q.waiting_register) <= pgqueue._micros(at)
+    where q.name = enqueue.queue_name
+        -- The snapshot of a repeatable read may be older than a drop_queue, and to read a register that is gone fails.
+        and case when pg_relation_filenode(q.waiting_register) is not null then pg_sequence_last_value(q.waiting_register) end
+            <= pgqueue._micros(at)
         and enqueue.body is null and enqueue.delay = interval '0' and enqueue.expires_in is null
         -- As text, which is what will be handed out: 1e131071 takes 16 bytes as jsonb.
         and octet_length(enqueue.payload::text) <= q.max_payload_bytes
@@ -1730,7 +1860,7 @@ begin
     perform pgqueue._check_length('delays', cardinality(delays), n);
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(d, null) from unnest(delays) as d
-    where not pgqueue._is_within(d, '0', '10 years');
+    where not pgqueue._is_within(d, '0', '3652.5 days');
     perform pgqueue._check_content(q, c.payload, c.body, c.headers)
     from unnest(payloads, bodies, headers) as c (payload, body, headers)
     where c.payload is null or c.body is not null or c.headers is not null
@@ -2017,7 +2147,7 @@ declare
     live bigint[];
 begin
     -- A snapshot that is older than the look at the writers proves nothing.
-    if current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+    if pgqueue._keeps_snapshot() then
         return false;
     end if;
     select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name for update skip locked;
@@ -2091,7 +2221,7 @@ as $$
 declare
     s pgqueue.sweeps;
     head bigint;
-    pos bigint := pg_sequence_last_value(q.swept_register);
+    pos bigint := pgqueue._value_of(q.swept_register);
     start bigint;
     goal bigint;
     started_at timestamptz;
@@ -2219,7 +2349,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     now_micros constant bigint := pgqueue._micros(at);
-    fresh bigint := pg_sequence_last_value(q.fresh_register);
+    fresh bigint := pgqueue._value_of(q.fresh_register);
     due bigint;
     next_sweep bigint;
     picks bigint[] := '{}'::bigint[];
@@ -2231,12 +2361,12 @@ begin
         return picks;
     end if;
 
-    due := pg_sequence_last_value(q.due_register);
+    due := pgqueue._value_of(q.due_register);
     if due <= now_micros then
         picks := pgqueue._promote(q, at, wanted, pgqueue._moment(due - 1));
     end if;
     -- A turn that is further off than any sweep may take was set by a clock that was wrong.
-    next_sweep := pg_sequence_last_value(q.sweep_register);
+    next_sweep := pgqueue._value_of(q.sweep_register);
     if next_sweep > now_micros + 15000000 then
         next_sweep := 0;
     end if;
@@ -2962,8 +3092,8 @@ begin
     if id is null then
         perform pgqueue._raise_invalid('id', null, 'the id of a message');
     end if;
-    if not pgqueue._is_within(delay, '0', '10 years') then
-        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years, or null for the queue''s backoff');
+    if not pgqueue._is_within(delay, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years (3652.5 days), or null for the queue''s backoff');
     end if;
     if jsonb_typeof(headers) <> 'object' then
         perform pgqueue._raise_invalid('headers', left(headers::text, 200), 'a JSON object, or null for none');
@@ -4043,8 +4173,8 @@ begin
                 u.headers is null
                 or jsonb_typeof(u.headers) = 'object' and octet_length(u.headers::text) <= 65536
             )
-            and (u.delay is null or pgqueue._is_within(u.delay, '0', '10 years'))
-            and (u.expires_in is null or pgqueue._is_within(u.expires_in, '0', '10 years'))
+            and (u.delay is null or pgqueue._is_within(u.delay, '0', '3652.5 days'))
+            and (u.expires_in is null or pgqueue._is_within(u.expires_in, '0', '3652.5 days'))
         ), true)
     into new.messages, new.largest_bytes, are_sound
     from unnest(new.payloads, new.bodies, new.headers, new.message_ids, new.delays, new.expires_in)
@@ -4153,13 +4283,17 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._after(at, u.delay), at, q.max_attempts, pgqueue._after(at, u.expires_in), u.message_id,
-            u.payload, u.body, u.headers
-        from pgqueue.staged_messages s
-        cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
-            as u (payload, body, headers, message_id, delay, expires_in)
-        where s.token = _publish.token and s.largest_bytes <= q.max_payload_bytes and u.delay > interval '0'
-        order by s.token, s.row_number
+            q.name, pgqueue._after(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
+            pgqueue._after(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
+        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        from (
+            select u.*, s.row_number, row_number() over (partition by u.delay order by s.row_number, u.place) as n
+            from pgqueue.staged_messages s
+            cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
+                with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
+            where s.token = _publish.token and s.largest_bytes <= q.max_payload_bytes and u.delay > interval '0'
+        ) d
+        order by d.row_number, d.place
         returning scheduled_messages.due_at
     )
     select count(*), min(t.due_at) into delayed, due_at from sent t;
@@ -4271,6 +4405,7 @@ begin
             perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
             where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes
             order by s.row_number;
+            perform pgqueue._check_snapshot(format('run %s', run));
             perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
         end if;
         perform pgqueue._wake_waiting(q, pgqueue._now());
@@ -4309,11 +4444,11 @@ declare
     tokens uuid[];
     swept bigint;
 begin
-    if older_than is null or not pgqueue._is_within(older_than, '0', '10 years') then
-        perform pgqueue._raise_invalid('older_than', older_than::text, 'an interval from 0 to 10 years');
+    if older_than is null or not pgqueue._is_within(older_than, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('older_than', older_than::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
-    if forget_after is null or not pgqueue._is_within(forget_after, '0', '10 years') then
-        perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years');
+    if forget_after is null or not pgqueue._is_within(forget_after, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
     -- One sweep at a time: two would forget behind each other's back.
     lock table pgqueue.sink_commits in share update exclusive mode;
@@ -4445,13 +4580,18 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    address text := q.name;
 begin
     perform pgqueue._check_topic('topic', topic, true);
+    -- By the catalog, as a snapshot may be older than an expose_transport.
+    if to_regclass(pgqueue._row_of_transport(q)) is not null then
+        select pgqueue._address(t.relation) into address from pgqueue.transports t where t.queue_name = q.name;
+        if not found then
+            perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
+        end if;
+    end if;
     insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)
-    values (
-        subscribe.topic, q.name, q.name,
-        coalesce((select pgqueue._address(t.relation) from pgqueue.transports t where t.queue_name = q.name), q.name)
-    )
+    values (subscribe.topic, q.name, q.name, coalesce(address, q.name))
     on conflict do nothing;
     return found;
 end;
@@ -4788,8 +4928,7 @@ set lock_timeout = '500 ms'
 as $$
 declare
     partition constant regclass := pgqueue._partition(q);
-    is_wanted constant boolean := q.archive_for is not null
-        and exists (select from pgqueue.transports t where t.queue_name = q.name);
+    is_wanted constant boolean := q.archive_for is not null and to_regclass(pgqueue._row_of_transport(q)) is not null;
     is_there constant boolean := exists (
         select from pg_trigger g where g.tgrelid = partition and g.tgname = 'archive_taken');
 begin
@@ -4867,7 +5006,7 @@ begin
         return t.head;
     end if;
     -- A snapshot that is older than the look at the writers proves nothing.
-    if current_setting('transaction_isolation') in ('read committed', 'read uncommitted') then
+    if not pgqueue._keeps_snapshot() then
         execute format(
             'select t.seq_register, t.head, t.settled_seq, t.bound_seq, t.writers from %s t'
             ' for no key update skip locked', row_of)
@@ -5010,6 +5149,8 @@ begin
     execute format(
         'create trigger place_for_transport before insert on %s for each row when (new.transport_seq is null)'
         ' execute function pgqueue._place_for_transport(%L)', partition, register);
+    -- Also in a session that has triggers off, as what has no place is never received.
+    execute format('alter table %s enable always trigger place_for_transport', partition);
     execute format(
         'create table %s () inherits (pgqueue.transports)'
         ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0)',
@@ -5094,6 +5235,7 @@ declare
 begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
     q := pgqueue._find_queue(queue_name);
+    perform pgqueue._check_snapshot(format('queue %L', queue_name));
     for_role := pgqueue._check_exposure(schema_name, coalesce(table_name, queue_name), flavor);
     if body_string is null then
         perform pgqueue._raise_invalid('body_string', null, 'true or false');
@@ -5157,9 +5299,13 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
 as $$
+declare
+    q pgqueue.queues;
 begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    return pgqueue._conceal(pgqueue._find_queue(queue_name));
+    q := pgqueue._find_queue(queue_name);
+    perform pgqueue._check_snapshot(format('queue %L', queue_name));
+    return pgqueue._conceal(q);
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(queue_name, 'unexpose_transport');
     return null;
@@ -5287,7 +5433,7 @@ begin
         perform setval(q.sweep_register, pgqueue._micros(at));
     end if;
     return greatest(
-        q.created_at, q.updated_at, swept_at, least(pgqueue._moment(pg_sequence_last_value(q.waiting_register)), at),
+        q.created_at, q.updated_at, swept_at, least(pgqueue._moment(coalesce(pg_sequence_last_value(q.waiting_register), 1)), at),
         (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
 end;
 $$;
@@ -5361,7 +5507,7 @@ declare
     q pgqueue.queues;
 begin
     -- A snapshot that is older than the lock does not show what was sent in between.
-    if current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+    if pgqueue._keeps_snapshot() then
         return;
     end if;
     for q in
@@ -5589,7 +5735,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
+    fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_register), 1);
     examined int;
     ready int;
     total int;
@@ -5864,7 +6010,7 @@ begin
     if not estimated then
         return;
     end if;
-    fresh := pg_sequence_last_value(q.fresh_register);
+    fresh := coalesce(pg_sequence_last_value(q.fresh_register), 1);
 
     select m.id into last_id from pgqueue.messages m
     where m.queue_name = q.name and m.id >= first_id
@@ -6073,7 +6219,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if pg_sequence_last_value(q.waiting_register) > pgqueue._micros(at) then
+    if pgqueue._value_of(q.waiting_register) > pgqueue._micros(at) then
         perform pgqueue._wake(q);
     end if;
 end;
@@ -6277,10 +6423,14 @@ as $$
 declare
     top_id bigint;
     last_id bigint;
+    near_id bigint;
+    reach_id bigint;
+    register regclass;
     twins bigint;
     lapsed bigint;
     oldest_at timestamptz;
     shortest interval;
+    ahead_until timestamptz;
     index_statement text;
     pending text[];
     since timestamptz;
@@ -6289,18 +6439,48 @@ begin
     -- The ids first, the sequence behind them: what is sent in between has no id from beyond.
     top_id := greatest(
         (select max(m.id) from pgqueue.messages m where m.queue_name = q.name),
-        (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name));
-    last_id := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
+        (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name),
+        (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name),
+        (select w.settled_id from pgqueue.sweeps w where w.queue_name = q.name));
+    select t.last_value - (not t.is_called)::int into last_id from pgqueue.message_id t;
     if top_id > last_id then
+        -- Set back, as by a restore of the tables alone, or ids set by hand: it goes on behind them. Not so far that ids
+        -- would run out.
+        reach_id := last_id + least(1000000000000, 9223372036854775807 - last_id);
+        near_id := greatest(
+            (select max(m.id) from pgqueue.messages m where m.queue_name = q.name and m.id <= reach_id),
+            (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id <= reach_id),
+            (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name and d.id <= reach_id),
+            (select w.settled_id from pgqueue.sweeps w where w.queue_name = q.name));
         return next row('error', q.name, 'ids_above_sequence',
-            format('message %s has an id that the sequence pgqueue.message_id has not reached: messages sent now are found late, claims may fail, and so will the enqueue that gets this id', top_id),
-            format(
+            format('the queue has known the id %s, which the sequence pgqueue.message_id has not reached: messages sent now are found late or never, claims may fail, and so will the enqueue that gets the id of another message', top_id),
+            case when near_id > last_id then
+                format('select setval(''pgqueue.message_id'', greatest(%s, pg_sequence_last_value(''pgqueue.message_id'')));', near_id)
+            else format(
                 'update pgqueue.messages set id = nextval(''pgqueue.message_id'') where queue_name = %1$L and id > %2$s;'
                 ' update pgqueue.scheduled_messages set id = nextval(''pgqueue.message_id'') where queue_name = %1$L and id > %2$s;'
+                ' update pgqueue.dead_messages set id = nextval(''pgqueue.message_id'') where queue_name = %1$L and id > %2$s;'
                 ' select setval(%3$L, greatest(1, min(id))) from pgqueue.messages where queue_name = %1$L;',
-                q.name, last_id, q.fresh_register))::pgqueue.finding;
+                q.name, last_id, q.fresh_register)
+            end)::pgqueue.finding;
         -- The figures below would be wrong.
         return;
+    end if;
+
+    if to_regclass(pgqueue._row_of_transport(q)) is not null then
+        execute format(
+            'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register from %s t',
+            pgqueue._partition(q), pgqueue._row_of_transport(q))
+        into top_id, register;
+        execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_id;
+        if top_id > last_id then
+            return next row('error', q.name, 'ids_above_sequence',
+                format('its relation has known the seq %s, which the sequence %s has not reached: what is sent now is refused, or not found by its transport', top_id, register),
+                format(
+                    'select setval(%1$L, greatest(%2$s, pg_sequence_last_value(%1$L)));'
+                    ' update %3$s set transport_seq = nextval(%1$L) where transport_seq < (select t.head from %4$s t);',
+                    register, top_id, pgqueue._partition(q), pgqueue._row_of_transport(q)))::pgqueue.finding;
+        end if;
     end if;
 
     select count(*), min(m.id) into twins, top_id
@@ -6331,10 +6511,13 @@ begin
         count(*) filter (where w.visible_at <= at - interval '1 min' and w.attempt_count > 0),
         min(w.visible_at) filter (
             where w.visible_at <= at - interval '1 min' and w.attempt_count > 0 and isfinite(w.visible_at)),
-        min(w.expires_at - w.enqueued_at) filter (where isfinite(w.expires_at) and isfinite(w.enqueued_at))
-    into lapsed, oldest_at, shortest
+        min(w.expires_at - w.enqueued_at) filter (where isfinite(w.expires_at) and isfinite(w.enqueued_at)),
+        max(w.visible_at) filter (
+            where isfinite(w.visible_at) and w.visible_at > at
+                and at + interval '1 min' < case w.attempt_count when 0 then w.enqueued_at else w.claimed_at end)
+    into lapsed, oldest_at, shortest, ahead_until
     from (
-        select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at from pgqueue.messages m
+        select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at from pgqueue.messages m
         where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
         order by m.id limit 1000
     ) w;
@@ -6342,6 +6525,14 @@ begin
         return next row('warning', q.name, 'stuck_claims',
             format('%s claims ran out, the first %s ago, and no consumer has come by since', lapsed, at - oldest_at),
             'Start a consumer: any claim takes them over or buries them.')::pgqueue.finding;
+    end if;
+    if ahead_until is not null then
+        return next row('warning', q.name, 'clock_ahead',
+            format('messages were sent or claimed under a clock that was ahead: nobody is given them before %s', ahead_until),
+            format(
+                'update pgqueue.messages set visible_at = %1$L, enqueued_at = least(enqueued_at, %1$L) where queue_name = %2$L and visible_at > %1$L'
+                ' and %3$L < case attempt_count when 0 then enqueued_at else claimed_at end;',
+                at, q.name, at + interval '1 min'))::pgqueue.finding;
     end if;
     return query
     select
@@ -6459,6 +6650,29 @@ begin
 
     return query
     select
+        'error', null::text, 'ids_above_sequence',
+        format('there is a queue of the number %s, which the sequence pgqueue.queue_id has not reached: create_queue fails', max(d.queue_id)),
+        format('select setval(''pgqueue.queue_id'', %s);', max(d.queue_id))
+    from pgqueue.queues d
+    having max(d.queue_id) > (select t.last_value - (not t.is_called)::int from pgqueue.queue_id t);
+
+    -- What he may not see he cannot find.
+    return query
+    select
+        'info', null::text, 'hidden_transactions',
+        format('role %I, who owns pgqueue, may not see the transactions of others: one that pins the horizon is not found', current_user),
+        format('grant pg_read_all_stats to %I;', current_user)
+    where not pg_has_role(current_user, 'pg_read_all_stats', 'usage');
+
+    return query
+    select
+        'warning', null::text, 'unfit_keys',
+        'pgqueue came here from another major version of PostgreSQL, with the way in which that one finds messages by their ids: calls cost a tenth more, or read whole queues',
+        'select pgqueue._fit_keys();'
+    where not pgqueue._has_fit_keys();
+
+    return query
+    select
         'error', null::text, 'sequence_cache',
         'the sequence pgqueue.message_id hands out ids in advance: messages that commit late may be left behind',
         'alter sequence pgqueue.message_id cache 1;'
@@ -6499,11 +6713,17 @@ begin
     return query
     select
         'error', m.queue_name, 'misplaced_messages',
-        format('message %s lies where no sweep looks: its id or queue_name was set by hand', m.id),
+        format('message %s, the first, lies where no sweep looks: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
+            min(m.id)),
         format(
-            'insert into pgqueue.returns (queue_name, check_at, id) values (%L, ''-infinity'', %s);',
-            m.queue_name, m.id)
-    from pgqueue._misplaced() m;
+            'insert into pgqueue.returns (queue_name, check_at, id) select m.queue_name, ''-infinity'', m.id'
+            ' from pgqueue.sweeps s, unnest(s.dead_ids) d, pgqueue.messages m'
+            ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id <@ d'
+            ' and not exists (select from pgqueue.returns r where r.queue_name = m.queue_name and r.id = m.id);',
+            m.queue_name)
+    from pgqueue._misplaced() m
+    group by m.queue_name
+    order by m.queue_name;
 
     -- A standby has nothing of what is not logged, and fails who looks.
     if not pg_is_in_recovery() then
@@ -6530,7 +6750,7 @@ begin
 end;
 $$;
 comment on function pgqueue.doctor(interval) is
-'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, undelivered_messages (that a dropped queue left), misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, few_locks (for as many dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
+'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, undelivered_messages (that a dropped queue left), misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (where the owner of pgqueue may not see those of others), few_locks (for as many dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
 -- Who may do what, on one page: the verbs that a role may call are its privileges.
 
 create function pgqueue._access()
@@ -6758,7 +6978,12 @@ declare
     verb regprocedure;
 begin
     perform pgqueue._check_access(role_name, access);
+    -- The verbs call each other as their owner.
+    if role_name = current_user then
+        perform pgqueue._raise_invalid('role_name', role_name, 'another role than the owner of pgqueue, whose access is not granted');
+    end if;
     perform pgqueue._take_turns();
+    perform pgqueue._check_snapshot(format('the privileges of role %I', role_name));
     kept := array(
         select k from unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
         where k <> access and pgqueue._has_access(role_name, k));
@@ -6818,6 +7043,10 @@ begin
         execute pg_catalog.format('revoke all on %s from %s', granted.object, granted.grantee);
     end loop;
     perform pg_catalog.set_config('pgqueue.installing', '', true);
+
+    perform pgqueue._apply_access((h ->> 0)::name, h ->> 1)
+    from pg_catalog.jsonb_array_elements(nullif(current_setting('pgqueue.had_access', true), '')::jsonb) as h;
+    perform pg_catalog.set_config('pgqueue.had_access', '', true);
 end;
 $$;
 commit;

@@ -8,7 +8,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     now_micros constant bigint := pgqueue._micros(at);
-    fresh bigint := pg_sequence_last_value(q.fresh_register);
+    fresh bigint := pgqueue._value_of(q.fresh_register);
     due bigint;
     next_sweep bigint;
     picks bigint[] := '{}'::bigint[];
@@ -20,12 +20,12 @@ begin
         return picks;
     end if;
 
-    due := pg_sequence_last_value(q.due_register);
+    due := pgqueue._value_of(q.due_register);
     if due <= now_micros then
         picks := pgqueue._promote(q, at, wanted, pgqueue._moment(due - 1));
     end if;
     -- A turn that is further off than any sweep may take was set by a clock that was wrong.
-    next_sweep := pg_sequence_last_value(q.sweep_register);
+    next_sweep := pgqueue._value_of(q.sweep_register);
     if next_sweep > now_micros + 15000000 then
         next_sweep := 0;
     end if;

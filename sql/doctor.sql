@@ -117,10 +117,14 @@ as $$
 declare
     top_id bigint;
     last_id bigint;
+    near_id bigint;
+    reach_id bigint;
+    register regclass;
     twins bigint;
     lapsed bigint;
     oldest_at timestamptz;
     shortest interval;
+    ahead_until timestamptz;
     index_statement text;
     pending text[];
     since timestamptz;
@@ -129,18 +133,48 @@ begin
     -- The ids first, the sequence behind them: what is sent in between has no id from beyond.
     top_id := greatest(
         (select max(m.id) from pgqueue.messages m where m.queue_name = q.name),
-        (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name));
-    last_id := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
+        (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name),
+        (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name),
+        (select w.settled_id from pgqueue.sweeps w where w.queue_name = q.name));
+    select t.last_value - (not t.is_called)::int into last_id from pgqueue.message_id t;
     if top_id > last_id then
+        -- Set back, as by a restore of the tables alone, or ids set by hand: it goes on behind them. Not so far that ids
+        -- would run out.
+        reach_id := last_id + least(1000000000000, 9223372036854775807 - last_id);
+        near_id := greatest(
+            (select max(m.id) from pgqueue.messages m where m.queue_name = q.name and m.id <= reach_id),
+            (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id <= reach_id),
+            (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name and d.id <= reach_id),
+            (select w.settled_id from pgqueue.sweeps w where w.queue_name = q.name));
         return next row('error', q.name, 'ids_above_sequence',
-            format('message %s has an id that the sequence pgqueue.message_id has not reached: messages sent now are found late, claims may fail, and so will the enqueue that gets this id', top_id),
-            format(
+            format('the queue has known the id %s, which the sequence pgqueue.message_id has not reached: messages sent now are found late or never, claims may fail, and so will the enqueue that gets the id of another message', top_id),
+            case when near_id > last_id then
+                format('select setval(''pgqueue.message_id'', greatest(%s, pg_sequence_last_value(''pgqueue.message_id'')));', near_id)
+            else format(
                 'update pgqueue.messages set id = nextval(''pgqueue.message_id'') where queue_name = %1$L and id > %2$s;'
                 ' update pgqueue.scheduled_messages set id = nextval(''pgqueue.message_id'') where queue_name = %1$L and id > %2$s;'
+                ' update pgqueue.dead_messages set id = nextval(''pgqueue.message_id'') where queue_name = %1$L and id > %2$s;'
                 ' select setval(%3$L, greatest(1, min(id))) from pgqueue.messages where queue_name = %1$L;',
-                q.name, last_id, q.fresh_register))::pgqueue.finding;
+                q.name, last_id, q.fresh_register)
+            end)::pgqueue.finding;
         -- The figures below would be wrong.
         return;
+    end if;
+
+    if to_regclass(pgqueue._row_of_transport(q)) is not null then
+        execute format(
+            'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register from %s t',
+            pgqueue._partition(q), pgqueue._row_of_transport(q))
+        into top_id, register;
+        execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_id;
+        if top_id > last_id then
+            return next row('error', q.name, 'ids_above_sequence',
+                format('its relation has known the seq %s, which the sequence %s has not reached: what is sent now is refused, or not found by its transport', top_id, register),
+                format(
+                    'select setval(%1$L, greatest(%2$s, pg_sequence_last_value(%1$L)));'
+                    ' update %3$s set transport_seq = nextval(%1$L) where transport_seq < (select t.head from %4$s t);',
+                    register, top_id, pgqueue._partition(q), pgqueue._row_of_transport(q)))::pgqueue.finding;
+        end if;
     end if;
 
     select count(*), min(m.id) into twins, top_id
@@ -171,10 +205,13 @@ begin
         count(*) filter (where w.visible_at <= at - interval '1 min' and w.attempt_count > 0),
         min(w.visible_at) filter (
             where w.visible_at <= at - interval '1 min' and w.attempt_count > 0 and isfinite(w.visible_at)),
-        min(w.expires_at - w.enqueued_at) filter (where isfinite(w.expires_at) and isfinite(w.enqueued_at))
-    into lapsed, oldest_at, shortest
+        min(w.expires_at - w.enqueued_at) filter (where isfinite(w.expires_at) and isfinite(w.enqueued_at)),
+        max(w.visible_at) filter (
+            where isfinite(w.visible_at) and w.visible_at > at
+                and at + interval '1 min' < case w.attempt_count when 0 then w.enqueued_at else w.claimed_at end)
+    into lapsed, oldest_at, shortest, ahead_until
     from (
-        select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at from pgqueue.messages m
+        select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at from pgqueue.messages m
         where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
         order by m.id limit 1000
     ) w;
@@ -182,6 +219,14 @@ begin
         return next row('warning', q.name, 'stuck_claims',
             format('%s claims ran out, the first %s ago, and no consumer has come by since', lapsed, at - oldest_at),
             'Start a consumer: any claim takes them over or buries them.')::pgqueue.finding;
+    end if;
+    if ahead_until is not null then
+        return next row('warning', q.name, 'clock_ahead',
+            format('messages were sent or claimed under a clock that was ahead: nobody is given them before %s', ahead_until),
+            format(
+                'update pgqueue.messages set visible_at = %1$L, enqueued_at = least(enqueued_at, %1$L) where queue_name = %2$L and visible_at > %1$L'
+                ' and %3$L < case attempt_count when 0 then enqueued_at else claimed_at end;',
+                at, q.name, at + interval '1 min'))::pgqueue.finding;
     end if;
     return query
     select
@@ -299,6 +344,29 @@ begin
 
     return query
     select
+        'error', null::text, 'ids_above_sequence',
+        format('there is a queue of the number %s, which the sequence pgqueue.queue_id has not reached: create_queue fails', max(d.queue_id)),
+        format('select setval(''pgqueue.queue_id'', %s);', max(d.queue_id))
+    from pgqueue.queues d
+    having max(d.queue_id) > (select t.last_value - (not t.is_called)::int from pgqueue.queue_id t);
+
+    -- What he may not see he cannot find.
+    return query
+    select
+        'info', null::text, 'hidden_transactions',
+        format('role %I, who owns pgqueue, may not see the transactions of others: one that pins the horizon is not found', current_user),
+        format('grant pg_read_all_stats to %I;', current_user)
+    where not pg_has_role(current_user, 'pg_read_all_stats', 'usage');
+
+    return query
+    select
+        'warning', null::text, 'unfit_keys',
+        'pgqueue came here from another major version of PostgreSQL, with the way in which that one finds messages by their ids: calls cost a tenth more, or read whole queues',
+        'select pgqueue._fit_keys();'
+    where not pgqueue._has_fit_keys();
+
+    return query
+    select
         'error', null::text, 'sequence_cache',
         'the sequence pgqueue.message_id hands out ids in advance: messages that commit late may be left behind',
         'alter sequence pgqueue.message_id cache 1;'
@@ -339,11 +407,17 @@ begin
     return query
     select
         'error', m.queue_name, 'misplaced_messages',
-        format('message %s lies where no sweep looks: its id or queue_name was set by hand', m.id),
+        format('message %s, the first, lies where no sweep looks: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
+            min(m.id)),
         format(
-            'insert into pgqueue.returns (queue_name, check_at, id) values (%L, ''-infinity'', %s);',
-            m.queue_name, m.id)
-    from pgqueue._misplaced() m;
+            'insert into pgqueue.returns (queue_name, check_at, id) select m.queue_name, ''-infinity'', m.id'
+            ' from pgqueue.sweeps s, unnest(s.dead_ids) d, pgqueue.messages m'
+            ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id <@ d'
+            ' and not exists (select from pgqueue.returns r where r.queue_name = m.queue_name and r.id = m.id);',
+            m.queue_name)
+    from pgqueue._misplaced() m
+    group by m.queue_name
+    order by m.queue_name;
 
     -- A standby has nothing of what is not logged, and fails who looks.
     if not pg_is_in_recovery() then
@@ -370,4 +444,4 @@ begin
 end;
 $$;
 comment on function pgqueue.doctor(interval) is
-'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, undelivered_messages (that a dropped queue left), misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, few_locks (for as many dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
+'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, undelivered_messages (that a dropped queue left), misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (where the owner of pgqueue may not see those of others), few_locks (for as many dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';

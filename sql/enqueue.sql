@@ -42,11 +42,11 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if delay is null or not pgqueue._is_within(delay, '0', '10 years') then
-        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years');
+    if delay is null or not pgqueue._is_within(delay, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
-    if not pgqueue._is_within(expires_in, '0', '10 years') then
-        perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years, or null for never');
+    if not pgqueue._is_within(expires_in, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years (3652.5 days), or null for never');
     end if;
 end;
 $$;
@@ -142,7 +142,10 @@ begin
     insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers)
     select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
-    where q.name = enqueue.queue_name and pg_sequence_last_value(q.waiting_register) <= pgqueue._micros(at)
+    where q.name = enqueue.queue_name
+        -- The snapshot of a repeatable read may be older than a drop_queue, and to read a register that is gone fails.
+        and case when pg_relation_filenode(q.waiting_register) is not null then pg_sequence_last_value(q.waiting_register) end
+            <= pgqueue._micros(at)
         and enqueue.body is null and enqueue.delay = interval '0' and enqueue.expires_in is null
         -- As text, which is what will be handed out: 1e131071 takes 16 bytes as jsonb.
         and octet_length(enqueue.payload::text) <= q.max_payload_bytes
@@ -207,7 +210,7 @@ begin
     perform pgqueue._check_length('delays', cardinality(delays), n);
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(d, null) from unnest(delays) as d
-    where not pgqueue._is_within(d, '0', '10 years');
+    where not pgqueue._is_within(d, '0', '3652.5 days');
     perform pgqueue._check_content(q, c.payload, c.body, c.headers)
     from unnest(payloads, bodies, headers) as c (payload, body, headers)
     where c.payload is null or c.body is not null or c.headers is not null

@@ -1,5 +1,21 @@
 -- Every error that the product raises, each in one place: SQLSTATE, message, hint.
 
+-- For grants.sql, later in this transaction: who has which access before an upgrade brings new verbs to it.
+do $$
+begin
+    if to_regprocedure('pgqueue._has_access(name, text)') is not null then
+        perform pg_catalog.set_config('pgqueue.had_access', (
+            select pg_catalog.jsonb_agg(pg_catalog.jsonb_build_array(r.rolname, k))::text
+            from pg_catalog.pg_roles r, unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
+            where r.oid in (
+                select a.grantee from pg_catalog.pg_proc p cross join lateral pg_catalog.aclexplode(p.proacl) as a
+                where p.pronamespace = 'pgqueue'::regnamespace and a.grantee <> p.proowner
+            ) and pgqueue._has_access(r.rolname, k)
+        ), true);
+    end if;
+end;
+$$;
+
 create or replace function pgqueue._raise_invalid(argument text, given text, expected text)
 returns void
 language plpgsql stable
@@ -81,6 +97,22 @@ end;
 $$;
 comment on function pgqueue._raise_queue_busy(text, text) is
 'Raises PQ004 queue_busy.';
+
+create or replace function pgqueue._raise_stale_snapshot(object text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'serialization_failure',
+        message = format('could not serialize access to %s', object),
+        detail = 'The snapshot of this transaction is older than what others have committed.',
+        hint = 'Try the transaction again, or in read committed, where it cannot happen.';
+end;
+$$;
+comment on function pgqueue._raise_stale_snapshot(text) is
+'Raises 40001: in repeatable read or serializable, where to go on would miss what others have done.';
 
 create or replace function pgqueue._raise_exposed(queue_name text, relation regclass)
 returns void
@@ -256,7 +288,10 @@ begin
     raise exception using
         errcode = 'undefined_object',
         message = format('role %I does not exist', role_name),
-        hint = 'Create it with create role.';
+        hint = case role_name
+            when 'public' then 'PUBLIC is everybody, and no access is for everybody: make a role, and grant it to those who need it.'
+            else 'Create it with create role.'
+        end;
 end;
 $$;
 comment on function pgqueue._raise_role_not_found(name) is

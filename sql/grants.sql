@@ -225,7 +225,12 @@ declare
     verb regprocedure;
 begin
     perform pgqueue._check_access(role_name, access);
+    -- The verbs call each other as their owner.
+    if role_name = current_user then
+        perform pgqueue._raise_invalid('role_name', role_name, 'another role than the owner of pgqueue, whose access is not granted');
+    end if;
     perform pgqueue._take_turns();
+    perform pgqueue._check_snapshot(format('the privileges of role %I', role_name));
     kept := array(
         select k from unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
         where k <> access and pgqueue._has_access(role_name, k));
@@ -285,5 +290,9 @@ begin
         execute pg_catalog.format('revoke all on %s from %s', granted.object, granted.grantee);
     end loop;
     perform pg_catalog.set_config('pgqueue.installing', '', true);
+
+    perform pgqueue._apply_access((h ->> 0)::name, h ->> 1)
+    from pg_catalog.jsonb_array_elements(nullif(current_setting('pgqueue.had_access', true), '')::jsonb) as h;
+    perform pg_catalog.set_config('pgqueue.had_access', '', true);
 end;
 $$;

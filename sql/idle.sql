@@ -16,7 +16,7 @@ begin
         perform setval(q.sweep_register, pgqueue._micros(at));
     end if;
     return greatest(
-        q.created_at, q.updated_at, swept_at, least(pgqueue._moment(pg_sequence_last_value(q.waiting_register)), at),
+        q.created_at, q.updated_at, swept_at, least(pgqueue._moment(coalesce(pg_sequence_last_value(q.waiting_register), 1)), at),
         (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
 end;
 $$;
@@ -90,7 +90,7 @@ declare
     q pgqueue.queues;
 begin
     -- A snapshot that is older than the lock does not show what was sent in between.
-    if current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+    if pgqueue._keeps_snapshot() then
         return;
     end if;
     for q in

@@ -19,30 +19,47 @@ as $$ select queue_name = name and id = any (key_ids) $$;
 comment on function pgqueue._is_at(text, bigint, text, text[], bigint[], bigint) is
 'Whether a message of the queue of this name has an id that _keys returned.';
 
+create or replace function pgqueue._has_fit_keys()
+returns boolean
+language sql stable
+as $$
+    select (select count(*) from pgqueue._keys('', '{1,2}'))
+        = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
+$$;
+comment on function pgqueue._has_fit_keys() is
+'Whether _keys is as the major version of the server wants it: pg_upgrade, or a dump of what is no extension, may have brought another.';
+
 -- Before PostgreSQL 17 a plan may read a queue from end to end, with `id = any` as a filter. It does so if it was
 -- made while the queue was small, and a session keeps it. So there each id is looked up by a join. What would let the
 -- planner walk all the same is kept from it: the name is compared with an array, so that to read the whole index in
 -- order gains nothing, and with two expressions, which prunes partitions but asks no index. Other scans are off in the
 -- verbs.
-do $$
+create or replace function pgqueue._fit_keys()
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    joins constant boolean := current_setting('server_version_num')::int < 170000;
 begin
-    if current_setting('server_version_num')::int < 170000 then
-        create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
-        returns setof record
-        language sql immutable parallel safe
-        as $keys$ select null::bigint[], i, array[queue_name] from unnest(ids) as i order by i $keys$;
-
-        create or replace function pgqueue._is_at(
-            queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
-        )
-        returns boolean
-        language sql immutable parallel safe
-        as $is_at$
-            select queue_name = any (key_names) and id = key_id and (queue_name = name or queue_name = coalesce(name, ''))
-        $is_at$;
-    end if;
+    execute format(
+        'create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[])'
+        ' returns setof record language sql immutable parallel safe as %L',
+        case when joins then ' select null::bigint[], i, array[queue_name] from unnest(ids) as i order by i '
+            else ' select ids, null::bigint, null::text[] ' end);
+    execute format(
+        'create or replace function pgqueue._is_at('
+        'queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint)'
+        ' returns boolean language sql immutable parallel safe as %L',
+        case when joins then
+            ' select queue_name = any (key_names) and id = key_id and (queue_name = name or queue_name = coalesce(name, '''')) '
+            else ' select queue_name = name and id = any (key_ids) ' end);
 end;
 $$;
+comment on function pgqueue._fit_keys() is
+'Has _keys and _is_at be as the major version of the server wants them.';
+
+do $$ begin perform pgqueue._fit_keys(); end $$;
 
 create or replace function pgqueue._without(ids bigint[], others bigint[])
 returns bigint[]

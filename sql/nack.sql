@@ -9,8 +9,8 @@ begin
     if id is null then
         perform pgqueue._raise_invalid('id', null, 'the id of a message');
     end if;
-    if not pgqueue._is_within(delay, '0', '10 years') then
-        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years, or null for the queue''s backoff');
+    if not pgqueue._is_within(delay, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years (3652.5 days), or null for the queue''s backoff');
     end if;
     if jsonb_typeof(headers) <> 'object' then
         perform pgqueue._raise_invalid('headers', left(headers::text, 200), 'a JSON object, or null for none');

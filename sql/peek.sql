@@ -30,7 +30,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    fresh constant bigint := pg_sequence_last_value(q.fresh_register);
+    fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_register), 1);
     examined int;
     ready int;
     total int;

@@ -15,6 +15,54 @@ as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not 
 comment on function pgqueue._hold_queue(text) is
 'Keeps the queue from being dropped until the transaction ends; false for a null name. Locks in this order everywhere: this one, then message rows by id.';
 
+create or replace function pgqueue._refuse_queue(queue_name text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A queue that was made behind the snapshot is there, though it cannot be seen: an index knows. What this inserts
+    -- where there is none goes with the error.
+    if pgqueue._keeps_snapshot() and queue_name ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
+        begin
+            insert into pgqueue.sweeps (queue_name) values (_refuse_queue.queue_name) on conflict do nothing;
+        exception when serialization_failure then
+            perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
+        end;
+    end if;
+    perform pgqueue._raise_queue_not_found(queue_name);
+end;
+$$;
+comment on function pgqueue._refuse_queue(text) is
+'Raises PQ001, or 40001 where there is such a queue now, but the transaction cannot see it.';
+
+create or replace function pgqueue._check_snapshot(object text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    snapshot constant pg_snapshot := pg_current_snapshot();
+begin
+    if not pgqueue._keeps_snapshot() then
+        return;
+    end if;
+    if not exists (select from pg_snapshot_xip(snapshot) as x where pg_xact_status(x) = 'committed') then
+        begin
+            for n in 0..1000 loop
+                exit when pg_xact_status((pg_snapshot_xmax(snapshot)::text::bigint + n)::text::xid8) = 'committed';
+            end loop;
+        exception when invalid_parameter_value then
+            -- An id from the future: so far nobody has committed.
+            return;
+        end;
+    end if;
+    perform pgqueue._raise_stale_snapshot(object);
+end;
+$$;
+comment on function pgqueue._check_snapshot(text) is
+'For who must see all that there is of the object, behind the lock that keeps others from adding to it. Raises 40001 where the transaction keeps a snapshot and anybody has committed since: whether that concerned the object nobody can tell.';
+
 create or replace function pgqueue._find_queue(queue_name text)
 returns pgqueue.queues
 language plpgsql volatile
@@ -31,13 +79,13 @@ begin
     select * into q from pgqueue.queues where queues.name = queue_name;
     -- The snapshot of a repeatable read may be older than a drop_queue: the catalog knows better.
     if not found or pg_relation_filenode(q.fresh_register) is null then
-        perform pgqueue._raise_queue_not_found(queue_name);
+        perform pgqueue._refuse_queue(queue_name);
     end if;
     return q;
 end;
 $$;
 comment on function pgqueue._find_queue(text) is
-'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001.';
+'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001, or 40001 where it is there, but was made behind the snapshot.';
 
 create or replace function pgqueue._look_at(queue_name text)
 returns pgqueue.queues
@@ -139,12 +187,12 @@ begin
     if q.backoff_jitter is null or q.backoff_jitter not between 0 and 1 then
         perform pgqueue._raise_invalid('backoff_jitter', q.backoff_jitter::text, 'a number from 0 to 1');
     end if;
-    if not pgqueue._is_within(q.archive_for, '1 day', '10 years') then
-        perform pgqueue._raise_invalid('archive_for', q.archive_for::text, 'an interval from 1 day to 10 years');
+    if not pgqueue._is_within(q.archive_for, '1 day', '3652.5 days') then
+        perform pgqueue._raise_invalid('archive_for', q.archive_for::text, 'an interval from 1 day to 10 years (3652.5 days)');
     end if;
-    if not pgqueue._is_within(q.expires_after_idle, '1 s', '10 years') then
+    if not pgqueue._is_within(q.expires_after_idle, '1 s', '3652.5 days') then
         perform pgqueue._raise_invalid('expires_after_idle', q.expires_after_idle::text,
-            'an interval from 1 s to 10 years, or null for never');
+            'an interval from 1 s to 10 years (3652.5 days), or null for never');
     end if;
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
@@ -205,18 +253,25 @@ begin
     -- Looked up before the lock, which would wait for those who use an existing queue, and again
     -- behind it: one creator at a time, and none beside a drop.
     select queues.* into q from pgqueue.queues where queues.name = queue_name;
-    if not found then
+    if not found or pg_relation_filenode(q.fresh_register) is null then
         begin
             perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
             select queues.* into q from pgqueue.queues where queues.name = queue_name;
             if not found then
+                -- First of all, as this fails where there is a queue of this name that the snapshot does not show.
+                insert into pgqueue.sweeps (queue_name) values (create_queue.queue_name) on conflict do nothing;
                 q.queue_id := nextval('pgqueue.queue_id');
                 if dedicated then
                     perform pgqueue._create_partition(queue_name, q.queue_id);
                 end if;
+            elsif pg_relation_filenode(q.fresh_register) is null then
+                perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
             end if;
-        exception when lock_not_available then
-            perform pgqueue._raise_queue_busy(queue_name, 'create_queue');
+        exception
+            when lock_not_available then
+                perform pgqueue._raise_queue_busy(queue_name, 'create_queue');
+            when serialization_failure then
+                perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
         end;
     end if;
     if q.name is not null then
@@ -253,7 +308,6 @@ begin
     perform setval(r, 1) from unnest(array[
         q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
     ]) as r;
-    insert into pgqueue.sweeps (queue_name) values (create_queue.queue_name);
     if q.archive_for is not null then
         perform pgqueue._begin_archive(q);
     end if;
@@ -385,10 +439,8 @@ begin
     -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone. Not for long:
     -- a transaction that sits on the queue would let everybody wait behind this one.
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    select queues.* into q from pgqueue.queues where queues.name = queue_name;
-    if not found then
-        perform pgqueue._raise_queue_not_found(queue_name);
-    end if;
+    q := pgqueue._find_queue(queue_name);
+    perform pgqueue._check_snapshot(format('queue %L', queue_name));
     return pgqueue._drop(q);
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(queue_name, 'drop_queue');
@@ -444,7 +496,13 @@ begin
     where s.queue_name = q.name and s.id = any (array(
         select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
     get diagnostics removed = row_count;
-    if q.dedicated then
+    if q.dedicated and not dropping and pgqueue._keeps_snapshot() then
+        -- To truncate would take what the snapshot does not show, and not be counted.
+        delete from pgqueue.messages m
+        where m.queue_name = q.name and m.id = any (array(
+            select c.id from pgqueue.messages c where c.queue_name = q.name order by c.id for update));
+        get diagnostics n = row_count;
+    elsif q.dedicated then
         n := pgqueue._empty_partition(q, dropping);
     else
         delete from pgqueue.messages_shared m
@@ -538,6 +596,8 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pgqueue._find_queue(queue_name);
+    -- Also where there is nothing to change: what the snapshot shows may have been changed since, which fails.
+    perform from pgqueue.queues where queues.name = queue_name for no key update;
     update pgqueue.queues
     set paused_at = pgqueue._now(), updated_at = pgqueue._now()
     where queues.name = queue_name and queues.paused_at is null;
@@ -556,6 +616,7 @@ declare
     q pgqueue.queues := pgqueue._find_queue(queue_name);
     resumed boolean;
 begin
+    perform from pgqueue.queues where queues.name = queue_name for no key update;
     update pgqueue.queues
     set paused_at = null, updated_at = pgqueue._now()
     where queues.name = queue_name and queues.paused_at is not null;

@@ -29,3 +29,10 @@ end;
 $$;
 comment on function pgqueue._create_register(bigint, text) is
 'Creates a register. It is named by number: a queue''s name may be longer than an identifier.';
+
+create or replace function pgqueue._value_of(register regclass)
+returns bigint
+language sql volatile
+as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
+comment on function pgqueue._value_of(regclass) is
+'What a register holds. One that holds nothing, as where sequences were not restored or replicated with the tables, begins anew at 1.';

@@ -71,8 +71,8 @@ begin
                 u.headers is null
                 or jsonb_typeof(u.headers) = 'object' and octet_length(u.headers::text) <= 65536
             )
-            and (u.delay is null or pgqueue._is_within(u.delay, '0', '10 years'))
-            and (u.expires_in is null or pgqueue._is_within(u.expires_in, '0', '10 years'))
+            and (u.delay is null or pgqueue._is_within(u.delay, '0', '3652.5 days'))
+            and (u.expires_in is null or pgqueue._is_within(u.expires_in, '0', '3652.5 days'))
         ), true)
     into new.messages, new.largest_bytes, are_sound
     from unnest(new.payloads, new.bodies, new.headers, new.message_ids, new.delays, new.expires_in)
@@ -181,13 +181,17 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._after(at, u.delay), at, q.max_attempts, pgqueue._after(at, u.expires_in), u.message_id,
-            u.payload, u.body, u.headers
-        from pgqueue.staged_messages s
-        cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
-            as u (payload, body, headers, message_id, delay, expires_in)
-        where s.token = _publish.token and s.largest_bytes <= q.max_payload_bytes and u.delay > interval '0'
-        order by s.token, s.row_number
+            q.name, pgqueue._after(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
+            pgqueue._after(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
+        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        from (
+            select u.*, s.row_number, row_number() over (partition by u.delay order by s.row_number, u.place) as n
+            from pgqueue.staged_messages s
+            cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
+                with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
+            where s.token = _publish.token and s.largest_bytes <= q.max_payload_bytes and u.delay > interval '0'
+        ) d
+        order by d.row_number, d.place
         returning scheduled_messages.due_at
     )
     select count(*), min(t.due_at) into delayed, due_at from sent t;
@@ -299,6 +303,7 @@ begin
             perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
             where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes
             order by s.row_number;
+            perform pgqueue._check_snapshot(format('run %s', run));
             perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
         end if;
         perform pgqueue._wake_waiting(q, pgqueue._now());
@@ -337,11 +342,11 @@ declare
     tokens uuid[];
     swept bigint;
 begin
-    if older_than is null or not pgqueue._is_within(older_than, '0', '10 years') then
-        perform pgqueue._raise_invalid('older_than', older_than::text, 'an interval from 0 to 10 years');
+    if older_than is null or not pgqueue._is_within(older_than, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('older_than', older_than::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
-    if forget_after is null or not pgqueue._is_within(forget_after, '0', '10 years') then
-        perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years');
+    if forget_after is null or not pgqueue._is_within(forget_after, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
     -- One sweep at a time: two would forget behind each other's back.
     lock table pgqueue.sink_commits in share update exclusive mode;

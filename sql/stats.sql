@@ -71,7 +71,7 @@ begin
     if not estimated then
         return;
     end if;
-    fresh := pg_sequence_last_value(q.fresh_register);
+    fresh := coalesce(pg_sequence_last_value(q.fresh_register), 1);
 
     select m.id into last_id from pgqueue.messages m
     where m.queue_name = q.name and m.id >= first_id

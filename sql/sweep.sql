@@ -235,7 +235,7 @@ declare
     live bigint[];
 begin
     -- A snapshot that is older than the look at the writers proves nothing.
-    if current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+    if pgqueue._keeps_snapshot() then
         return false;
     end if;
     select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name for update skip locked;
@@ -309,7 +309,7 @@ as $$
 declare
     s pgqueue.sweeps;
     head bigint;
-    pos bigint := pg_sequence_last_value(q.swept_register);
+    pos bigint := pgqueue._value_of(q.swept_register);
     start bigint;
     goal bigint;
     started_at timestamptz;

@@ -41,8 +41,8 @@ create table pgqueue.queues (
         and backoff_factor between 1 and 100
         and backoff_jitter between 0 and 1
     ),
-    constraint queues_archive_for_is_bounded check (archive_for between '1 day' and '10 years'),
-    constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '10 years')
+    constraint queues_archive_for_is_bounded check (archive_for between '1 day' and '3652.5 days'),
+    constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days')
 );
 comment on table pgqueue.queues is
 'One row a queue. Rarely written, so that claims read one clean row; what changes with every claim is kept in registers.';

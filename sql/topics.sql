@@ -91,13 +91,18 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    address text := q.name;
 begin
     perform pgqueue._check_topic('topic', topic, true);
+    -- By the catalog, as a snapshot may be older than an expose_transport.
+    if to_regclass(pgqueue._row_of_transport(q)) is not null then
+        select pgqueue._address(t.relation) into address from pgqueue.transports t where t.queue_name = q.name;
+        if not found then
+            perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
+        end if;
+    end if;
     insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)
-    values (
-        subscribe.topic, q.name, q.name,
-        coalesce((select pgqueue._address(t.relation) from pgqueue.transports t where t.queue_name = q.name), q.name)
-    )
+    values (subscribe.topic, q.name, q.name, coalesce(address, q.name))
     on conflict do nothing;
     return found;
 end;

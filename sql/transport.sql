@@ -214,8 +214,7 @@ set lock_timeout = '500 ms'
 as $$
 declare
     partition constant regclass := pgqueue._partition(q);
-    is_wanted constant boolean := q.archive_for is not null
-        and exists (select from pgqueue.transports t where t.queue_name = q.name);
+    is_wanted constant boolean := q.archive_for is not null and to_regclass(pgqueue._row_of_transport(q)) is not null;
     is_there constant boolean := exists (
         select from pg_trigger g where g.tgrelid = partition and g.tgname = 'archive_taken');
 begin
@@ -293,7 +292,7 @@ begin
         return t.head;
     end if;
     -- A snapshot that is older than the look at the writers proves nothing.
-    if current_setting('transaction_isolation') in ('read committed', 'read uncommitted') then
+    if not pgqueue._keeps_snapshot() then
         execute format(
             'select t.seq_register, t.head, t.settled_seq, t.bound_seq, t.writers from %s t'
             ' for no key update skip locked', row_of)
@@ -436,6 +435,8 @@ begin
     execute format(
         'create trigger place_for_transport before insert on %s for each row when (new.transport_seq is null)'
         ' execute function pgqueue._place_for_transport(%L)', partition, register);
+    -- Also in a session that has triggers off, as what has no place is never received.
+    execute format('alter table %s enable always trigger place_for_transport', partition);
     execute format(
         'create table %s () inherits (pgqueue.transports)'
         ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0)',
@@ -520,6 +521,7 @@ declare
 begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
     q := pgqueue._find_queue(queue_name);
+    perform pgqueue._check_snapshot(format('queue %L', queue_name));
     for_role := pgqueue._check_exposure(schema_name, coalesce(table_name, queue_name), flavor);
     if body_string is null then
         perform pgqueue._raise_invalid('body_string', null, 'true or false');
@@ -583,9 +585,13 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
 as $$
+declare
+    q pgqueue.queues;
 begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    return pgqueue._conceal(pgqueue._find_queue(queue_name));
+    q := pgqueue._find_queue(queue_name);
+    perform pgqueue._check_snapshot(format('queue %L', queue_name));
+    return pgqueue._conceal(q);
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(queue_name, 'unexpose_transport');
     return null;

@@ -28,7 +28,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if pg_sequence_last_value(q.waiting_register) > pgqueue._micros(at) then
+    if pgqueue._value_of(q.waiting_register) > pgqueue._micros(at) then
         perform pgqueue._wake(q);
     end if;
 end;

@@ -16,7 +16,7 @@ as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.findin
 create function pg_temp.last(queue text) returns pgqueue.archived_message language sql
 as $$ select a from pgqueue.browse_archived_messages(queue, 1) a $$;
 
-select plan(149);
+select plan(153);
 
 -- What the owner's default privileges would grant.
 alter default privileges in schema pgqueue grant select on tables to public;
@@ -144,6 +144,10 @@ from unnest(array['0', '1 day -1 microsecond', '10 years 1 day', '-1 day', '-10 
 select throws_ok(format('select pgqueue.alter_queue(''archive_none'', archive_for => %L)', v), '22023', null, format('alter_queue refuses to archive for %s', v))
 from unnest(array['1 day -1 microsecond', '10 years 1 day', '-1 day']) v;
 select lives_ok($$ select pgqueue.create_queue('archive_least', archive_for => '1 day'), pgqueue.create_queue('archive_most', archive_for => '10 years') $$, 'from a day to 10 years is fine');
+select lives_ok(format('select pgqueue.alter_queue(%L, archive_for => %L, expires_after_idle => %2$L)', 'archive_most', d), format('%s are 10 years at most', d))
+from unnest(array['3650 days', '3652 days 12:00']) d;
+select throws_ok(format('select pgqueue.alter_queue(%L, %s => %L)', 'archive_most', argument, '3652 days 12:00:01'), '22023', null, argument || ' of a second more is over the limit')
+from unnest(array['archive_for', 'expires_after_idle']) argument;
 select throws_ok($$ select pgqueue.stream_open('archive_none', 's', on_ack => 'archive') $$, '22023', null, 'a stream cannot insist on an archive that the queue does not keep');
 select throws_ok($$ select pgqueue.stream_open('archive_shared', 's', on_ack => 'burn') $$, '22023', null, 'nor ask for anything else');
 select lives_ok($$ select pgqueue.drop_queue('archive_least'), pgqueue.drop_queue('archive_most') $$, 'queues that archived nothing are dropped');

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(83);
+select plan(132);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -33,6 +33,21 @@ begin
     return next is(pg_temp.findings(queue), array['warning stuck_claims'], queue || ': a claim that ran out a minute ago, and that nobody took over, is found');
     select * into m from pgqueue.claim(queue);
     return next is(pg_temp.findings(queue), '{}'::text[], queue || ': a claim repairs that');
+
+    -- The clock was ahead by a day, and is set right.
+    perform pgqueue.purge_queue(queue);
+    perform pg_temp.pass('1 day');
+    perform pgqueue.enqueue(queue, '"ahead"');
+    perform pgqueue.claim(queue, 2);
+    perform pgqueue.enqueue(queue, '"later"');
+    perform pg_temp.pass('-1 day');
+    return next is(pg_temp.findings(queue), array['warning clock_ahead'], queue || ': what was sent and claimed while the clock was ahead is found');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair lets go of it');
+    return next is((select array_agg(c.payload order by c.id) from pgqueue.claim(queue, 10) c), '{"\"ahead\"", "\"later\""}'::jsonb[], queue || ': so that it is claimed');
+    perform pgqueue.purge_queue(queue);
+    perform pgqueue.enqueue(queue, '1');
+    select * into m from pgqueue.claim(queue);
 
     perform pgqueue.reject(queue, m.id, m.claim_token);
     return next is(pg_temp.findings(queue), array['info dead_messages'], queue || ': dead letters are found');
@@ -63,8 +78,8 @@ begin
     return next is((select c.payload from pgqueue.claim(queue) c), '"misplaced"'::jsonb, queue || ': after which it is delivered');
     perform pgqueue.purge_queue(queue);
 
-    -- Ids that were set by hand, far off, as far as can be, and of a message that is scheduled.
-    foreach far in array array[pgqueue.enqueue(queue, '"near"') + 1000000, 9223372036854775807] loop
+    -- Ids that were set by hand, so far off that ids would run out, as far as can be, and of a message that is scheduled.
+    foreach far in array array[pgqueue.enqueue(queue, '"near"') + 1000000000000000, 9223372036854775807] loop
         insert into pgqueue.messages (id, queue_name, payload, visible_at) values (far, queue, '"far"', pgqueue._now());
         return next is(pg_temp.findings(queue), array['error ids_above_sequence'], format('%s: the id %s, which the sequence has not reached, is found', queue, far));
         perform count(*) from pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[301]));
@@ -120,6 +135,111 @@ begin
 end;
 $$;
 select pg_temp.adopts();
+
+-- As where the tables alone were restored, or replicated: the sequence begins anew. To restart it locks out who would take ids of it meanwhile.
+create function pg_temp.starts_anew(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    last_id bigint;
+    m pgqueue.message;
+    shown text[];
+begin
+    perform pgqueue.create_queue(queue, dedicated => has_table);
+    perform count(*) from pgqueue.enqueue_batch(queue, array_fill('"old"'::jsonb, array[100]));
+    select max(w.id) into last_id from pgqueue.messages w;
+    alter sequence pgqueue.message_id restart with 1;
+    return next is(pg_temp.findings(queue), array['error ids_above_sequence'], queue || ': a sequence that was set back below messages is found');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair sets it');
+    return next is(pgqueue.enqueue(queue, '"new"'), last_id + 1, queue || ': behind them');
+    return next is((select count(*) from pgqueue.claim(queue, 1000)), 101::bigint, queue || ': and all are claimed');
+
+    perform pgqueue.reject(queue, w.id, w.claim_token) from pgqueue.messages w where w.queue_name = queue and w.id = last_id;
+    perform pgqueue.purge_queue(queue);
+    alter sequence pgqueue.message_id restart with 1;
+    return next is(pg_temp.findings(queue), array['error ids_above_sequence'], queue || ': or below a dead letter');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
+    perform pgqueue.enqueue(queue, '"new"');
+    select * into m from pgqueue.claim(queue);
+    return next is(m.id, last_id + 1, queue || ': what is sent then');
+    return next ok(pgqueue.reject(queue, m.id, m.claim_token), queue || ': may die');
+    return next is((select count(*) from pgqueue.browse_dead_messages(queue)), 2::bigint, queue || ': and does not take its place');
+    perform pgqueue.purge_dead_messages(queue);
+
+    -- A queue that is empty has learnt where nothing lies.
+    update pgqueue.sweeps set dead_ids = int8multirange(int8range(null, last_id)), settled_id = last_id - 1 where queue_name = queue;
+    alter sequence pgqueue.message_id restart with 1;
+    return next is(pg_temp.findings(queue), array['error ids_above_sequence'], queue || ': or below what sweeps have learnt');
+    perform count(*) from pgqueue.enqueue_batch(queue, '{1,2,3}');
+    return next is((select count(*) from pgqueue.claim(queue, 10)), 0::bigint, queue || ': where nobody finds what is sent');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue and f.finding = 'ids_above_sequence');
+    return next is(pg_temp.findings(queue), array['error misplaced_messages'], queue || ': what was sent already is found');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': all of it at once');
+    return next is((select count(*) from pgqueue.claim(queue, 10)), 3::bigint, queue || ': and delivered');
+    perform pgqueue.purge_queue(queue);
+
+    -- So has a relation.
+    perform pgqueue.expose_transport(queue);
+    execute format('alter sequence pgqueue.%I restart with 100', format('queue_%s_seq', (select q.queue_id from pgqueue.queues q where q.name = queue)));
+    execute format('update pgqueue.%I set head = 100, settled_seq = 99', format('transports_%s', (select q.queue_id from pgqueue.queues q where q.name = queue)));
+    perform pgqueue.enqueue(queue, '"seen"');
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': a relation whose sequence is ahead is well');
+    execute format('alter sequence pgqueue.%I restart with 1', format('queue_%s_seq', (select q.queue_id from pgqueue.queues q where q.name = queue)));
+    perform pgqueue.enqueue(queue, '"hidden"');
+    return next is(pg_temp.findings(queue), array['error ids_above_sequence'], queue || ': one that was set back is found');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair sets it');
+    -- By the clock of the wall, which a view goes by.
+    update pgqueue.messages set visible_at = '2020-01-01' where queue_name = queue;
+    execute format('select array_agg(convert_from(r.body, ''UTF8'') order by r.seq) from public.%I r', queue) into shown;
+    return next is(shown, array['"seen"', '"hidden"'], queue || ': and shows what it hid');
+    perform pgqueue.drop_queue(queue);
+end;
+$$;
+select pg_temp.starts_anew('doctor_anew_shared', false);
+select pg_temp.starts_anew('doctor_anew_dedicated', true);
+
+create function pg_temp.numbers_anew() returns setof text language plpgsql as $$
+begin
+    perform pgqueue.create_queue('doctor_numbered');
+    alter sequence pgqueue.queue_id restart with 1;
+    return next is((select f.severity || ' ' || f.finding from pgqueue.doctor() f where f.detail ~ 'queue_id'), 'error ids_above_sequence', 'a sequence of queues that was set back is found');
+    execute (select f.repair from pgqueue.doctor() f where f.detail ~ 'queue_id');
+    return next is((select count(*) from pgqueue.doctor() f where f.detail ~ 'queue_id'), 0::bigint, 'the repair sets it');
+    return next lives_ok($_$ select pgqueue.create_queue('doctor_numbered_next') $_$, 'so that queues can be made');
+end;
+$$;
+select pg_temp.numbers_anew();
+
+-- As after pg_upgrade: the functions are still as the other major wants them.
+create function pg_temp.comes_from_another_major() returns setof text language plpgsql as $$
+begin
+    return next is((select count(*) from pgqueue.doctor() f where f.finding = 'unfit_keys'), 0::bigint, 'messages are looked up as suits the server');
+    if current_setting('server_version_num')::int < 170000 then
+        create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[]) returns setof record
+        language sql immutable parallel safe as ' select ids, null::bigint, null::text[] ';
+        create or replace function pgqueue._is_at(queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint) returns boolean
+        language sql immutable parallel safe as ' select queue_name = name and id = any (key_ids) ';
+    else
+        create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[]) returns setof record
+        language sql immutable parallel safe as ' select null::bigint[], i, array[queue_name] from unnest(ids) as i order by i ';
+        create or replace function pgqueue._is_at(queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint) returns boolean
+        language sql immutable parallel safe as ' select queue_name = any (key_names) and id = key_id and (queue_name = name or queue_name = coalesce(name, '''')) ';
+    end if;
+    return next is((select f.severity from pgqueue.doctor() f where f.finding = 'unfit_keys'), 'warning', 'as suits another one, that is found');
+    perform pgqueue.create_queue('doctor_moved');
+    perform count(*) from pgqueue.enqueue_batch('doctor_moved', '{1,2,3}');
+    return next is((select count(*) from pgqueue.claim('doctor_moved', 2)), 2::bigint, 'though all goes on');
+    execute (select f.repair from pgqueue.doctor() f where f.finding = 'unfit_keys');
+    return next is((select count(*) from pgqueue.doctor() f where f.finding = 'unfit_keys'), 0::bigint, 'the repair makes them fit');
+    return next is((select count(*) from pgqueue.claim('doctor_moved', 2)), 1::bigint, 'and nothing is lost');
+    return next is(
+        (select array_agg(p.proname::text order by 1) from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and p.proname in ('_keys', '_is_at')
+            and not exists (select from aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) a where a.grantee = 0)),
+        array['_is_at', '_keys'], 'nor shown to anybody');
+end;
+$$;
+select pg_temp.comes_from_another_major();
 
 -- One for each lock that a connection has, but for the 16 that are not of such queues.
 select count(*) from (

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(90);
+select plan(93);
 
 create function pg_temp.enters(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -113,6 +113,8 @@ select throws_ok($$ select pgqueue.enqueue('enqueue_errors', '1', delay => '-1 m
 select throws_ok($$ select pgqueue.enqueue('enqueue_errors', '1', delay => null) $$, '22023', null, 'enqueue refuses a null delay');
 select throws_ok($$ select pgqueue.enqueue('enqueue_errors', '1', delay => '10 years 1 s') $$, '22023', null, 'enqueue refuses a delay over 10 years');
 select lives_ok($$ select pgqueue.enqueue('enqueue_errors', '1', delay => '10 years', expires_in => '10 years') $$, 'enqueue takes a delay of 10 years');
+select lives_ok(format('select pgqueue.enqueue(%L, %L, delay => %L, expires_in => %3$L)', 'enqueue_errors', '1', d), 'as long as that are ' || d) from unnest(array['3650 days', '3652 days 12:00']) d;
+select throws_ok($$ select pgqueue.enqueue('enqueue_errors', '1', delay => '3652 days 12:00:01') $$, '22023', null, 'and not a second more');
 select throws_ok($$ select pgqueue.enqueue('enqueue_errors', '1', expires_in => '-1 s') $$, '22023', null, 'enqueue refuses a negative expiry');
 select throws_ok($$ select pgqueue.enqueue('enqueue_errors', '1', expires_in => '10 years 1 s') $$, '22023', null, 'enqueue refuses an expiry over 10 years');
 select throws_ok(format('select pgqueue.enqueue(%L, %L, %s => %L)', 'enqueue_errors', '1', argument, '300000 years -108000000 days 9 s'), '22023', null, argument || ' is measured, not only compared')

@@ -1,7 +1,7 @@
 begin;
 -- Files take turns: this one attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(281);
+select plan(290);
 
 -- Refused with this SQLSTATE, by a message that names the argument and its value, and with a hint.
 create function pg_temp.refuses(statement text, code text, argument text, given text) returns text language plpgsql as $$
@@ -135,6 +135,26 @@ from (values
     ('stream_extend', ', ''12:00:01''', '22023', 'visibility_timeout', '12:00:01'),
     ('stream_ack', ', 0, gen_random_uuid()', '22023', 'seq', '0'), ('stream_ack', ', 1, null', '22023', 'claim_token', 'null'), ('stream_ack', ', 7, gen_random_uuid()', 'PQ007', 'batch', '7')
 ) as c (verb, arguments, code, argument, given);
+-- The limit of ten years, to the second, wherever it holds.
+create function pg_temp.hint(statement text) returns text language plpgsql as $$
+declare
+    hint text;
+begin
+    execute statement;
+    return null;
+exception when invalid_parameter_value then
+    get stacked diagnostics hint = pg_exception_hint;
+    return hint;
+end;
+$$;
+select matches(pg_temp.hint(c.statement), '10 years \(3652.5 days\)', format('%s is told the limit', c.statement))
+from unnest(array[
+    $$ select pgqueue.create_queue('errors_bad', archive_for => '3653 days') $$, $$ select pgqueue.create_queue('errors_bad', expires_after_idle => '3653 days') $$,
+    $$ select pgqueue.enqueue('errors', '1', '3653 days') $$, $$ select pgqueue.enqueue('errors', '1', expires_in => '3653 days') $$,
+    $$ select pgqueue.enqueue_batch('errors', '{1}', delays => '{3653 days}') $$, $$ select pgqueue.publish('topic', '1', '3653 days') $$,
+    $$ select pgqueue.nack('errors', 1, gen_random_uuid(), '3653 days') $$, $$ select pgqueue.sweep_staged('3653 days') $$,
+    $$ select pgqueue.sweep_staged(forget_after => '3653 days') $$
+]) as c (statement);
 select pg_temp.refuses('select pgqueue.peek(''errors'', 0)', '22023', 'max_records', '0');
 select pg_temp.refuses('select pgqueue.browse(''errors'', ''asleep'')', '22023', 'state', '''asleep''');
 select pg_temp.refuses('select pgqueue.redrive(''errors'', 0)', '22023', 'max_messages', '0');

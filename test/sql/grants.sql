@@ -1,7 +1,7 @@
 begin;
 -- Files take turns: this one attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(372);
+select plan(379);
 
 create role pgqueue_test_producer;
 create role pgqueue_test_consumer;
@@ -206,6 +206,17 @@ reset role;
 select lives_ok($$ select pgqueue.revoke_access('pgqueue_test "; drop schema pgqueue cascade; --', 'admin') $$, 'which is revoked');
 select throws_ok($$ select pgqueue.grant_access('pgqueue_test_nobody; grant all on schema pgqueue to public', 'admin') $$, '42704', null, 'an injection is the name of a role that nobody has');
 select throws_ok($$ select pgqueue.grant_access('public', 'admin') $$, '42704', null, 'nothing is granted to PUBLIC by that name');
+do $$ declare
+    hint text;
+begin
+    perform pgqueue.grant_access('public', 'admin');
+exception when undefined_object then
+    get stacked diagnostics hint = pg_exception_hint;
+    perform set_config('test.hint', hint, true);
+end $$;
+select matches(current_setting('test.hint'), 'PUBLIC is everybody', 'and who tries is not told to create it');
+select throws_ok(format('select pgqueue.revoke_access(%L, %L)', n.nspowner::regrole, a), '22023', null, format('nor is %s access revoked from the owner', a))
+from pg_namespace n, unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) a where n.nspname = 'pgqueue';
 select throws_ok($$ select pgqueue.grant_access('pgqueue_test_nobody', 'admin; drop schema pgqueue cascade') $$, '22023', null, 'an injection is no access');
 select throws_ok($$ select pgqueue.revoke_access('pgqueue_test_nobody', 'everything') $$, '22023', null, 'an unknown access is not revoked');
 select throws_ok($$ select pgqueue.revoke_access('pgqueue_test_nowhere', 'admin') $$, '42704', null, 'nothing is revoked from an unknown role');

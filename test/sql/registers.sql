@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(22);
+select plan(28);
 
 select is(pgqueue._moment(pgqueue._micros(m)), m, format('%s survives in a register', m))
 from unnest(array['1970-01-01 00:00:00+00', '2026-11-21 01:02:03.456789+00', '2105-12-31 23:59:59.999999+00']::timestamptz[]) m;
@@ -48,6 +48,17 @@ begin
     perform pg_temp.pass('1 min');
     perform pgqueue.claim(queue);
     return next is((select array_agg(b.id) from pgqueue.messages b where b.queue_name = queue and b.attempt_count > 0), array[id], queue || ': a scheduled message is found though the register says that none is due');
+    perform pgqueue.purge_queue(queue);
+
+    -- As where sequences do not come along with the tables: none holds anything.
+    id := pgqueue.enqueue(queue, '3');
+    perform pgqueue.enqueue(queue, '4', delay => '1 s');
+    perform pg_temp.pass('1 s');
+    execute (select string_agg(format('alter sequence %s restart', r), ';') from unnest(registers) r);
+    return next is(pgqueue.peek(queue), 2, queue || ': a queue whose registers are empty can be looked into');
+    return next is((select count(*) from pgqueue.claim(queue, 10)), 2::bigint, queue || ': and claimed from');
+    perform pgqueue.enqueue(queue, '5');
+    return next is((select count(*) from unnest(registers) r where pg_sequence_last_value(r) is null), 0::bigint, queue || ': by which they are filled again');
     perform pgqueue.drop_queue(queue);
     return next is((select count(*) from pg_class c where c.oid = any (registers)), 0::bigint, queue || ': registers go with their queue');
 end;

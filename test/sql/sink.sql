@@ -5,7 +5,7 @@ create or replace function pgqueue._now() returns timestamptz language sql volat
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 
-select plan(136);
+select plan(138);
 
 -- What a call raises: code and message.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
@@ -97,6 +97,15 @@ begin
     return next is((select array_agg(row(x.payload, x.due_at - pgqueue._now(), x.expires_at - pgqueue._now(), x.max_attempts)::text order by x.due_at) from pgqueue.scheduled_messages x where x.queue_name = queue),
         array[row('"sooner"'::jsonb, interval '1 h', null::interval, 7)::text, row('"later"'::jsonb, interval '1 day', interval '1 day 12 h', 7)::text], queue || ': what is delayed is scheduled, from the commit on');
     return next is((select pgqueue._moment(pg_sequence_last_value(q.due_register)) from pgqueue.queues q where q.name = queue), pgqueue._now() + interval '1 h', queue || ': claims look for it when the first comes due');
+
+    run := gen_random_uuid();
+    first := pgqueue.sink_stage(queue, run, 0, 1);
+    insert into pgqueue.staged_messages (token, row_number, payloads, delays) values
+    (first, 4, '{4,5}', '{1 h,1 day}'), (first, 1, '{1,2,3}', '{1 h,1 day,1 h}');
+    perform pgqueue.sink_commit(run, array[first], '{5}');
+    return next is((select array_agg(row(x.payload, x.due_at - pgqueue._now())::text order by x.id) from pgqueue.scheduled_messages x where x.queue_name = queue and jsonb_typeof(x.payload) = 'number'),
+        array(select row(d.n::text::jsonb, d.due)::text from (values (1, interval '1 h'), (2, '1 day'), (3, '1 h 0.000001 s'), (4, '1 h 0.000002 s'), (5, '1 day 0.000001 s')) d (n, due)),
+        queue || ': no two come due at the same moment, from which claims would go on');
 
     -- As large as may be.
     run := gen_random_uuid();

@@ -1,7 +1,7 @@
 begin;
 -- Files take turns: this one attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(173);
+select plan(174);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -336,6 +336,10 @@ select pg_temp.send('transport-late', '{}', '4') as sent \gset
 select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{2,3,4}', 'what is sent then comes behind them');
 update pgqueue.messages m set attempt_count = m.max_attempts where m.queue_name = 'transport-late' and m.transport_seq = (select min(t.seq) from public."transport-late" t);
 select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{3,4}', 'what has spent its attempts is not shown, and waits for its burial');
+set local session_replication_role = replica;
+select pgqueue.enqueue('transport-late', '5') as sent \gset
+reset session_replication_role;
+select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{3,4,5}', 'what a session sends that has triggers off is shown like any other');
 
 select * from finish();
 rollback;

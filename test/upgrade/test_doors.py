@@ -24,6 +24,7 @@ def server() -> Iterator[Server]:
         with psycopg.connect(embedded.dsn, autocommit=True) as connection:
             connection.execute("create role producer")
             connection.execute("create role raw")
+            connection.execute("create role consumer")
         yield Server("PostgreSQL 18", embedded.dsn)
 
 
@@ -327,6 +328,25 @@ def test_an_upgrade_keeps_every_message(server: Server, database: str) -> None:
     assert [json.loads(row)["reason"] for row in after["dead_messages"]] == ["rejected"] * len(QUEUES)
     with server.connect(database) as connection:
         run_every_verb(connection)
+
+
+def test_an_upgrade_gives_its_verbs_to_who_has_the_access(server: Server, database: str) -> None:
+    install_old(server, database)
+    with server.connect(database) as connection:
+        connection.execute("select pgqueue.grant_access('producer', 'producer')")
+        connection.execute("select pgqueue.grant_access('consumer', a) from unnest('{producer,consumer}'::text[]) as a")
+    upgrade(server, database)
+    may = (
+        "select has_function_privilege(%s, p.oid, 'execute') from pg_proc p"
+        " where p.proname = %s and p.pronamespace = 'pgqueue'::regnamespace"
+    )
+    with server.connect(database) as connection:
+        assert connection.execute(may, ("consumer", "reject")).fetchone() == (True,)
+        assert connection.execute(may, ("producer", "reject")).fetchone() == (False,)
+        connection.execute("select pgqueue.revoke_access('consumer', 'producer')")
+        for verb, allowed in {"enqueue": False, "claim": True, "reject": True, "peek": True}.items():
+            assert connection.execute(may, ("consumer", verb)).fetchone() == (allowed,)
+        assert connection.execute("select has_schema_privilege('consumer', 'pgqueue', 'usage')").fetchone() == (True,)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,122 @@
+"""Above read committed: verbs work as ever, and where a snapshot is too old to see all, a retry gets there."""
+
+from typing import Any
+
+import psycopg
+import pytest
+from clients import connect
+
+LEVELS = ["repeatable read", "serializable"]
+
+
+def orphans(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
+    """What is left of a queue that is gone."""
+    return connection.execute(
+        """
+        select o.table_name from (
+            select 'messages', m.queue_name from pgqueue.messages m
+            union select 'scheduled_messages', s.queue_name from pgqueue.scheduled_messages s
+            union select 'dead_messages', d.queue_name from pgqueue.dead_messages d
+            union select 'sweeps', w.queue_name from pgqueue.sweeps w
+            union select 'streams', r.queue_name from pgqueue.streams r
+            union select 'subscriptions', b.queue_name from pgqueue.subscriptions b
+        ) as o (table_name, queue_name)
+        where o.queue_name = %s
+        """,
+        (queue,),
+    ).fetchall()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_a_drop_that_could_not_see_all_is_tried_again(
+    database: str, connection: psycopg.Connection[Any], name: str, level: str, dedicated: bool
+) -> None:
+    connection.execute("select pgqueue.create_queue(%s, dedicated => %s)", (name, dedicated))
+    connection.execute("select pgqueue.enqueue(%s, '1')", (name,))
+    with connect(database) as admin:
+        admin.execute(f"set default_transaction_isolation = '{level}'")
+        admin.execute("begin")
+        admin.execute("select pgqueue.get_queue(%s)", (name,))
+        connection.execute("select pgqueue.enqueue(%s, '2'), pgqueue.enqueue(%s, '3', '1 h')", (name, name))
+        connection.execute("select pgqueue.subscribe('topic', %s), pgqueue.stream_open(%s, 'late')", (name, name))
+        with pytest.raises(psycopg.errors.SerializationFailure) as caught:
+            admin.execute("select pgqueue.drop_queue(%s)", (name,))
+        admin.execute("rollback")
+        assert name in str(caught.value)
+        assert caught.value.diag.message_hint
+        assert connection.execute("select pgqueue.peek(%s)", (name,)).fetchone() == (2,)
+        dropped = None
+        while dropped is None:
+            # Whoever commits anything between the beginning of the statement and its look is one time more.
+            try:
+                dropped = admin.execute("select pgqueue.drop_queue(%s)", (name,)).fetchone()
+            except psycopg.errors.SerializationFailure:
+                continue
+    assert dropped == (2,)
+    assert orphans(connection, name) == [("dead_messages",)]
+    connection.execute("select pgqueue.purge_dead_messages(%s)", (name,))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_of_its_own_keeps_no_verb_from_its_work(database: str, name: str, level: str) -> None:
+    with connect(database) as client:
+        client.execute(f"set default_transaction_isolation = '{level}'")
+
+        def call(statement: str, *values: Any) -> Any:
+            while True:
+                try:
+                    return client.execute(statement, (name, *values)).fetchone()
+                except psycopg.errors.SerializationFailure:
+                    continue
+
+        call("select pgqueue.create_queue(%s, archive_for => '1 day')")
+        with pytest.raises(psycopg.Error) as caught:
+            call("select pgqueue.create_queue(%s)")
+        assert caught.value.sqlstate == "PQ002"
+        call("select pgqueue.subscribe('levels.' || %s, %s)", name)
+        assert call("select pgqueue.publish('levels.' || %s, '0')") == (1,)
+        first = call("select pgqueue.enqueue(%s, '1')")
+        assert call("select count(*) from pgqueue.enqueue_batch(%s, '{2,3}')") == (2,)
+        assert call("select pgqueue.peek(%s)") == (4,)
+        assert call("select ready_messages from pgqueue.stats(%s)") == (4,)
+        assert call("select payload from pgqueue.receive(%s)") == (0,)
+        number, token = call("select id, claim_token from pgqueue.claim(%s)")
+        assert (number,) == first
+        assert call("select pgqueue.extend(%s, %s, %s, '1 min')", number, token) == (True,)
+        number, token = call("select id, claim_token from pgqueue.exchange(%s, array[%s::bigint], %s)", number, token)
+        assert call("select pgqueue.nack(%s, %s, %s, '0')", number, token) == (True,)
+        numbers = [call("select id from pgqueue.claim(%s)")[0] for _ in range(2)]
+        assert call("select pgqueue.purge_queue(%s)") == (2,)
+        assert len(set(numbers)) == 2
+        assert call("select count(*) from pgqueue.archived_messages where queue_name = %s") == (2,)
+        call("select pgqueue.enqueue(%s, '4')")
+        epoch = call("select epoch from pgqueue.stream_open(%s, 's')")[0]
+        batch, token = call("select seq, claim_token from pgqueue.stream_claim(%s, 's', %s, 0, null, 10)", epoch)
+        assert call("select count(*) from pgqueue.stream_read(%s, 's', %s, %s, %s)", epoch, batch, token) == (1,)
+        assert call("select pgqueue.stream_ack(%s, 's', %s, %s, %s)", epoch, batch, token) == (1,)
+        for verb in ("pause_queue", "resume_queue", "alter_queue", "next_due_at", "prepare_wait", "purge_expired"):
+            call(f"select pgqueue.{verb}(%s)")
+        call("select pgqueue.expose_transport(%s)")
+        assert call("select pgqueue.unexpose_transport(%s)") == (True,)
+        assert call("select pgqueue.drop_queue(%s)") == (0,)
+        assert call("select count(*) from pgqueue.queues where name = %s") == (0,)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_transaction_that_only_reads_is_told_of_a_queue_that_it_cannot_see(
+    database: str, name: str, level: str
+) -> None:
+    with connect(database) as client:
+        client.execute(f"set default_transaction_isolation = '{level}'")
+        client.execute("set default_transaction_read_only = on")
+        for queue in (name, "x" * 100_000, "", None):
+            for verb in ("get_queue", "peek", "stats" if queue is not None else "peek"):
+                with pytest.raises(psycopg.Error) as caught:
+                    client.execute(f"select pgqueue.{verb}(%s)", (queue,))
+                assert caught.value.sqlstate == "PQ001"
+        client.execute("set default_transaction_read_only = off")
+        for queue in (name, "x" * 100_000, "", None):
+            with pytest.raises(psycopg.Error) as caught:
+                client.execute("select pgqueue.enqueue(%s, '1')", (queue,))
+            assert caught.value.sqlstate == "PQ001"

@@ -1,0 +1,126 @@
+"""An owner who is no superuser can do all that there is to do, and is told what he may not see."""
+
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from clients import connect
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
+
+import pgqueue
+
+SCRIPT = Path(__file__).resolve().parents[2] / "extension/pgqueue.sql"
+
+
+@pytest.fixture
+def owner(server: str) -> Iterator[str]:
+    """A role that may do nothing yet."""
+    name = f"pgqueue_test_owner_{secrets.token_hex(4)}"
+    with connect(server) as maintenance:
+        maintenance.execute(sql.SQL("create role {}").format(sql.Identifier(name)))
+        yield name
+        maintenance.execute(sql.SQL("drop role {}").format(sql.Identifier(name)))
+
+
+@pytest.fixture
+def owned(empty_database: Callable[[], str], owner: str) -> Iterator[psycopg.Connection[Any]]:
+    """His session in a database in which he may create."""
+    dsn = empty_database()
+    database = sql.Identifier(str(conninfo_to_dict(dsn)["dbname"]))
+    with connect(dsn) as connection:
+        connection.execute(sql.SQL("grant create on database {} to {}").format(database, sql.Identifier(owner)))
+        connection.execute(sql.SQL("grant create on schema public to {}").format(sql.Identifier(owner)))
+        connection.execute(sql.SQL("set session authorization {}").format(sql.Identifier(owner)))
+        yield connection
+    with connect(dsn) as admin:
+        admin.execute(sql.SQL("drop owned by {} cascade").format(sql.Identifier(owner)))
+
+
+def install(connection: psycopg.Connection[Any], as_extension: bool) -> None:
+    if as_extension:
+        if not connection.execute("select name from pg_available_extensions where name = 'pgqueue'").fetchone():
+            pytest.skip("the server does not have the extension")
+        connection.execute("create extension pgqueue")
+    else:
+        pgqueue.install(connection)
+
+
+@pytest.mark.parametrize("as_extension", [True, False])
+def test_an_owner_without_privileges_does_everything(
+    owned: psycopg.Connection[Any], server: str, owner: str, as_extension: bool
+) -> None:
+    install(owned, as_extension)
+    for queue, dedicated in (("shared", False), ("dedicated", True)):
+        owned.execute("select pgqueue.create_queue(%s, dedicated => %s, archive_for => '1 day')", (queue, dedicated))
+        owned.execute("select pgqueue.enqueue(%s, '1'), pgqueue.enqueue(%s, '2')", (queue, queue))
+        assert owned.execute("select pgqueue.expose_transport(%s)", (queue,)).fetchone()
+        assert len(owned.execute(f'delete from public."{queue}" returning id').fetchall()) == 2
+        assert owned.execute("select count(*) from pgqueue.browse_archived_messages(%s)", (queue,)).fetchone() == (2,)
+    owned.execute("select pgqueue.maintain_archive()")
+
+    findings = owned.execute("select severity, finding, repair from pgqueue.doctor()").fetchall()
+    assert [finding[:2] for finding in findings] == [("info", "hidden_transactions")]
+    with connect(server) as admin:
+        admin.execute(findings[0][2])
+    assert owned.execute("select * from pgqueue.doctor()").fetchall() == []
+
+    for access in ("producer", "consumer", "admin", "reader", "raw", "transport"):
+        with pytest.raises(pgqueue.InvalidArgument, match=owner):
+            owned.execute("select pgqueue.revoke_access(%s, %s)", (owner, access))
+    for queue in ("shared", "dedicated"):
+        assert owned.execute("select pgqueue.drop_queue(%s)", (queue,)).fetchone() == (0,)
+
+
+@pytest.mark.parametrize("as_extension", [True, False])
+def test_what_is_there_is_not_installed_over(owned: psycopg.Connection[Any], as_extension: bool) -> None:
+    install(owned, as_extension)
+    owned.execute("select pgqueue.create_queue('kept'), pgqueue.enqueue('kept', '1')")
+    for _ in range(2):
+        with pytest.raises(psycopg.errors.DuplicateSchema):
+            owned.execute(SCRIPT.read_bytes())
+        owned.execute("rollback")
+    assert owned.execute("select payload from pgqueue.claim('kept')").fetchone() == (1,)
+
+
+def test_an_installation_that_fails_half_way_leaves_nothing(owned: psycopg.Connection[Any]) -> None:
+    script = SCRIPT.read_text()
+    for place in (script.index("create function pgqueue.claim("), script.rindex("commit;")):
+        with pytest.raises(psycopg.errors.DivisionByZero):
+            owned.execute((script[:place] + "select 1 / 0;\n" + script[place:]).encode())
+        owned.execute("rollback")
+        assert owned.execute("select to_regnamespace('pgqueue')").fetchone() == (None,)
+    owned.execute(script.encode())
+    assert owned.execute("select * from pgqueue.list_queues()").fetchall() == []
+
+
+def test_the_schema_of_somebody_else_is_not_taken_over(owned: psycopg.Connection[Any]) -> None:
+    owned.execute("create schema pgqueue create table messages (id int)")
+    for _ in range(2):
+        with pytest.raises(psycopg.errors.DuplicateSchema):
+            owned.execute(SCRIPT.read_bytes())
+        owned.execute("rollback")
+        with pytest.raises(psycopg.errors.DuplicateSchema):
+            owned.execute("create extension pgqueue")
+    found = owned.execute("select relname from pg_class where relnamespace = 'pgqueue'::regnamespace").fetchall()
+    assert found == [("messages",)]
+
+
+def test_an_extension_with_queues_is_not_dropped_by_mistake(owned: psycopg.Connection[Any]) -> None:
+    install(owned, True)
+    with pytest.raises(psycopg.errors.FeatureNotSupported):
+        owned.execute("alter extension pgqueue set schema public")
+    owned.execute("select pgqueue.create_queue('kept'), pgqueue.enqueue('kept', '1')")
+    with pytest.raises(psycopg.errors.DependentObjectsStillExist):
+        owned.execute("drop extension pgqueue")
+    assert owned.execute("select pgqueue.peek('kept')").fetchone() == (1,)
+    owned.execute("drop extension pgqueue cascade")
+    assert owned.execute("select to_regnamespace('pgqueue')").fetchone() == (None,)
+    owned.execute("create schema elsewhere")
+    with pytest.raises(psycopg.Error, match="pg_catalog"):
+        owned.execute("create extension pgqueue schema elsewhere")
+    owned.execute("create extension pgqueue")
+    assert owned.execute("select * from pgqueue.list_queues()").fetchall() == []
