@@ -1,8 +1,9 @@
 """What handlers, their functions and their payloads may do to a consumer: it costs the message, and nothing else."""
 
 import asyncio
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,10 +15,13 @@ from consumers import (
     LONG,
     SECOND,
     Form,
+    Run,
     Step,
     attempts,
+    beside,
     each,
     each_lease,
+    each_mode,
     each_plain,
     each_transactional,
     prepare,
@@ -27,6 +31,15 @@ import pgqueue
 from pgqueue.consumer import jobs, pump
 
 Connection = psycopg.Connection[Any]
+
+
+def waits_for_handlers(run: Run) -> bool:
+    """Whether a stop has come to where it waits for handlers: only their end, or another stop, lets it go on."""
+    core = run.consumer._core
+    return core is not None and any(
+        getattr(happened, "func", None) is not None and happened.func.__name__ == "_is_over"
+        for happened in list(core._waiters.values())
+    )
 
 
 # Handlers of which nothing runs
@@ -79,6 +92,32 @@ def test_an_object_that_is_called_as_a_coroutine_function_is_one(name: str) -> N
         pgqueue.Consumer("", name, Handler())
 
 
+# Batches that are taken apart
+
+
+@each
+@pytest.mark.parametrize("how", ["reversed", "emptied"])
+def test_a_handler_may_do_with_its_list_as_it_likes(
+    form: Form, how: str, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=2)
+    queue.enqueue_batch(["good", "poor", "bad"])
+
+    async def work(step: Step) -> None:
+        given = step.deliveries
+        if step.attempt == 1:
+            {delivery.message.payload: delivery for delivery in given}["poor"].retry(timedelta(0))
+            {delivery.message.payload: delivery for delivery in given}["bad"].reject("bad")
+        given.reverse() if how == "reversed" else given.clear()
+
+    with form.consuming(database, name, work, batch_size=3, concurrency=1) as run:
+        wait_for(lambda: is_empty(connection, name))
+    stats = run.consumer.stats
+    assert (stats.succeeded, stats.retried, stats.dead, stats.lost) == (2, 1, 1, 0)
+    assert [dead.payload for dead in queue.browse_dead_messages()] == ["bad"]
+    assert run.criticals == []
+
+
 # Connections that are left in a bad state
 
 
@@ -112,6 +151,28 @@ def test_a_stream_that_is_not_read_to_its_end_fails_its_message_and_holds_nobody
     assert (dead.last_error or "").startswith(said)
     assert "good" in run.returned
     assert run.criticals == []
+
+
+@each_transactional
+def test_a_pipeline_that_is_not_ended_fails_its_message_and_no_other(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=2)
+    queue.enqueue_batch(["left", "good", "good", "good"])
+    kept: list[Any] = []
+
+    async def work(step: Step) -> None:
+        if step.message.payload == "left":
+            kept.append(step.connection.pipeline())
+            await step._done(kept[-1].__aenter__() if form.is_async else kept[-1].__enter__())
+
+    with form.consuming(database, name, work, concurrency=1) as run:
+        wait_for(lambda: is_empty(connection, name))
+    [dead] = queue.browse_dead_messages()
+    assert (dead.payload, dead.attempt_count) == ("left", 2)
+    assert (dead.last_error or "").startswith("RuntimeError: the handler has left a statement running")
+    assert [call.attempt for call in run.calls if call.message.payload == "good"] == [1, 1, 1]
+    assert (run.consumer.stats.succeeded, run.criticals) == (3, [])
 
 
 @each_transactional
@@ -272,7 +333,7 @@ def test_a_stop_while_no_connection_is_made_waits_for_handlers(
         wait_for(lambda: run.running)
         source.is_broken = True
         stop = run.stopping()
-        time.sleep(0.1)
+        wait_for(lambda: waits_for_handlers(run))
         assert not stop.done()
         go_on.set()
         wait_for(lambda: source.refused)
@@ -316,6 +377,77 @@ def test_where_no_more_threads_are_to_be_had_those_that_are_there_do_the_work(
     assert sorted(run.returned) == [1, 2, 3, 4, 5]
     assert run.most == 1
     assert run.criticals == []
+
+
+@each_mode
+def test_where_no_thread_is_to_be_had_no_message_pays_for_it(
+    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = prepare(connection, name, max_attempts=1, visibility_timeout=5 * SECOND)
+    begin = threading.Thread.start
+    refused: list[str] = []
+    may = threading.Event()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith(f"pgqueue-{name}-") and not may.is_set():
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with form.consuming(database, name, concurrency=2) as run:
+        queue.enqueue_batch([1, 2, 3])
+        wait_for(lambda: len(refused) > 5)
+        may.set()
+        wait_for(lambda: is_empty(connection, name))
+    assert sorted(run.returned) == [1, 2, 3]
+    assert run.attempts == [1, 1, 1]
+    assert (run.criticals, run.circuits) == ([], ["armed", "closed"])
+    assert (run.consumer.stats.succeeded, run.consumer.stats.failed, run.consumer.stats.lost) == (3, 0, 0)
+
+
+def test_a_consumer_that_gets_no_thread_says_so_and_can_be_started_later(
+    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(connection, name).enqueue(1)
+    consumer = pgqueue.Consumer(database, name, lambda _: None)
+
+    def refuse(thread: threading.Thread) -> None:  # noqa: ARG001
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            consumer.start()
+    beside(consumer.stop).result(30)
+    with consumer:
+        wait_for(lambda: is_empty(connection, name))
+
+
+FORKED = """
+import os, signal, sys, pgqueue
+dsn, name = sys.argv[1:]
+consumer = pgqueue.Consumer(dsn, name, lambda delivery: None)
+consumer.start()
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    consumer.stop()
+    with consumer:
+        os._exit(0)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+consumer.stop()
+sys.exit(status)
+"""
+
+
+def test_a_consumer_runs_in_the_process_that_started_it_and_in_no_other(
+    database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name)
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, database, name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 # What is said and sent
@@ -436,7 +568,7 @@ def test_a_later_stop_may_shorten_the_grace(form: Form, database: str, connectio
         wait_for(lambda: run.running)
         run.ask("request_stop")
         first = run.stopping()
-        time.sleep(0.1)
+        wait_for(lambda: waits_for_handlers(run))
         assert not first.done()
         run.stop(30, timeout=timedelta(0))
         first.result(30)

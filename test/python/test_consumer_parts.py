@@ -76,13 +76,25 @@ async def test_after_a_failure_there_is_a_pause_unless_it_is_told_to_break_off()
         parts.trouble("claim", psycopg.OperationalError("down"))
         await rest()
         assert time.monotonic() - started >= 0.05 * 0.75
-    parts._not_before = time.monotonic() + 3600
+    parts._not_before = parts._connect_at = time.monotonic() + 3600
     resting = asyncio.gather(parts.rest(), parts._calm())
     await asyncio.sleep(0)
     parts.stops = 2
     parts.signal()
     async with asyncio.timeout(30):
         await resting
+
+
+async def test_trouble_at_work_keeps_nobody_from_connecting_to_keep_claims() -> None:
+    parts = core(circuit_breaker_after=timedelta(0))
+    parts.trouble("work", OSError("can't start new thread"))
+    assert parts.stats.circuit == "open"
+    async with asyncio.timeout(5):  # Otherwise it pauses for 7.5 s at least.
+        await parts._calm()
+    parts.trouble("settle", psycopg.OperationalError("down"))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await parts._calm()
 
 
 async def test_work_that_fails_is_begun_again_and_what_nobody_expected_is_critical() -> None:
@@ -365,6 +377,79 @@ async def test_what_an_exchange_may_have_acknowledged_before_it_broke_is_looked_
     assert desk.asked[-1] == "exchange"
 
 
+LOCKED = psycopg.errors.LockNotAvailable("canceling statement due to lock timeout")
+
+
+async def test_an_exchange_that_meets_a_lock_becomes_a_claim() -> None:
+    desk = Desk(exchange=lambda _: LOCKED, ack_batch=lambda _: [(TOKEN, 2)], claim=lambda _: [])
+    desk.acknowledge(*desk.hold(1, 2))
+    assert await desk.leases.claim(5, True) == []
+    assert desk.settled == []
+    await desk.leases.flush()
+    assert desk.settled == [(1, "succeeded"), (2, "succeeded")]
+    assert desk.asked == ["exchange", "claim", "ack_batch"]
+
+
+async def test_of_what_is_looked_for_in_parts_nothing_is_left_out_when_the_connection_breaks() -> None:
+    answers: list[Any] = [LOCKED, LOST, [(TOKEN, 4)]]
+    desk = Desk(ack_batch=lambda number: answers[number - 1])
+    desk.acknowledge(*desk.hold(1, 2, 3, 4))
+    with pytest.raises(psycopg.OperationalError):
+        await desk.leases.flush()
+    assert desk.settled == []
+    await desk.leases.flush()
+    assert sorted(desk.settled) == [(one, "succeeded") for one in (1, 2, 3, 4)]
+
+
+async def test_what_is_locked_is_tried_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "_AGAIN_SECONDS", 0.01)
+    desk = Desk(
+        ack_batch=lambda number: LOCKED if number < 3 else [(TOKEN, 1)],
+        nack=lambda number: LOCKED if number < 3 else [True],
+    )
+    held = desk.hold(1, 2)
+    desk.acknowledge(held[0])
+    desk.leases.send(asked(b"nack"), Result(held[1], "retried"))
+    delivering = asyncio.create_task(desk.leases.deliver(_break_nothing))
+    async with asyncio.timeout(30):
+        while not desk.leases.is_settled:  # noqa: ASYNC110 - it settles by itself
+            await asyncio.sleep(0.001)
+    await ended([delivering])
+    assert sorted(desk.settled) == [(1, "succeeded"), (2, "retried")]
+    assert (desk.asked.count("ack_batch"), desk.asked.count("nack")) == (3, 3)
+
+
+@pytest.mark.parametrize("proxied", [False, True])
+async def test_of_the_patience_with_locks_nothing_stays_behind(
+    proxied: bool, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    ids = queue.enqueue_batch([1, 2, 3])
+    held = [Held(message) for message in queue.claim(3)]
+    consumer = Consumer(database, name, lambda _: None)
+    parts = Core(consumer._settings, consumer._stats)
+    parts.opener.proxied = proxied
+    settled: list[tuple[int, str]] = []
+    mine = Leases(parts, lambda result: settled.append((result.held.id, result.kind)), lambda _: None)
+    mine.add(held, time.monotonic())
+    try:
+        with connection.transaction():
+            connection.execute("select from pgqueue.messages where id = %s for update", (ids[1],))
+            mine._leases[held[0].token].renew_at = 0.0
+            await mine._extend()
+            assert parts.stats.extended == 2
+            for one in held:
+                mine.acknowledge(Result(one, "succeeded"))
+            await mine.flush()
+            assert sorted(settled) == [(ids[0], "succeeded"), (ids[2], "succeeded")]
+            assert [one.locked for one in held] == [False, True, False]
+            assert await parts.settling.run(asked(b"show lock_timeout")) == ["0"]
+        assert await mine.release([held[1]]) == (1, [])
+        assert parts.stats.circuit == "closed"
+    finally:
+        await parts.close()
+
+
 async def test_what_cannot_be_acknowledged_after_a_break_is_in_doubt_no_longer() -> None:
     desk = Desk(exchange=lambda _: [], ack_batch=lambda number: LOST if number == 1 else REFUSED)
     desk.acknowledge(*desk.hold(1))
@@ -444,10 +529,14 @@ async def _break(_: Any) -> None:
     raise LOST
 
 
+async def _break_nothing() -> None:
+    pass
+
+
 async def test_what_was_released_is_kept_no_longer() -> None:
     desk = Desk(release=lambda _: [1], extend_batch=lambda _: [2])
     held = desk.hold(1, 2, seconds=-1)
-    assert await desk.leases.release(held[:1]) == 1
+    assert await desk.leases.release(held[:1]) == (1, [])
     await desk.leases._extend()
     assert desk.asked == ["release", "extend_batch"]
     assert [one.lost for one in held] == [False, False]

@@ -553,6 +553,16 @@ def test_handlers_of_the_other_kind_are_refused() -> None:
         Consumer(None, "q", nothing)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["peek_delay", "visibility_timeout", "grace_period", "circuit_breaker_after"])
+def test_a_number_is_no_duration(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"invalid {name}: 30; must be a datetime\.timedelta"):
+        Consumer("", "q", nothing, **{name: 30})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="invalid after: 30"):
+        Retry(after=30)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="invalid delay: 30"):
+        Retries(delays=[30])  # type: ignore[list-item]
+
+
 def test_the_bounds_themselves_are_allowed() -> None:
     consumer = Consumer("", "q", nothing, peek_delay=timedelta(milliseconds=100), peek_batch_size=1, concurrency=1)
     consumer.concurrency = 5

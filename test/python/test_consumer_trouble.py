@@ -19,8 +19,11 @@ from consumers import (
     Form,
     Step,
     are_idle,
+    attempts,
     cut,
     each,
+    each_lease,
+    each_plain,
     each_transactional,
     prepare,
     rows,
@@ -30,6 +33,7 @@ from consumers import (
 
 import pgqueue
 from pgqueue import Queue
+from pgqueue.consumer import pump
 from pgqueue.embedded import EmbeddedServer
 
 Connection = psycopg.Connection[Any]
@@ -235,6 +239,188 @@ def test_the_claim_is_prepared_once_and_only_where_that_is_allowed(
         wait_for(lambda: is_empty(connection, name))
     assert prepared == [0 if threshold is None else 1] * 5
     assert run.attempts == [1] * 5
+
+
+# Rows that are locked
+
+
+def lock(session: Connection, message: int) -> None:
+    session.execute("select from pgqueue.messages where id = %s for update", (message,))
+
+
+@in_leases
+def test_a_handler_that_locks_its_message_costs_no_other_its_claim(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, visibility_timeout=SECOND)
+    _, other = queue.enqueue_batch(["own", "other"])
+    go_on = threading.Event()
+
+    async def work(step: Step) -> None:
+        message = step.message
+        if step.attempt == 1:
+            if message.payload == "own":
+                await step.execute("select pgqueue.ack(%s, %s, %s)", (name, message.id, message.claim_token))
+            await step.until(go_on.is_set)
+
+    with form.consuming(database, name, work, concurrency=2) as run:
+        wait_for(lambda: run.running == 2)
+        wait_for(lambda: run.consumer.stats.extended >= 15)  # Some times as long as a claim lasts by itself.
+        taken = queue.claim(2)
+        go_on.set()
+        wait_for(lambda: is_empty(connection, name))
+    assert taken == []
+    assert sorted(run.attempts) == [1, 1, 2]
+    assert other not in [event.message_id for event in run.events if event.kind == "lost"]
+    assert run.circuits == []
+
+
+@each_lease
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_locked_message_is_neither_extended_nor_lost_before_it_can_be_had(
+    form: Form, is_taken: bool, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, visibility_timeout=SECOND)
+    locked, _ = queue.enqueue_batch(["locked", "other"])
+    go_on = threading.Event()
+    lost: list[tuple[Any, bool]] = []
+
+    async def work(step: Step) -> None:
+        try:
+            await step.until(go_on.is_set)
+        finally:
+            lost.append((step.message.payload, step.delivery.lost))
+
+    with form.consuming(database, name, work, concurrency=2) as run, connect(database) as session:
+        wait_for(lambda: run.running == 2)
+        with session.transaction():
+            lock(session, locked)
+            wait_for(lambda: run.consumer.stats.extended >= 15)
+            assert run.consumer.stats.lost == 0
+            if is_taken:
+                claim = "select id from pgqueue.claim(%s, 2, '1 h')"
+                assert wait_for(lambda: rows(session, claim, name)) == [(locked,)]
+        if is_taken:
+            wait_for(lambda: run.consumer.stats.lost == 1)
+        else:
+            kept = "select visible_at > clock_timestamp() from pgqueue.messages where id = %s"
+            wait_for(lambda: rows(connection, kept, locked) == [(True,)])
+        go_on.set()
+        wait_for(lambda: run.consumer.stats.succeeded == (1 if is_taken else 2))
+    assert sorted(lost) == [("locked", is_taken), ("other", False)]
+    assert run.attempts == [1, 1]
+    assert (run.consumer.stats.lost, run.circuits) == (int(is_taken), [])
+
+
+@each_plain
+@pytest.mark.parametrize("end", ["succeeded", "retried"])
+def test_a_locked_message_keeps_no_other_from_being_settled(
+    form: Form, end: str, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, visibility_timeout=LONG)
+    ids = queue.enqueue_batch([0, 1, 2, 3])
+    go_on = threading.Event()
+
+    async def work(step: Step) -> None:
+        await step.until(go_on.is_set)
+        if end == "retried" and step.attempt == 1:
+            raise ValueError("once more")
+
+    with form.consuming(database, name, work, concurrency=4) as run, connect(database) as session:
+        wait_for(lambda: run.running == 4)
+        with session.transaction():
+            lock(session, ids[1])
+            go_on.set()
+            wait_for(lambda: getattr(run.consumer.stats, end) == 3)
+        wait_for(lambda: is_empty(connection, name))
+    assert sorted(run.attempts) == [1] * 4 + [2] * (4 if end == "retried" else 0)
+    stats = run.consumer.stats
+    assert (stats.succeeded, stats.lost, run.criticals, run.circuits) == (4, 0, [], [])
+
+
+@each_plain
+def test_a_locked_message_keeps_no_other_from_being_given_back(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, visibility_timeout=LONG)
+    ids = queue.enqueue_batch([0, 1, 2, 3, 4])
+    go_on = threading.Event()
+
+    async def work(step: Step) -> None:
+        await step.until(go_on.is_set)
+
+    with form.consuming(database, name, work, concurrency=1, prefetch=4) as run, connect(database) as session:
+        wait_for(lambda: run.consumer.stats.prefetched == 4)
+        with session.transaction():
+            lock(session, ids[2])
+            stop = run.stopping()
+            wait_for(lambda: run.consumer.stats.released == 3)
+            go_on.set()
+            stop.result(30)
+    assert run.returned == [0]
+    assert attempts(connection, name) == [0, 1, 0, 0]
+
+
+@in_leases
+def test_a_forced_stop_gives_back_what_a_handler_has_locked(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, visibility_timeout=LONG)
+    queue.enqueue_batch(["own", "other"])
+
+    async def work(step: Step) -> None:
+        message = step.message
+        if message.payload == "own":
+            await step.execute("select pgqueue.ack(%s, %s, %s)", (name, message.id, message.claim_token))
+        await step.execute("select pg_sleep(120)")
+
+    def asleep() -> bool:
+        found = rows(
+            connection,
+            "select from pg_stat_activity where application_name = %s and query like '%%pg_sleep%%'",
+            name[:63],
+        )
+        return len(found) == 2
+
+    with form.consuming(database, name, work, concurrency=2) as run:
+        wait_for(asleep)
+        run.stop(force=True)
+    assert attempts(connection, name) == [0, 0]
+    assert run.consumer.stats.released == 2
+
+
+@pytest.mark.parametrize("form", [PLAIN[0]], ids=str)
+def test_a_connection_that_falls_silent_is_given_up_while_claims_can_still_be_kept(
+    form: Form, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pump, "_LEAST_DEADLINE", 0.1)
+    go_on = threading.Event()
+
+    async def work(step: Step) -> None:
+        await step.until(go_on.is_set)
+
+    with ExitStack() as stack:
+        server = stack.enter_context(EmbeddedServer(durable=False))
+        connection = stack.enter_context(connect(server.dsn))
+        pgqueue.install(connection)
+        queue = prepare(connection, name, visibility_timeout=4 * SECOND)
+        queue.enqueue(1)
+        run = stack.enter_context(form.consuming(server.dsn, name, work, concurrency=1))
+        wait_for(lambda: run.consumer.stats.extended)
+        ((silent,),) = rows(
+            connection,
+            "select pid from pg_stat_activity where application_name = %s and query like '%%extend_batch%%'",
+            name,
+        )
+        stack.callback(kill_process, silent, signal.SIGCONT)
+        os.kill(silent, signal.SIGSTOP)
+        wait_for(lambda: run.consumer.stats.extended >= 4)
+        assert queue.claim() == []
+        go_on.set()
+        wait_for(lambda: is_empty(connection, name))
+        kill_process(silent, signal.SIGCONT)
+    assert run.attempts == [1]
+    assert run.consumer.stats.lost == 0
 
 
 # Waiting

@@ -6,11 +6,12 @@ statement depends only on which arguments are given, and is kept: psycopg prepar
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 from uuid import UUID
 
-from psycopg.rows import BaseRowFactory, args_row, scalar_row
+from psycopg.rows import BaseRowFactory, args_row, scalar_row, tuple_row
 from psycopg.types.json import Json, Jsonb
 
 from .message import (
@@ -48,7 +49,7 @@ class Call(Generic[T]):
         self._adapters = [
             (place, _adapter(name, kind))
             for place, (name, kind) in enumerate(self.arguments.items())
-            if kind == "jsonb" or kind.endswith("[]")
+            if kind in ("jsonb", "interval") or kind.endswith("[]")
         ]
         self._columns = [field.name for field in fields(row)] if is_dataclass(row) else []
         self._row: BaseRowFactory[T] = args_row(row) if self._columns else scalar_row
@@ -93,17 +94,29 @@ def as_jsonb(value: Any) -> Jsonb:
     return Jsonb(value.obj, value.dumps) if isinstance(value, Json) else Jsonb(value)
 
 
+def as_duration(name: str, value: Any) -> timedelta:
+    """The value of an argument of this name, which is a timedelta. Raises `TypeError` for anything else."""
+    # A number has no unit, and of a float or a text PostgreSQL makes what it likes.
+    if not isinstance(value, timedelta):
+        raise TypeError(f"invalid {name}: {value!r:.200}; must be a datetime.timedelta")
+    return value
+
+
 def _adapter(name: str, kind: str) -> Callable[[Any], Any]:
     """What makes a parameter of an argument of this name and type."""
     if kind == "jsonb":
         return as_jsonb
+    if kind == "interval":
+        return partial(as_duration, name)
+    adapters: dict[str, Callable[[Any], Any]] = {"jsonb[]": as_jsonb, "interval[]": partial(as_duration, name)}
+    adapter = adapters.get(kind)
 
     def elements(values: Any) -> list[Any]:
         if isinstance(values, (str, bytes, bytearray, memoryview, Mapping)):
             raise TypeError(f"invalid {name}: {type(values).__name__} is one value; give a list of values")
-        if kind == "jsonb[]":
-            return [None if value is None else as_jsonb(value) for value in values]
-        return list(values)
+        if adapter is None:
+            return list(values)
+        return [None if value is None else adapter(value) for value in values]
 
     return elements
 
@@ -242,3 +255,16 @@ doctor = Call(Finding, "doctor", "", "peek_delay interval")
 version = Call(str, "version")
 grant_access = Call(object, "grant_access", "role_name name, access text")
 revoke_access = Call(object, "revoke_access", "role_name name, access text")
+
+# How many seconds to wait at most, by the server's clock, as the client's may differ; and the look behind it, which a
+# message that came in between needs.
+_PREPARE_WAIT = (
+    b"select pg_catalog.date_part('epoch', w.until - pg_catalog.clock_timestamp()),"
+    b" pgqueue.peek(queue_name => %s::text, max_records => %s::int)"
+    b" from pgqueue.prepare_wait(queue_name => %s::text, timeout => %s::interval) as w(until)"
+)
+
+
+def prepare_wait_and_look(queue_name: str, max_records: int, timeout: timedelta) -> Bound[tuple[float, int]]:
+    """Bind what arms the register, says for how many seconds nothing is due, and looks once more."""
+    return Bound(_PREPARE_WAIT, [queue_name, max_records, queue_name, timeout], tuple_row)

@@ -2,8 +2,8 @@
 
 Nothing here opens, commits or closes anything: in a transaction every verb belongs to it, in autocommit mode
 each call commits by itself. An argument that is None is not sent, so that its default is the database's.
-Durations are `timedelta`, moments aware `datetime`. Every verb of a queue but `create_queue` and `channel`
-raises `QueueNotFound`, and every argument out of its bounds `InvalidArgument`.
+Durations are `timedelta`, and anything else raises `TypeError`; moments are aware `datetime`. Every verb of a
+queue but `create_queue` and `channel` raises `QueueNotFound`, and every argument out of its bounds `InvalidArgument`.
 """
 # ruff: noqa: D102 - the async classes take the docstrings of the sync ones.
 
@@ -217,9 +217,9 @@ class Queue(_Sync):
         `max_payload_bytes` (up to 100 MB; 256 KB) bounds payload and body. The wait after a failed attempt
         is `backoff_base` (0 to 30 days; 1 s) times `backoff_factor` (1 to 100; 2) for every attempt after the first,
         at most `backoff_max` (0 to 30 days; 10 min), less a random part of up to `backoff_jitter` (0 to 1; 0.2).
-        With `if_not_exists` an existing queue is returned as it is. `archive_for` (1 to 3600 days; None keeps
+        With `if_not_exists` an existing queue is returned as it is. `archive_for` (1 to 3652.5 days; None keeps
         nothing) keeps what is acknowledged in the table `archived_messages`, at least so long. With
-        `expires_after_idle` (1 s to 3600 days; None for never) a queue goes that is empty and was not used for so long.
+        `expires_after_idle` (1 s to 3652.5 days; None for never) a queue goes that is empty and was not used so long.
 
         Raises `InvalidArgument`, `QueueExists`, `QueueBusy`.
         """
@@ -374,7 +374,7 @@ class Queue(_Sync):
 
         Exactly one of `payload`, any value that serialises to JSON, and `body`, raw bytes. JSON null is
         `Jsonb(None)`; JSON that is text already is `Jsonb(text, dumps=str)`. `headers` is an object of at
-        most 64 KB. `delay` (0 to 3600 days) postpones the first delivery; after `expires_in` (0 to 3600 days)
+        most 64 KB. `delay` (0 to 3652.5 days) postpones the first delivery; after `expires_in` (0 to 3652.5 days)
         the message is dropped. `message_id` is the sender's own name for it and need not be unique.
 
         Raises `InvalidArgument`, `QueueNotFound`, `PayloadTooLarge`.

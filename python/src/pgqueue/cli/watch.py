@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
@@ -28,6 +28,7 @@ __all__ = ["Watch"]
 _TICK: Final = 0.1
 _LOOK: Final = 0.5  # between looks at the queue
 _RATE_OVER: Final = 5.0  # seconds
+_DUE: Final = "select date_part('epoch', pgqueue.next_due_at(queue_name => %s::text) - clock_timestamp())"
 
 
 class Watch:
@@ -117,8 +118,9 @@ class Watch:
         self._depth = depth = queue.stats()
         if self._look_ahead is None or depth.ready_messages or depth.inflight_messages or queue.peek(1):
             return False
-        due_at = queue.next_due_at()
-        return due_at is None or due_at > datetime.now(UTC) + self._look_ahead
+        # By the server's clock alone, as ours may differ.
+        [(seconds,)] = self._connection.execute(_DUE, [self._queue_name]).fetchall()
+        return seconds is None or seconds > self._look_ahead.total_seconds()
 
     def _line(self) -> Text:
         stats, depth, now = self._consumer.stats, self._depth, time.monotonic()

@@ -77,7 +77,7 @@ class _Base:
         self._core: Core | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stops = 0
-        self._busy = False
+        self._runs_in: int | None = None  # the process: what is forked has no thread of it
         self._prepare()
 
     def _prepare(self) -> None:
@@ -155,13 +155,17 @@ class _Base:
         self._stops = max(self._stops, 2 if force else 1)
         self._tell()
 
+    @property
+    def _busy(self) -> bool:
+        return self._runs_in == os.getpid()
+
     def _begin(self) -> None:
         if self._busy:
             raise RuntimeError(f"{self!r} is running already")
-        self._busy = True
+        self._runs_in = os.getpid()
 
     def _finish(self) -> None:
-        self._busy = False
+        self._runs_in = None
         self._stops = 0
         self._ended.set()
 
@@ -266,8 +270,13 @@ class Consumer(_Base):
             finally:
                 ready.set()
 
-        self._thread = threading.Thread(target=run, name=f"pgqueue-{self.queue_name}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run, name=f"pgqueue-{self.queue_name}", daemon=True)
+        try:
+            thread.start()
+        except BaseException:  # The process may have no more of them.
+            self._finish()
+            raise
+        self._thread = thread
         ready.wait()
         self._raise_failure()
 
@@ -280,6 +289,8 @@ class Consumer(_Base):
         """
         if self._busy:
             self._end(force, timeout)
+        elif self._runs_in is not None:
+            return  # It runs in the process that this one was forked from.
         self._ended.wait()
         thread = self._thread
         if thread is not None:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import psycopg
+from psycopg.errors import LockNotAvailable
 
 from .._calls import Bound
 from .breaker import CircuitBreaker, CircuitState
@@ -39,6 +40,7 @@ class Core:
         self.grace = settings.grace_period.total_seconds()
         self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._not_before = 0.0
+        self._connect_at = 0.0
 
     @property
     def limit(self) -> int:
@@ -84,7 +86,7 @@ class Core:
         await self.until(lambda: self.forced, max(self._not_before, time.monotonic() + _SHORTEST_REST))
 
     async def _calm(self) -> None:
-        await self.until(lambda: self.forced, self._not_before)
+        await self.until(lambda: self.forced, self._connect_at)
 
     # Statements
 
@@ -110,14 +112,16 @@ class Core:
         self.breaker.succeeded(kind)
 
     def trouble(self, kind: str, error: BaseException) -> None:
-        """Note that a kind of work failed, for the breaker to judge; a conflict is no failure."""
-        if is_conflict(error):
+        """Note that a kind of work failed, for the breaker to judge; what met others at work is no failure."""
+        if is_conflict(error) or (kind == "settle" and isinstance(error, LockNotAvailable)):
             return
         if kind != "work" and is_trouble(error):
             kind = "connection"
         level = logging.WARNING if self.breaker.state == "closed" else logging.DEBUG
         self.log(level, f"{type(error).__name__}: {str(error).strip()}")
         self._not_before = time.monotonic() + self.breaker.failed(kind)
+        if kind == "connection":  # Where handlers alone are in trouble, what they hold must be kept.
+            self._connect_at = self._not_before
 
     def keep_up(self, what: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Do something for good: begin it again when it fails, and say so."""

@@ -73,6 +73,7 @@ class Held:
     lost: bool = False
     cancelled: bool = False  # a forced stop: whatever the handler does now does not count
     settling: bool = False  # the row is locked by a transaction about to end: do not touch it
+    locked: bool = False  # somebody has locked the row, who knows for how long
     sent: bool = False  # its settlement is on its way
     counted: bool = False  # as lost
     until: float = 0.0  # the moment of the monotonic clock until which nobody else can have it

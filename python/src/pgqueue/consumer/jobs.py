@@ -114,8 +114,11 @@ class Jobs:
         copies = self._settings.delivers_copies
         deliveries = [held.deliver(None, copies) for held in group]
         started = time.monotonic()
-        answer = await self._workers.call(Run(self._settings.handler, self._settings.argument(deliveries)))
+        run = Run(self._settings.handler, self._settings.argument(deliveries))
+        answer = await self._insist(job, lambda: self._workers.call(run))
         seconds = time.monotonic() - started
+        if answer is None:
+            return None, None
         if answer.error is not None or job.cancelled:
             return answer.error, seconds
         for held, delivery in zip(group, deliveries, strict=True):
@@ -164,9 +167,13 @@ class Jobs:
 
     async def _play(self, job: Job, script: Callable[[Any], Script[T]]) -> T | None:
         """Play a script, on another connection if one breaks; None where that makes no sense any more."""
+        return await self._insist(job, lambda: self._workers.play(script, job.seat))
+
+    async def _insist(self, job: Job, work: Callable[[], Awaitable[T]]) -> T | None:
+        """Do something until no trouble keeps it from being done; None where that makes no sense any more."""
         while not job.cancelled and not all(held.gone for held in job.held):
             try:
-                value = await self._workers.play(script, job.seat)
+                value = await work()
             except (psycopg.Error, OSError) as error:
                 self._core.trouble("work", error)
                 if not is_trouble(error):
@@ -313,10 +320,14 @@ class Jobs:
             if self._workers.cancels and job.task:
                 job.task.cancel()
         await self._core.until(lambda: not self.running, time.monotonic() + _NOTICE)
+        locked: list[Held] = []
         if self._settings.mode == "lease":
-            await self.release([held for job in jobs for held in job.held])
+            locked = await self.release([held for job in jobs for held in job.held], once_more=True)
         cuts = [asyncio.create_task(job.seat.cut()) for job in self.running]
         await self._core.until(lambda: not self.running, deadline)
+        for held in locked:
+            held.locked = False  # It was a handler perhaps that locked it, and was cut off.
+        await self.release(locked)
         if cuts:
             await asyncio.wait(cuts, timeout=max(0.0, deadline - time.monotonic()))
         for cut in cuts:
@@ -331,21 +342,29 @@ class Jobs:
             if job.task:
                 job.task.cancel()
 
-    async def release(self, held: list[Held]) -> None:
-        """Give messages back as they were before the claim."""
+    async def release(self, held: list[Held], once_more: bool = False) -> list[Held]:
+        """Give messages back as they were before the claim.
+
+        Returns those that are locked: they come back later, unless the caller tries `once_more`.
+        """
         held = [one for one in held if not one.lost and not one.sent]
         deadline = time.monotonic() + _MANNERS
         while held:
             try:
-                count = await within(max(0.1, deadline - time.monotonic()), self.leases.release(held))
+                count, locked = await within(max(0.1, deadline - time.monotonic()), self.leases.release(held))
             except (psycopg.Error, OSError) as error:
                 if time.monotonic() < deadline and (is_trouble(error) or is_conflict(error)):
                     await asyncio.sleep(0.1)
                     continue
-                why = str(error).strip() or "no answer from the server"
-                self._core.log(logging.WARNING, f"{len(held)} messages come back when their claims run out: {why}")
-            else:
-                self._core.stats.released += count
-                if count:
-                    self._core.event("released", count)
-            return
+                self._not_released(held, str(error).strip() or "no answer from the server")
+                return []
+            self._core.stats.released += count
+            if count:
+                self._core.event("released", count)
+            if locked and not once_more:
+                self._not_released(locked, "somebody has locked them")
+            return locked
+        return []
+
+    def _not_released(self, held: list[Held], why: str) -> None:
+        self._core.log(logging.WARNING, f"{len(held)} messages come back when their claims run out: {why}")

@@ -1,17 +1,20 @@
 """Claims that are ours: kept by heartbeats, acknowledged in batches, given back when they are not used."""
 
 import asyncio
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 from uuid import UUID
 
 import psycopg
+from psycopg.errors import LockNotAvailable
 from psycopg.rows import scalar_row, tuple_row
 
 from .. import _calls
@@ -27,6 +30,10 @@ __all__ = ["Leases"]
 
 _COMPANY_SECONDS = 0.01
 _MOST_ACKS = 5_000
+_LONGEST_PATIENCE = 0.5  # seconds for a lock, which all others wait for, too
+_SHORTEST_PATIENCE = 0.02  # seconds for a lock where it is known that there is one
+_PARTS_SECONDS = 1.0  # for finding out what is locked
+_AGAIN_SECONDS = 0.5  # until what was locked is settled once more
 
 # What belongs to several claims goes in one statement.
 _CLAIMS = (
@@ -41,6 +48,9 @@ _EXTEND = (
     b" claim_token => c.token, visibility_timeout => %s::interval) as e(id)"
 )
 _RELEASE = b"select pgqueue.release(queue_name => %s::text, ids => c.ids, claim_token => c.token) from " + _CLAIMS
+# How long it waits for locks: in this transaction alone, as a pooler hands on what is set for a session. The condition
+# is looked at before anything else is done.
+_PATIENTLY = b" where (select pg_catalog.set_config('lock_timeout', %s::text, true)) is not null"
 _PAGE = 10_000
 _LOOK = (
     b"select case count(*) when %s then max(b.id) end, array_agg(b.id) filter (where b.id = any(%s::bigint[]))"
@@ -76,10 +86,15 @@ class _Letter:
     statement: Bound[Any]
     plain: Bound[Any] | None
     result: Result | None
+    hurried: bool = False
 
 
 class Leases:
-    """Holds claims, and the settlements on their way to the server. Lives on the event loop."""
+    """Holds claims, and the settlements on their way to the server. Lives on the event loop.
+
+    A message may be locked: by a handler that works on its row, by whoever looks at it with `for update`. It can be
+    neither extended nor settled before that ends, nor can anybody else have it. The others do not wait for it.
+    """
 
     def __init__(self, core: Core, settled: Callable[[Result], None], lost: Callable[[Held], None]) -> None:
         self._core = core
@@ -92,6 +107,7 @@ class Leases:
         self._acks: dict[UUID | None, list[Result]] = {}
         self._ack_count = 0
         self._letters: deque[_Letter] = deque()
+        self._aside = 0  # settlements that a lock has kept from being made, for now
         self._unsure: dict[int, Held] = {}  # acknowledged when the connection broke: perhaps already done
         self._turn = asyncio.Lock()
         self._mail = asyncio.Event()
@@ -139,25 +155,31 @@ class Leases:
     async def _extend(self) -> None:
         seconds = self.visibility_timeout.total_seconds()
         now = time.monotonic()
-        due = [lease for lease in self._leases.values() if lease.renew_at <= now + seconds / 12]
-        held = sorted(
-            (held for lease in due for held in lease.held.values() if not held.settling), key=lambda held: held.id
-        )
-        if held:
-            ids, tokens = [message.id for message in held], [message.token for message in held]
-            kept = await self._run(
-                Bound(_EXTEND, [ids, tokens, self._settings.queue_name, self.visibility_timeout], scalar_row), "settle"
-            )
-            self._core.stats.extended += len(kept)
-            self._core.event("extended", len(kept))
-            still_ours = set(kept)
-            for message in held:
-                if message.id in still_ours:
-                    message.until = now + seconds
-                elif not message.settling:
-                    self._lose(message)
-        for lease in due:
-            lease.renew_at = now + seconds / 3
+        due = {token: lease for token, lease in self._leases.items() if lease.renew_at <= now + seconds / 12}
+        held = sorted((held for lease in due.values() for held in lease.held.values()), key=lambda held: held.id)
+        locked = {one.token for one in await self._in_parts(held, self._prolong)}
+        for token, lease in due.items():
+            lease.renew_at = now + seconds / (6 if token in locked else 3)
+
+    async def _prolong(self, held: list[Held], hurried: bool) -> bool:
+        held = [message for message in held if not message.settling]
+        if not held:
+            return True
+        ids, tokens = [message.id for message in held], [message.token for message in held]
+        now = time.monotonic()
+        values = [ids, tokens, self._settings.queue_name, self.visibility_timeout]
+        kept = await self._settle(Bound(_EXTEND, values, scalar_row), hurried)
+        if kept is None:
+            return False
+        self._core.stats.extended += len(kept)
+        self._core.event("extended", len(kept))
+        still_ours = set(kept)
+        for message in held:
+            if message.id in still_ours:
+                message.until = now + self.visibility_timeout.total_seconds()
+            elif not message.settling:
+                self._lose(message)
+        return True
 
     def _lose(self, held: Held) -> None:
         lease = self._leases.get(held.token)
@@ -166,6 +188,59 @@ class Leases:
         self.drop(held)
         held.lost = True
         self._lost(held)
+
+    # What is locked
+
+    async def _settle(self, call: Bound[Any], hurried: bool) -> list[Any] | None:
+        """Execute a statement that locks messages; None, and nothing was done, if somebody has locked one for long."""
+        patience = min(_LONGEST_PATIENCE, self.visibility_timeout.total_seconds() / 12)
+        values = [*call.values, str(round((_SHORTEST_PATIENCE if hurried else patience) * 1000))]
+        try:
+            return await self._run(Bound(call.text + _PATIENTLY, values, call.row), "settle")
+        except LockNotAvailable:
+            return None
+
+    async def _in_parts(self, held: list[Held], settle: Callable[[list[Held], bool], Awaitable[bool]]) -> list[Held]:
+        """Do something to all messages but those that are locked, which are returned.
+
+        `settle` is given messages and whether to wait for next to no lock, and says whether it was done.
+        """
+        fresh = [one for one in held if not one.locked]
+        parts = [part for part in ([one for one in held if one.locked], fresh) if part]
+        deadline = time.monotonic() + min(_PARTS_SECONDS, self.visibility_timeout.total_seconds() / 6)
+        left: list[Held] = []
+        while parts:
+            part = parts.pop()
+            if await settle(part, part is not fresh):
+                for one in part:
+                    one.locked = False
+            elif len(part) > 1 and time.monotonic() < deadline:
+                middle = len(part) // 2
+                parts += (part[middle:], part[:middle])
+            else:
+                left += part
+                if len(part) == 1:
+                    self._note_lock(part[0])
+        return left
+
+    def _note_lock(self, held: Held) -> None:
+        if not held.locked and not held.settling:
+            held.locked = True
+            self._core.log(
+                logging.WARNING,
+                f"message {held.id} is locked by a transaction: it is neither extended nor settled before that ends",
+                message_id=held.id,
+            )
+
+    def _put_aside(self, again: Callable[[], None]) -> None:
+        """Settle in a moment what is locked now."""
+        self._aside += 1
+        asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._take_up, again)
+
+    def _take_up(self, again: Callable[[], None]) -> None:
+        self._aside -= 1
+        again()
+        self._mail.set()
 
     # What is settled
 
@@ -193,7 +268,7 @@ class Leases:
     @property
     def is_settled(self) -> bool:
         """Whether nothing is on its way."""
-        return not self._ack_count and not self._letters and not self._turn.locked()
+        return not self._ack_count and not self._letters and not self._aside and not self._turn.locked()
 
     async def deliver(self, rest: Callable[[], Awaitable[None]]) -> None:
         """Send settlements, for good; `rest` is the pause after a failure."""
@@ -245,29 +320,53 @@ class Leases:
         # What may be done already is looked for after the answer, and no claim should wait for that.
         if more and self._acks and not self._unsure and not self._turn.locked():
             async with self._turn:
-                if self._acks:
-                    return await self._exchange(terms)
+                rows = await self._exchange(terms) if self._acks else None
+            if rows is not None:
+                return rows
         return await self._run(_calls.claim(settings.queue_name, *terms), "claim")
 
-    async def _exchange(self, terms: tuple[int, timedelta, str]) -> list[Any]:
+    async def _exchange(self, terms: tuple[int, timedelta, str]) -> list[Any] | None:
         token = max(self._acks, key=lambda token: len(self._acks[token]))
         done = self._acks.pop(token)
         self._ack_count -= len(done)
         ids = sorted(result.held.id for result in done)
         call = _calls.exchange(self._settings.queue_name, ids, token, *terms)
+        hurried = any(result.held.locked for result in done)
         try:
-            rows = await self._run(Bound(call.text, call.values, _exchanged), "settle")
+            rows = await self._settle(Bound(call.text, call.values, _exchanged), hurried)
         except BaseException:
             self._keep(done)
             raise
+        if rows is None:
+            self._acknowledge_again(done)
+            return None
         lost = {row.id for row in rows if isinstance(row, LostAck)}
         self._done(done, {result.held for result in done if result.held.id in lost})
         return [row for row in rows if not isinstance(row, LostAck)] if lost else rows
 
     async def _acknowledge(self, done: list[Result]) -> None:
+        left = {result.held: result for result in done}
+
+        async def acknowledge(held: list[Held], hurried: bool) -> bool:
+            part = [left.pop(one) for one in held]
+            is_done = await self._acknowledge_together(part, hurried)
+            if not is_done:
+                left.update(zip(held, part, strict=True))
+            return is_done
+
+        try:
+            await self._in_parts(list(left), acknowledge)
+        except BaseException:
+            self._acknowledge_again(left.values())
+            raise
+        if left:
+            self._put_aside(partial(self._acknowledge_again, left.values()))
+
+    async def _acknowledge_together(self, done: list[Result], hurried: bool) -> bool:
+        """Acknowledge all of these; False, and none was, if one is locked."""
         ids, tokens = [result.held.id for result in done], [result.held.token for result in done]
         try:
-            counts = await self._run(Bound(_ACK, [self._settings.queue_name, ids, tokens], tuple_row), "settle")
+            counts = await self._settle(Bound(_ACK, [self._settings.queue_name, ids, tokens], tuple_row), hurried)
         except BaseException as error:
             if isinstance(error, psycopg.Error) and not is_trouble(error):
                 for result in done:
@@ -277,12 +376,15 @@ class Leases:
             else:
                 self._keep(done)
             raise
+        if counts is None:
+            return False
         try:
             lost = await self._lost_of(done, dict(counts))
         except BaseException:
             self._keep(done)
             raise
         self._done(done, lost)
+        return True
 
     async def _lost_of(self, done: list[Result], counts: dict[UUID | None, int]) -> set[Held]:
         """Which of the messages were lost, by how many of each claim were acknowledged."""
@@ -322,15 +424,18 @@ class Leases:
 
     def _keep(self, done: list[Result]) -> None:
         """Acknowledge once more what may not have arrived."""
+        self._unsure.update((result.held.id, result.held) for result in done)
+        self._acknowledge_again(done)
+
+    def _acknowledge_again(self, done: Iterable[Result]) -> None:
         for result in done:
-            self._unsure[result.held.id] = result.held
             self.acknowledge(result)
 
     async def _post(self) -> None:
         while self._letters:
             letter = self._letters[0]
             try:
-                rows = await self._run(letter.statement, "settle")
+                rows = await self._settle(letter.statement, letter.hurried)
             except psycopg.Error as error:
                 if is_trouble(error):
                     raise
@@ -343,18 +448,29 @@ class Leases:
                     letter.statement, letter.plain = letter.plain, None
                 continue
             self._letters.popleft()
+            if rows is None:
+                letter.hurried = True
+                self._put_aside(partial(self._letters.append, letter))
+                if letter.result is not None:
+                    self._note_lock(letter.result.held)
+                continue
             if letter.result is not None:
                 self.drop(letter.result.held)
                 if not letter.result.held.lost:
                     self._settled(letter.result if rows[0] else letter.result._replace(kind="lost"))
 
-    async def release(self, held: list[Held]) -> int:
-        """Give messages back as they were before the claim; returns how many were still ours."""
+    async def release(self, held: list[Held]) -> tuple[int, list[Held]]:
+        """Give messages back as they were before the claim; returns how many were still ours, and which are locked."""
         for message in held:
             self.drop(message)
-        held = sorted((one for one in held if not one.lost), key=lambda one: one.id)
-        if not held:
-            return 0
-        ids, tokens = [message.id for message in held], [message.token for message in held]
-        call: Bound[int] = Bound(_RELEASE, [self._settings.queue_name, ids, tokens], scalar_row)
-        return sum(await self._run(call, "settle"))
+        count = 0
+
+        async def release(held: list[Held], hurried: bool) -> bool:
+            nonlocal count
+            ids, tokens = [message.id for message in held], [message.token for message in held]
+            rows = await self._settle(Bound(_RELEASE, [self._settings.queue_name, ids, tokens], scalar_row), hurried)
+            count += sum(rows or ())
+            return rows is not None
+
+        locked = await self._in_parts(sorted((one for one in held if not one.lost), key=lambda one: one.id), release)
+        return count, locked

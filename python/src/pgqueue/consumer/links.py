@@ -1,18 +1,21 @@
 """Connections in use: kept while idle, shared, dropped when they break; and what their errors and rows mean."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Generator
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection, AsyncCursor, Connection, generators
 from psycopg.adapt import Transformer
 from psycopg.errors import error_from_result
-from psycopg.pq import ExecStatus, TransactionStatus
+from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.rows import BaseRowFactory
 
 from .._calls import Bound
 from .opener import Opener, as_trouble
+from .seats import shut
 
 __all__ = [
     "Link",
@@ -123,7 +126,11 @@ def is_broken(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
 
 def is_busy(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
     """Whether somebody has begun something on a connection, and has not ended it: whoever uses it waits for him."""
-    return connection.lock.locked() or connection.pgconn.transaction_status == TransactionStatus.ACTIVE
+    return (
+        connection.lock.locked()
+        or connection.pgconn.transaction_status == TransactionStatus.ACTIVE
+        or connection.pgconn.pipeline_status != PipelineStatus.OFF
+    )
 
 
 def in_no_transaction(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
@@ -179,8 +186,9 @@ class Link:
         self._opener = opener
         self._setting = None if setting is None else setting.encode()
         self._pause = pause
-        self._deadline = deadline
+        self.deadline = deadline  # in seconds, for a statement
         self._connection: AsyncConnection[Any] | None = None
+        self._given_up: AsyncConnection[Any] | None = None
         self._turn = asyncio.Lock()
 
     async def run(self, call: Bound[T]) -> list[T | Unreadable]:
@@ -188,25 +196,29 @@ class Link:
         async with self._turn:
             connection = await self._open()
             cursor = AsyncCursor(connection, row_factory=call.row)
+            timer = asyncio.get_running_loop().call_later(self.deadline, self._give_up, connection)
             try:
-                async with asyncio.timeout(self._deadline):
-                    await cursor.execute(call.text, call.values)
-            except TimeoutError:
-                await connection.close()
-                raise psycopg.OperationalError(f"no answer from the server within {self._deadline:g} s") from None
-            except psycopg.Error:
+                await cursor.execute(call.text, call.values)
+            except BaseException as error:
+                # If it was cancelled in the middle, what the server did with it is unknown.
                 if connection.pgconn.transaction_status != TransactionStatus.IDLE:
                     await connection.close()
+                if self._given_up is connection and isinstance(error, psycopg.Error):
+                    raise psycopg.OperationalError(f"no answer from the server within {self.deadline:g} s") from None
                 raise
-            except BaseException:
-                # Cancelled in the middle: what the server did with it is unknown.
-                if connection.pgconn.transaction_status != TransactionStatus.IDLE:
-                    await connection.close()
-                raise
+            finally:
+                timer.cancel()
             try:
                 return list(await cursor.fetchall())
             except Exception as error:
                 return rows_of(cursor, call.row, error)
+
+    def _give_up(self, connection: AsyncConnection[Any]) -> None:
+        # Not by a cancellation: there psycopg waits for many seconds for a server that has nothing to say.
+        self._given_up = connection
+        if tell := shut(connection):
+            with suppress(RuntimeError):  # There may be no thread to be had.
+                threading.Thread(target=tell, name="pgqueue-in-thread", daemon=True).start()
 
     async def _open(self) -> AsyncConnection[Any]:
         connection = self._connection

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from .._calls import as_duration
+
 if TYPE_CHECKING:
     from .delivery import Delivery
 
@@ -18,12 +20,13 @@ class Retry(Exception):
 
     `after` is the delay, by default what the consumer's `retries` or the queue's backoff say. `error` is kept as
     the message's `last_error`, by default the exception that caused this one. A message whose attempts are spent
-    goes to the dead letters all the same. Raises `ValueError` for a negative delay.
+    goes to the dead letters all the same. Raises `ValueError` for a negative delay, `TypeError` for one that is no
+    timedelta.
     """
 
     def __init__(self, after: timedelta | None = None, error: str | None = None) -> None:
         super().__init__(error if error is not None else "try again")
-        if after is not None and after < timedelta(0):
+        if after is not None and as_duration("after", after) < timedelta(0):
             raise ValueError(f"invalid after: {after}; must not be negative")
         self.after = after
         self.error = error
@@ -74,7 +77,8 @@ class Retries:
     `immediate` retries follow the first attempt at once; `delayed` times the whole is repeated, each time after the
     next of `delays`, whose last one repeats. So there are (immediate + 1) x (delayed + 1) attempts in all, 24 by
     default; then the message goes to the dead letters, with the reason `attempts_exhausted`. The `max_attempts` of a
-    message bounds them all the same. Raises `ValueError` for negative numbers and for a delay of more than 24 hours.
+    message bounds them all the same. Raises `ValueError` for negative numbers and for a delay of more than 24 hours,
+    `TypeError` for a delay that is no timedelta.
     """
 
     immediate: int = 5
@@ -88,7 +92,7 @@ class Retries:
         if self.delayed and not self.delays:
             raise ValueError("invalid delays: none given; delayed retries need at least one")
         for delay in self.delays:
-            if not timedelta(0) <= delay <= _LONGEST_DELAY:
+            if not timedelta(0) <= as_duration("delay", delay) <= _LONGEST_DELAY:
                 raise ValueError(f"invalid delay: {delay}; must be from 0 to 24 hours")
 
     @property

@@ -5,6 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ _MOST_MESSAGES = 10_000
 _CLAIM_EVERY = {"lease": 10, "receive": 30}  # looks; a transaction is three statements
 _UNRETURNED = 2  # receives on their way at once, as so many may come back empty
 _MANNERS = 5.0  # seconds for the last statements
+_LEAST_DEADLINE = 10.0  # seconds for any statement
 
 
 class Pump:
@@ -87,9 +89,9 @@ class Pump:
         await self._jobs.finish()
         deadline = time.monotonic() + _MANNERS
         while not self._leases.is_settled and time.monotonic() < deadline:
-            try:
+            with suppress(psycopg.Error, OSError):
                 await within(deadline - time.monotonic(), self._leases.flush())
-            except (psycopg.Error, OSError):
+            if not self._leases.is_settled:
                 await asyncio.sleep(0.1)
         if not self._leases.is_settled:
             core.log(logging.WARNING, "stopped without having settled all messages: they will be delivered again")
@@ -124,7 +126,9 @@ class Pump:
         info: Any
         (info,) = await core.taking.run(call) if starting else await core.run(call, "peek")
         self._looked_at_queue = time.monotonic()
-        self._leases.visibility_timeout = settings.visibility_timeout or info.visibility_timeout
+        self._leases.visibility_timeout = visibility_timeout = settings.visibility_timeout or info.visibility_timeout
+        # A connection that died in silence is to be given up while what it was to extend can still be extended.
+        core.settling.deadline = min(max(visibility_timeout.total_seconds() / 3, _LEAST_DEADLINE), core.taking.deadline)
         if starting and settings.peek_seconds > 10:
             core.log(logging.WARNING, f"a peek_delay of {settings.peek_delay} is long: 100 ms to 10 s are recommended")
         if starting and settings.retries is not None and settings.retries.total > info.max_attempts:

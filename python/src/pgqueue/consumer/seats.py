@@ -12,7 +12,7 @@ from psycopg import AsyncConnection, Connection
 
 from .opener import in_thread
 
-__all__ = ["Seat", "sever"]
+__all__ = ["Seat", "sever", "shut"]
 
 
 class Seat:
@@ -46,18 +46,18 @@ class Seat:
 
     def _sever(self) -> None:
         with self._guard:
-            cancel = None if self._connection is None else _shut(self._connection)
+            cancel = None if self._connection is None else shut(self._connection)
         if cancel is not None:
             cancel()
 
 
 def sever(connection: Connection[Any] | AsyncConnection[Any]) -> None:
     """Let the statement of a connection that is in use fail, which may take as long as connecting may."""
-    if cancel := _shut(connection):
+    if cancel := shut(connection):
         cancel()
 
 
-def _shut(connection: Connection[Any] | AsyncConnection[Any]) -> Callable[[], None] | None:
+def shut(connection: Connection[Any] | AsyncConnection[Any]) -> Callable[[], None] | None:
     """Shut a connection that somebody may be waiting on; returns what tells the server."""
     try:
         cancel = connection.pgconn.get_cancel()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+from .._calls import as_duration
 from .delivery import Event
 from .evidence import clean
 from .policy import Retries
@@ -71,14 +72,14 @@ class Settings:
             raise ValueError("invalid prefetch: messages are prefetched in lease mode only, and not with transactional")
         if self.peek_batch_size is not None:
             _whole("peek_batch_size", self.peek_batch_size, 1, _MOST_MESSAGES)
-        if self.peek_delay < timedelta(milliseconds=100):
+        if as_duration("peek_delay", self.peek_delay) < timedelta(milliseconds=100):
             raise ValueError(f"invalid peek_delay: {self.peek_delay}; must be from 100 ms to 10 s")
         if self.visibility_timeout is not None and not (
-            timedelta(seconds=1) <= self.visibility_timeout <= timedelta(hours=12)
+            timedelta(seconds=1) <= as_duration("visibility_timeout", self.visibility_timeout) <= timedelta(hours=12)
         ):
             raise ValueError(f"invalid visibility_timeout: {self.visibility_timeout}; must be from 1 s to 43200 s")
         for name in ("grace_period", "circuit_breaker_after"):
-            if getattr(self, name) < timedelta(0):
+            if as_duration(name, getattr(self, name)) < timedelta(0):
                 raise ValueError(f"invalid {name}: {getattr(self, name)}; must not be negative")
         self.claimed_by = self.claimed_by or f"{socket.gethostname()}:{os.getpid()}:{self.queue_name}"
         if clean(self.claimed_by, len(self.claimed_by)) != self.claimed_by:
@@ -96,5 +97,5 @@ class Settings:
         return self.in_transaction or self.batch_size is not None or self.on_failure is not None
 
     def argument(self, deliveries: list[Any]) -> Any:
-        """What the handler is called with."""
-        return deliveries[0] if self.batch_size is None else deliveries
+        """What the handler is called with: a list of its own, which it may sort or empty."""
+        return deliveries[0] if self.batch_size is None else list(deliveries)

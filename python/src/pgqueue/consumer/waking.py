@@ -13,7 +13,7 @@ from typing import Any
 
 import psycopg
 from psycopg import AsyncConnection, sql
-from psycopg.rows import scalar_row, tuple_row
+from psycopg.rows import scalar_row
 
 from .. import _calls
 from .._calls import Bound
@@ -30,18 +30,10 @@ _PROBE_SECONDS = 5.0
 _PROXY_PROBE_SECONDS = 0.3
 _LONGEST_PAUSE = 30.0
 
-# How many seconds to wait at most, by the server's clock, as the client's may differ; and the look behind it, which a
-# message that came in between needs.
-_PREPARE_WAIT = (
-    b"select pg_catalog.date_part('epoch', w.until - pg_catalog.clock_timestamp()),"
-    b" pgqueue.peek(queue_name => %s::text, max_records => %s::int)"
-    b" from pgqueue.prepare_wait(queue_name => %s::text, timeout => %s::interval) as w(until)"
-)
-
 
 def prepare_wait(queue_name: str, max_records: int) -> Bound[tuple[float, int]]:
     """The statement that arms the register, says for how many seconds nothing is due, and looks once more."""
-    return Bound(_PREPARE_WAIT, [queue_name, max_records, queue_name, f"{_WAIT_SECONDS:g} s"], tuple_row)
+    return _calls.prepare_wait_and_look(queue_name, max_records, timedelta(seconds=_WAIT_SECONDS))
 
 
 # The claim depends on a row that is there only if the look has found something, else it is not made.

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Depends, Query, Request, Response
 from psycopg import AsyncConnection
 
+from .._calls import prepare_wait_and_look
 from ..client import AsyncQueue
 from ..message import Message
 from .context import Context, Given, IdempotencyKey, errors, is_name, queue_not_found, reply
@@ -43,12 +44,7 @@ __all__ = ["router"]
 
 router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["direct"])
 
-_LOOK_SECONDS: Final = 5.0  # between looks of a long poll, beside notifications and what comes due
-# How many seconds to wait at most, by the database's clock, as ours may differ.
-_PREPARE_WAIT: Final = """
-select date_part('epoch', w.until - clock_timestamp())
-from pgqueue.prepare_wait(%s::text, make_interval(secs => %s)) as w (until)
-"""
+_LOOK: Final = timedelta(seconds=5)  # between looks of a long poll, beside notifications and what comes due
 _WAITING_SHARE: Final = 0.8  # of a request's time at most, so that it ends with an answer
 _FAULTS: Final = errors(400, 403, 404, 409, 413, 422)
 _CLAIMS: Final = _FAULTS | errors(410)
@@ -186,6 +182,7 @@ async def _wait_for(
 ) -> Answer | None:
     """Claim when something comes, or give up."""
     until = time.monotonic() + seconds
+    waiting = prepare_wait_and_look(on.name, 1, _LOOK)
     async with on.queue() as queue:
         channel = await queue.channel()
     conninfo = on.context.databases.conninfo(on.service, on.database)
@@ -196,11 +193,11 @@ async def _wait_for(
             while time.monotonic() < until and not stopping.done() and not await request.is_disconnected():
                 await waiter.listen()
                 async with on.queue() as queue:
-                    cursor = await queue.connection.execute(_PREPARE_WAIT, [on.name, _LOOK_SECONDS])
-                    (due,) = await cursor.fetchone() or (0.0,)
-                if (answer := await once()) is not None:
+                    cursor = await queue.connection.execute(waiting.text, waiting.values)
+                    due, _ = await cursor.fetchone() or (0.0, 0)
+                if (answer := await once()) is not None:  # which finds more than a look
                     return answer
-                rest = max(0.01, min(until - time.monotonic(), due, _LOOK_SECONDS))
+                rest = max(0.01, min(until - time.monotonic(), due, _LOOK.total_seconds()))
                 heard = asyncio.create_task(waiter.sent.wait())
                 await asyncio.wait({heard, stopping}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
                 heard.cancel()
