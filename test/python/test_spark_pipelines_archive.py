@@ -259,6 +259,18 @@ def test_a_note_about_another_database_is_not_believed(spark: Any, database: str
     assert (done.since, done.written) == (None, 0)
 
 
+def test_a_note_that_a_crash_left_with_the_checksum_of_another_is_none(
+    spark: Any, database: str, queue: Queue, tmp_path: Path
+) -> None:
+    work(queue)
+    run(spark, database, queue, tmp_path)
+    note = tmp_path / f"_pgqueue/{queue.name}.json"
+    note.write_text(note.read_text() + " ")
+    for since in (type(None), datetime):
+        (done,) = archive_to_parquet(spark, str(tmp_path), dsn=database, queues=[queue.name])
+        assert (type(done.since), done.written) == (since, 0)
+
+
 def test_notes_move_on_only_past_those_who_ended() -> None:
     at = [datetime(2026, 1, day, tzinfo=UTC) for day in range(1, 6)]
     note = archive._Note("db")

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from datetime import timedelta
@@ -297,6 +298,74 @@ def test_a_command_that_is_terminated_leaves_nothing(database: str, queue: Queue
         wait_for((tmp_path / "out").exists, PATIENCE)
         command.terminate()
         assert (command.communicate(), command.returncode) == (("", ""), 143)
+    assert [*tmp_path.glob("*pgqueue*")] == []
+
+
+@pytest.mark.usefixtures("spark")
+def test_a_command_that_is_interrupted_before_spark_is_there_leaves_nothing(database: str, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*commands.COMMAND, "spark", "dead-letter-report"],
+        env=commands.environment(PGQUEUE_DSN=database, TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        wait_for(lambda: [*tmp_path.glob("pgqueue-spark-*/log")], PATIENCE)
+        command.send_signal(signal.SIGINT)
+        assert (command.communicate(), command.returncode) == (("", ""), 130)
+    assert [*tmp_path.glob("*pgqueue*")] == []
+
+
+@pytest.mark.usefixtures("spark")
+def test_a_master_that_is_none_is_one_message(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*commands.COMMAND, "spark", "dead-letter-report", "--queue", "q", "--master", "local[x"],
+        env=commands.environment(PGQUEUE_DSN="dbname=x", TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    (log,) = tmp_path.glob("*pgqueue*")
+    said = f"pgqueue: Could not parse Master URL: 'local[x'\nhint: Spark's log is {log}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+# In the midst of a call of the JVM, which goes on there: as it makes its context, or runs a job.
+INTERRUPTED = """
+import os, signal, sys, threading
+from pgqueue.spark.pipelines import session
+
+def interrupt():
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+class Context(session.SparkContext):
+    def _initialize_context(self, conf):
+        if sys.argv[1] == "start":
+            interrupt()
+        return super()._initialize_context(conf)
+
+session.SparkContext = Context
+try:
+    with session.local_session("local[2]") as spark:
+        if sys.argv[1] == "job":
+            interrupt()
+        spark.range(10**15).selectExpr("sum(hash(id))").collect()
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.usefixtures("spark")
+@pytest.mark.parametrize("point", ["start", "job"])
+def test_a_session_that_is_interrupted_in_a_call_ends_at_once_and_is_not_heard(point: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, point],
+        env=commands.environment(TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
     assert [*tmp_path.glob("*pgqueue*")] == []
 
 

@@ -26,6 +26,7 @@ from pgqueue.spark.pipelines import (
     read_finished,
 )
 from pgqueue.spark.pipelines.page import Flow, Letters, Measure, render
+from pgqueue.spark.pipelines.plots import draw
 from pgqueue.spark.pipelines.times import utc_day, utc_floor, window_of
 
 Connection = psycopg.Connection[Any]
@@ -243,6 +244,19 @@ def test_the_page_asks_nobody_and_believes_no_message() -> None:
     # The hours between, in which nothing happened, are there.
     assert text.count("2026-07-01 0") >= 4
     assert text.count('<rect class="hint"') == 4 * 4
+
+
+def test_a_picture_has_no_thing_for_each_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 10,000 would take a minute, of which a part is spent on the best place for a legend, and a warning of that.
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    hour = timedelta(hours=1)
+    windows = [measure("q", MIDNIGHT + number * hour) for number in range(100)]
+    draw(Flow(hour, [measure("q", None)], windows, [], MIDNIGHT, "Read"), tmp_path)
+    (figure,) = drawn
+    assert [len(axes.patches) + len(axes.lines) for axes in figure.axes] == [2, 2, 3, 3]
+    assert all(axes.get_legend().get_bbox_to_anchor().y0 == axes.bbox.y1 for axes in figure.axes)
 
 
 def test_a_page_about_nothing_says_so() -> None:

@@ -352,6 +352,27 @@ def test_11_a_checkpoint_of_another_stream_ends_the_query(orders: pgqueue.Queue,
         start(streamId="other").begin().trigger()
 
 
+def test_what_the_database_refuses_is_told_in_a_few_lines_and_by_the_names_of_options(
+    orders: pgqueue.Queue, start: Start
+) -> None:
+    with pytest.raises(pgqueue.InvalidArgument) as raised:
+        start(onAck="archive").begin()
+    hint = f"onAck must be delete or null where queue '{orders.name}' has no archive_for."
+    assert str(raised.value) == f"invalid onAck: 'archive'\nHINT:  {hint}"
+    orders.enqueue_batch(list(range(8)))
+    with start().begin() as engine:
+        engine.trigger()
+        orders.drop_queue()
+        orders.create_queue()
+        with pytest.raises(pgqueue.StreamNotFound) as raised:
+            engine.trigger()
+    assert "Start the query with a new checkpoint." in str(raised.value)
+    with pytest.raises(pgqueue.StreamOutOfStep) as raised:
+        start().begin().trigger()
+    assert "Use a new checkpoint, or go on with what there is by option failOnDataLoss=false." in str(raised.value)
+    assert "CONTEXT" not in str(raised.value)
+
+
 def test_12_a_stream_that_the_database_has_forgotten_ends_the_query(
     orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint
 ) -> None:

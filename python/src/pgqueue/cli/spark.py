@@ -256,13 +256,10 @@ def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSes
         disable=session.quiet or not session.err.is_interactive,
     )
     progress.add_task("Spark starts", total=None)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGTERM, _end)
+    before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         use_java()  # before a database is asked for: what is missing is said at once
         with progress, session.conninfo() as dsn, local_session(master) as spark:
-            # Spark has a handler of its own by now, which would end in a stack trace.
-            signal.signal(signal.SIGINT, _end)
             progress.update(_ONE, description=what)
             yield spark, dsn, progress
     except JavaNotFoundError as error:

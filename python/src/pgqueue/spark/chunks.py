@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from .._copy import BEGIN, END
+from ..errors import InvalidArgument
 from .documents import bounds, content
 
-__all__ = ["TARGETS", "InvalidUUID", "chunks", "copied", "copy_statement"]
+__all__ = ["TARGETS", "chunks", "copied", "copy_statement"]
 
 _BYTEA, _INTERVAL, _UUID, _JSONB = 17, 1186, 2950, 3802
 # What a message has, the column of the staging table for it, and the type of its elements.
@@ -34,14 +35,6 @@ _CHUNK_MESSAGES = 100
 _CHUNK_BYTES = 64 * 1024
 
 
-class InvalidUUID(ValueError):
-    """A text that is no UUID, and its place in the column."""
-
-    def __init__(self, text: str, place: int) -> None:
-        super().__init__(f'invalid input syntax for type uuid: "{text}"')
-        self.place = place
-
-
 def copy_statement(targets: Iterable[str]) -> str:
     """The COPY that takes these columns."""
     names = ", ".join(["token", "row_number", *(TARGETS[target][0] for target in targets)])
@@ -49,7 +42,7 @@ def copy_statement(targets: Iterable[str]) -> str:
 
 
 def elements(array: pa.Array, target: str) -> pa.Array:
-    """The elements of a column as they are sent, each behind its length. Raises InvalidUUID."""
+    """The elements of a column as they are sent, each behind its length. Raises InvalidArgument."""
     kind = TARGETS[target][1]
     if kind == _INTERVAL:
         micros = array.cast(pa.duration("us")).cast(pa.int64())
@@ -110,9 +103,9 @@ def _big_endian(numbers: pa.Array, code: str) -> pa.Array:
 
 def _uuids(array: pa.Array) -> list[bytes | None]:
     found: list[bytes | None] = []
-    for place, text in enumerate(array.to_pylist()):
+    for text in array.to_pylist():
         try:
             found.append(None if text is None else UUID(text).bytes)
         except ValueError:
-            raise InvalidUUID(text, place) from None
+            raise InvalidArgument(f'invalid message_id: invalid input syntax for type uuid: "{text}"') from None
     return found

@@ -32,6 +32,9 @@ _CONTROL = bytes(range(0x20))
 def unsupported(kind: t.DataType) -> str | None:
     """What within a type has no form in JSON; None where all has one."""
     if isinstance(kind, t.StructType):
+        if len(set(kind.names)) < len(kind.names):
+            # Of two members of one name the database keeps the last, and Arrow renames both.
+            return kind.simpleString()
         return next((found for field in kind.fields if (found := unsupported(field.dataType))), None)
     if isinstance(kind, t.ArrayType):
         return unsupported(kind.elementType)
@@ -76,6 +79,9 @@ def _concatenated(*pieces: pa.Array | str) -> pa.Array:
 
 def _text(array: pa.Array, name: str) -> pa.Array:
     kind = array.type
+    if len(array) == 0:
+        # Of no lists Arrow need not have even the first offset.
+        return pa.array([], pa.string())
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return _quoted(array)
     if pa.types.is_floating(kind):
@@ -95,9 +101,10 @@ def _text(array: pa.Array, name: str) -> pa.Array:
         names = [kind.field(place).name for place in range(kind.num_fields)]
         return pc.if_else(array.is_valid(), as_object(names, fields, f"{name}."), None)
     if pa.types.is_map(kind):
-        return _grouped(array, _concatenated(_quoted(array.keys), ":", as_text(array.items, name)), "{", "}")
+        keys, items = _within(array, array.keys), _within(array, array.items)
+        return _grouped(array, _concatenated(_quoted(keys), ":", as_text(items, name)), "{", "}")
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _grouped(array, as_text(array.values, name), "[", "]")
+        return _grouped(array, as_text(_within(array, array.values), name), "[", "]")
     return array.cast(pa.string())  # whole numbers, decimals, true and false, null
 
 
@@ -121,12 +128,19 @@ def _numbers(array: pa.Array, name: str) -> pa.Array:
     return array.cast(pa.string())
 
 
+def _within(array: pa.Array, elements: pa.Array) -> pa.Array:
+    """The elements of the lists of a slice: Arrow has those of the whole, however small the slice."""
+    first, last = array.offsets[0].as_py(), array.offsets[-1].as_py()
+    return elements.slice(first, last - first)
+
+
 def _grouped(array: pa.Array, texts: pa.Array, before: str, behind: str) -> pa.Array:
     """The elements of every list, as one text."""
     elements, bounds = texts.to_pylist(), array.offsets.to_pylist()
+    start = bounds[0]
     return pa.array(
         [
-            f"{before}{','.join(elements[first:last])}{behind}" if valid else None
+            f"{before}{','.join(elements[first - start : last - start])}{behind}" if valid else None
             for first, last, valid in zip(bounds, bounds[1:], array.is_valid().to_pylist(), strict=False)
         ],
         pa.string(),

@@ -14,7 +14,7 @@ import psycopg
 from ..client import Queue
 from ..errors import StreamFenced
 from ..message import Stream
-from .links import connect
+from .links import brief, connect
 from .options import Options
 
 __all__ = ["Patience", "StreamDriver"]
@@ -46,6 +46,7 @@ class Patience:
 
     def wait(self, error: psycopg.Error) -> None:
         """Pause before the next try, or raise the error."""
+        brief(error)
         if not _passes(error):
             raise error
         now = time.monotonic()

@@ -14,15 +14,19 @@ from .options import OptionError
 __all__ = ["Layout", "plan"]
 
 _NESTED = (t.StructType, t.MapType, t.ArrayType)
-# What a column of this name may be, and how it is said.
+_SPAN = "an interval day to second, such as make_dt_interval(0, 0, 0, seconds)"
+# What a column of this name may be, and how it is said, with what helps where it is not.
 _COLUMNS: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
-    "payload": ((t.StringType, *_NESTED, t.BinaryType), "a string (JSON), struct, map, array or binary (raw bytes)"),
-    "body": ((t.BinaryType,), "binary"),
-    "queue_name": ((t.StringType,), "a string"),
-    "headers": ((t.StringType, t.StructType, t.MapType), "a string (a JSON object), struct or map"),
-    "message_id": ((t.StringType,), "a string (a UUID)"),
-    "delay": ((t.DayTimeIntervalType,), "an interval day to second"),
-    "expires_in": ((t.DayTimeIntervalType,), "an interval day to second"),
+    "payload": (
+        (t.StringType, *_NESTED, t.BinaryType),
+        "a string (JSON), struct, map, array or binary (raw bytes); use to_json",
+    ),
+    "body": ((t.BinaryType,), "binary; cast it"),
+    "queue_name": ((t.StringType,), "a string; cast it"),
+    "headers": ((t.StringType, t.StructType, t.MapType), "a string (a JSON object), struct or map; use to_json"),
+    "message_id": ((t.StringType,), "a string (a UUID); cast it"),
+    "delay": ((t.DayTimeIntervalType,), _SPAN),
+    "expires_in": ((t.DayTimeIntervalType,), _SPAN),
 }
 
 
@@ -107,7 +111,7 @@ def _check(name: str, kind: t.DataType) -> None:
         raise OptionError(f"unknown column {name} beside payload: {meant} {', '.join(_COLUMNS)}")
     allowed, words = _COLUMNS[name]
     if not isinstance(kind, allowed):
-        raise OptionError(f"column {name} is {kind.simpleString()}, and must be {words}; cast it, or use to_json")
+        raise OptionError(f"column {name} is {kind.simpleString()}, and must be {words}")
     if isinstance(kind, _NESTED) and (lacking := unsupported(kind)):
         raise OptionError(f"column {name}: {lacking} has no form in JSON; cast it")
 

@@ -1,6 +1,8 @@
 """Connections of the driver and of the workers: where the database is, and how it is named where it cannot be shown."""
 
 import os
+import re
+from types import TracebackType
 from typing import Any
 
 import psycopg
@@ -10,7 +12,12 @@ from psycopg.pq import Conninfo
 from ..embedded import given_server
 from .options import OptionError
 
-__all__ = ["connect", "conninfo"]
+__all__ = ["brief", "connect", "conninfo"]
+
+# What hints of the database call by the names of SQL, and who writes for Spark knows as an option.
+_OPTIONS = {"fail_on_data_loss => false": "option failOnDataLoss=false", "on_ack": "onAck", "app_id": "txnAppId"}
+_HINTS = {"PQ005": "The queue, or its stream, was dropped while the query ran. Start the query with a new checkpoint."}
+_NAMES = re.compile(rf"(?<!['\w])(?:{'|'.join(_OPTIONS)})\b")
 
 
 def conninfo(dsn: str | None) -> str:
@@ -42,9 +49,35 @@ def conninfo(dsn: str | None) -> str:
     return make_conninfo("", **usual | variables | named | {"client_encoding": "utf8"})
 
 
+def brief(error: psycopg.Error) -> None:
+    """Leave of what the database refuses the message, the detail and the hint, as Spark shows all of an error.
+
+    Where in its functions the database refused it stays in `diag`.
+    """
+    said = error.diag
+    if said.message_primary is None or not (error.sqlstate or "").startswith(("PQ", "22023")):
+        return
+    hint = _HINTS.get(error.sqlstate or "", said.message_hint)
+    lines = [said.message_primary]
+    lines += [f"{word}:  {text}" for word, text in (("DETAIL", said.message_detail), ("HINT", hint)) if text]
+    error.args = (_NAMES.sub(lambda found: _OPTIONS[found[0]], "\n".join(lines)),)
+
+
+class _Connection(psycopg.Connection[Any]):
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        if isinstance(exc_val, psycopg.Error):
+            brief(exc_val)
+        super().__exit__(exc_type, exc_val, exc_tb)
+
+
 def connect(conninfo: str, **settings: Any) -> psycopg.Connection[Any]:
     """A connection that notices a server which is gone within a minute; `settings` are psycopg's."""
     alive = {"keepalives_idle": 20, "keepalives_interval": 10, "keepalives_count": 3, "connect_timeout": 10}
     named = conninfo_to_dict(conninfo)
     defaults = {name: value for name, value in alive.items() if name not in named}
-    return psycopg.connect(make_conninfo(conninfo, **defaults), **settings)
+    return _Connection.connect(make_conninfo(conninfo, **defaults), **settings)

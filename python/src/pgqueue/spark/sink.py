@@ -27,7 +27,7 @@ from pyspark.sql.types import StructType
 
 from ..client import Queue, Queues
 from ..errors import InvalidArgument
-from .chunks import TARGETS, InvalidUUID, chunks, copied, copy_statement, elements
+from .chunks import TARGETS, chunks, copied, copy_statement, elements
 from .driver import Patience
 from .layout import Layout, plan
 from .links import connect, conninfo
@@ -87,10 +87,15 @@ class _Writer:
         run = staged[0].run if staged else self.run
         counts = {token: count for message in staged for token, count in message.counts.items()}
 
+        calls = 0
+
         def commit(queues: Queues) -> bool:
+            nonlocal calls
+            calls += 1
             return queues.sink_commit(run, counts.keys(), counts.values(), app_id, version)
 
-        if not self._insist(commit):
+        # Where an answer was lost, what was committed before is most likely this.
+        if not self._insist(commit) and calls == 1:
             _log.warning(
                 "version %s of %r was committed before: %s messages are discarded",
                 version,
@@ -148,7 +153,8 @@ class QueueStreamArrowWriter(_Writer, DataSourceStreamArrowWriter):
             # With another checkpoint batches count from 0 again: new ones would be taken for old ones, and discarded.
             raise OptionError(
                 "options txnAppId and txnVersion are not for streaming queries, which go by the id of their checkpoint"
-                " and the number of the micro-batch"
+                " and the number of the micro-batch: leave both out, and keep the checkpoint, by which a micro-batch"
+                " that is begun again is sent once"
             )
         super().__init__(options, schema)
 
@@ -212,18 +218,28 @@ class _Staging:
     def _copy(self, piece: pa.RecordBatch, token: UUID) -> None:
         """Stage rows in a COPY of their own, so that they are at hand when the server refuses one."""
         first = self.counts[token] + 1
-        values = self._layout.values(piece)
-        try:
-            columns = {target: elements(array, target) for target, array in values.items()}
-        except InvalidUUID as error:
-            raise self._refused(first + error.place, "message_id", str(error)) from None
+        values, columns = self._prepared(piece, first)
         rows = chunks([*columns.values()])
         try:
             with self._connection.cursor().copy(copy_statement(columns)) as copy:
                 copy.write(copied(columns, rows, token, first))
         except psycopg.DataError as error:
-            raise self._located(error, values, rows, first) from error
+            # Spark shows an error with all that led to it.
+            raise self._located(error, values, rows, first) from None
         self.counts[token] += piece.num_rows
+
+    def _prepared(self, piece: pa.RecordBatch, first: int) -> tuple[dict[str, pa.Array], dict[str, pa.Array]]:
+        """What the messages have, and how that is sent. What cannot be sent is looked for by halves: it has no row."""
+        try:
+            values = self._layout.values(piece)
+            return values, {target: elements(array, target) for target, array in values.items()}
+        except (InvalidArgument, UnicodeDecodeError) as error:
+            if piece.num_rows > 1:
+                half = piece.num_rows // 2
+                self._prepared(piece.slice(0, half), first)
+                self._prepared(piece.slice(half), first + half)
+            said = error if isinstance(error, InvalidArgument) else f"invalid {_no_text(piece)}: {error}"
+            raise InvalidArgument(f"row {first} of partition {self._partition}: {said}") from None
 
     def _located(
         self, error: psycopg.DataError, values: dict[str, pa.Array], rows: list[range], first: int
@@ -235,15 +251,27 @@ class _Staging:
         target = next(name for name, (column, _) in TARGETS.items() if column == found[2])
         self._connection.rollback()
         for place in rows[int(found[1]) - 1]:
+            # As bytes: it may be no text at all.
+            value = values[target][place].cast(pa.binary()).as_py()
             try:
-                self._connection.execute("select %s::jsonb", [values[target][place].as_py()])
+                self._connection.execute("select convert_from(%s, 'UTF8')::jsonb", [value])
             except psycopg.DataError as refused:
                 said = filter(None, (refused.diag.message_primary or str(refused), refused.diag.message_detail))
-                return self._refused(first + place, target, ": ".join(said))
+                return InvalidArgument(
+                    f"row {first + place} of partition {self._partition}: invalid {target}: {': '.join(said)}"
+                )
         return error
 
-    def _refused(self, row: int, target: str, said: str) -> InvalidArgument:
-        return InvalidArgument(f"row {row} of partition {self._partition}: invalid {target}: {said}")
+
+def _no_text(row: pa.RecordBatch) -> str:
+    """The first column that has a text which is no UTF-8, as a cast from binary may make them."""
+    names: list[str] = row.schema.names
+    for name in names:
+        try:
+            row.column(name).validate(full=True)
+        except pa.ArrowInvalid:
+            return name
+    return "text"
 
 
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

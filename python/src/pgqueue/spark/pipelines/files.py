@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+from py4j.protocol import Py4JJavaError
 from pyspark.sql import SparkSession
 
 __all__ = ["Folder"]
@@ -25,13 +26,20 @@ class Folder:
         self._fs.mkdirs(self._root)
 
     def read(self, name: str) -> str | None:
-        """The text of a file; None where there is none."""
+        """The text of a file; None where there is none, or its checksum is that of another text.
+
+        On a local file system the checksum is a file of its own: `write` may be killed between the two.
+        """
         path = self._path(name)
         if not self._fs.exists(path):
             return None
         stream = self._fs.open(path)
         try:
             return str(self._jvm.org.apache.commons.io.IOUtils.toString(stream, "UTF-8"))
+        except Py4JJavaError as error:
+            if not error.java_exception.getClass().getName().endswith(".ChecksumException"):
+                raise
+            return None
         finally:
             stream.close()
 

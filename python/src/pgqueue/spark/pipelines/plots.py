@@ -35,7 +35,9 @@ def draw(flow: Flow, directory: Path) -> list[Path]:
             axes.set_axisbelow(True)
             axes.spines[["top", "right", "left"]].set_visible(False)
             _fill(axes, kind, found, flow.window)
-            axes.legend(frameon=False, fontsize="small")
+            # Beside the title: matplotlib would look for the best place for seconds, and warn of it.
+            place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.3, "ncols": len(_BLUES)}
+            axes.legend(frameon=False, fontsize="small", **place)
         drawn.append(directory / f"{queue}.png")
         figure.savefig(drawn[-1], dpi=110)
     return drawn
@@ -48,16 +50,19 @@ def _tell_time(dates: Any, axes: "Axes") -> None:
 
 
 def _fill(axes: Any, kind: str, found: Sequence[Measure], window: timedelta) -> None:
-    starts = [measure.window_start for measure in found]
+    starts = [measure.window_start for measure in found if measure.window_start is not None]
     if kind == "rate":
         seconds = window.total_seconds()
         finished = [measure.finished / seconds for measure in found]
         dead = [measure.dead / seconds for measure in found]
-        axes.bar(starts, finished, width=window, align="edge", color=_BLUES["p95"], label="finished")
-        axes.bar(starts, dead, bottom=finished, width=window, align="edge", color=_RED, label="dead")
+        # Not bars, as each is a thing of its own: there may be thousands.
+        edges = [*starts, starts[-1] + window]
+        both = [one + other for one, other in zip(finished, dead, strict=True)]
+        axes.stairs(finished, edges, fill=True, color=_BLUES["p95"], label="finished")
+        axes.stairs(both, edges, baseline=finished, fill=True, color=_RED, label="dead")
         axes.set_title("Messages per second", loc="left", fontsize="medium")
         return
-    middles = [start + window / 2 for start in starts if start is not None]
+    middles = [start + window / 2 for start in starts]
     if kind == "failures":
         retries = [measure.retries / measure.finished * 100 if measure.finished else math.nan for measure in found]
         failed = [math.nan if measure.failure_rate is None else measure.failure_rate * 100 for measure in found]

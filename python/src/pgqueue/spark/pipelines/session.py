@@ -1,9 +1,13 @@
 """A Spark session of this machine for a command: on a Java that was checked, with Spark's own words kept in a log."""
 
+import logging
 import os
 import re
+import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,9 +54,10 @@ def local_session(master: str = "local[*]", memory: str = "1g", **settings: str)
         memory: The heap of the JVM, as Spark writes it: 512m, 2g.
         settings: More settings of Spark, with `__` for the dots in their names.
 
-    What the JVM and its workers print goes to a file in the temporary directory, which is deleted unless something of
-    Spark's fails. Raises JavaNotFoundError where there is no Java to run on, and SparkFailure where Spark does not
-    start, and in place of an error of Spark's that was not caught within.
+    An interrupt ends it at once, whatever Spark is doing, and as without Spark: by KeyboardInterrupt, unless the caller
+    handles it in another way. What the JVM and its workers print goes to a file in the temporary directory, which is
+    deleted unless something of Spark's fails. Raises JavaNotFoundError where there is no Java to run on, and
+    SparkFailure where Spark does not start, and in place of an error of Spark's that was not caught within.
     """
     if SparkContext._active_spark_context is not None:
         with _quiet(), _told():
@@ -69,30 +74,31 @@ def local_session(master: str = "local[*]", memory: str = "1g", **settings: str)
         conf.set(name.replace("__", "."), value)
     with tempfile.TemporaryDirectory(prefix="pgqueue-spark-", ignore_cleanup_errors=True) as scratch:
         conf.set("spark.local.dir", f"{scratch}/local").set("spark.sql.warehouse.dir", f"{scratch}/warehouse")
-        with _log() as log, _quiet():
-            spark = _start(conf, log)
+        with _log(scratch) as log, _quiet():
+            gateway = None
             try:
-                with _told():
+                with _deferred():
+                    gateway = _launch(conf, log)
+                with _session(conf, gateway) as spark, _told():
                     yield spark
             finally:
-                _stop(spark)
+                if gateway is not None:
+                    _end(gateway)
 
 
 @contextmanager
-def _log() -> Iterator[IO[bytes]]:
-    """A file for what Spark says; it outlives only a failure, whose message names it."""
-    handle, name = tempfile.mkstemp(prefix="pgqueue-spark-", suffix=".log")
-    os.close(handle)
-    with Path(name).open("wb") as log:
+def _log(directory: str) -> Iterator[IO[bytes]]:
+    """A file for what Spark says; that of a failure outlives the directory, and the message names it."""
+    path = Path(directory, "log")
+    with path.open("wb") as log:
         try:
             yield log
         except SparkFailure as error:
+            handle, name = tempfile.mkstemp(prefix="pgqueue-spark-", suffix=".log")
+            os.close(handle)
+            shutil.move(path, name)
             error.add_note(f"Spark's log is {name}")
             raise
-        except BaseException:
-            Path(name).unlink()
-            raise
-        Path(name).unlink()
 
 
 @contextmanager
@@ -117,21 +123,53 @@ def _words(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PySpark logs each refused query, with the JVM's stack, beside raising it."""
+    """PySpark logs each refused query, and Py4J each interrupted call, with a stack, beside raising it."""
     # By PySpark's own class: it asks for the logger by name, and could not use a plain one that came first.
-    logger = PySparkLogger.getLogger("SQLQueryContextLogger")
-    before, logger.disabled = logger.disabled, True
+    queries, calls, root = PySparkLogger.getLogger("SQLQueryContextLogger"), logging.getLogger("py4j"), logging.root
+    before, queries.disabled = queries.disabled, True
+    told, calls.propagate = calls.propagate, False
+    root.addFilter(_is_of_others)
     try:
         yield
     finally:
-        logger.disabled = before
+        root.removeFilter(_is_of_others)
+        calls.propagate = told
+        queries.disabled = before
 
 
-def _start(conf: SparkConf, log: IO[bytes]) -> SparkSession:
+def _is_of_others(record: logging.LogRecord) -> bool:
+    """Whether it is not Py4J that logs; some of it goes by the root logger."""
+    return record.module != "java_gateway"
+
+
+@contextmanager
+def _deferred() -> Iterator[None]:
+    """Keep an interrupt, or an end, that is asked for until this is over: Python loses one that comes as it forks."""
+    kept: dict[signal.Signals, Any] = {}
+    came: list[int] = []
+
+    def keep(number: int, frame: object) -> None:
+        if came:
+            kept[signal.Signals(number)](number, frame)
+        came.append(number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if callable(signal.getsignal(number)):
+                kept[number] = signal.signal(number, keep)
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
+
+
+def _launch(conf: SparkConf, log: IO[bytes]) -> Any:
     try:
         launch: Any = launch_gateway  # which says nothing of its types
-        gateway = launch(conf, {"stdout": log, "stderr": log})
-        return SparkSession(SparkContext(conf=conf, gateway=gateway))
+        return launch(conf, {"stdout": log, "stderr": log})
     except PySparkRuntimeError as error:
         said = [line for line in Path(log.name).read_text(errors="replace").splitlines() if line.strip()]
         # The JVM warns of this and that before it says what is wrong.
@@ -139,16 +177,36 @@ def _start(conf: SparkConf, log: IO[bytes]) -> SparkSession:
         raise SparkFailure(f"Spark did not start: {wrong[0] if wrong else error}") from None
 
 
+@contextmanager
+def _session(conf: SparkConf, gateway: Any) -> Iterator[SparkSession]:
+    """A session. It is not stopped where it is interrupted, as that would wait for the call that goes on in the JVM."""
+    handler = signal.getsignal(signal.SIGINT)
+    with _told():
+        try:
+            context = SparkContext(conf=conf, gateway=gateway)
+        finally:
+            # Spark's calls the JVM, too, in the midst of a call.
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, handler)
+        spark = SparkSession(context)
+    try:
+        yield spark
+    except Exception:
+        _stop(spark)
+        raise
+    _stop(spark)
+
+
 def _stop(spark: SparkSession) -> None:
-    """Stop the session and its JVM, which would else live as long as this process."""
-    gateway = SparkContext._gateway
-    # A call that a signal has interrupted leaves the connection to the JVM out of step; without stdin it ends anyway.
     with suppress(Exception):
         spark.stop()
+
+
+def _end(gateway: Any) -> None:
+    """End the JVM, which would else live as long as this process."""
     SparkContext._active_spark_context = None
-    if gateway is not None:
-        with suppress(Exception):
-            gateway.shutdown()
-        gateway.proc.stdin.close()
-        gateway.proc.wait()
-        SparkContext._gateway = SparkContext._jvm = None
+    with suppress(Exception):
+        gateway.shutdown()
+    gateway.proc.stdin.close()
+    gateway.proc.wait()
+    SparkContext._gateway = SparkContext._jvm = None
