@@ -16,6 +16,8 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules
+# Two of pip in one .venv would get in each other's way.
+.NOTPARALLEL:
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1	\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -62,7 +64,7 @@ $(OUT):
 	@mkdir -p $@
 
 verify:  ## is extension/ what sql/ generates, and the version the same everywhere?
-	@again=$$(mktemp -d); trap "rm -rf $$again" EXIT; \
+	@mkdir -p .cache; again=$$(mktemp -d .cache/verify.XXXXXX); trap "rm -rf $$again" EXIT; \
 	$(MAKE) --silent build OUT=$$again; \
 	for file in $$again/*; do \
 	    diff -u extension/$${file##*/} $$file || { echo 'extension/ is not what sql/ generates: run "make build"'; exit 1; }; \
@@ -77,7 +79,7 @@ reference:  ## write the README's reference from the comments in sql/
 # Installing it into a PostgreSQL of the system: plain copies, without PGXS and its -dev package.
 
 # Evaluated by install and uninstall only: nothing else needs pg_config.
-sharedir = $(if $(prefix),$(prefix)/share/postgresql,$(shell $(PG_CONFIG) --sharedir))
+sharedir = $(if $(prefix),$(prefix)/share/postgresql,$(shell '$(PG_CONFIG)' --sharedir))
 target = $(or $(sharedir),$(error $(PG_CONFIG) does not run: name the one of your server, make install PG_CONFIG=/path/to/pg_config))
 extension_dir = $(DESTDIR)$(target)/extension
 
@@ -178,5 +180,5 @@ clean:  ## remove what tests leave behind
 distclean: clean  ## also .venv and everything fetched
 	rm -rf .venv .cache
 
-.PHONY: help build verify install uninstall installcheck setup test-tools test test-all test-sql lint docker-test \
+.PHONY: help build verify reference install uninstall installcheck setup test-tools test test-all test-sql lint docker-test \
 	demo demo-spark bench bench-full clean distclean

@@ -2,7 +2,8 @@
 # Initialises PGDATA once, runs /docker-entrypoint-initdb.d/*.sql, then the command, as the user postgres.
 set -euo pipefail
 if [ "$(id -u)" -eq 0 ]; then
-    install -d -o postgres -g postgres "$PGDATA" /var/run/postgresql
+    install -d -o postgres -g postgres -m 0700 "$PGDATA"
+    install -d -o postgres -g postgres /var/run/postgresql
     exec setpriv --reuid=postgres --regid=postgres --init-groups "$0" "$@"
 fi
 if [ ! -s "$PGDATA/PG_VERSION" ]; then

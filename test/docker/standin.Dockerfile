@@ -12,6 +12,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && mkdir /docker-entrypoint-initdb.d \
     && install -d -o postgres -g postgres -m 0700 "$PGDATA"
+# As the official images before 18 have it.
+VOLUME /var/lib/postgresql/data
 COPY standin-entrypoint.sh /usr/local/bin/
 ENTRYPOINT ["standin-entrypoint.sh"]
 STOPSIGNAL SIGINT

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Builds the image, runs it, and sends a message through it: with docker where an engine answers, else with
-# buildah and podman. BASE names another base image than the Dockerfile's. As root without a registry, a
+# Builds the image, runs it, sends a message through it, and runs it again on the same volume: with docker where an
+# engine answers, else with buildah and podman. BASE names another base image than the Dockerfile's. As root without a registry, a
 # stand-in for the official image is made from Debian packages.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -54,31 +54,51 @@ if ! have "$base" && ! "$engine" pull "$base" >/dev/null 2>&1; then
         exit 1
     fi
     echo "$base cannot be pulled; a stand-in is made from Debian packages"
-    base=localhost/postgres:15-standin
+    base=localhost/postgres:15-standin-$(cat "$here"/standin* | cksum | cut -d ' ' -f 1)
     have "$base" || make_standin "$base"
 fi
 "${build[@]}" --build-arg "BASE=$base" -t "$image" -f "$here/Dockerfile" "$root"
 
-trap '"$engine" rm --force --volumes "$container" >/dev/null' EXIT
-# A port of its own, since the network may be the host's.
-"${run[@]}" --detach --name "$container" --env POSTGRES_PASSWORD=secret --env PGPASSWORD=secret --env PGPORT=54329 \
-    "$image" postgres -c listen_addresses=127.0.0.1 >/dev/null
+end() {
+    "$engine" stop -t 30 "$container" >/dev/null
+    "$engine" rm --volumes "$container" >/dev/null
+}
+trap '"$engine" rm --force --volumes "$container" >/dev/null; "$engine" volume rm "$container" >/dev/null' EXIT
 
-# By TCP, where the server that runs the init scripts does not listen yet.
+# The volume and PGDATA are those of compose.yaml; a port of its own, since the network may be the host's.
+start() {
+    "${run[@]}" --detach --name "$container" --volume "$container:/var/lib/postgresql" \
+        --env PGDATA=/var/lib/postgresql/pgdata --env POSTGRES_PASSWORD=secret --env PGPASSWORD=secret \
+        --env PGPORT=54329 "$image" postgres -c listen_addresses=127.0.0.1 >/dev/null
+    local deadline=$((SECONDS + 60))
+    until healthy; do
+        if [ $SECONDS -gt $deadline ]; then
+            echo 'the container does not become healthy:' >&2
+            "$engine" logs "$container" >&2
+            exit 1
+        fi
+        sleep 0.2
+    done
+}
+
+# What the image's HEALTHCHECK says: docker runs it by itself, podman where there is a systemd.
+healthy() {
+    case $engine in
+        docker) [ "$(docker inspect --format '{{.State.Health.Status}}' "$container")" = healthy ] ;;
+        podman) podman healthcheck run "$container" >/dev/null 2>&1 ;;
+    esac
+}
+
 ask() { "$engine" exec "$container" psql --host 127.0.0.1 --username postgres --no-psqlrc -Atq -v ON_ERROR_STOP=1 -c "$1"; }
-deadline=$((SECONDS + 60))
-until ask 'select 1' >/dev/null 2>&1; do
-    if [ $SECONDS -gt $deadline ]; then
-        echo 'the container does not answer:' >&2
-        "$engine" logs "$container" >&2
-        exit 1
-    fi
-    sleep 0.2
-done
 
+start
 ask "select pgqueue.create_queue('mail')" >/dev/null
 ask "select pgqueue.enqueue('mail', '{\"to\": \"you\"}')" >/dev/null
 answer=$(ask "select payload ->> 'to' from pgqueue.claim('mail')")
 version=$(ask "select pgqueue.version() || ' on PostgreSQL ' || current_setting('server_version')")
 if [ "$answer" != you ]; then echo "the message did not come back: $answer" >&2; exit 1; fi
+end
+start
+left=$(ask "select queue_name || ': ' || inflight_messages from pgqueue.stats()")
+if [ "$left" != 'mail: 1' ]; then echo "the next container found on the volume: $left" >&2; exit 1; fi
 echo "a message went through pgqueue $version, in a container of $base"

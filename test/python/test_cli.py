@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 import psycopg
 import pytest
 import typer
-from commands import Done, environment, in_process, run, running, terminal
+from commands import COMMAND, Done, environment, in_process, run, running, terminal
+from psycopg import sql
 
 import pgqueue
 from pgqueue.cli import app
@@ -155,6 +157,26 @@ def test_stats_are_watched_until_an_interrupt(
     if options:
         moments = [record["at"] for record in done.records]
         assert moments == sorted(set(moments))
+
+
+def test_where_there_is_nothing_it_says_so(
+    cli: Callable[..., Done], orders: pgqueue.Queue, empty_database: Callable[[], str]
+) -> None:
+    for words, said in {
+        ("dead", "list"): "queue {} has no dead letters",
+        ("dead", "list", "--after", "7"): "queue {} has no dead letters behind 7",
+        ("browse",): "no message of queue {} is ready",
+        ("browse", "--state", "inflight"): "no message of queue {} is in flight",
+        ("browse", "--state", "scheduled", "--after", "1"): "no message of queue {} is scheduled behind 1",
+    }.items():
+        assert cli(*words, orders.name) == (0, "", f"pgqueue: {said.format(orders.name)}\n")
+        assert cli(*words, orders.name, "--json") == cli(*words, orders.name, "--quiet") == (0, "", "")
+    dsn = empty_database()
+    with psycopg.connect(dsn) as connection:
+        pgqueue.install(connection)
+    for command in ("list", "stats"):
+        assert in_process(dsn, command) == (0, "", "pgqueue: there is no queue: pgqueue create makes one\n")
+        assert in_process(dsn, command, "--json") == (0, "", "")
 
 
 # Sending
@@ -306,6 +328,20 @@ def test_a_connection_lost_during_the_commit_leaves_a_doubt_that_is_told(
         done = cli("send", orders.name, stdin="1\n2\n")
     assert done.status == 1
     assert "It is not known whether the 2 up to standard input:2 were sent" in done.err
+
+
+def test_what_is_published_stays_the_json_that_it_is(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    orders.subscribe(orders.name)
+    for text in ("1" * 5000, "[" * 1500 + "]" * 1500):
+        assert cli("publish", orders.name, text) == (0, "sent to 1 queue\n", "")
+    sent = orders.connection.execute(
+        "select m.payload::text from pgqueue.messages m where m.queue_name = %s order by m.id", [orders.name]
+    )
+    assert sent.fetchall() == [("1" * 5000,), ("[" * 1500 + "]" * 1500,)]
+    for text, reason in (("NaN", "there is no NaN"), ('{"a":', "Expecting value at column 6")):
+        done = cli("publish", orders.name, text)
+        assert (done.status, done.out) == (2, "")
+        assert done.err.startswith(f"pgqueue: the payload is not JSON: {reason}\n")
 
 
 def test_a_refusal_that_is_not_about_a_line_blames_none(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
@@ -499,6 +535,13 @@ def test_a_person_is_asked_and_obeyed(database: str, orders: pgqueue.Queue, word
         screen.type("n\n")
         assert screen.end() == 1
         assert "pgqueue: nothing was changed" in screen.seen
+    # The line behind Ctrl-C wakes a read that began just after the signal.
+    for typed, status in (("\x04", 1), ("\x03\n", 130)):
+        with terminal(*words, orders.name, PGQUEUE_DSN=database) as screen:
+            screen.wait_for(r"\[y/N\]:")
+            screen.type(typed)
+            assert screen.end() == status
+            assert "Aborted" not in screen.seen
     assert (orders.peek(), len(orders.browse_dead_messages())) == (1, 1)
     with terminal(*words, orders.name, PGQUEUE_DSN=database) as screen:
         screen.wait_for(r"\[y/N\]:")
@@ -572,6 +615,19 @@ def test_tables_fit_a_terminal_and_figures_stay_whole(
     assert " rejected " in screen.seen
 
 
+def test_where_a_terminal_is_too_narrow_nothing_is_missing(database: str, orders: pgqueue.Queue) -> None:
+    orders.enqueue_batch([1, 2])
+    for words in (["list"], ["stats", orders.name]):
+        with terminal(*words, PGQUEUE_DSN=database, COLUMNS="30") as screen:
+            assert screen.end() == 0
+        whole = run(*words, PGQUEUE_DSN=database).out
+        (headings, row), (narrow, other) = (
+            [line.split() for line in text.splitlines() if line.startswith(("queue ", f"{orders.name} "))]
+            for text in (whole, screen.seen)
+        )
+        assert (narrow, other[:4]) == (headings, row[:4])
+
+
 @pytest.mark.parametrize(("variables", "is_coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
 def test_colour_is_for_terminals_that_want_it(database: str, variables: dict[str, str], is_coloured: bool) -> None:
     with terminal("stats", "no-such-queue", PGQUEUE_DSN=database, **variables) as screen:
@@ -607,6 +663,61 @@ def test_a_reader_that_has_enough_ends_it_quietly(database: str, orders: pgqueue
         timeout=60,
     )
     assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_a_closed_output_is_no_error(database: str, orders: pgqueue.Queue) -> None:
+    send = f"'{sys.executable}' -m pgqueue send {orders.name}"
+    done = subprocess.run(
+        ["bash", "-c", f"{send} 1 >&- && {send} 2 2>&- && {send} 3 >&- 2>&- <&- && {send} --file - <&-"],
+        env=environment(PGQUEUE_DSN=database),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert payloads(orders) == [1, 2, 3]
+    assert done.returncode == 2
+    assert "standard input is closed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_told_once(database: str, orders: pgqueue.Queue) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*COMMAND, "stats", orders.name], stdout=full, stderr=subprocess.PIPE, env=environment(PGQUEUE_DSN=database)
+        )
+    assert (done.returncode, done.stderr) == (1, b"pgqueue: [Errno 28] No space left on device\n")
+
+
+def test_an_interrupt_ends_any_command_with_its_status(
+    database: str, orders: pgqueue.Queue, connection: psycopg.Connection[Any], tmp_path: Path
+) -> None:
+    waits = "select count(*) from pg_stat_activity where application_name = 'pgqueue' and wait_event_type = 'Lock'"
+    with psycopg.connect(database) as holder:
+        holder.execute("lock table pgqueue.queues")
+        for words in (["list"], ["create", "x"], ["claim"], ["browse"], ["dead", "list"], ["dead", "redrive"]):
+            arguments = [] if words[0] in ("list", "create") else [orders.name]
+            with running(*words, *arguments, directory=tmp_path, PGQUEUE_DSN=database) as command:
+                command.wait_for(lambda: connection.execute(waits).fetchone() == (1,))
+                command.signal(signal.SIGINT)
+                assert command.end() == (130, "", "")
+
+
+def test_the_encoding_of_other_clients_is_not_that_of_commands(database: str, orders: pgqueue.Queue) -> None:
+    for encoding in ("SQL_ASCII", "LATIN1"):
+        assert run("send", orders.name, '"Zoë €"', PGQUEUE_DSN=database, PGCLIENTENCODING=encoding).status == 0
+        (message,) = run("claim", orders.name, "--json", PGQUEUE_DSN=database, PGCLIENTENCODING=encoding).records
+        assert (message["queue_name"], message["payload"]) == (orders.name, "Zoë €")
+
+
+def test_the_styles_of_other_clients_are_not_those_of_commands(database: str, orders: pgqueue.Queue) -> None:
+    orders.enqueue(1)
+    styles = {"PGDATESTYLE": "german", "PGOPTIONS": "-c intervalstyle=iso_8601", "PGTZ": "Asia/Kathmandu"}
+    for words in (["list"], ["browse", orders.name]):
+        for json in ([], ["--json"]):
+            done = run(*words, *json, PGQUEUE_DSN=database, **styles)
+            assert (done.status, done.err) == (0, "")
+    (message,) = run("browse", orders.name, "--json", PGQUEUE_DSN=database, **styles).records
+    assert datetime.fromisoformat(message["enqueued_at"]) == orders.browse()[0].enqueued_at
 
 
 def test_what_a_terminal_cannot_show_is_spelt_out(database: str, orders: pgqueue.Queue) -> None:
@@ -687,6 +798,31 @@ def test_a_dsn_that_is_none_is_wrong_usage(dsn: str) -> None:
     assert "hint: Write it as libpq has it" in done.err
 
 
+@pytest.mark.parametrize(
+    "dsn",
+    [
+        "postgresql://admin:s3cret@[::1",
+        "postgresql://admin:x@y@s3cret@nowhere.invalid/shop",
+        "postgresql://admin:s3cret/x@nowhere.invalid/shop",
+        "postgresql://admin:x/s3cret@nowhere.invalid/shop",
+        "postgresql://admin:x?y@s3cret@nowhere.invalid/shop",
+        "postgresql://admin:x@y?s3cret@nowhere.invalid/shop",
+        "postgresql://admin:12/s3cret@127.0.0.1:9/shop",
+        "postgresql://admin:x#@s3cret@127.0.0.1:9/shop",
+        "postgresql://admin:s3cret%zz@127.0.0.1:9/shop",
+        "host=127.0.0.1 port=9 password=my s3cret",
+        "host=127.0.0.1 port=9 password=my s3cret=1",
+        "host=127.0.0.1 port=9 password='s3cret",
+    ],
+)
+@pytest.mark.parametrize("options", [["list"], ["list", "--debug"], ["install"]], ids=" ".join)
+def test_no_password_is_in_what_it_says_of_a_dsn(dsn: str, options: list[str]) -> None:
+    done = in_process("", *options, "--dsn", dsn)
+    assert done.status in (1, 2)
+    assert done.err.startswith(("pgqueue: bad DSN: ", "pgqueue: cannot connect")) or "--debug" in options
+    assert "s3cret" not in done.out + done.err
+
+
 def test_an_argument_that_is_not_utf8_is_told(database: str) -> None:
     for words in ((b"stats", b"\xff"), (b"send", b"x", b"1", b"-H", b"a=\xff"), (b"send", b"x", b'"\xff"')):
         done = run(*words, PGQUEUE_DSN=database)
@@ -735,6 +871,41 @@ def test_install_takes_the_extension_where_the_server_has_it(empty_database: Cal
             " exists (select from pg_extension where extname = 'pgqueue')"
         ).fetchall()[0]
     assert has_files == is_extension
+
+
+def test_install_says_where_another_version_is_installed(empty_database: Callable[[], str]) -> None:
+    dsn = empty_database()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        pgqueue.install(connection)
+        connection.execute("create or replace function pgqueue.version() returns text return '0.0.9'")
+    done = in_process(dsn, "install")
+    assert (done.status, done.err) == (
+        0,
+        "pgqueue: this command is 0.1.0: alter extension pgqueue update changes what is installed\n",
+    )
+    assert done.out.startswith("pgqueue 0.0.9 is already installed in database ")
+
+
+def test_who_may_not_install_is_told_what_it_takes(empty_database: Callable[[], str], name: str) -> None:
+    dsn = empty_database()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        role = sql.Identifier(f"pgqueue_{name}")
+        connection.execute(sql.SQL("create role {}").format(role))
+        try:
+            done = in_process(f"{dsn} options='-c role=pgqueue_{name}'", "install")
+        finally:
+            connection.execute(sql.SQL("drop role {}").format(role))
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith("pgqueue: permission denied ")
+    assert "hint: It takes the right to create in the database: grant create on database" in done.err
+
+
+def test_of_installations_at_the_same_time_one_installs(empty_database: Callable[[], str]) -> None:
+    dsn = empty_database()
+    with ThreadPoolExecutor(4) as pool:
+        done = list(pool.map(lambda _: run("install", "--json", PGQUEUE_DSN=dsn), range(4)))
+    assert [each.err for each in done] == [""] * 4
+    assert sorted(each.records[0]["installed"] for each in done) == [False, False, False, True]
 
 
 def test_doctor_says_no_where_something_hurts(empty_database: Callable[[], str]) -> None:

@@ -1,7 +1,9 @@
 """Every verb through both clients: arguments arrive, results come back as what they are, nothing is committed."""
 
+import inspect
 import time
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -445,6 +447,58 @@ def test_an_argument_that_is_none_is_not_sent() -> None:
     required = _calls.ack("orders", 1, None)
     assert required.text == (b"select pgqueue.ack(queue_name => %s::text, id => %s::bigint, claim_token => %s::uuid)")
     assert required.values == ["orders", 1, None]
+
+
+def durations() -> list[tuple[str, str]]:
+    """Every argument that is a duration, or a list of them, by verb."""
+    return [
+        (verb, argument)
+        for kind in (pgqueue.Queues, pgqueue.Queue)
+        for verb, method in vars(kind).items()
+        if inspect.isfunction(method)
+        for argument, parameter in inspect.signature(method).parameters.items()
+        if "timedelta" in str(parameter.annotation)
+    ]
+
+
+@pytest.mark.parametrize(("verb", "argument"), durations())
+def test_a_duration_that_has_no_unit_is_refused(client: Client, name: str, verb: str, argument: str) -> None:
+    method = getattr(client.queue(name) if hasattr(pgqueue.Queue, verb) else client.queues, verb)
+    parameters = inspect.signature(getattr(pgqueue.Queue, verb, None) or getattr(pgqueue.Queues, verb)).parameters
+    needed = {each.name: [] for each in parameters.values() if each.default is each.empty and each.name != "self"}
+    for value in (30, 0, 1.5, float("nan"), True, "30 s", b"30", Decimal(1), "x" * 1000):
+        with pytest.raises(TypeError) as refused:
+            method(**needed | {argument: [None, value] if argument == "delays" else value})
+        assert str(refused.value) == f"invalid {argument}: {repr(value)[:200]}; must be a datetime.timedelta"
+
+
+@pytest.mark.parametrize("value", [timedelta.max, timedelta.min, timedelta(days=-1)], ids=str)
+@pytest.mark.parametrize(
+    ("verb", "argument"), [each for each in durations() if not each[0].startswith(("stream", "doctor"))]
+)
+def test_a_duration_out_of_its_bounds_is_an_invalid_argument(
+    client: Client, queue: Any, verb: str, argument: str, value: timedelta
+) -> None:
+    given: dict[str, Any] = {argument: [value] if argument == "delays" else value}
+    match verb:
+        case "create_queue":
+            queue = client.queue(f"{queue.name}-new")
+        case "enqueue":
+            given["payload"] = 1
+        case "publish":
+            given |= {"topic": "a.b", "payload": 1}
+        case "enqueue_batch":
+            given["payloads"] = [1]
+        case "extend" | "nack":
+            queue.enqueue(1)
+            (message,) = queue.claim()
+            given |= {"id": message.id, "claim_token": message.claim_token}
+        case "extend_batch" | "exchange":
+            given |= {"ids": [], "claim_token": NOWHERE}
+        case "record_failure":
+            given |= {"id": 1, "attempt_count": 1}
+    with pytest.raises(pgqueue.InvalidArgument, match=f"invalid {argument.removesuffix('s')}"):
+        getattr(queue if hasattr(pgqueue.Queue, verb) else client.queues, verb)(**given)
 
 
 def test_the_text_of_a_call_is_the_same_object_every_time() -> None:

@@ -4,6 +4,8 @@ import fcntl
 import os
 import re
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -208,6 +210,132 @@ def test_data_are_made_in_no_directory_that_holds_something_else(tmp_path: Path)
 def test_a_start_that_takes_too_long_says_how_long() -> None:
     with pytest.raises(EmbeddedServerError, match=r"did not start within 0\.001 s"):
         EmbeddedServer(durable=False, timeout=0.001).start()
+
+
+# What the environment may say of other servers, and of how to talk to them.
+OTHERS = {
+    "PGHOST": "nowhere.invalid",
+    "PGHOSTADDR": "192.0.2.1",
+    "PGPORT": "no-port",
+    "PGUSER": "nobody",
+    "PGDATABASE": "nothing",
+    "PGPASSWORD": "wrong",
+    "PGOPTIONS": "-c default_transaction_read_only=on",
+    "PGSSLMODE": "verify-full",
+    "PGGSSENCMODE": "require",
+    "PGCHANNELBINDING": "require",
+    "PGREQUIREAUTH": "gss",
+    "PGREQUIREPEER": "nobody",
+    "PGTARGETSESSIONATTRS": "standby",
+    "PGTZ": "Asia/Kathmandu",
+    "PGDATESTYLE": "german",
+    "PGDATA": "/nowhere",
+    "PGCLIENTENCODING": "LATIN1",
+}
+
+
+def test_what_the_environment_says_of_other_servers_is_about_others(
+    monkeypatch: pytest.MonkeyPatch, home: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    plain = EmbeddedServer(durable=False)
+    for name, value in OTHERS.items():
+        monkeypatch.setenv(name, value)
+    with plain, psycopg.connect(plain.dsn) as connection:
+        assert connection.execute("show server_encoding").fetchone() == ("UTF8",)
+    with EmbeddedServer(durable=False, port=port) as server:
+        for dsn in (server.dsn, server.tcp_dsn):
+            with psycopg.connect(dsn) as connection:
+                assert connection.execute("select current_user, current_database()").fetchone() == ("postgres",) * 2
+                assert connection.execute("show transaction_read_only").fetchone() == ("on",)  # that is for clients
+    with shared_server(home) as first, shared_server(home) as second, psycopg.connect(second) as connection:
+        assert first == second
+        assert connection.execute("select extname from pg_extension where extname = 'pgqueue'").fetchone()
+    services = tmp_path / "services"
+    services.write_text("[another]\nhost=nowhere.invalid\nhostaddr=192.0.2.1\nsslmode=verify-full\nuser=nobody\n")
+    for name in OTHERS:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PGSERVICEFILE", str(services))
+    monkeypatch.setenv("PGSERVICE", "another")
+    with shared_server(home) as dsn, psycopg.connect(dsn) as connection:
+        assert connection.execute("select current_user").fetchone() == ("postgres",)
+
+
+def test_an_address_for_which_there_was_no_room_is_not_that_of_the_machine(
+    home: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = psycopg.conninfo.conninfo_to_dict(server)
+    for name, key in (("PGHOST", "host"), ("PGPORT", "port"), ("PGUSER", "user"), ("PGPASSWORD", "password")):
+        if key in given:
+            monkeypatch.setenv(name, str(given[key]))
+    home.mkdir()
+    (home / "dsn").touch()
+    with shared_server(home) as dsn:
+        assert psycopg.conninfo.conninfo_to_dict(dsn)["host"] != given["host"]
+
+
+@pytest.mark.parametrize("name", ["a b", 'it\'s "$HOME" \\ #1', "größe-数", "-c", "a,b:c=d"])
+def test_data_may_have_any_name(short: Path, name: str) -> None:
+    for _ in range(2):
+        with EmbeddedServer(data_dir=short / name, durable=False) as server, psycopg.connect(server.dsn) as connection:
+            connection.execute("create extension if not exists pgqueue")
+    assert (short / name / "PG_VERSION").exists()
+
+
+def test_a_name_that_the_server_could_not_tell_is_refused(short: Path) -> None:
+    with pytest.raises(EmbeddedServerError, match="has a line break in its name"):
+        EmbeddedServer(data_dir=short / "a\nb").start()
+    assert not list(short.iterdir())
+
+
+def test_data_that_another_server_works_on_are_left_to_it(short: Path) -> None:
+    with EmbeddedServer(data_dir=short / "data", durable=False) as first:
+        before = set(Path(tempfile.gettempdir()).glob("pgqueue-*"))
+        second = EmbeddedServer(data_dir=short / "data", durable=False)
+        with pytest.raises(EmbeddedServerError, match=rf"(?s)postmaster.pid.*PID {first.pid}\).*{short}/data"):
+            second.start()
+        assert second.pid is None
+        assert set(Path(tempfile.gettempdir()).glob("pgqueue-*")) == before
+        with psycopg.connect(first.dsn) as connection:
+            assert connection.execute("select 1").fetchone() == (1,)
+
+
+def test_the_note_of_a_server_that_died_is_no_hindrance(short: Path) -> None:
+    with EmbeddedServer(data_dir=short / "data", durable=False) as server:
+        note = (short / "data/postmaster.pid").read_text()
+        server.kill()
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    (short / "data/postmaster.pid").write_text(note.replace(note.split("\n")[0], str(gone.pid), 1))
+    with EmbeddedServer(data_dir=short / "data") as server, psycopg.connect(server.dsn) as connection:
+        assert connection.execute("select 1").fetchone() == (1,)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o027, 0o077])
+def test_any_umask_will_do(short: Path, mask: int) -> None:
+    code = (
+        "import os, sys, psycopg; from pgqueue.embedded import shared_server; os.umask(int(sys.argv[1]))\n"
+        "with shared_server(sys.argv[2]) as dsn, psycopg.connect(dsn) as connection:\n"
+        "    print(connection.execute('select 1').fetchone())"
+    )
+    home = short / "home"
+    words = [sys.executable, "-c", code, str(mask), home]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment())
+    try:
+        assert (done.stdout, done.stderr) == ("(1,)\n", "")
+        assert stat.S_IMODE((home / "data").stat().st_mode) == 0o700
+        assert stat.S_IMODE(home.stat().st_mode) == 0o755
+        assert stat.S_IMODE(Path(postmaster_socket(home)).parent.stat().st_mode) == 0o700
+    finally:
+        for keeper in keepers(home):
+            os.kill(keeper, signal.SIGTERM)
+        wait_for(lambda: not keepers(home))
+
+
+def postmaster_socket(home: Path) -> str:
+    return str(psycopg.conninfo.conninfo_to_dict((home / "dsn").read_text())["host"]) + "/.s.PGSQL.5432"
 
 
 def test_who_has_no_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,12 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+from psycopg_pool import PoolTimeout
 from starlette.types import Message, Receive, Scope, Send
 
 from pgqueue.http.databases import Databases
@@ -52,6 +55,19 @@ async def test_what_nobody_expected_is_answered_and_costs_nobody_the_connection(
     assert b"secret" not in answers[-1]["body"]
     assert (b"x-frame-options", b"DENY") in answers[0]["headers"]
     assert "RecursionError" in caplog.text
+
+
+async def test_head_is_asked_as_get_and_answered_without_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
+        asked.append(scope["method"])
+        await answer(send)
+
+    monkeypatch.setitem(SCOPE, "method", "HEAD")
+    answers: list[Message] = []
+    await serve(app, answers, asyncio.Event())
+    assert (asked, statuses(answers), answers[-1]["body"]) == (["GET"], [200], b"")
 
 
 async def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one() -> None:
@@ -110,3 +126,22 @@ async def test_an_answer_that_has_begun_is_not_followed_by_another() -> None:
     answers: list[Message] = []
     await serve(app, answers, asyncio.Event())
     assert statuses(answers) == [200]
+
+
+async def test_who_looks_at_the_queues_ends_though_a_pool_overlooks_that_he_is_to() -> None:
+    entered = asyncio.Event()
+
+    class Overlooking(Databases):
+        @asynccontextmanager
+        async def target(self, *_: object, **__: object) -> AsyncIterator[Any]:
+            entered.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+            raise PoolTimeout
+            yield
+
+    looking = asyncio.create_task(Sampler(SETTINGS, Overlooking(SETTINGS)).run())
+    await entered.wait()
+    looking.cancel()
+    done, _ = await asyncio.wait({looking}, timeout=20)
+    assert done == {looking}

@@ -61,6 +61,21 @@ def test_the_schema_is_valid(web: Server) -> None:
                     assert body == {"$ref": "#/components/schemas/ErrorBody"}, (path, method, status)
 
 
+def test_head_is_answered_like_get_without_the_body(web: Server) -> None:
+    queue = f"{web.queues}/orders"
+    for path in ("/healthz", "/readyz", "/", "/static/style.css", "/openapi.json", queue, "/v1/queues/orders/stats"):
+        got, head = web.get(path), web.call("HEAD", path)
+        assert (head.status_code, head.content) == (got.status_code, b"") == (200, b""), path
+        for name in ("content-type", "x-frame-options", *(["content-length"] if path != "/" else [])):
+            assert head.headers[name] == got.headers[name], (path, name)
+    assert web.call("HEAD", "/metrics").status_code == 200
+    assert web.call("HEAD", f"{queue}-not").status_code == 404
+    assert web.call("HEAD", "/v1/queues/orders/claim").status_code == 405
+    assert web.call("HEAD", queue, auth=None).status_code == 401
+    counted = 'pgqueue_http_request_seconds_count{method="HEAD",route="/healthz",status="200"} 1.0'
+    assert counted in web.get("/metrics").text
+
+
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
 def test_every_answer_is_as_the_schema_says(web: Server, method: str, path: str, mode: GenerationMode) -> None:
     api = schemathesis.openapi.from_dict(DOCUMENT)

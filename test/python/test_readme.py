@@ -98,15 +98,37 @@ def test_the_command_line_works_as_it_stands(empty_database: Callable[[], str], 
         connection.execute("create table shipped (order_id int)")
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop/handlers.py").write_text(blocks("python")[1].split("\npgqueue.Consumer")[0])
-    (script,) = (block for block in blocks("sh") if "pgqueue create" in block)
+    paste_commands(dsn, tmp_path)
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("select order_id from shipped order by 1").fetchall() == [(1001,), (1002,)]
+
+
+def paste_commands(dsn: str, directory: Path) -> None:
+    (script,) = (block for block in blocks("sh") if "pgqueue send" in block)
     for line in script.splitlines():
         program, *words = shlex.split(line, comments=True)
         if program == "pgqueue":
             words = [word for word in words if word != "--watch"] + (["--until-empty"] if "work" in words else [])
-            done = commands.run(*words, cwd=tmp_path, PGQUEUE_DSN=dsn)
+            done = commands.run(*words, cwd=directory, PGQUEUE_DSN=dsn)
             assert done.status == 0, (line, done)
+
+
+def test_all_of_it_can_be_pasted_into_one_database(
+    pasted: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    dsn, _ = pasted
+    for block in blocks("sql")[1:]:
+        psql(dsn, block)
+    connect = psycopg.connect
+    with monkeypatch.context() as patch:
+        patch.setattr(psycopg, "connect", lambda **settings: connect(dsn, **settings))
+        exec(blocks("python")[0], {})
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop/handlers.py").write_text(blocks("python")[1].split("\npgqueue.Consumer")[0])
+    paste_commands(dsn, tmp_path)
     with psycopg.connect(dsn) as connection:
-        assert connection.execute("select order_id from shipped order by 1").fetchall() == [(1001,), (1002,)]
+        assert pgqueue.Queue(connection, "orders").stats().ready_messages == 0
+        assert (1002,) in connection.execute("select order_id from shipped").fetchall()
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
@@ -118,6 +140,8 @@ def test_what_is_shown_of_http_works_when_it_is_pasted(empty_database: Callable[
         pasted = ["bash", "-c", script.replace("http://127.0.0.1:8080", url)]
         done = subprocess.run(pasted, capture_output=True, text=True, timeout=60, check=True)
     assert '"payload": {"order_id": 1001}' in done.stdout, done.stdout
+    assert re.search(r'"task_id": "[0-9a-f-]{36}", "status": "(pending|running|completed)"', done.stdout), done.stdout
+    assert '"error"' not in done.stdout
 
 
 def test_every_code_is_listed() -> None:

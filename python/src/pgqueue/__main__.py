@@ -1,5 +1,6 @@
 """`python -m pgqueue`, and the script `pgqueue`: the command line, if what it needs is installed."""
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"pgqueue: the command line needs {missing}: pip install pgqueue[cli]", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # while that loads
+        return 128 + signal.SIGINT
     return run(arguments)
 
 

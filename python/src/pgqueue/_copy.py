@@ -101,10 +101,9 @@ class CopyRows:
             raise self._invalid("payload and body", given, "given one without the other; Jsonb(None) is JSON null")
         message_id = expires_at = headers = body = payload = _NULL
         if row.message_id is not None:
-            named = row.message_id if isinstance(row.message_id, UUID) else UUID(row.message_id)
-            message_id = _field(named.bytes)
+            message_id = _field(self._uuid(row.message_id).bytes)
         if row.expires_at is not None:
-            if row.expires_at.tzinfo is None:
+            if not isinstance(row.expires_at, datetime) or row.expires_at.tzinfo is None:
                 raise self._invalid("expires_at", str(row.expires_at), "a datetime with a time zone")
             expires_at = _field(struct.pack("!q", (row.expires_at - _EPOCH) // timedelta(microseconds=1)))
         if row.headers is not None:
@@ -116,6 +115,12 @@ class CopyRows:
         else:
             body = self._body(row.body)
         return b"".join((self._start, message_id, expires_at, headers, body, payload))
+
+    def _uuid(self, message_id: UUID | str) -> UUID:
+        try:
+            return message_id if isinstance(message_id, UUID) else UUID(message_id)
+        except (AttributeError, TypeError, ValueError):
+            raise self._invalid("message_id", repr(message_id), "a UUID") from None
 
     def _document(self, argument: str, value: Any, limit: int) -> bytes:
         text = bytes(self._json.dump(as_jsonb(value)) or b"")

@@ -30,7 +30,7 @@ from typing import IO, Final, NamedTuple, Self
 import psycopg
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
-from psycopg.pq import PGconn, Ping
+from psycopg.pq import Conninfo, PGconn, Ping
 
 from pgqueue._files import extension_dir
 
@@ -43,6 +43,17 @@ _TEMPORARY_LIMIT: Final = 107 - len(f"/{_PREFIX}12345678/.s.PGSQL.12345")
 _NOBODY: Final = 65534
 _POLL_SECONDS: Final = 0.02
 _DATABASE_VARIABLES: Final = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE")
+# How a server is reached: what the environment says of another one would hold for this one, too.
+_REACHING: Final = {
+    "PGHOSTADDR": ("hostaddr", ""),
+    "PGSSLMODE": ("sslmode", "prefer"),
+    "PGSSLNEGOTIATION": ("sslnegotiation", "postgres"),
+    "PGGSSENCMODE": ("gssencmode", "disable"),
+    "PGCHANNELBINDING": ("channel_binding", "prefer"),
+    "PGREQUIREAUTH": ("require_auth", "none,scram-sha-256"),
+    "PGREQUIREPEER": ("requirepeer", ""),
+    "PGTARGETSESSIONATTRS": ("target_session_attrs", "any"),
+}
 _LINGER_SECONDS: Final = 10.0  # so that commands that follow each other find the server running
 _READY: Final = "ready "
 
@@ -132,6 +143,7 @@ class EmbeddedServer:
             port=self._port or _DEFAULT_PORT,
             user="postgres",
             dbname="postgres",
+            **_undisturbed(),
         )
 
     @property
@@ -145,6 +157,7 @@ class EmbeddedServer:
             user="postgres",
             dbname="postgres",
             password=self._password,
+            **_undisturbed(),
         )
 
     @property
@@ -224,7 +237,7 @@ class EmbeddedServer:
         """Make the server's own directory: binaries if they must be moved, extensions, data."""
         base = tempfile.gettempdir()
         # Settings that name places of the server are lists, one with commas and one with colons.
-        if len(os.fsencode(base)) > _TEMPORARY_LIMIT or "," in base or ":" in base:
+        if len(os.fsencode(base)) > _TEMPORARY_LIMIT or "," in base or ":" in base or not base.isprintable():
             base = "/tmp"
         self._home = home = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         self._owner = os.getpid()
@@ -247,6 +260,8 @@ class EmbeddedServer:
             self._postgres = _farm(bindir.parent, home / "prefix", extensions)
 
         data = self._data()
+        if "\n" in str(data):  # the server's own file of its place has a line for each fact
+            raise EmbeddedServerError(f"{str(data)!r} has a line break in its name: choose another data_dir")
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._identity.uid is not None:
             _give(home, self._identity.uid)
@@ -302,10 +317,12 @@ class EmbeddedServer:
             [*self._identity.prefix, *command],
             capture_output=True,
             text=True,
+            errors="replace",
             cwd=self._directory(),
             user=self._identity.uid,
             group=self._identity.uid,
             extra_groups=self._identity.groups,
+            env=_environment(),
             pass_fds=[lock],
             check=False,
         )
@@ -353,6 +370,7 @@ class EmbeddedServer:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
+            env=_environment(),
             cwd=home,
             # Its own session: Ctrl-C in a terminal reaches this process, not the server.
             start_new_session=True,
@@ -378,7 +396,7 @@ class EmbeddedServer:
 
     def _set_password(self) -> None:
         # The data may come from an earlier run, whose password nobody knows any more.
-        with psycopg.connect(self.dsn, autocommit=True) as connection:
+        with psycopg.connect(self.dsn, autocommit=True, options="") as connection:
             connection.execute(sql.SQL("alter role postgres password {}").format(sql.Literal(self._password)))
 
     def _shut_down(self, how: signal.Signals) -> None:
@@ -447,7 +465,9 @@ def shared_server(home: Path | str | None = None) -> Iterator[str]:
         OSError: the directory cannot be made or written to.
     """
     directory = Path(home).absolute() if home is not None else default_home()
-    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if not directory.is_dir():
+        directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(0o755)  # whatever the umask is: the server may have to run as somebody else
     with _locked(directory / "users.lock", fcntl.LOCK_SH):  # waits while a server stops
         with _locked(directory / "start.lock", fcntl.LOCK_EX):  # one starts it, the others wait for that
             dsn = _running(directory) or _start_keeper(directory)
@@ -467,9 +487,12 @@ def _locked(path: Path, how: int) -> Iterator[int]:
 def _running(home: Path) -> str | None:
     """How to connect to the server that runs on this data, None if there is none."""
     try:
-        dsn = (home / "dsn").read_text()
+        written = (home / "dsn").read_text()
     except FileNotFoundError:
         return None
+    if not written:  # by whom the disk had no room for it; for libpq it would be the server of the machine
+        return None
+    dsn = make_conninfo(written, **_undisturbed())
     while (answer := PGconn.ping(dsn.encode())) == Ping.REJECT:  # it recovers from a crash, or shuts down
         time.sleep(_POLL_SECONDS)
     return dsn if answer == Ping.OK else None
@@ -482,6 +505,7 @@ def _start_keeper(home: Path) -> str:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        env=_environment(),
         text=True,
         start_new_session=True,
     )
@@ -490,7 +514,7 @@ def _start_keeper(home: Path) -> str:
         assert keeper.stdout is not None
         for line in keeper.stdout:
             if line.startswith(_READY):
-                return line.removeprefix(_READY).rstrip("\n")
+                return make_conninfo(line.removeprefix(_READY).rstrip("\n"), **_undisturbed())
             said += line
     raise EmbeddedServerError(said.rstrip() or "the embedded server did not start")
 
@@ -561,6 +585,22 @@ def _identity() -> _Identity:
         if probe.returncode == 0:
             return _Identity(namespace, None, None)
     return _Identity([], _NOBODY, []) if uid == 0 else _Identity([], None, None)
+
+
+def _environment() -> dict[str, str]:
+    """The environment, without what it says to PostgreSQL: that is about another server."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PG")}
+
+
+def _undisturbed() -> dict[str, str]:
+    """What holds for our servers, where the environment says something else."""
+    known = {option.keyword.decode() for option in Conninfo.get_defaults()}  # to this libpq
+    all_of_them = "PGSERVICE" in os.environ
+    return {
+        name: value
+        for variable, (name, value) in _REACHING.items()
+        if name in known and (all_of_them or variable in os.environ)
+    }
 
 
 def _has_account(uid: int) -> bool:

@@ -1,8 +1,10 @@
 """`pgqueue`: the command line. A command is a function in one of the rooms; here they get their places."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -102,7 +104,10 @@ command(app)(queues.doctor)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it is closed: not even a connection shall be what is written to
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
+        stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a character shows its code
     try:

@@ -8,7 +8,7 @@ import typer
 from ..message import DeadMessage
 from .frame import Failure, Session, Status
 from .show import content, moment, printable
-from .values import After, All, Ids, Max, QueueName, Yes, pages
+from .values import After, All, Ids, Max, QueueName, Yes, behind, pages
 
 __all__ = ["list_", "purge", "redrive", "show"]
 
@@ -28,6 +28,7 @@ def list_(session: Session, queue: QueueName, max: Max = 100, after: After = 0, 
                 letter.attempt_count,
                 (letter.last_error or "").partition("\n")[0],
             ],
+            f"queue {queue} has no dead letters{behind(after)}",
         )
 
 

@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Annotated, Any, Concatenate, ParamSpec, TextIO, TypeVar
+from urllib.parse import unquote
 
 import psycopg
 import typer
@@ -75,12 +77,16 @@ class Session:
         """Everything else."""
         return _console(sys.stderr)
 
-    def show(self, records: Iterable[T], headings: Sequence[str], row: Callable[[T], Sequence[object]]) -> None:
-        """Results: a line of JSON for each record, or a table, but none where there is nothing."""
+    def show(
+        self, records: Iterable[T], headings: Sequence[str], row: Callable[[T], Sequence[object]], nothing: str = ""
+    ) -> None:
+        """Results: a line of JSON for each record, or a table, or a remark where there is nothing."""
         if self.json:
             self.lines(records)
         elif rows := [row(record) for record in records]:
-            self.out.print(table(headings, rows))
+            self.out.print(table(headings, rows, self.out.width), crop=False)
+        elif nothing:
+            self.note(nothing)
 
     def lines(self, records: Iterable[object]) -> None:
         """Results as JSON Lines."""
@@ -103,7 +109,13 @@ class Session:
         """How to connect: by --dsn, PGQUEUE_DSN, the libpq variables, else to the embedded server."""
         dsn = self.dsn if self.dsn is not None else given_server()
         if dsn is not None:
-            yield _named(dsn)
+            try:
+                yield _named(dsn)
+            except psycopg.OperationalError as error:
+                if error.sqlstate is not None or not _is_torn(dsn):
+                    raise
+                hint = "A password in a URL has @ as %40, / as %2F, ? as %3F, # as %23 and % as %25."
+                raise Failure("cannot connect, and the reason may hold a part of the password", hint) from None
             return
         home = default_home()
         making = "" if (home / "data").exists() else ", made now: a moment"
@@ -114,7 +126,13 @@ class Session:
     @contextmanager
     def connect(self, autocommit: bool = True) -> Iterator[psycopg.Connection[Any]]:
         """A connection; JSON stays the text that the server sends."""
-        with self.conninfo() as conninfo, psycopg.connect(conninfo, autocommit=autocommit) as connection:
+        with (
+            self.conninfo() as conninfo,
+            psycopg.connect(conninfo, autocommit=autocommit, client_encoding="utf8") as connection,
+        ):
+            for name, style in (("DateStyle", "ISO"), ("IntervalStyle", "postgres")):  # what psycopg reads
+                if not (connection.info.parameter_status(name) or style).startswith(style):
+                    connection.execute(f"set {name} = {style}")
             set_json_loads(RawJson.loads, connection)
             connection.adapters.register_loader("timestamptz", _Moments)
             yield connection
@@ -135,7 +153,13 @@ class Session:
         """Go on only if somebody at the terminal says yes."""
         if sys.stdin is None or not sys.stdin.isatty():
             raise Failure("this deletes, and nobody is there to be asked", "Say --yes.", Status.USAGE)
-        if not typer.confirm(printable(question), err=True):
+        try:
+            is_wanted = typer.confirm(printable(question), err=True)
+        except typer.Abort as abort:
+            self.err.print()
+            interrupted = isinstance(abort.__context__, KeyboardInterrupt)
+            raise Failure("nothing was changed", status=128 + signal.SIGINT if interrupted else Status.ERROR) from None
+        if not is_wanted:
             raise Failure("nothing was changed")
 
     def fail(self, error: BaseException) -> int:
@@ -180,10 +204,19 @@ def _named(dsn: str) -> str:
         given = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError as error:
         hint = "Write it as libpq has it: host=… dbname=…, or postgresql://host/dbname."
-        raise Failure(f"bad DSN: {error}".rstrip(), hint, Status.USAGE) from None
+        # libpq quotes what it does not understand.
+        is_secret = "password" in dsn or "@" in dsn
+        reason = "libpq does not understand it, and it is not told here for its password" if is_secret else error
+        raise Failure(f"bad DSN: {reason}".rstrip(), hint, Status.USAGE) from None
     return make_conninfo(
         dsn, **({} if "fallback_application_name" in given else {"fallback_application_name": "pgqueue"})
     )
+
+
+def _is_torn(dsn: str) -> bool:
+    """Whether libpq takes a part of a password in a URL for something else, which it then tells everybody."""
+    found = re.match(r"postgres(?:ql)?://[^:@/?]*:(.*?)@([^?]*)", dsn)
+    return found is not None and ("@" in found[2] or unquote(found[1]) != conninfo_to_dict(dsn).get("password"))
 
 
 def explain(error: BaseException) -> tuple[str, str | None]:
@@ -258,12 +291,24 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[Con
 
 def _run(session: Session, function: Callable[..., None], values: dict[str, Any]) -> None:
     try:
-        function(session, **values)
-        sys.stdout.flush()
+        try:
+            function(session, **values)
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:  # as under `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         raise typer.Exit(128 + signal.SIGPIPE) from None
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
     except Exception as error:
-        raise typer.Exit(session.fail(error)) from None
+        status = session.fail(error)
+        try:
+            sys.stdout.flush()
+        except OSError:  # such as a full disk, which is told
+            _forget_output()
+        raise typer.Exit(status) from None
+
+
+def _forget_output() -> None:
+    """Let what could not be written go, lest Python complains of it at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

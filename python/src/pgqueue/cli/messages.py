@@ -11,7 +11,7 @@ import typer
 from ..message import Message
 from .frame import Failure, Session, Status
 from .show import ago, content
-from .values import After, All, Max, QueueName, Yes, pages, period_option
+from .values import After, All, Max, QueueName, Yes, behind, pages, period_option
 
 __all__ = ["ack", "browse", "claim", "nack", "purge"]
 
@@ -25,6 +25,9 @@ class State(StrEnum):
     READY = "ready"
     INFLIGHT = "inflight"
     SCHEDULED = "scheduled"
+
+
+_STATES = {State.READY: "ready", State.INFLIGHT: "in flight", State.SCHEDULED: "scheduled"}
 
 
 def claim(
@@ -118,8 +121,9 @@ def browse(
     all: All = False,
 ) -> None:
     """Look at messages without touching them, by id."""
+    nothing = f"no message of queue {queue} is {_STATES[state]}{behind(after)}"
     with session.queue(queue) as verbs:
-        session.show(pages(partial(verbs.browse, state.value), None if all else max, after), _HEADINGS, _row)
+        session.show(pages(partial(verbs.browse, state.value), None if all else max, after), _HEADINGS, _row, nothing)
 
 
 def purge(

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from typing import Annotated, NoReturn
 
+import psycopg
 import typer
 from rich.live import Live
 from rich.text import Text
@@ -16,7 +17,7 @@ from rich.text import Text
 from .. import client
 from ..client import Queues
 from ..message import Finding, QueueInfo, QueueStats
-from .frame import Failure, Session, Status
+from .frame import Failure, Session, Status, explain
 from .show import ago, period, printable, table
 from .values import QueueName, Yes, period_option
 
@@ -37,6 +38,7 @@ def install(
     session = session if database is None else replace(session, dsn=database)
     with session.connect(autocommit=False) as connection:
         name = connection.info.dbname
+        connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue install'))")  # one at a time
         ((has_schema, is_ours, has_files),) = connection.execute(
             "select to_regnamespace('pgqueue') is not null, to_regprocedure('pgqueue.version()') is not null,"
             " exists (select from pg_available_extensions where name = 'pgqueue' and default_version = %s)",
@@ -48,14 +50,20 @@ def install(
                 "Rename or drop that schema, or choose another database.",
             )
         if not has_schema:
-            if has_files:
-                connection.execute("create extension pgqueue")
-            else:
-                client.install(connection)
+            try:
+                if has_files:
+                    connection.execute("create extension pgqueue")
+                else:
+                    client.install(connection)
+            except psycopg.errors.InsufficientPrivilege as error:
+                hint = f'It takes the right to create in the database: grant create on database "{name}" to …'
+                raise Failure(explain(error)[0], hint) from error
         installed = Queues(connection).version()
         connection.commit()
     state = "is already installed" if has_schema else "is now installed"
     session.say(f"pgqueue {installed} {state} in database {name}", version=installed, installed=not has_schema)
+    if installed != version("pgqueue"):
+        session.note(f"this command is {version('pgqueue')}: alter extension pgqueue update changes what is installed")
 
 
 def create(
@@ -123,12 +131,13 @@ def create(
         session.say(f"queue {info.name}: visibility timeout {hidden}, {attempts}, then {fate}{kept}")
 
 
+_NO_QUEUE = "there is no queue: pgqueue create makes one"
+
+
 def list_(session: Session) -> None:
     """The queues and their settings, by name."""
     with session.queues() as verbs:
         queues = verbs.list_queues()
-    if not queues and not session.json:
-        session.note("there is no queue: pgqueue create makes one")
 
     def row(info: QueueInfo) -> list[object]:
         return [
@@ -140,7 +149,7 @@ def list_(session: Session) -> None:
             ", ".join(_notes(info)),
         ]
 
-    session.show(queues, ["queue", ">timeout", ">attempts", "backoff", ">archive", "~notes"], row)
+    session.show(queues, ["queue", ">timeout", ">attempts", "backoff", ">archive", "~notes"], row, _NO_QUEUE)
 
 
 def _notes(info: QueueInfo) -> Iterator[str]:
@@ -166,7 +175,7 @@ def stats(
     """
     with session.queues() as verbs:
         if not watch:
-            session.show(verbs.stats(queue), _STATS, _stats_row)
+            session.show(verbs.stats(queue), _STATS, _stats_row, _NO_QUEUE)
             return
         with suppress(KeyboardInterrupt):
             _watch(session, lambda: verbs.stats(queue), interval)
@@ -187,8 +196,11 @@ def _stats_row(found: QueueStats) -> list[object]:
     ]
 
 
+_SHORTEST, _LONGEST = timedelta(seconds=0.1), timedelta(days=365)  # between two looks
+
+
 def _watch(session: Session, look: Callable[[], list[QueueStats]], interval: timedelta) -> NoReturn:
-    seconds = max(interval.total_seconds(), 0.1)
+    seconds = min(max(interval, _SHORTEST), _LONGEST).total_seconds()
     is_screen = session.out.is_interactive and not session.json
     with Live(console=session.out, auto_refresh=False) if is_screen else nullcontext() as live:
         while True:
@@ -199,7 +211,7 @@ def _watch(session: Session, look: Callable[[], list[QueueStats]], interval: tim
                 at = datetime.now(UTC)
                 session.lines({"at": at} | asdict(stats) for stats in found)
             else:
-                session.show(found, _STATS, _stats_row)
+                session.show(found, _STATS, _stats_row, _NO_QUEUE)
             sys.stdout.flush()
             time.sleep(seconds)
 

@@ -1,7 +1,6 @@
 """`send`: messages from arguments, or from JSON Lines, into a queue."""
 
 import errno
-import json
 import os
 import signal
 import stat
@@ -21,7 +20,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from ..client import Queue
 from ..errors import InvalidArgument, PayloadTooLarge
 from .frame import Failure, Session, Status, explain
-from .values import QueueName, headers, period_option
+from .values import QueueName, document, headers, period_option
 
 __all__ = ["send"]
 
@@ -207,6 +206,8 @@ def _argument(number: int, text: str, body: bool) -> Input:
 def _path(name: str) -> Path | None:
     """A file that can be read; None is standard input."""
     if name == _STDIN:
+        if sys.stdin is None:
+            raise typer.BadParameter("-: standard input is closed.", param_hint="'--file'")
         return None
     path = Path(name)
     try:  # without opening it: it may be a pipe
@@ -238,20 +239,10 @@ def _read(path: Path | None, body: bool, meter: "_Meter") -> Iterator[Input]:
 
 
 def _json(text: str, where: str) -> Jsonb:
-    """JSON as text, looked at so that what is wrong has a place; figures are the server's to judge."""
     try:
-        json.loads(text, parse_constant=_no_constant, parse_int=len, parse_float=len)
-    except json.JSONDecodeError as error:
-        raise Bad(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+        return document(text)
     except ValueError as error:
         raise Bad(f"{where}: not JSON: {error}") from None
-    except RecursionError:
-        pass  # deep, but perhaps not too deep for the server
-    return Jsonb(text, dumps=str)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"there is no {name}")
 
 
 class _Meter:

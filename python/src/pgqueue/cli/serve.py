@@ -75,7 +75,10 @@ def serve(
         log_to(session.err, log_level, log_json)
         if role is Role.AGENT:
             session.note("works on tasks")
-        http.serve(settings, role.value, host, port, grace_seconds, lambda at, on: _tell(session, at, on))
+        try:
+            http.serve(settings, role.value, host, port, grace_seconds, lambda at, on: _tell(session, at, on))
+        except SystemExit:  # of uvicorn, which has logged why it cannot listen
+            raise typer.Exit(Status.ERROR) from None
 
 
 def _tell(session: Session, host: str, port: int) -> None:
@@ -103,6 +106,8 @@ def _own(session: Session, conninfo: str) -> "Settings":
 def _print_hash(session: Session) -> None:
     from ..http.passwords import hash_password
 
+    if sys.stdin is None:
+        raise Failure("standard input is closed, and has no password", status=Status.USAGE)
     password = getpass("Password: ") if sys.stdin.isatty() else sys.stdin.readline().rstrip("\n")
     if not password:
         raise Failure("the password is empty", status=Status.USAGE)

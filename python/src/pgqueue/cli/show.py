@@ -17,6 +17,7 @@ __all__ = ["RawJson", "ago", "content", "json_line", "moment", "period", "printa
 
 # Control characters, and those that reverse or break a line: they could forge what is seen.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_NARROW = 8  # columns of a terminal that even a column that gives way has
 _CELL = 200  # characters of a text; a terminal shows as many as it has columns
 
 
@@ -68,19 +69,33 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table. `>` before a heading marks figures, `~` what wraps, `…` what is cut where the terminal ends."""
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]], room: int | None = None) -> Table:
+    """A table. `>` before a heading marks figures, `~` what wraps, `…` what is cut where the terminal ends.
+
+    Where there is no room for all columns it is wider: a figure of which a part is missing would be another one.
+    """
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    cells = [
+        [_cell(value, heading.startswith("…")) for value, heading in zip(row, headings, strict=True)] for row in rows
+    ]
+    least = 3 * (len(headings) - 1)
     for place, heading in enumerate(headings):
+        # What may wrap gives way first: the names of queues, and what is cut.
+        gives_way = place == 0 or heading.startswith(("~", "…"))
+        title = heading.lstrip(">~…")
+        longest = max([len(title), *(row[place].cell_len for row in cells)])
+        least += min(longest, _NARROW) if gives_way else longest
         made.add_column(
-            heading.lstrip(">~…"),
+            title,
             justify="right" if heading.startswith(">") else "left",
-            # What may wrap gives way first: the names of queues, and what is cut.
-            no_wrap=place > 0 and not heading.startswith(("~", "…")),
+            no_wrap=not gives_way,
+            min_width=min(longest, _NARROW) if gives_way else longest,
             overflow="fold",
         )
-    for row in rows:
-        made.add_row(*(_cell(value, heading.startswith("…")) for value, heading in zip(row, headings, strict=True)))
+    for row in cells:
+        made.add_row(*row)
+    if room is not None and room < least:
+        made.width = least
     return made
 
 

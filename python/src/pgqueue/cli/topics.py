@@ -1,6 +1,5 @@
 """`subscribe`, `unsubscribe`, `publish`: a message for all who want it."""
 
-import json
 import os
 from datetime import timedelta
 from typing import Annotated
@@ -10,7 +9,7 @@ from psycopg.types.json import Jsonb
 
 from ..client import Queues
 from .frame import Failure, Session, Status
-from .values import QueueName, headers, period_option
+from .values import QueueName, document, headers, period_option
 
 __all__ = ["publish", "subscribe", "unsubscribe"]
 
@@ -77,11 +76,10 @@ def publish(
 
 def _json(text: str) -> Jsonb:
     try:
-        json.loads(text)
+        return document(text)
     except ValueError as error:
         raise Failure(
             f"the payload is not JSON: {error}",
             """A string is JSON in quotes, as in '"text"'; --body sends bytes.""",
             Status.USAGE,
         ) from None
-    return Jsonb(text, dumps=str)

@@ -1,5 +1,6 @@
 """How values are written on the command line, and the options that several commands share."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -7,10 +8,24 @@ from functools import partial
 from typing import Annotated, TypeVar
 
 import typer
+from psycopg.types.json import Jsonb
 
 from ..message import DeadMessage, Message
 
-__all__ = ["After", "All", "Ids", "Max", "QueueName", "Yes", "duration", "headers", "pages", "period_option"]
+__all__ = [
+    "After",
+    "All",
+    "Ids",
+    "Max",
+    "QueueName",
+    "Yes",
+    "behind",
+    "document",
+    "duration",
+    "headers",
+    "pages",
+    "period_option",
+]
 
 M = TypeVar("M", Message, DeadMessage)
 
@@ -50,6 +65,24 @@ def headers(pairs: list[str]) -> dict[str, str] | None:
     return found or None
 
 
+def document(text: str) -> Jsonb:
+    """JSON as text, looked at so that what is wrong has a place; figures are the server's to judge.
+
+    Raises ValueError.
+    """
+    try:
+        json.loads(text, parse_constant=_no_constant, parse_int=len, parse_float=len)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at column {error.colno}") from None
+    except RecursionError:
+        pass  # deep, but perhaps not too deep for the server
+    return Jsonb(text, dumps=str)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"there is no {name}")
+
+
 QueueName = Annotated[str, typer.Argument(metavar="QUEUE", help="The name of a queue.", show_default=False)]
 Ids = Annotated[list[int] | None, typer.Argument(metavar="ID", help="Only these.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -58,6 +91,11 @@ After = Annotated[int, typer.Option(metavar="ID", help="Begin behind this one.",
 All = Annotated[bool, typer.Option("--all", help="All of them, whatever --max says.")]
 
 _PAGE = 1000
+
+
+def behind(after: int) -> str:
+    """What is said of a list that begins behind an id."""
+    return f" behind {after}" if after else ""
 
 
 def pages(look: Callable[[int, int], list[M]], limit: int | None, after: int) -> Iterator[M]:

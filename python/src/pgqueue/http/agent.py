@@ -19,7 +19,7 @@ from .. import errors as refusals
 from ..client import AsyncQueue
 from ..consumer import AsyncConsumer, Delivery, Reject
 from . import registry
-from .databases import Databases
+from .databases import Databases, end
 from .errors import ApiError, is_passing, of_database
 from .messages import send
 from .metrics import Metrics
@@ -66,9 +66,7 @@ class Agent:
                     with suppress(TimeoutError):
                         await asyncio.wait_for(stopping.wait(), _RETRY_SECONDS)
         finally:
-            house.cancel()
-            with suppress(asyncio.CancelledError):
-                await house
+            await end(house)
 
     async def _consume(self, stopping: asyncio.Event) -> None:
         async with self._databases.control():

@@ -21,7 +21,7 @@ from .migrations import CONTROL, TARGET, migrate
 from .raw import RawJson
 from .settings import Service, Settings
 
-__all__ = ["Connection", "Databases"]
+__all__ = ["Connection", "Databases", "end"]
 
 Connection = AsyncConnection[Any]
 Place = tuple[str, str] | None  # a service and a database; None is the control database
@@ -196,6 +196,14 @@ class Databases:
         pools, self._pools = list(self._pools.values()), {}
         for pool in pools:
             await pool.close(timeout=5)
+
+
+async def end(*tasks: asyncio.Task[None]) -> None:
+    """Cancel tasks until they have ended: a pool that hands out a connection at that moment overlooks it."""
+    while not all(task.done() for task in tasks):
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=1)
 
 
 async def _check(connection: Connection) -> None:

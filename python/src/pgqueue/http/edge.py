@@ -48,7 +48,9 @@ class Edge:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began = time.perf_counter()
-        answers = _Answers(send)
+        # HEAD is asked as GET; what the server that calls us has is left to it, as it goes by that, too.
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        answers = _Answers(send, with_body=asked is scope)
 
         async def give_up() -> None:
             message = f"the request took longer than {self._seconds:g} s"
@@ -60,8 +62,8 @@ class Edge:
         last = loop.call_later(self._seconds + _GRACE_SECONDS, lambda: giving_up.append(loop.create_task(give_up())))
         try:
             async with asyncio.timeout(self._seconds):
-                await self._admit(scope)
-                await self._app(scope, _Bounded(receive), answers.put)
+                await self._admit(asked)
+                await self._app(asked, _Bounded(receive), answers.put)
         except ApiError as error:
             await answers.put_instead(error_response(error), scope, receive)
         except TimeoutError:
@@ -74,7 +76,8 @@ class Edge:
             await answers.put_instead(error_response(of_database(error)), scope, receive)
         finally:
             last.cancel()
-            self._metrics.request(scope, answers.status or 500, time.perf_counter() - began)
+            met = {**asked, "method": scope["method"]}
+            self._metrics.request(met, answers.status or 500, time.perf_counter() - began)
             for task in giving_up:
                 await task
 
@@ -99,8 +102,9 @@ class Edge:
 class _Answers:
     """Sends the answer that is begun first, with the headers that every answer has."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, with_body: bool) -> None:
         self._send = send
+        self._with_body = with_body
         self._is_over = False
         self.status = 0
 
@@ -121,6 +125,8 @@ class _Answers:
             headers = MutableHeaders(scope=message)
             for name, value in _HEADERS.items():
                 headers.setdefault(name, value)
+        elif not self._with_body:
+            message = {**message, "body": b""}
         await self._send(message)
 
 

@@ -13,7 +13,7 @@ from psycopg_pool import PoolTimeout
 
 from ..client import AsyncQueues
 from ..message import QueueStats
-from .databases import Databases
+from .databases import Databases, end
 from .flow import Counts, Flow, Look, flow, look
 from .settings import Service, Settings
 
@@ -121,10 +121,12 @@ class Sampler:
 
     async def run(self) -> None:
         """Sample for good."""
-        async with asyncio.TaskGroup() as group:
-            for service in self._settings.services.values():
-                for database in service.databases:
-                    group.create_task(self._watch(service, database))
+        places = [(service, database) for service in self._settings.services.values() for database in service.databases]
+        watching = [asyncio.create_task(self._watch(*place)) for place in places]
+        try:
+            await asyncio.wait(watching)
+        finally:
+            await end(*watching)
 
     async def _watch(self, service: Service, database: str) -> None:
         while True:

@@ -63,7 +63,7 @@ def serve(
 ) -> None:
     """Serve until a signal; `started` is told where it listens. Requests that run get `grace_seconds` to end.
 
-    The role `agent` listens nowhere. Raises `OSError` where the port is taken.
+    The role `agent` listens nowhere. Where the port is taken that is logged, and raised as `SystemExit`.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("psycopg.pool").addFilter(_once_a_minute())

@@ -1,0 +1,83 @@
+"""`make install` and `make uninstall`, in a copy of the checkout whose path has spaces, as all paths here."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What it takes to build and to install."""
+    copy = tmp_path / "check out"
+    for name in ("sql", "extension"):
+        shutil.copytree(ROOT / name, copy / name)
+    for name in ("Makefile", "pgqueue.control"):
+        shutil.copy2(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture
+def pg_config(tmp_path: Path) -> Path:
+    """One that names a directory with a space, and another's extension in it."""
+    program = tmp_path / "my tools/pg_config"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\n[ "$*" = --sharedir ] && echo "/opt/my share"\n')
+    program.chmod(0o755)
+    return program
+
+
+def make(directory: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(["make", "-C", str(directory), *words], capture_output=True, text=True, timeout=60)
+
+
+def test_files_are_installed_where_pg_config_says_and_are_removed(checkout: Path, pg_config: Path) -> None:
+    root = checkout.parent / "my root"
+    there = root / "opt/my share/extension"
+    there.mkdir(parents=True)
+    (there / "other.control").touch()
+    words = (f"PG_CONFIG={pg_config}", f"DESTDIR={root}")
+    for _ in range(2):
+        done = make(checkout, "install", *words)
+        assert done.returncode == 0, done.stderr
+    installed = {file.name: file for file in there.iterdir()}
+    assert set(installed) == {"other.control", "pgqueue.control", "pgqueue--0.1.0.sql"}
+    assert installed["pgqueue--0.1.0.sql"].read_bytes() == (checkout / "extension/pgqueue--0.1.0.sql").read_bytes()
+    assert installed["pgqueue.control"].stat().st_mode & 0o777 == 0o644
+    assert make(checkout, "uninstall", *words).returncode == 0
+    assert [file.name for file in there.iterdir()] == ["other.control"]
+
+
+def test_a_prefix_needs_no_pg_config(checkout: Path) -> None:
+    prefix = checkout.parent / "pre fix"
+    done = make(checkout, "install", f"prefix={prefix}", "PG_CONFIG=/no/such/pg_config")
+    assert done.returncode == 0, done.stderr
+    assert (prefix / "share/postgresql/extension/pgqueue.control").exists()
+
+
+def test_a_pg_config_that_is_missing_is_told(checkout: Path) -> None:
+    done = make(checkout, "install", "PG_CONFIG=/no/such/pg_config")
+    assert done.returncode == 2
+    assert "/no/such/pg_config does not run: name the one of your server" in done.stderr
+
+
+def test_a_checkout_is_built_wherever_it_lies(checkout: Path) -> None:
+    shutil.rmtree(checkout / "extension")
+    plain = checkout.parent / "plain"
+    shutil.copytree(checkout, plain)
+    for directory, words in ((checkout, ["-j2"]), (plain, [])):
+        done = make(directory, *words, "build")
+        assert done.returncode == 0, done.stderr
+    for name in ("pgqueue.sql", "pgqueue--0.1.0.sql"):
+        assert (checkout / "extension" / name).read_bytes() == (plain / "extension" / name).read_bytes() != b""
+
+
+def test_help_tells_of_every_target(checkout: Path) -> None:
+    done = make(checkout, "help")
+    told = {line.split()[0] for line in done.stdout.splitlines()}
+    phony = (checkout / "Makefile").read_text().split(".PHONY: ")[1].replace("\\\n", " ").split()
+    assert set(phony) - told == {"help", "test-all", "test-sql"} - told
+    assert {"build", "install", "uninstall", "installcheck", "test", "lint", "demo"} <= told
