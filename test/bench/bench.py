@@ -33,7 +33,7 @@ def measure(names: list[str], options: argparse.Namespace, console: Console) -> 
     from pressure import run_pressure
     from runner import Rig, run_part
 
-    run = {"latency": run_latency, "pressure": run_pressure, "cost": run_cost}
+    run = {"latency": run_latency, "pressure": run_pressure, "pinned": run_pressure, "cost": run_cost}
     found = json.loads(options.output.read_text()) if options.output.exists() else {}
     report = {"parts": found.get("parts", {})}
     plan = {name: parts(options.full)[name].shortened(options.rounds, options.seconds) for name in names}

@@ -169,6 +169,14 @@ def parts(full: bool) -> dict[str, Part]:
             seconds=30 if full else 5,
             besides=7 if full else 1.4,  # the clean turns included
         ),
+        "pinned": Part(
+            "For long, pgqueue alone: enqueue, claim 1, ack, 4 clients, 100 bytes, synchronous_commit = off",
+            rounds=60 if full else 12,
+            contestants=[("pgqueue", 18)],
+            trials=[IDLE_XID],
+            seconds=30 if full else 5,
+            besides=7 if full else 1.4,
+        ),
         "cost": Part(
             "What a message costs the server, 4 clients, 100 bytes, synchronous_commit = off",
             rounds=1,

@@ -23,7 +23,12 @@ def draw(report: dict[str, Any], directory: Path) -> list[Path]:
     from matplotlib import pyplot as plt
 
     files = []
-    kinds: dict[str, Callable[[Any, Part], Any]] = {"latency": _latencies, "pressure": _pressures, "cost": _costs}
+    kinds: dict[str, Callable[[Any, Part], Any]] = {
+        "latency": _latencies,
+        "pressure": _pressures,
+        "pinned": _pressures,
+        "cost": _costs,
+    }
     for name, part in report["parts"].items():
         if part["cells"]:
             figure = kinds.get(name, _rates)(plt, part)
