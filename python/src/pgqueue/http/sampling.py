@@ -124,7 +124,10 @@ class Sampler:
         places = [(service, database) for service in self._settings.services.values() for database in service.databases]
         watching = [asyncio.create_task(self._watch(*place)) for place in places]
         try:
-            await asyncio.wait(watching)
+            # Not gather, which would wait for who overlooks that it is cancelled.
+            done, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
         finally:
             await end(*watching)
 
