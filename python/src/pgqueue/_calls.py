@@ -47,9 +47,9 @@ class Call(Generic[T]):
         self.required = _declared(required)
         self.arguments = self.required | _declared(optional)
         self._adapters = [
-            (place, _adapter(name, kind))
+            (place, adapter)
             for place, (name, kind) in enumerate(self.arguments.items())
-            if kind in ("jsonb", "interval") or kind.endswith("[]")
+            if (adapter := _adapter(name, kind)) is not None
         ]
         self._columns = [field.name for field in fields(row)] if is_dataclass(row) else []
         self._row: BaseRowFactory[T] = args_row(row) if self._columns else scalar_row
@@ -102,14 +102,12 @@ def as_duration(name: str, value: Any) -> timedelta:
     return value
 
 
-def _adapter(name: str, kind: str) -> Callable[[Any], Any]:
-    """What makes a parameter of an argument of this name and type."""
-    if kind == "jsonb":
-        return as_jsonb
-    if kind == "interval":
-        return partial(as_duration, name)
-    adapters: dict[str, Callable[[Any], Any]] = {"jsonb[]": as_jsonb, "interval[]": partial(as_duration, name)}
-    adapter = adapters.get(kind)
+def _adapter(name: str, kind: str) -> Callable[[Any], Any] | None:
+    """What makes a parameter of an argument of this name and type; None where the value is one."""
+    adapters: dict[str, Callable[[Any], Any]] = {"jsonb": as_jsonb, "interval": partial(as_duration, name)}
+    adapter = adapters.get(kind.removesuffix("[]"))
+    if not kind.endswith("[]"):
+        return adapter
 
     def elements(values: Any) -> list[Any]:
         if isinstance(values, (str, bytes, bytearray, memoryview, Mapping)):
