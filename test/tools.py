@@ -101,13 +101,12 @@ def browser() -> None:
         return
     apt = _apt(home)
     run(*apt, "update")
+    archives, failure = home / "cache/archives", "chromium, needed for the test of the page: Debian 12 has it"
     # Downloaded as if to be installed, which finds out what is missing; then unpacked here.
-    packages = ("chromium", "fonts-dejavu-core")
-    run(
-        *apt, "--no-install-recommends", "--download-only", "--yes", "install", *packages,
-        failure="chromium, needed for the test of the page: Debian 12 has it",
-    )  # fmt: skip
-    for deb in (home / "cache/archives").glob("*.deb"):
+    run(*apt, "--no-install-recommends", "--download-only", "--yes", "install", "chromium", failure=failure)
+    # The font whether it is missing or not: without one that it finds here Chromium shows no text.
+    run(*apt, "download", "fonts-dejavu-core", cwd=archives, failure=failure)
+    for deb in archives.glob("*.deb"):
         run("dpkg-deb", "-x", deb, home / "root")
     shutil.rmtree(home / "cache")
     shutil.rmtree(home / "state")
