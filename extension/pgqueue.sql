@@ -291,7 +291,8 @@ comment on column pgqueue.messages.claimed_at is
 -- check what they write, and an index on expires_at is for who needs it (doctor says when, and how).
 -- The key is declared on each partition, not on the parent: pg_dump could not restore a dedicated partition
 -- whose parent comes from the extension with a key.
--- fillfactor 50 leaves room for the claimed version even while no dead version can be pruned.
+-- fillfactor 50 leaves room for the claimed versions even while no dead version can be pruned: for those of all large
+-- messages, and of three out of four of the smallest, which grow by a third when they are claimed.
 -- Vacuum and analyze start by count, as the size of a queue says nothing about its churn, and vacuum never truncates,
 -- as that ends with an exclusive lock.
 create table pgqueue.messages_shared partition of pgqueue.messages (
@@ -384,12 +385,15 @@ create table pgqueue.archived_messages (
 ) partition by range (finished_at);
 comment on table pgqueue.archived_messages is
 'Messages that were acknowledged, of queues that have archive_for. A partition a day (UTC), dropped as a whole.';
+-- Without a key, and yet published with all that changes: so it is with every table here that has none.
+alter table pgqueue.archived_messages replica identity full;
 comment on column pgqueue.archived_messages.claimed_at is
 'When the claim that was acknowledged was made; null for a receive, which takes and finishes at once.';
 comment on column pgqueue.archived_messages.finished_at is
 'When it was acknowledged, by the clock, before the commit.';
 
 create table pgqueue.unfiled_messages (like pgqueue.archived_messages including all);
+alter table pgqueue.unfiled_messages replica identity full;
 comment on table pgqueue.unfiled_messages is
 'Archived messages of days that had no partition, so that no acknowledgement fails for want of one: sweeps and maintain_archive file them.';
 
@@ -402,6 +406,7 @@ create table pgqueue.archive_promises (
     archive_for interval not null,
     ends_at timestamptz not null
 );
+alter table pgqueue.archive_promises replica identity full;
 comment on table pgqueue.archive_promises is
 'Queues that were dropped, or archive no longer: until ends_at, what they archived is kept as long as they said.';
 
@@ -411,6 +416,7 @@ create table pgqueue.returns (
     id bigint not null
 );
 create index returns_check_at on pgqueue.returns (queue_name, check_at, id);
+alter table pgqueue.returns replica identity full;
 comment on table pgqueue.returns is
 'Scheduled messages that came due went back to messages under their old id, which the sweep may have left behind for good: where it looks beside its walk.';
 
@@ -560,6 +566,7 @@ create table pgqueue.transports (
     bound_seq bigint not null default 0,
     writers text[] not null default '{}'
 );
+alter table pgqueue.transports replica identity full;
 comment on table pgqueue.transports is
 'The relations that expose_transport made, one row each in a table of its own, which is planned and read faster than one row of many. Written at most once a second, by who looks at a relation.';
 comment on column pgqueue.transports.seq_register is
@@ -956,7 +963,7 @@ comment on function pgqueue._backoff(pgqueue.queues, int) is
 create function pgqueue._lock_key(queue_name text)
 returns bigint
 language sql immutable strict parallel safe
-as $$ select hashtextextended('pgqueue:' || queue_name, 0) $$;
+as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
 comment on function pgqueue._lock_key(text) is
 'The advisory lock that users of a queue share and that create_queue and drop_queue take alone.';
 
@@ -975,7 +982,7 @@ as $$
 begin
     -- A queue that was made behind the snapshot is there, though it cannot be seen: an index knows. What this inserts
     -- where there is none goes with the error.
-    if pgqueue._keeps_snapshot() and queue_name ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
+    if pgqueue._keeps_snapshot() and queue_name collate "C" ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
         begin
             insert into pgqueue.sweeps (queue_name) values (_refuse_queue.queue_name) on conflict do nothing;
         exception when serialization_failure then
@@ -1028,7 +1035,7 @@ begin
     if not pgqueue._hold_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
-    select * into q from pgqueue.queues where queues.name = queue_name;
+    select * into q from pgqueue.queues where queues.name = queue_name collate "C";
     -- The snapshot of a repeatable read may be older than a drop_queue: the catalog knows better.
     if not found or pg_relation_filenode(q.fresh_register) is null then
         perform pgqueue._refuse_queue(queue_name);
@@ -1047,7 +1054,7 @@ as $$
 declare
     q pgqueue.queues;
 begin
-    select * into q from pgqueue.queues where queues.name = queue_name;
+    select * into q from pgqueue.queues where queues.name = queue_name collate "C";
     if not found then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
@@ -1181,12 +1188,15 @@ as $$
 declare
     q pgqueue.queues;
 begin
-    if queue_name is null or queue_name !~ '^[a-z0-9_-]{1,128}$' then
+    if queue_name is null or queue_name collate "C" !~ '^[a-z0-9_-]{1,128}$' then
         perform pgqueue._raise_invalid('queue_name', queue_name,
             '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
     end if;
     if dedicated is null then
         perform pgqueue._raise_invalid('dedicated', null, 'true or false');
+    end if;
+    if if_not_exists is null then
+        perform pgqueue._raise_invalid('if_not_exists', null, 'true or false');
     end if;
     q.name := queue_name;
     q.visibility_timeout := visibility_timeout;
@@ -1204,11 +1214,11 @@ begin
 
     -- Looked up before the lock, which would wait for those who use an existing queue, and again
     -- behind it: one creator at a time, and none beside a drop.
-    select queues.* into q from pgqueue.queues where queues.name = queue_name;
+    select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
     if not found or pg_relation_filenode(q.fresh_register) is null then
         begin
             perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-            select queues.* into q from pgqueue.queues where queues.name = queue_name;
+            select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
             if not found then
                 -- First of all, as this fails where there is a queue of this name that the snapshot does not show.
                 insert into pgqueue.sweeps (queue_name) values (create_queue.queue_name) on conflict do nothing;
@@ -1285,7 +1295,7 @@ declare
     partition constant text := format('messages_%s', queue_id);
     option text;
 begin
-    if exists (select from pgqueue.messages_shared m where m.queue_name = _create_partition.queue_name) then
+    if exists (select from pgqueue.messages_shared m where m.queue_name = _create_partition.queue_name collate "C") then
         perform pgqueue._raise_invalid('dedicated', 'true',
             format('false while pgqueue.messages_shared holds messages of queue %L', queue_name));
     end if;
@@ -1339,7 +1349,7 @@ as $$
 declare
     q pgqueue.queues := pgqueue._find_queue(queue_name);
 begin
-    select queues.* into q from pgqueue.queues where queues.name = queue_name for no key update;
+    select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     q.visibility_timeout := coalesce(alter_queue.visibility_timeout, q.visibility_timeout);
     q.max_attempts := coalesce(alter_queue.max_attempts, q.max_attempts);
     q.dlq_enabled := coalesce(alter_queue.dlq_enabled, q.dlq_enabled);
@@ -1363,7 +1373,7 @@ begin
         backoff_base = q.backoff_base, backoff_factor = q.backoff_factor, backoff_max = q.backoff_max,
         backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
         expires_after_idle = q.expires_after_idle, updated_at = pgqueue._now()
-    where queues.name = queue_name
+    where queues.name = queue_name collate "C"
     returning * into q;
     if alter_queue.archive_for <> '0' then
         perform pgqueue._begin_archive(q);
@@ -1549,10 +1559,10 @@ as $$
 begin
     perform pgqueue._find_queue(queue_name);
     -- Also where there is nothing to change: what the snapshot shows may have been changed since, which fails.
-    perform from pgqueue.queues where queues.name = queue_name for no key update;
+    perform from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     update pgqueue.queues
     set paused_at = pgqueue._now(), updated_at = pgqueue._now()
-    where queues.name = queue_name and queues.paused_at is null;
+    where queues.name = queue_name collate "C" and queues.paused_at is null;
     return found;
 end;
 $$;
@@ -1568,10 +1578,10 @@ declare
     q pgqueue.queues := pgqueue._find_queue(queue_name);
     resumed boolean;
 begin
-    perform from pgqueue.queues where queues.name = queue_name for no key update;
+    perform from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     update pgqueue.queues
     set paused_at = null, updated_at = pgqueue._now()
-    where queues.name = queue_name and queues.paused_at is not null;
+    where queues.name = queue_name collate "C" and queues.paused_at is not null;
     resumed := found;
     perform pgqueue._wake(q);
     return resumed;
@@ -1714,6 +1724,11 @@ begin
     if pgqueue._micros(due_at) < pg_sequence_last_value(q.due_register) then
         perform setval(q.due_register, pgqueue._micros(due_at));
     end if;
+    if to_regclass(pgqueue._row_of_transport(q)) is not null then
+        -- Who reads the relation waits for this moment, which a clock that was wrong may have put off.
+        execute format('update %s set next_at = ''-infinity'' where next_at > $1', pgqueue._row_of_transport(q))
+        using pgqueue._now() + interval '1 min';
+    end if;
     -- Who waits may sleep past this moment.
     perform pgqueue._wake_waiting(q, pgqueue._now());
 end;
@@ -1792,7 +1807,7 @@ begin
     insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers)
     select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
-    where q.name = enqueue.queue_name
+    where q.name = enqueue.queue_name collate "C"
         -- The snapshot of a repeatable read may be older than a drop_queue, and to read a register that is gone fails.
         and case when pg_relation_filenode(q.waiting_register) is not null then pg_sequence_last_value(q.waiting_register) end
             <= pgqueue._micros(at)
@@ -1949,32 +1964,38 @@ begin
     where s.queue_name = q.name and s.due_at >= since
     order by s.due_at limit 1;
     if next_due_at <= at then
-        -- By ctid, as there is an index besides the key that a plan could choose, to read all of the queue by it.
-        with due as (
-            delete from pgqueue.scheduled_messages s
-            where s.ctid = any (array(
-                select c.ctid from pgqueue.scheduled_messages c
-                where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
-                order by c.due_at, c.id limit wanted for update skip locked))
-            returning s.*
-        ),
-        noted as (
-            insert into pgqueue.returns (queue_name, check_at, id)
-            select q.name, at, d.id from due d
-        ),
-        moved as (
-            insert into pgqueue.messages (
-                id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-                payload, body, headers, claimed_by, last_error, transport_headers
+        begin
+            -- By ctid, as there is an index besides the key that a plan could choose, to read all of the queue by it.
+            with due as (
+                delete from pgqueue.scheduled_messages s
+                where s.ctid = any (array(
+                    select c.ctid from pgqueue.scheduled_messages c
+                    where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
+                    order by c.due_at, c.id limit wanted for update skip locked))
+                returning s.*
+            ),
+            noted as (
+                insert into pgqueue.returns (queue_name, check_at, id)
+                select q.name, at, d.id from due d
+            ),
+            moved as (
+                insert into pgqueue.messages (
+                    id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
+                    payload, body, headers, claimed_by, last_error, transport_headers
+                )
+                select
+                    d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
+                    d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers
+                from due d
+                returning messages.id, messages.expires_at
             )
-            select
-                d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
-                d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers
-            from due d
-            returning messages.id, messages.expires_at
-        )
-        -- What expired meanwhile is moved, for the sweep to bury, but not handed out.
-        select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into picks from moved m;
+            -- What expired meanwhile is moved, for the sweep to bury, but not handed out.
+            select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into picks from moved m;
+        exception when disk_full then
+            -- What is ready is handed out all the same: to acknowledge it takes no room, and makes some.
+            perform setval(q.due_register, pgqueue._micros(at + interval '1 s'));
+            return '{}'::bigint[];
+        end;
 
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
@@ -2006,27 +2027,32 @@ begin
     if spent_ids = '{}' then
         return;
     end if;
-    with gone as (
-        delete from pgqueue.messages m
-        using pgqueue._keys(q.name, spent_ids) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        returning m.*
-    )
-    insert into pgqueue.dead_messages (
-        id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-        payload, body, headers, claimed_by, last_error, reason, transport_headers
-    )
-    select
-        g.id, g.queue_name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
-        g.payload, g.body, g.headers, g.claimed_by, g.last_error,
-        case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end,
-        g.transport_headers
-    from gone g
-    where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end
-    -- Put back by hand and left here as well: it has died again.
-    on conflict on constraint dead_messages_pkey do update
-    set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
-        reason = excluded.reason;
+    begin
+        with gone as (
+            delete from pgqueue.messages m
+            using pgqueue._keys(q.name, spent_ids) k
+            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            returning m.*
+        )
+        insert into pgqueue.dead_messages (
+            id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
+            payload, body, headers, claimed_by, last_error, reason, transport_headers
+        )
+        select
+            g.id, g.queue_name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
+            g.payload, g.body, g.headers, g.claimed_by, g.last_error,
+            case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end,
+            g.transport_headers
+        from gone g
+        where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end
+        -- Put back by hand and left here as well: it has died again.
+        on conflict on constraint dead_messages_pkey do update
+        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
+            reason = excluded.reason;
+    exception when disk_full then
+        -- They wait for a later sweep, and stand in nobody's way.
+        null;
+    end;
 end;
 $$;
 comment on function pgqueue._bury(pgqueue.queues, bigint[], timestamptz) is
@@ -2201,10 +2227,14 @@ begin
         end loop;
     end loop;
 
-    update pgqueue.sweeps
-    set dead_ids = pgqueue._widest(s.dead_ids), settled_id = s.settled_id, bound_id = s.bound_id,
-        writers = s.writers, noted_at = s.noted_at, learnt_at = at
-    where sweeps.queue_name = q.name;
+    begin
+        update pgqueue.sweeps
+        set dead_ids = pgqueue._widest(s.dead_ids), settled_id = s.settled_id, bound_id = s.bound_id,
+            writers = s.writers, noted_at = s.noted_at, learnt_at = at
+        where sweeps.queue_name = q.name;
+    exception when disk_full then
+        return false;
+    end;
     return waited;
 end;
 $$;
@@ -2438,11 +2468,11 @@ begin
             and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 15000000
     into fresh_register, fresh, plain
     from pgqueue.queues w
-    where w.name = queue_name and pg_relation_filenode(w.fresh_register) is not null;
+    where w.name = queue_name collate "C" and pg_relation_filenode(w.fresh_register) is not null;
     if plain then
         picks := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = _grab.queue_name and m.id >= fresh and m.visible_at <= at
+            where m.queue_name = _grab.queue_name collate "C" and m.id >= fresh and m.visible_at <= at
                 and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
             order by m.id limit max_messages for update skip locked
         );
@@ -2487,14 +2517,14 @@ begin
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
     set visible_at = pgqueue._after((select pgqueue._now()), coalesce(
             claim.visibility_timeout,
-            (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name))),
+            (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name collate "C"))),
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
         claim_token = (select gen_random_uuid()),
         claimed_by = claim.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._keys(claim.queue_name, picks) k
-    where pgqueue._is_at(m.queue_name, m.id, claim.queue_name, k.names, k.ids, k.id)
+    from pgqueue._keys(claim.queue_name collate "C", picks) k
+    where pgqueue._is_at(m.queue_name, m.id, claim.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;
@@ -2521,8 +2551,8 @@ begin
     if pgqueue._hold_unarchived(queue_name) then
         return query
         delete from pgqueue.messages m
-        using pgqueue._keys(receive.queue_name, picks) k
-        where pgqueue._is_at(m.queue_name, m.id, receive.queue_name, k.names, k.ids, k.id)
+        using pgqueue._keys(receive.queue_name collate "C", picks) k
+        where pgqueue._is_at(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
         returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
             m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
         return;
@@ -2532,8 +2562,8 @@ begin
     return query
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._keys(receive.queue_name, picks) k
-        where pgqueue._is_at(m.queue_name, m.id, receive.queue_name, k.names, k.ids, k.id)
+        using pgqueue._keys(receive.queue_name collate "C", picks) k
+        where pgqueue._is_at(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
         returning m.*
     ),
     done as (
@@ -2642,7 +2672,7 @@ as $$
 begin
     if pgqueue._hold_unarchived(queue_name) then
         delete from pgqueue.messages m
-        where m.queue_name = ack.queue_name and m.id = ack.id
+        where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
             and m.claim_token = ack.claim_token and m.claimed_attempt = m.attempt_count;
         if found then
             return true;
@@ -2671,8 +2701,8 @@ declare
 begin
     if pgqueue._hold_unarchived(queue_name) then
         delete from pgqueue.messages m
-        using pgqueue._keys(ack_batch.queue_name, ids) k
-        where pgqueue._is_at(m.queue_name, m.id, ack_batch.queue_name, k.names, k.ids, k.id)
+        using pgqueue._keys(ack_batch.queue_name collate "C", ids) k
+        where pgqueue._is_at(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
             and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
         get diagnostics acked = row_count;
     else
@@ -2720,7 +2750,7 @@ comment on function pgqueue._has_day(date) is
 create function pgqueue._archive_mark(queue_name text)
 returns text
 language sql immutable parallel safe
-as $$ select 'pgqueue.archives_' || to_hex(hashtextextended(queue_name, 0)) $$;
+as $$ select 'pgqueue.archives_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
 comment on function pgqueue._archive_mark(text) is
 'The name of the sequence that exists while a queue archives.';
 
@@ -2764,8 +2794,8 @@ begin
     end if;
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._keys(_archive.queue_name, ids) k
-        where pgqueue._is_at(m.queue_name, m.id, _archive.queue_name, k.names, k.ids, k.id)
+        using pgqueue._keys(_archive.queue_name collate "C", ids) k
+        where pgqueue._is_at(m.queue_name, m.id, _archive.queue_name collate "C", k.names, k.ids, k.id)
             and m.claim_token = _archive.claim_token and m.claimed_attempt = m.attempt_count
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
@@ -2791,8 +2821,8 @@ declare
 begin
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._keys(_archive_unfiled.queue_name, ids) k
-        where pgqueue._is_at(m.queue_name, m.id, _archive_unfiled.queue_name, k.names, k.ids, k.id)
+        using pgqueue._keys(_archive_unfiled.queue_name collate "C", ids) k
+        where pgqueue._is_at(m.queue_name, m.id, _archive_unfiled.queue_name collate "C", k.names, k.ids, k.id)
             and m.claim_token = _archive_unfiled.claim_token and m.claimed_attempt = m.attempt_count
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
@@ -2851,6 +2881,7 @@ begin
     -- everybody out.
     execute format('create table pgqueue.%I (like pgqueue.archived_messages including all)', partition);
     execute format('create index on pgqueue.%I (queue_name, id)', partition);
+    execute format('alter table pgqueue.%I replica identity full', partition);
     execute format('comment on table pgqueue.%I is %L', partition,
         format('Messages that were acknowledged on %s (UTC).', to_char(day, 'YYYY-MM-DD')));
     perform pgqueue._keep_private(format('pgqueue.%I', partition)::regclass);
@@ -3371,8 +3402,8 @@ begin
         if pgqueue._hold_unarchived(queue_name) then
             with gone as (
                 delete from pgqueue.messages m
-                using pgqueue._keys(exchange.queue_name, ids) k
-                where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name, k.names, k.ids, k.id)
+                using pgqueue._keys(exchange.queue_name collate "C", ids) k
+                where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
                     and m.claim_token = exchange.claim_token and m.claimed_attempt = m.attempt_count
                 returning m.id
             )
@@ -3395,14 +3426,14 @@ begin
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
     set visible_at = pgqueue._after((select pgqueue._now()), coalesce(
             exchange.visibility_timeout,
-            (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name))),
+            (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name collate "C"))),
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
         claim_token = (select gen_random_uuid()),
         claimed_by = exchange.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._keys(exchange.queue_name, picks) k
-    where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name, k.names, k.ids, k.id)
+    from pgqueue._keys(exchange.queue_name collate "C", picks) k
+    where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
 end;
@@ -3419,7 +3450,7 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if stream_name is null or stream_name !~ '^[a-z0-9_-]{1,128}$' then
+    if stream_name is null or stream_name collate "C" !~ '^[a-z0-9_-]{1,128}$' then
         perform pgqueue._raise_invalid('stream_name', stream_name,
             '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
     end if;
@@ -3478,7 +3509,7 @@ declare
     s pgqueue.streams;
 begin
     select t.* into s from pgqueue.streams t
-    where t.queue_name = _hold_stream.queue_name and t.stream_name = _hold_stream.stream_name
+    where t.queue_name = _hold_stream.queue_name collate "C" and t.stream_name = _hold_stream.stream_name collate "C"
     for no key update;
     if not found then
         perform pgqueue._raise_stream_not_found(queue_name, stream_name);
@@ -3639,13 +3670,17 @@ returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    -- What came back may lie below the head.
+    picks constant bigint[] := array(
+        select p from unnest(pgqueue._revisit(q, '{}', at, wanted)) as p where p <= up_to_id);
 begin
-    return array(
+    return picks || array(
         select m.id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= coalesce(pgqueue._head_of(q.name), 0) and m.id <= up_to_id
-            and m.visible_at <= at and m.attempt_count < m.max_attempts
+            and m.id <> all (picks) and m.visible_at <= at and m.attempt_count < m.max_attempts
             and (m.expires_at is null or m.expires_at > at)
-        order by m.id limit wanted for update skip locked
+        order by m.id limit wanted - cardinality(picks) for update skip locked
     );
 end;
 $$;
@@ -3746,7 +3781,7 @@ declare
     changed boolean := true;
 begin
     perform pgqueue._check_epoch(s, epoch);
-    if after_seq is null or after_seq < 0 then
+    if after_seq is null or after_seq not between 0 and 9223372036854775806 then
         perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last batch that is done, 0 before the first');
     end if;
     if max_messages is null or max_messages not between 1 and 100000 then
@@ -3896,7 +3931,7 @@ declare
     n bigint;
 begin
     select t.* into s from pgqueue.streams t
-    where t.queue_name = q.name and t.stream_name = stream_read.stream_name;
+    where t.queue_name = q.name and t.stream_name = stream_read.stream_name collate "C";
     if not found then
         perform pgqueue._raise_stream_not_found(queue_name, stream_name);
     end if;
@@ -4074,7 +4109,7 @@ begin
     return query
     select l.*
     from pgqueue.streams t cross join lateral pgqueue._public_stream(t) l
-    where t.queue_name = coalesce(list_streams.queue_name, t.queue_name)
+    where t.queue_name = coalesce(list_streams.queue_name collate "C", t.queue_name)
     order by t.queue_name, t.stream_name;
 end;
 $$;
@@ -4228,7 +4263,7 @@ begin
     if found then
         if exists (
             select from pgqueue.sink_commits c
-            where c.app_id = _record_commit.app_id and c.forgotten_version >= _record_commit.version
+            where c.app_id = _record_commit.app_id collate "C" and c.forgotten_version >= _record_commit.version
         ) then
             perform pgqueue._raise_invalid('version', version::text,
                 format('later than those of app_id %L that sweep_staged has forgotten: nobody knows whether it was committed', app_id));
@@ -4236,7 +4271,7 @@ begin
         return true;
     end if;
     select c.* into earlier from pgqueue.sink_commits c
-    where c.app_id = _record_commit.app_id and c.version = _record_commit.version;
+    where c.app_id = _record_commit.app_id collate "C" and c.version = _record_commit.version;
     -- To discard what somebody else's entry stands for would lose messages.
     if earlier.committed_by <> session_user then
         perform pgqueue._raise_invalid('app_id', app_id,
@@ -4339,10 +4374,10 @@ begin
         perform pgqueue._raise_invalid('tokens', tokens::text, 'an array of tokens that sink_stage returned, each once');
     end if;
     if counts is null or cardinality(counts) <> cardinality(tokens) or exists (
-        select from unnest(counts) as n where n is null or n < 0
+        select from unnest(counts) as n where n is null or n not between 0 and 2147483647
     ) then
         perform pgqueue._raise_invalid('counts', counts::text,
-            format('an array of %s elements, as many as tokens: how many messages were staged under each', cardinality(tokens)));
+            format('an array of %s elements, as many as tokens: how many messages were staged under each, from 0 to 2147483647', cardinality(tokens)));
     end if;
     if app_id is not null and length(app_id) not between 1 and 512 then
         perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
@@ -4582,7 +4617,7 @@ declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
     address text := q.name;
 begin
-    perform pgqueue._check_topic('topic', topic, true);
+    perform pgqueue._check_topic('topic', topic collate "default", true);
     -- By the catalog, as a snapshot may be older than an expose_transport.
     if to_regclass(pgqueue._row_of_transport(q)) is not null then
         select pgqueue._address(t.relation) into address from pgqueue.transports t where t.queue_name = q.name;
@@ -4605,10 +4640,10 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._check_topic('topic', topic, true);
+    perform pgqueue._check_topic('topic', topic collate "default", true);
     perform pgqueue._find_queue(queue_name);
     delete from pgqueue.subscriptions s
-    where s.topic = unsubscribe.topic and s.queue_name = unsubscribe.queue_name;
+    where s.topic = unsubscribe.topic collate "C" and s.queue_name = unsubscribe.queue_name collate "C";
     return found;
 end;
 $$;
@@ -4626,7 +4661,7 @@ begin
     end if;
     return query
     select s.topic, s.queue_name, s.subscribed_at from pgqueue.subscriptions s
-    where list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name
+    where list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name collate "C"
     order by s.topic, s.queue_name;
 end;
 $$;
@@ -4652,17 +4687,17 @@ set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    names text[];
+    names text[] collate "C";
     smallest pgqueue.queues;
     sent int;
 begin
-    perform pgqueue._check_topic('topic', topic, false);
+    perform pgqueue._check_topic('topic', topic collate "default", false);
     if base_topics is not null then
-        perform pgqueue._check_topic('base_topics', t, false) from unnest(base_topics) as t;
+        perform pgqueue._check_topic('base_topics', t collate "default", false) from unnest(base_topics) as t;
     end if;
     perform pgqueue._check_enqueue(delay, expires_in);
 
-    names := pgqueue._subscribers(topic || base_topics);
+    names := pgqueue._subscribers((topic || base_topics) collate "C");
     -- One after the other, by name. Who waited here for a drop_queue finds that the queue is gone, or another one of
     -- its name, which nobody has subscribed; a snapshot may be older still, but the catalog knows.
     perform pgqueue._hold_queue(n) from unnest(names) as n;
@@ -4760,7 +4795,12 @@ begin
     return wire::jsonb;
 exception when others then
     begin
-        -- JSON may say what no text in PostgreSQL can: U+0000, and halves of characters. A transport reads the original.
+        -- JSON may say what no text in PostgreSQL can: U+0000, and halves of characters; and characters that the
+        -- encoding of the database lacks. A transport reads the original.
+        if getdatabaseencoding() <> 'UTF8' then
+            return regexp_replace(
+                wire::json::text, '(?<!\\)((?:\\\\)*)\\u(?:0000|(?!00[0-7])[0-9a-fA-F]{4})', '\1?', 'g')::jsonb;
+        end if;
         return regexp_replace(
             regexp_replace(wire::json::text, '(?<!\\)((?:\\\\)*)\\u0000', '\1\\ufffd', 'g'),
             '(?<!\\)((?:\\\\)*)(?:\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])'
@@ -4772,7 +4812,7 @@ exception when others then
 end;
 $$;
 comment on function pgqueue._parsed_headers(text) is
-'Headers of a transport as JSON, U+FFFD in place of what PostgreSQL cannot store; null for what is no JSON.';
+'Headers of a transport as JSON, U+FFFD in place of what PostgreSQL cannot store, a question mark where the encoding is not UTF8; null for what is no JSON.';
 
 create function pgqueue._transport_id(id bigint)
 returns uuid
@@ -5000,8 +5040,12 @@ begin
     end if;
     execute format('select t.head, t.next_at from %s t', row_of) into t.head, t.next_at;
     -- A receive may stay open for as long as its handler works: it leaves this to those who look, for two seconds.
-    if t.next_at > at or current_setting('transaction_read_only')::boolean
-        or t.next_at > at - interval '2 s' and current_query() ~* e'^[\\s(]*(delete|with|insert|update|merge)\\M'
+    -- What is further off than a minute was set by a clock that was wrong.
+    if current_setting('transaction_read_only')::boolean
+        or t.next_at < at + interval '1 min' and (
+            t.next_at > at
+            or t.next_at > at - interval '2 s' and current_query() ~* e'^[\\s(]*(delete|with|insert|update|merge)\\M'
+        )
     then
         return t.head;
     end if;
@@ -5014,7 +5058,7 @@ begin
         is_mine := mine.head is not null;
     end if;
     -- Ahead of time, as this very statement does not see them any more: they are not shown before they are due.
-    if (is_mine or t.next_at <= at - interval '2 s') and exists (
+    if (is_mine or t.next_at not between at - interval '2 s' and at + interval '1 min') and exists (
         select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.due_at <= at + interval '15 s'
     ) and pgqueue._is_there(q) then
         perform pgqueue._promote(q, at + interval '15 s', 1000, '-infinity');
@@ -5155,6 +5199,7 @@ begin
         'create table %s () inherits (pgqueue.transports)'
         ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0)',
         pgqueue._row_of_transport(q));
+    execute format('alter table %s replica identity full', pgqueue._row_of_transport(q));
     perform pgqueue._keep_private(pgqueue._row_of_transport(q)::regclass);
     execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
     perform pgqueue._keep_private(relation::regclass);
@@ -5236,7 +5281,7 @@ begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
     q := pgqueue._find_queue(queue_name);
     perform pgqueue._check_snapshot(format('queue %L', queue_name));
-    for_role := pgqueue._check_exposure(schema_name, coalesce(table_name, queue_name), flavor);
+    for_role := pgqueue._check_exposure(schema_name collate "C", coalesce(table_name, queue_name), flavor);
     if body_string is null then
         perform pgqueue._raise_invalid('body_string', null, 'true or false');
     end if;
@@ -5378,7 +5423,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     return pgqueue._show_subscriptions(
-        schema_name, table_name, pgqueue._check_exposure(schema_name, table_name, 'postgresql'));
+        schema_name, table_name, pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql'));
 end;
 $$;
 comment on function pgqueue.expose_subscriptions(text, text) is
@@ -5410,11 +5455,17 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    if schema_name is null then
+        perform pgqueue._raise_invalid('schema_name', null, 'the name of a schema');
+    end if;
+    if table_name is null then
+        perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
+    end if;
     return pgqueue._hide_subscriptions(to_regclass(format('%I.%I', schema_name, table_name)));
 end;
 $$;
 comment on function pgqueue.unexpose_subscriptions(text, text) is
-'Drops a relation that expose_subscriptions made, and returns true; false if there is none. The subscriptions stay. Raises 2BP01 where something else uses the relation.';
+'Drops a relation that expose_subscriptions made, and returns true; false if there is none. The subscriptions stay. Raises 22023, and 2BP01 where something else uses the relation.';
 -- Queues for a while, such as one for the replies to each instance of a service: made when the instance starts, and
 -- dropped when nobody has come by for long. There is no daemon: whoever makes a queue drops those that are over.
 
@@ -5533,11 +5584,12 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return query select n from pgqueue._drop_idle_queues(2147483647, true) as n;
+    -- Each takes some ten locks, and thousands of queues would fill the lock table.
+    return query select n from pgqueue._drop_idle_queues(100, true) as n;
 end;
 $$;
 comment on function pgqueue.drop_idle_queues() is
-'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long; returns their names. A queue in use by an open transaction stays, and in repeatable read all do, as what others sent cannot be seen there. create_queue does the same, for ten queues at most, where it is a transaction of its own, and so does expose_transport; dedicated queues go with the next that becomes dedicated: there is no need to call this, unless to be rid of them at once.';
+'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long, 100 at most, and returns their names: call it until it returns none. A queue in use by an open transaction stays, and in repeatable read all do, as what others sent cannot be seen there. create_queue does the same, for ten queues at most, where it is a transaction of its own, and so does expose_transport; dedicated queues go with the next that becomes dedicated: there is no need to call this, unless to be rid of them at once.';
 -- What was given up comes back, or goes for good.
 
 create function pgqueue._bury_delayed(q pgqueue.queues)
@@ -5625,14 +5677,14 @@ declare
 begin
     -- What a queue never delivered outlives it.
     if not pgqueue._hold_queue(queue_name)
-        or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name)
+        or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name collate "C")
     then
         perform pgqueue._find_queue(queue_name);
     end if;
     delete from pgqueue.dead_messages d
-    where d.queue_name = purge_dead_messages.queue_name and d.id = any (array(
+    where d.queue_name = purge_dead_messages.queue_name collate "C" and d.id = any (array(
         select c.id from pgqueue.dead_messages c
-        where c.queue_name = purge_dead_messages.queue_name
+        where c.queue_name = purge_dead_messages.queue_name collate "C"
             and (purge_dead_messages.ids is null or c.id = any (purge_dead_messages.ids))
         order by c.id for update));
     get diagnostics purged = row_count;
@@ -5696,6 +5748,10 @@ begin
             g.payload, g.body, g.headers, g.claimed_by, g.last_error, 'expired', g.transport_headers
         from all_gone g
         where q.dead_letter_expired
+        -- Put back by hand and left here as well: it has died again.
+        on conflict on constraint dead_messages_pkey do update
+        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
+            reason = excluded.reason
     )
     select count(*) into purged from all_gone;
     return purged;
@@ -5722,6 +5778,29 @@ $$;
 comment on function pgqueue._held(xid, pg_snapshot) is
 'Whether another transaction holds a row, judged by the row''s xmax: reading takes no lock. Shared row locks and savepoints may be misjudged.';
 
+create function pgqueue._returned(
+    queue_name text, within int8multirange, wanted int, out ids bigint[], out stand_for bigint
+)
+language sql stable
+as $$
+    -- As many as wanted at most, at even distances among the first 5,000.
+    with watched as (
+        select distinct r.id
+        from (
+            select c.id from pgqueue.returns c where c.queue_name = _returned.queue_name order by c.check_at, c.id limit 5000
+        ) r
+        where r.id <@ within
+    ),
+    placed as (
+        select w.id, row_number() over (order by w.id) as place, greatest(ceil(count(*) over () / wanted::numeric), 1)::bigint as step
+        from watched w
+    )
+    select coalesce(array_agg(p.id order by p.id) filter (where p.place % p.step = 0), '{}'), coalesce(max(p.step), 1)
+    from placed p
+$$;
+comment on function pgqueue._returned(text, int8multirange, int) is
+'Ids of messages that came back from scheduled_messages, where nobody else looks for them, and how many each stands for.';
+
 create function pgqueue.peek(queue_name text, max_records int default 100)
 returns int
 language plpgsql volatile security definer
@@ -5739,6 +5818,8 @@ declare
     examined int;
     ready int;
     total int;
+    some_came_back boolean;
+    ids bigint[];
 begin
     if max_records is null or max_records not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_records', max_records::text, 'an integer from 1 to 10000');
@@ -5778,8 +5859,9 @@ begin
                 where w.visible_at <= at and w.attempt_count < w.max_attempts
                     and (w.expires_at is null or w.expires_at > at)
                     and not pgqueue._held(w.held_by, pg_current_snapshot())
-            )
-        into examined, ready
+            ),
+            exists (select from pgqueue.returns c where c.queue_name = q.name)
+        into examined, ready, some_came_back
         from (
             select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
             from pgqueue.messages m
@@ -5790,6 +5872,16 @@ begin
         if total = 0 and examined = 400 then
             return 1;
         end if;
+    end if;
+    if some_came_back and total < max_records then
+        -- What came back lies below the head, where the above does not look.
+        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._head_of(q.name))), 400) c;
+        select count(*) into ready
+        from pgqueue.messages m, pgqueue._keys(q.name, ids) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            and m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+            and not pgqueue._held(m.xmax, pg_current_snapshot());
+        total := total + ready;
     end if;
     return least(total, max_records);
 end;
@@ -5861,7 +5953,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- What a queue never delivered outlives it.
-    if not exists (select from pgqueue.dead_messages d where d.queue_name = browse_dead_messages.queue_name) then
+    if not exists (select from pgqueue.dead_messages d where d.queue_name = browse_dead_messages.queue_name collate "C") then
         perform pgqueue._look_at(queue_name);
     end if;
     perform pgqueue._check_page(max_messages, after_id);
@@ -5870,7 +5962,7 @@ begin
         d.id, d.queue_name, d.payload, d.body, d.headers, d.message_id, d.attempt_count, d.max_attempts,
         d.enqueued_at, d.expires_at, d.claimed_by, d.last_error, d.reason, d.died_at
     from pgqueue.dead_messages d
-    where d.queue_name = browse_dead_messages.queue_name and d.id > after_id
+    where d.queue_name = browse_dead_messages.queue_name collate "C" and d.id > after_id
     order by d.id limit browse_dead_messages.max_messages;
 end;
 $$;
@@ -5886,9 +5978,9 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- The archive of a queue may outlive it.
-    if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name)
-        and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name)
-        and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name)
+    if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name collate "C")
+        and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name collate "C")
+        and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name collate "C")
     then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
@@ -5901,7 +5993,7 @@ begin
                 a.id, a.queue_name, a.payload, a.body, a.headers, a.message_id, a.attempt_count, a.max_attempts,
                 a.enqueued_at, a.claimed_at, a.finished_at, a.expires_at, a.claimed_by, a.last_error
             from pgqueue.archived_messages a
-            where a.queue_name = browse_archived_messages.queue_name and a.id < coalesce(before_id, 9223372036854775807)
+            where a.queue_name = browse_archived_messages.queue_name collate "C" and a.id < coalesce(before_id, 9223372036854775807)
             order by a.id desc limit max_messages
         )
         union all
@@ -5910,7 +6002,7 @@ begin
                 u.id, u.queue_name, u.payload, u.body, u.headers, u.message_id, u.attempt_count, u.max_attempts,
                 u.enqueued_at, u.claimed_at, u.finished_at, u.expires_at, u.claimed_by, u.last_error
             from pgqueue.unfiled_messages u
-            where u.queue_name = browse_archived_messages.queue_name and u.id < coalesce(before_id, 9223372036854775807)
+            where u.queue_name = browse_archived_messages.queue_name collate "C" and u.id < coalesce(before_id, 9223372036854775807)
             order by u.id desc limit max_messages
         )
     ) as found
@@ -6046,7 +6138,48 @@ begin
 end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
-'What lies in messages: counted up to 300, else estimated.';
+'What lies in messages, but for what came back to where sweeps have learnt that nothing lives: counted up to 300, else estimated.';
+
+create function pgqueue._returned_stats(
+    q pgqueue.queues, at timestamptz, deep boolean,
+    out ready bigint, out inflight bigint, out scheduled bigint, out oldest_at timestamptz, out estimated boolean
+)
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    hidden int8multirange;
+    r record;
+begin
+    ready := 0;
+    inflight := 0;
+    scheduled := 0;
+    estimated := false;
+    if not exists (select from pgqueue.returns c where c.queue_name = q.name) then
+        return;
+    end if;
+    -- A queue that is not deep was walked from its head on, whatever sweeps skip there.
+    select case when deep then s.dead_ids else int8multirange(int8range(null, pgqueue._head(s))) end into hidden
+    from pgqueue.sweeps s where s.queue_name = q.name;
+    select * into r from pgqueue._returned(q.name, hidden, 150);
+    select
+        r.stand_for * count(*) filter (where w.is_ready),
+        r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count > 0),
+        r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count = 0),
+        min(w.enqueued_at) filter (where w.is_ready)
+    into ready, inflight, scheduled, oldest_at
+    from (
+        select
+            m.visible_at, m.attempt_count, m.enqueued_at,
+            m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
+        from pgqueue.messages m, pgqueue._keys(q.name, r.ids) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+    ) w;
+    estimated := r.stand_for > 1;
+end;
+$$;
+comment on function pgqueue._returned_stats(pgqueue.queues, timestamptz, boolean) is
+'What of messages came back to where sweeps have learnt that nothing lives: counted up to 150, else estimated.';
 
 create function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
@@ -6119,6 +6252,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     m record;
+    b record;
     s record;
     d record;
     due bigint;
@@ -6126,6 +6260,12 @@ declare
     r pgqueue.queue_stats;
 begin
     select * into m from pgqueue._message_stats(q, at);
+    select * into b from pgqueue._returned_stats(q, at, m.estimated);
+    m.ready := m.ready + b.ready;
+    m.inflight := m.inflight + b.inflight;
+    m.scheduled := m.scheduled + b.scheduled;
+    m.oldest_at := least(m.oldest_at, b.oldest_at);
+    m.estimated := m.estimated or b.estimated;
     select * into s from pgqueue._scheduled_count(q.name);
     select * into d from pgqueue._dead_count(q.name);
     -- Due already, and moved to messages by the claim that takes it.
@@ -6218,9 +6358,16 @@ returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    until constant bigint := pgqueue._value_of(q.waiting_register);
+    longest constant bigint := pgqueue._micros(at + interval '24 h');
 begin
-    if pgqueue._value_of(q.waiting_register) > pgqueue._micros(at) then
+    if until > pgqueue._micros(at) then
         perform pgqueue._wake(q);
+    end if;
+    -- Nobody waits for so long: a clock that was wrong would have every enqueue notify until then.
+    if until > longest then
+        perform setval(q.waiting_register, longest);
     end if;
 end;
 $$;
@@ -6481,6 +6628,13 @@ begin
                     ' update %3$s set transport_seq = nextval(%1$L) where transport_seq < (select t.head from %4$s t);',
                     register, top_id, pgqueue._partition(q), pgqueue._row_of_transport(q)))::pgqueue.finding;
         end if;
+        execute format('select t.next_at from %s t where t.next_at > $1', pgqueue._row_of_transport(q))
+        into ahead_until using at + interval '1 min';
+        if ahead_until is not null then
+            return next row('warning', q.name, 'clock_ahead',
+                format('its relation was looked after under a clock that was ahead: what comes due is not shown there before %s', ahead_until),
+                format('select pgqueue.advance_transport(%L);', q.name))::pgqueue.finding;
+        end if;
     end if;
 
     select count(*), min(m.id) into twins, top_id
@@ -6517,9 +6671,18 @@ begin
                 and at + interval '1 min' < case w.attempt_count when 0 then w.enqueued_at else w.claimed_at end)
     into lapsed, oldest_at, shortest, ahead_until
     from (
-        select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
-        order by m.id limit 1000
+        (
+            select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
+            order by m.id limit 1000
+        )
+        union all
+        (
+            -- What came back lies below the head.
+            select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at
+            from pgqueue.messages m, pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._head_of(q.name))), 1000) c
+            where m.queue_name = q.name and m.id = any (c.ids)
+        )
     ) w;
     if lapsed > 0 and q.paused_at is null then
         return next row('warning', q.name, 'stuck_claims',
@@ -6631,6 +6794,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
+    findings pgqueue.finding[];
 begin
     return query
     select
@@ -6744,8 +6908,16 @@ begin
     return query select f.* from pgqueue._archive_findings(at) f;
 
     for q in select queues.* from pgqueue.queues order by queues.name loop
-        continue when not pgqueue._is_there(q);
-        return query select f.* from pgqueue._queue_findings(q, at, peek_delay) f;
+        findings := '{}';
+        begin
+            if pgqueue._is_there(q) then
+                findings := array(select f from pgqueue._queue_findings(q, at, peek_delay) f);
+            end if;
+            -- Only an error gives the lock back before the transaction ends, and thousands would fill the lock table.
+            perform pgqueue._raise_queue_busy(q.name, 'doctor');
+        exception when sqlstate 'PQ004' then
+            return query select f.* from unnest(findings) f;
+        end;
     end loop;
 end;
 $$;
@@ -6959,7 +7131,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._check_access(role_name, access);
+    perform pgqueue._check_access(role_name collate "C", access);
     perform pgqueue._take_turns();
     perform pgqueue._apply_access(role_name, access);
 end;
@@ -6977,16 +7149,16 @@ declare
     other text;
     verb regprocedure;
 begin
-    perform pgqueue._check_access(role_name, access);
+    perform pgqueue._check_access(role_name collate "C", access);
     -- The verbs call each other as their owner.
-    if role_name = current_user then
+    if role_name collate "C" = current_user then
         perform pgqueue._raise_invalid('role_name', role_name, 'another role than the owner of pgqueue, whose access is not granted');
     end if;
     perform pgqueue._take_turns();
     perform pgqueue._check_snapshot(format('the privileges of role %I', role_name));
     kept := array(
         select k from unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
-        where k <> access and pgqueue._has_access(role_name, k));
+        where k <> access and pgqueue._has_access(role_name collate "C", k));
     for verb in select v from pgqueue._verbs(access) as v loop
         execute format('revoke execute on function %s from %I', verb, role_name);
     end loop;

@@ -11,7 +11,7 @@ as $$
 begin
     if pgqueue._hold_unarchived(queue_name) then
         delete from pgqueue.messages m
-        where m.queue_name = ack.queue_name and m.id = ack.id
+        where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
             and m.claim_token = ack.claim_token and m.claimed_attempt = m.attempt_count;
         if found then
             return true;
@@ -40,8 +40,8 @@ declare
 begin
     if pgqueue._hold_unarchived(queue_name) then
         delete from pgqueue.messages m
-        using pgqueue._keys(ack_batch.queue_name, ids) k
-        where pgqueue._is_at(m.queue_name, m.id, ack_batch.queue_name, k.names, k.ids, k.id)
+        using pgqueue._keys(ack_batch.queue_name collate "C", ids) k
+        where pgqueue._is_at(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
             and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
         get diagnostics acked = row_count;
     else

@@ -28,7 +28,7 @@ comment on function pgqueue._has_day(date) is
 create or replace function pgqueue._archive_mark(queue_name text)
 returns text
 language sql immutable parallel safe
-as $$ select 'pgqueue.archives_' || to_hex(hashtextextended(queue_name, 0)) $$;
+as $$ select 'pgqueue.archives_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
 comment on function pgqueue._archive_mark(text) is
 'The name of the sequence that exists while a queue archives.';
 
@@ -72,8 +72,8 @@ begin
     end if;
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._keys(_archive.queue_name, ids) k
-        where pgqueue._is_at(m.queue_name, m.id, _archive.queue_name, k.names, k.ids, k.id)
+        using pgqueue._keys(_archive.queue_name collate "C", ids) k
+        where pgqueue._is_at(m.queue_name, m.id, _archive.queue_name collate "C", k.names, k.ids, k.id)
             and m.claim_token = _archive.claim_token and m.claimed_attempt = m.attempt_count
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
@@ -99,8 +99,8 @@ declare
 begin
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._keys(_archive_unfiled.queue_name, ids) k
-        where pgqueue._is_at(m.queue_name, m.id, _archive_unfiled.queue_name, k.names, k.ids, k.id)
+        using pgqueue._keys(_archive_unfiled.queue_name collate "C", ids) k
+        where pgqueue._is_at(m.queue_name, m.id, _archive_unfiled.queue_name collate "C", k.names, k.ids, k.id)
             and m.claim_token = _archive_unfiled.claim_token and m.claimed_attempt = m.attempt_count
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
@@ -159,6 +159,7 @@ begin
     -- everybody out.
     execute format('create table pgqueue.%I (like pgqueue.archived_messages including all)', partition);
     execute format('create index on pgqueue.%I (queue_name, id)', partition);
+    execute format('alter table pgqueue.%I replica identity full', partition);
     execute format('comment on table pgqueue.%I is %L', partition,
         format('Messages that were acknowledged on %s (UTC).', to_char(day, 'YYYY-MM-DD')));
     perform pgqueue._keep_private(format('pgqueue.%I', partition)::regclass);

@@ -63,7 +63,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- What a queue never delivered outlives it.
-    if not exists (select from pgqueue.dead_messages d where d.queue_name = browse_dead_messages.queue_name) then
+    if not exists (select from pgqueue.dead_messages d where d.queue_name = browse_dead_messages.queue_name collate "C") then
         perform pgqueue._look_at(queue_name);
     end if;
     perform pgqueue._check_page(max_messages, after_id);
@@ -72,7 +72,7 @@ begin
         d.id, d.queue_name, d.payload, d.body, d.headers, d.message_id, d.attempt_count, d.max_attempts,
         d.enqueued_at, d.expires_at, d.claimed_by, d.last_error, d.reason, d.died_at
     from pgqueue.dead_messages d
-    where d.queue_name = browse_dead_messages.queue_name and d.id > after_id
+    where d.queue_name = browse_dead_messages.queue_name collate "C" and d.id > after_id
     order by d.id limit browse_dead_messages.max_messages;
 end;
 $$;
@@ -88,9 +88,9 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- The archive of a queue may outlive it.
-    if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name)
-        and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name)
-        and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name)
+    if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name collate "C")
+        and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name collate "C")
+        and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name collate "C")
     then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
@@ -103,7 +103,7 @@ begin
                 a.id, a.queue_name, a.payload, a.body, a.headers, a.message_id, a.attempt_count, a.max_attempts,
                 a.enqueued_at, a.claimed_at, a.finished_at, a.expires_at, a.claimed_by, a.last_error
             from pgqueue.archived_messages a
-            where a.queue_name = browse_archived_messages.queue_name and a.id < coalesce(before_id, 9223372036854775807)
+            where a.queue_name = browse_archived_messages.queue_name collate "C" and a.id < coalesce(before_id, 9223372036854775807)
             order by a.id desc limit max_messages
         )
         union all
@@ -112,7 +112,7 @@ begin
                 u.id, u.queue_name, u.payload, u.body, u.headers, u.message_id, u.attempt_count, u.max_attempts,
                 u.enqueued_at, u.claimed_at, u.finished_at, u.expires_at, u.claimed_by, u.last_error
             from pgqueue.unfiled_messages u
-            where u.queue_name = browse_archived_messages.queue_name and u.id < coalesce(before_id, 9223372036854775807)
+            where u.queue_name = browse_archived_messages.queue_name collate "C" and u.id < coalesce(before_id, 9223372036854775807)
             order by u.id desc limit max_messages
         )
     ) as found

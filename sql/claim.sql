@@ -97,11 +97,11 @@ begin
             and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 15000000
     into fresh_register, fresh, plain
     from pgqueue.queues w
-    where w.name = queue_name and pg_relation_filenode(w.fresh_register) is not null;
+    where w.name = queue_name collate "C" and pg_relation_filenode(w.fresh_register) is not null;
     if plain then
         picks := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = _grab.queue_name and m.id >= fresh and m.visible_at <= at
+            where m.queue_name = _grab.queue_name collate "C" and m.id >= fresh and m.visible_at <= at
                 and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
             order by m.id limit max_messages for update skip locked
         );
@@ -146,14 +146,14 @@ begin
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
     set visible_at = pgqueue._after((select pgqueue._now()), coalesce(
             claim.visibility_timeout,
-            (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name))),
+            (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name collate "C"))),
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
         claim_token = (select gen_random_uuid()),
         claimed_by = claim.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._keys(claim.queue_name, picks) k
-    where pgqueue._is_at(m.queue_name, m.id, claim.queue_name, k.names, k.ids, k.id)
+    from pgqueue._keys(claim.queue_name collate "C", picks) k
+    where pgqueue._is_at(m.queue_name, m.id, claim.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;

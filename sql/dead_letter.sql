@@ -85,14 +85,14 @@ declare
 begin
     -- What a queue never delivered outlives it.
     if not pgqueue._hold_queue(queue_name)
-        or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name)
+        or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name collate "C")
     then
         perform pgqueue._find_queue(queue_name);
     end if;
     delete from pgqueue.dead_messages d
-    where d.queue_name = purge_dead_messages.queue_name and d.id = any (array(
+    where d.queue_name = purge_dead_messages.queue_name collate "C" and d.id = any (array(
         select c.id from pgqueue.dead_messages c
-        where c.queue_name = purge_dead_messages.queue_name
+        where c.queue_name = purge_dead_messages.queue_name collate "C"
             and (purge_dead_messages.ids is null or c.id = any (purge_dead_messages.ids))
         order by c.id for update));
     get diagnostics purged = row_count;

@@ -64,6 +64,11 @@ begin
     if pgqueue._micros(due_at) < pg_sequence_last_value(q.due_register) then
         perform setval(q.due_register, pgqueue._micros(due_at));
     end if;
+    if to_regclass(pgqueue._row_of_transport(q)) is not null then
+        -- Who reads the relation waits for this moment, which a clock that was wrong may have put off.
+        execute format('update %s set next_at = ''-infinity'' where next_at > $1', pgqueue._row_of_transport(q))
+        using pgqueue._now() + interval '1 min';
+    end if;
     -- Who waits may sleep past this moment.
     perform pgqueue._wake_waiting(q, pgqueue._now());
 end;
@@ -142,7 +147,7 @@ begin
     insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers)
     select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
-    where q.name = enqueue.queue_name
+    where q.name = enqueue.queue_name collate "C"
         -- The snapshot of a repeatable read may be older than a drop_queue, and to read a register that is gone fails.
         and case when pg_relation_filenode(q.waiting_register) is not null then pg_sequence_last_value(q.waiting_register) end
             <= pgqueue._micros(at)

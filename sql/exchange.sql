@@ -29,8 +29,8 @@ begin
         if pgqueue._hold_unarchived(queue_name) then
             with gone as (
                 delete from pgqueue.messages m
-                using pgqueue._keys(exchange.queue_name, ids) k
-                where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name, k.names, k.ids, k.id)
+                using pgqueue._keys(exchange.queue_name collate "C", ids) k
+                where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
                     and m.claim_token = exchange.claim_token and m.claimed_attempt = m.attempt_count
                 returning m.id
             )
@@ -53,14 +53,14 @@ begin
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
     set visible_at = pgqueue._after((select pgqueue._now()), coalesce(
             exchange.visibility_timeout,
-            (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name))),
+            (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name collate "C"))),
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
         claim_token = (select gen_random_uuid()),
         claimed_by = exchange.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._keys(exchange.queue_name, picks) k
-    where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name, k.names, k.ids, k.id)
+    from pgqueue._keys(exchange.queue_name collate "C", picks) k
+    where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
 end;

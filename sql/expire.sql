@@ -53,6 +53,10 @@ begin
             g.payload, g.body, g.headers, g.claimed_by, g.last_error, 'expired', g.transport_headers
         from all_gone g
         where q.dead_letter_expired
+        -- Put back by hand and left here as well: it has died again.
+        on conflict on constraint dead_messages_pkey do update
+        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
+            reason = excluded.reason
     )
     select count(*) into purged from all_gone;
     return purged;

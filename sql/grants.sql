@@ -206,7 +206,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._check_access(role_name, access);
+    perform pgqueue._check_access(role_name collate "C", access);
     perform pgqueue._take_turns();
     perform pgqueue._apply_access(role_name, access);
 end;
@@ -224,16 +224,16 @@ declare
     other text;
     verb regprocedure;
 begin
-    perform pgqueue._check_access(role_name, access);
+    perform pgqueue._check_access(role_name collate "C", access);
     -- The verbs call each other as their owner.
-    if role_name = current_user then
+    if role_name collate "C" = current_user then
         perform pgqueue._raise_invalid('role_name', role_name, 'another role than the owner of pgqueue, whose access is not granted');
     end if;
     perform pgqueue._take_turns();
     perform pgqueue._check_snapshot(format('the privileges of role %I', role_name));
     kept := array(
         select k from unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
-        where k <> access and pgqueue._has_access(role_name, k));
+        where k <> access and pgqueue._has_access(role_name collate "C", k));
     for verb in select v from pgqueue._verbs(access) as v loop
         execute format('revoke execute on function %s from %I', verb, role_name);
     end loop;

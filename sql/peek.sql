@@ -17,6 +17,29 @@ $$;
 comment on function pgqueue._held(xid, pg_snapshot) is
 'Whether another transaction holds a row, judged by the row''s xmax: reading takes no lock. Shared row locks and savepoints may be misjudged.';
 
+create or replace function pgqueue._returned(
+    queue_name text, within int8multirange, wanted int, out ids bigint[], out stand_for bigint
+)
+language sql stable
+as $$
+    -- As many as wanted at most, at even distances among the first 5,000.
+    with watched as (
+        select distinct r.id
+        from (
+            select c.id from pgqueue.returns c where c.queue_name = _returned.queue_name order by c.check_at, c.id limit 5000
+        ) r
+        where r.id <@ within
+    ),
+    placed as (
+        select w.id, row_number() over (order by w.id) as place, greatest(ceil(count(*) over () / wanted::numeric), 1)::bigint as step
+        from watched w
+    )
+    select coalesce(array_agg(p.id order by p.id) filter (where p.place % p.step = 0), '{}'), coalesce(max(p.step), 1)
+    from placed p
+$$;
+comment on function pgqueue._returned(text, int8multirange, int) is
+'Ids of messages that came back from scheduled_messages, where nobody else looks for them, and how many each stands for.';
+
 create or replace function pgqueue.peek(queue_name text, max_records int default 100)
 returns int
 language plpgsql volatile security definer
@@ -34,6 +57,8 @@ declare
     examined int;
     ready int;
     total int;
+    some_came_back boolean;
+    ids bigint[];
 begin
     if max_records is null or max_records not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_records', max_records::text, 'an integer from 1 to 10000');
@@ -73,8 +98,9 @@ begin
                 where w.visible_at <= at and w.attempt_count < w.max_attempts
                     and (w.expires_at is null or w.expires_at > at)
                     and not pgqueue._held(w.held_by, pg_current_snapshot())
-            )
-        into examined, ready
+            ),
+            exists (select from pgqueue.returns c where c.queue_name = q.name)
+        into examined, ready, some_came_back
         from (
             select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
             from pgqueue.messages m
@@ -85,6 +111,16 @@ begin
         if total = 0 and examined = 400 then
             return 1;
         end if;
+    end if;
+    if some_came_back and total < max_records then
+        -- What came back lies below the head, where the above does not look.
+        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._head_of(q.name))), 400) c;
+        select count(*) into ready
+        from pgqueue.messages m, pgqueue._keys(q.name, ids) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            and m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+            and not pgqueue._held(m.xmax, pg_current_snapshot());
+        total := total + ready;
     end if;
     return least(total, max_records);
 end;

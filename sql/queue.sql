@@ -4,7 +4,7 @@
 create or replace function pgqueue._lock_key(queue_name text)
 returns bigint
 language sql immutable strict parallel safe
-as $$ select hashtextextended('pgqueue:' || queue_name, 0) $$;
+as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
 comment on function pgqueue._lock_key(text) is
 'The advisory lock that users of a queue share and that create_queue and drop_queue take alone.';
 
@@ -23,7 +23,7 @@ as $$
 begin
     -- A queue that was made behind the snapshot is there, though it cannot be seen: an index knows. What this inserts
     -- where there is none goes with the error.
-    if pgqueue._keeps_snapshot() and queue_name ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
+    if pgqueue._keeps_snapshot() and queue_name collate "C" ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
         begin
             insert into pgqueue.sweeps (queue_name) values (_refuse_queue.queue_name) on conflict do nothing;
         exception when serialization_failure then
@@ -76,7 +76,7 @@ begin
     if not pgqueue._hold_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
-    select * into q from pgqueue.queues where queues.name = queue_name;
+    select * into q from pgqueue.queues where queues.name = queue_name collate "C";
     -- The snapshot of a repeatable read may be older than a drop_queue: the catalog knows better.
     if not found or pg_relation_filenode(q.fresh_register) is null then
         perform pgqueue._refuse_queue(queue_name);
@@ -95,7 +95,7 @@ as $$
 declare
     q pgqueue.queues;
 begin
-    select * into q from pgqueue.queues where queues.name = queue_name;
+    select * into q from pgqueue.queues where queues.name = queue_name collate "C";
     if not found then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
@@ -229,12 +229,15 @@ as $$
 declare
     q pgqueue.queues;
 begin
-    if queue_name is null or queue_name !~ '^[a-z0-9_-]{1,128}$' then
+    if queue_name is null or queue_name collate "C" !~ '^[a-z0-9_-]{1,128}$' then
         perform pgqueue._raise_invalid('queue_name', queue_name,
             '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
     end if;
     if dedicated is null then
         perform pgqueue._raise_invalid('dedicated', null, 'true or false');
+    end if;
+    if if_not_exists is null then
+        perform pgqueue._raise_invalid('if_not_exists', null, 'true or false');
     end if;
     q.name := queue_name;
     q.visibility_timeout := visibility_timeout;
@@ -252,11 +255,11 @@ begin
 
     -- Looked up before the lock, which would wait for those who use an existing queue, and again
     -- behind it: one creator at a time, and none beside a drop.
-    select queues.* into q from pgqueue.queues where queues.name = queue_name;
+    select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
     if not found or pg_relation_filenode(q.fresh_register) is null then
         begin
             perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-            select queues.* into q from pgqueue.queues where queues.name = queue_name;
+            select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
             if not found then
                 -- First of all, as this fails where there is a queue of this name that the snapshot does not show.
                 insert into pgqueue.sweeps (queue_name) values (create_queue.queue_name) on conflict do nothing;
@@ -333,7 +336,7 @@ declare
     partition constant text := format('messages_%s', queue_id);
     option text;
 begin
-    if exists (select from pgqueue.messages_shared m where m.queue_name = _create_partition.queue_name) then
+    if exists (select from pgqueue.messages_shared m where m.queue_name = _create_partition.queue_name collate "C") then
         perform pgqueue._raise_invalid('dedicated', 'true',
             format('false while pgqueue.messages_shared holds messages of queue %L', queue_name));
     end if;
@@ -387,7 +390,7 @@ as $$
 declare
     q pgqueue.queues := pgqueue._find_queue(queue_name);
 begin
-    select queues.* into q from pgqueue.queues where queues.name = queue_name for no key update;
+    select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     q.visibility_timeout := coalesce(alter_queue.visibility_timeout, q.visibility_timeout);
     q.max_attempts := coalesce(alter_queue.max_attempts, q.max_attempts);
     q.dlq_enabled := coalesce(alter_queue.dlq_enabled, q.dlq_enabled);
@@ -411,7 +414,7 @@ begin
         backoff_base = q.backoff_base, backoff_factor = q.backoff_factor, backoff_max = q.backoff_max,
         backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
         expires_after_idle = q.expires_after_idle, updated_at = pgqueue._now()
-    where queues.name = queue_name
+    where queues.name = queue_name collate "C"
     returning * into q;
     if alter_queue.archive_for <> '0' then
         perform pgqueue._begin_archive(q);
@@ -597,10 +600,10 @@ as $$
 begin
     perform pgqueue._find_queue(queue_name);
     -- Also where there is nothing to change: what the snapshot shows may have been changed since, which fails.
-    perform from pgqueue.queues where queues.name = queue_name for no key update;
+    perform from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     update pgqueue.queues
     set paused_at = pgqueue._now(), updated_at = pgqueue._now()
-    where queues.name = queue_name and queues.paused_at is null;
+    where queues.name = queue_name collate "C" and queues.paused_at is null;
     return found;
 end;
 $$;
@@ -616,10 +619,10 @@ declare
     q pgqueue.queues := pgqueue._find_queue(queue_name);
     resumed boolean;
 begin
-    perform from pgqueue.queues where queues.name = queue_name for no key update;
+    perform from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     update pgqueue.queues
     set paused_at = null, updated_at = pgqueue._now()
-    where queues.name = queue_name and queues.paused_at is not null;
+    where queues.name = queue_name collate "C" and queues.paused_at is not null;
     resumed := found;
     perform pgqueue._wake(q);
     return resumed;

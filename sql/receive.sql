@@ -18,8 +18,8 @@ begin
     if pgqueue._hold_unarchived(queue_name) then
         return query
         delete from pgqueue.messages m
-        using pgqueue._keys(receive.queue_name, picks) k
-        where pgqueue._is_at(m.queue_name, m.id, receive.queue_name, k.names, k.ids, k.id)
+        using pgqueue._keys(receive.queue_name collate "C", picks) k
+        where pgqueue._is_at(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
         returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
             m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
         return;
@@ -29,8 +29,8 @@ begin
     return query
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._keys(receive.queue_name, picks) k
-        where pgqueue._is_at(m.queue_name, m.id, receive.queue_name, k.names, k.ids, k.id)
+        using pgqueue._keys(receive.queue_name collate "C", picks) k
+        where pgqueue._is_at(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
         returning m.*
     ),
     done as (

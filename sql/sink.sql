@@ -126,7 +126,7 @@ begin
     if found then
         if exists (
             select from pgqueue.sink_commits c
-            where c.app_id = _record_commit.app_id and c.forgotten_version >= _record_commit.version
+            where c.app_id = _record_commit.app_id collate "C" and c.forgotten_version >= _record_commit.version
         ) then
             perform pgqueue._raise_invalid('version', version::text,
                 format('later than those of app_id %L that sweep_staged has forgotten: nobody knows whether it was committed', app_id));
@@ -134,7 +134,7 @@ begin
         return true;
     end if;
     select c.* into earlier from pgqueue.sink_commits c
-    where c.app_id = _record_commit.app_id and c.version = _record_commit.version;
+    where c.app_id = _record_commit.app_id collate "C" and c.version = _record_commit.version;
     -- To discard what somebody else's entry stands for would lose messages.
     if earlier.committed_by <> session_user then
         perform pgqueue._raise_invalid('app_id', app_id,
@@ -237,10 +237,10 @@ begin
         perform pgqueue._raise_invalid('tokens', tokens::text, 'an array of tokens that sink_stage returned, each once');
     end if;
     if counts is null or cardinality(counts) <> cardinality(tokens) or exists (
-        select from unnest(counts) as n where n is null or n < 0
+        select from unnest(counts) as n where n is null or n not between 0 and 2147483647
     ) then
         perform pgqueue._raise_invalid('counts', counts::text,
-            format('an array of %s elements, as many as tokens: how many messages were staged under each', cardinality(tokens)));
+            format('an array of %s elements, as many as tokens: how many messages were staged under each, from 0 to 2147483647', cardinality(tokens)));
     end if;
     if app_id is not null and length(app_id) not between 1 and 512 then
         perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');

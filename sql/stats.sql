@@ -107,7 +107,48 @@ begin
 end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
-'What lies in messages: counted up to 300, else estimated.';
+'What lies in messages, but for what came back to where sweeps have learnt that nothing lives: counted up to 300, else estimated.';
+
+create or replace function pgqueue._returned_stats(
+    q pgqueue.queues, at timestamptz, deep boolean,
+    out ready bigint, out inflight bigint, out scheduled bigint, out oldest_at timestamptz, out estimated boolean
+)
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    hidden int8multirange;
+    r record;
+begin
+    ready := 0;
+    inflight := 0;
+    scheduled := 0;
+    estimated := false;
+    if not exists (select from pgqueue.returns c where c.queue_name = q.name) then
+        return;
+    end if;
+    -- A queue that is not deep was walked from its head on, whatever sweeps skip there.
+    select case when deep then s.dead_ids else int8multirange(int8range(null, pgqueue._head(s))) end into hidden
+    from pgqueue.sweeps s where s.queue_name = q.name;
+    select * into r from pgqueue._returned(q.name, hidden, 150);
+    select
+        r.stand_for * count(*) filter (where w.is_ready),
+        r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count > 0),
+        r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count = 0),
+        min(w.enqueued_at) filter (where w.is_ready)
+    into ready, inflight, scheduled, oldest_at
+    from (
+        select
+            m.visible_at, m.attempt_count, m.enqueued_at,
+            m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
+        from pgqueue.messages m, pgqueue._keys(q.name, r.ids) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+    ) w;
+    estimated := r.stand_for > 1;
+end;
+$$;
+comment on function pgqueue._returned_stats(pgqueue.queues, timestamptz, boolean) is
+'What of messages came back to where sweeps have learnt that nothing lives: counted up to 150, else estimated.';
 
 create or replace function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
@@ -180,6 +221,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     m record;
+    b record;
     s record;
     d record;
     due bigint;
@@ -187,6 +229,12 @@ declare
     r pgqueue.queue_stats;
 begin
     select * into m from pgqueue._message_stats(q, at);
+    select * into b from pgqueue._returned_stats(q, at, m.estimated);
+    m.ready := m.ready + b.ready;
+    m.inflight := m.inflight + b.inflight;
+    m.scheduled := m.scheduled + b.scheduled;
+    m.oldest_at := least(m.oldest_at, b.oldest_at);
+    m.estimated := m.estimated or b.estimated;
     select * into s from pgqueue._scheduled_count(q.name);
     select * into d from pgqueue._dead_count(q.name);
     -- Due already, and moved to messages by the claim that takes it.

@@ -8,7 +8,7 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if stream_name is null or stream_name !~ '^[a-z0-9_-]{1,128}$' then
+    if stream_name is null or stream_name collate "C" !~ '^[a-z0-9_-]{1,128}$' then
         perform pgqueue._raise_invalid('stream_name', stream_name,
             '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
     end if;
@@ -67,7 +67,7 @@ declare
     s pgqueue.streams;
 begin
     select t.* into s from pgqueue.streams t
-    where t.queue_name = _hold_stream.queue_name and t.stream_name = _hold_stream.stream_name
+    where t.queue_name = _hold_stream.queue_name collate "C" and t.stream_name = _hold_stream.stream_name collate "C"
     for no key update;
     if not found then
         perform pgqueue._raise_stream_not_found(queue_name, stream_name);
@@ -228,13 +228,17 @@ returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    -- What came back may lie below the head.
+    picks constant bigint[] := array(
+        select p from unnest(pgqueue._revisit(q, '{}', at, wanted)) as p where p <= up_to_id);
 begin
-    return array(
+    return picks || array(
         select m.id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= coalesce(pgqueue._head_of(q.name), 0) and m.id <= up_to_id
-            and m.visible_at <= at and m.attempt_count < m.max_attempts
+            and m.id <> all (picks) and m.visible_at <= at and m.attempt_count < m.max_attempts
             and (m.expires_at is null or m.expires_at > at)
-        order by m.id limit wanted for update skip locked
+        order by m.id limit wanted - cardinality(picks) for update skip locked
     );
 end;
 $$;
@@ -335,7 +339,7 @@ declare
     changed boolean := true;
 begin
     perform pgqueue._check_epoch(s, epoch);
-    if after_seq is null or after_seq < 0 then
+    if after_seq is null or after_seq not between 0 and 9223372036854775806 then
         perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last batch that is done, 0 before the first');
     end if;
     if max_messages is null or max_messages not between 1 and 100000 then
@@ -485,7 +489,7 @@ declare
     n bigint;
 begin
     select t.* into s from pgqueue.streams t
-    where t.queue_name = q.name and t.stream_name = stream_read.stream_name;
+    where t.queue_name = q.name and t.stream_name = stream_read.stream_name collate "C";
     if not found then
         perform pgqueue._raise_stream_not_found(queue_name, stream_name);
     end if;
@@ -663,7 +667,7 @@ begin
     return query
     select l.*
     from pgqueue.streams t cross join lateral pgqueue._public_stream(t) l
-    where t.queue_name = coalesce(list_streams.queue_name, t.queue_name)
+    where t.queue_name = coalesce(list_streams.queue_name collate "C", t.queue_name)
     order by t.queue_name, t.stream_name;
 end;
 $$;

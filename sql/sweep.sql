@@ -37,32 +37,38 @@ begin
     where s.queue_name = q.name and s.due_at >= since
     order by s.due_at limit 1;
     if next_due_at <= at then
-        -- By ctid, as there is an index besides the key that a plan could choose, to read all of the queue by it.
-        with due as (
-            delete from pgqueue.scheduled_messages s
-            where s.ctid = any (array(
-                select c.ctid from pgqueue.scheduled_messages c
-                where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
-                order by c.due_at, c.id limit wanted for update skip locked))
-            returning s.*
-        ),
-        noted as (
-            insert into pgqueue.returns (queue_name, check_at, id)
-            select q.name, at, d.id from due d
-        ),
-        moved as (
-            insert into pgqueue.messages (
-                id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-                payload, body, headers, claimed_by, last_error, transport_headers
+        begin
+            -- By ctid, as there is an index besides the key that a plan could choose, to read all of the queue by it.
+            with due as (
+                delete from pgqueue.scheduled_messages s
+                where s.ctid = any (array(
+                    select c.ctid from pgqueue.scheduled_messages c
+                    where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
+                    order by c.due_at, c.id limit wanted for update skip locked))
+                returning s.*
+            ),
+            noted as (
+                insert into pgqueue.returns (queue_name, check_at, id)
+                select q.name, at, d.id from due d
+            ),
+            moved as (
+                insert into pgqueue.messages (
+                    id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
+                    payload, body, headers, claimed_by, last_error, transport_headers
+                )
+                select
+                    d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
+                    d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers
+                from due d
+                returning messages.id, messages.expires_at
             )
-            select
-                d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
-                d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers
-            from due d
-            returning messages.id, messages.expires_at
-        )
-        -- What expired meanwhile is moved, for the sweep to bury, but not handed out.
-        select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into picks from moved m;
+            -- What expired meanwhile is moved, for the sweep to bury, but not handed out.
+            select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into picks from moved m;
+        exception when disk_full then
+            -- What is ready is handed out all the same: to acknowledge it takes no room, and makes some.
+            perform setval(q.due_register, pgqueue._micros(at + interval '1 s'));
+            return '{}'::bigint[];
+        end;
 
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
@@ -94,27 +100,32 @@ begin
     if spent_ids = '{}' then
         return;
     end if;
-    with gone as (
-        delete from pgqueue.messages m
-        using pgqueue._keys(q.name, spent_ids) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        returning m.*
-    )
-    insert into pgqueue.dead_messages (
-        id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-        payload, body, headers, claimed_by, last_error, reason, transport_headers
-    )
-    select
-        g.id, g.queue_name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
-        g.payload, g.body, g.headers, g.claimed_by, g.last_error,
-        case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end,
-        g.transport_headers
-    from gone g
-    where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end
-    -- Put back by hand and left here as well: it has died again.
-    on conflict on constraint dead_messages_pkey do update
-    set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
-        reason = excluded.reason;
+    begin
+        with gone as (
+            delete from pgqueue.messages m
+            using pgqueue._keys(q.name, spent_ids) k
+            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            returning m.*
+        )
+        insert into pgqueue.dead_messages (
+            id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
+            payload, body, headers, claimed_by, last_error, reason, transport_headers
+        )
+        select
+            g.id, g.queue_name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
+            g.payload, g.body, g.headers, g.claimed_by, g.last_error,
+            case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end,
+            g.transport_headers
+        from gone g
+        where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end
+        -- Put back by hand and left here as well: it has died again.
+        on conflict on constraint dead_messages_pkey do update
+        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
+            reason = excluded.reason;
+    exception when disk_full then
+        -- They wait for a later sweep, and stand in nobody's way.
+        null;
+    end;
 end;
 $$;
 comment on function pgqueue._bury(pgqueue.queues, bigint[], timestamptz) is
@@ -289,10 +300,14 @@ begin
         end loop;
     end loop;
 
-    update pgqueue.sweeps
-    set dead_ids = pgqueue._widest(s.dead_ids), settled_id = s.settled_id, bound_id = s.bound_id,
-        writers = s.writers, noted_at = s.noted_at, learnt_at = at
-    where sweeps.queue_name = q.name;
+    begin
+        update pgqueue.sweeps
+        set dead_ids = pgqueue._widest(s.dead_ids), settled_id = s.settled_id, bound_id = s.bound_id,
+            writers = s.writers, noted_at = s.noted_at, learnt_at = at
+        where sweeps.queue_name = q.name;
+    exception when disk_full then
+        return false;
+    end;
     return waited;
 end;
 $$;

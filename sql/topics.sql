@@ -93,7 +93,7 @@ declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
     address text := q.name;
 begin
-    perform pgqueue._check_topic('topic', topic, true);
+    perform pgqueue._check_topic('topic', topic collate "default", true);
     -- By the catalog, as a snapshot may be older than an expose_transport.
     if to_regclass(pgqueue._row_of_transport(q)) is not null then
         select pgqueue._address(t.relation) into address from pgqueue.transports t where t.queue_name = q.name;
@@ -116,10 +116,10 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._check_topic('topic', topic, true);
+    perform pgqueue._check_topic('topic', topic collate "default", true);
     perform pgqueue._find_queue(queue_name);
     delete from pgqueue.subscriptions s
-    where s.topic = unsubscribe.topic and s.queue_name = unsubscribe.queue_name;
+    where s.topic = unsubscribe.topic collate "C" and s.queue_name = unsubscribe.queue_name collate "C";
     return found;
 end;
 $$;
@@ -137,7 +137,7 @@ begin
     end if;
     return query
     select s.topic, s.queue_name, s.subscribed_at from pgqueue.subscriptions s
-    where list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name
+    where list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name collate "C"
     order by s.topic, s.queue_name;
 end;
 $$;
@@ -163,17 +163,17 @@ set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    names text[];
+    names text[] collate "C";
     smallest pgqueue.queues;
     sent int;
 begin
-    perform pgqueue._check_topic('topic', topic, false);
+    perform pgqueue._check_topic('topic', topic collate "default", false);
     if base_topics is not null then
-        perform pgqueue._check_topic('base_topics', t, false) from unnest(base_topics) as t;
+        perform pgqueue._check_topic('base_topics', t collate "default", false) from unnest(base_topics) as t;
     end if;
     perform pgqueue._check_enqueue(delay, expires_in);
 
-    names := pgqueue._subscribers(topic || base_topics);
+    names := pgqueue._subscribers((topic || base_topics) collate "C");
     -- One after the other, by name. Who waited here for a drop_queue finds that the queue is gone, or another one of
     -- its name, which nobody has subscribed; a snapshot may be older still, but the catalog knows.
     perform pgqueue._hold_queue(n) from unnest(names) as n;

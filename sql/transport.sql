@@ -46,7 +46,12 @@ begin
     return wire::jsonb;
 exception when others then
     begin
-        -- JSON may say what no text in PostgreSQL can: U+0000, and halves of characters. A transport reads the original.
+        -- JSON may say what no text in PostgreSQL can: U+0000, and halves of characters; and characters that the
+        -- encoding of the database lacks. A transport reads the original.
+        if getdatabaseencoding() <> 'UTF8' then
+            return regexp_replace(
+                wire::json::text, '(?<!\\)((?:\\\\)*)\\u(?:0000|(?!00[0-7])[0-9a-fA-F]{4})', '\1?', 'g')::jsonb;
+        end if;
         return regexp_replace(
             regexp_replace(wire::json::text, '(?<!\\)((?:\\\\)*)\\u0000', '\1\\ufffd', 'g'),
             '(?<!\\)((?:\\\\)*)(?:\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])'
@@ -58,7 +63,7 @@ exception when others then
 end;
 $$;
 comment on function pgqueue._parsed_headers(text) is
-'Headers of a transport as JSON, U+FFFD in place of what PostgreSQL cannot store; null for what is no JSON.';
+'Headers of a transport as JSON, U+FFFD in place of what PostgreSQL cannot store, a question mark where the encoding is not UTF8; null for what is no JSON.';
 
 create or replace function pgqueue._transport_id(id bigint)
 returns uuid
@@ -286,8 +291,12 @@ begin
     end if;
     execute format('select t.head, t.next_at from %s t', row_of) into t.head, t.next_at;
     -- A receive may stay open for as long as its handler works: it leaves this to those who look, for two seconds.
-    if t.next_at > at or current_setting('transaction_read_only')::boolean
-        or t.next_at > at - interval '2 s' and current_query() ~* e'^[\\s(]*(delete|with|insert|update|merge)\\M'
+    -- What is further off than a minute was set by a clock that was wrong.
+    if current_setting('transaction_read_only')::boolean
+        or t.next_at < at + interval '1 min' and (
+            t.next_at > at
+            or t.next_at > at - interval '2 s' and current_query() ~* e'^[\\s(]*(delete|with|insert|update|merge)\\M'
+        )
     then
         return t.head;
     end if;
@@ -300,7 +309,7 @@ begin
         is_mine := mine.head is not null;
     end if;
     -- Ahead of time, as this very statement does not see them any more: they are not shown before they are due.
-    if (is_mine or t.next_at <= at - interval '2 s') and exists (
+    if (is_mine or t.next_at not between at - interval '2 s' and at + interval '1 min') and exists (
         select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.due_at <= at + interval '15 s'
     ) and pgqueue._is_there(q) then
         perform pgqueue._promote(q, at + interval '15 s', 1000, '-infinity');
@@ -441,6 +450,7 @@ begin
         'create table %s () inherits (pgqueue.transports)'
         ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0)',
         pgqueue._row_of_transport(q));
+    execute format('alter table %s replica identity full', pgqueue._row_of_transport(q));
     perform pgqueue._keep_private(pgqueue._row_of_transport(q)::regclass);
     execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
     perform pgqueue._keep_private(relation::regclass);
@@ -522,7 +532,7 @@ begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
     q := pgqueue._find_queue(queue_name);
     perform pgqueue._check_snapshot(format('queue %L', queue_name));
-    for_role := pgqueue._check_exposure(schema_name, coalesce(table_name, queue_name), flavor);
+    for_role := pgqueue._check_exposure(schema_name collate "C", coalesce(table_name, queue_name), flavor);
     if body_string is null then
         perform pgqueue._raise_invalid('body_string', null, 'true or false');
     end if;
@@ -664,7 +674,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     return pgqueue._show_subscriptions(
-        schema_name, table_name, pgqueue._check_exposure(schema_name, table_name, 'postgresql'));
+        schema_name, table_name, pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql'));
 end;
 $$;
 comment on function pgqueue.expose_subscriptions(text, text) is
@@ -696,8 +706,14 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    if schema_name is null then
+        perform pgqueue._raise_invalid('schema_name', null, 'the name of a schema');
+    end if;
+    if table_name is null then
+        perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
+    end if;
     return pgqueue._hide_subscriptions(to_regclass(format('%I.%I', schema_name, table_name)));
 end;
 $$;
 comment on function pgqueue.unexpose_subscriptions(text, text) is
-'Drops a relation that expose_subscriptions made, and returns true; false if there is none. The subscriptions stay. Raises 2BP01 where something else uses the relation.';
+'Drops a relation that expose_subscriptions made, and returns true; false if there is none. The subscriptions stay. Raises 22023, and 2BP01 where something else uses the relation.';

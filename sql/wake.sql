@@ -27,9 +27,16 @@ returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    until constant bigint := pgqueue._value_of(q.waiting_register);
+    longest constant bigint := pgqueue._micros(at + interval '24 h');
 begin
-    if pgqueue._value_of(q.waiting_register) > pgqueue._micros(at) then
+    if until > pgqueue._micros(at) then
         perform pgqueue._wake(q);
+    end if;
+    -- Nobody waits for so long: a clock that was wrong would have every enqueue notify until then.
+    if until > longest then
+        perform setval(q.waiting_register, longest);
     end if;
 end;
 $$;

@@ -1,7 +1,9 @@
 """Killed servers and killed clients lose nothing: what enqueue returned is there, what ack removed stays away."""
 
 import json
+import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from clients import (
     settle_until_down,
     wait_for,
 )
+from psycopg.conninfo import make_conninfo
 
 from pgqueue.embedded import EmbeddedServer
 
@@ -160,3 +163,83 @@ def test_a_standby_shows_what_the_primary_does_and_takes_nothing(tmp_path: Path)
             for takes in ("claim('shown')", "receive('shown')", "enqueue('shown', '1')"):
                 with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
                     connection.execute(f"select * from pgqueue.{takes}")
+
+
+@pytest.fixture
+def small_disk(durable: EmbeddedServer) -> Iterator[tuple[str, Path]]:
+    """A database whose tables lie on a disk of its own, and where that is mounted."""
+    disk = Path(tempfile.mkdtemp(dir="/tmp"))
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", disk], capture_output=True)
+    if mounted.returncode != 0:
+        disk.rmdir()
+        pytest.skip(f"a small disk is mounted by root: {mounted.stderr.decode().strip()}")
+    with connect(durable.dsn) as maintenance:
+        owner = Path(maintenance.execute("show data_directory").fetchone()[0]).stat()
+        os.chown(disk, owner.st_uid, owner.st_gid)
+        try:
+            maintenance.execute(f"create tablespace small location '{disk}'")
+            maintenance.execute("create database small tablespace small")
+            yield make_conninfo(durable.dsn, dbname="small"), disk
+            maintenance.execute("drop database small with (force)")
+            maintenance.execute("drop tablespace small")
+        finally:
+            subprocess.run(["umount", "--lazy", disk], check=True)
+            disk.rmdir()
+
+
+def resize(disk: Path, free_bytes: int) -> None:
+    """Leave so much room on a disk."""
+    now = os.statvfs(disk)
+    size = (now.f_blocks - now.f_bfree) * now.f_frsize + free_bytes
+    subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)
+
+
+def test_a_full_disk_loses_nothing_and_lets_consumers_make_room(small_disk: tuple[str, Path]) -> None:
+    dsn, disk = small_disk
+    with connect(dsn) as connection:
+        connection.execute("create extension pgqueue")
+        connection.execute("select pgqueue.create_queue('full', '1 h', 2)")
+
+        def send() -> list[int]:
+            rows = connection.execute(
+                "select pgqueue.enqueue_batch('full', array_fill(to_jsonb(repeat('x', 200)), array[20]))"
+            )
+            return [row[0] for row in rows]
+
+        sent = send()
+        # One has spent its attempts, one comes due, and both want to go where there is no room.
+        spent, due = claim(connection, "full", 2)
+        connection.execute(
+            "update pgqueue.messages set attempt_count = 2, visible_at = clock_timestamp() where id = %s", spent[:1]
+        )
+        connection.execute("select pgqueue.nack('full', %s, %s, '0')", due[:2])
+        resize(disk, 200_000)
+
+        def fill_up() -> None:
+            while True:
+                sent.extend(send())
+
+        with pytest.raises(psycopg.errors.DiskFull):
+            fill_up()
+
+        acked: list[int] = []
+        while rows := claim(connection, "full", 7):
+            for number, token, _ in rows:
+                assert connection.execute("select pgqueue.ack('full', %s, %s)", (number, token)).fetchone() == (True,)
+                acked.append(number)
+        assert sorted(acked) == sorted(set(sent) - {spent[0], due[0]})
+        for look in ("stats('full')", "peek('full')", "browse('full')", "doctor()"):
+            connection.execute(f"select * from pgqueue.{look}")
+
+        resize(disk, 10_000_000)
+        sent += send()
+        left: list[int] = []
+
+        def all_left() -> bool:
+            left.extend(row[0] for row in claim(connection, "full", 100))
+            return len(left) == 21
+
+        wait_for(all_left, 5)
+        assert sorted(acked + left + [spent[0]]) == sorted(sent)
+        dead = connection.execute("select id, reason from pgqueue.browse_dead_messages('full')").fetchall()
+        assert dead == [(spent[0], "attempts_exhausted")]

@@ -388,3 +388,30 @@ def test_the_statistics_of_a_small_queue_are_exact(connection: psycopg.Connectio
         "select ready_messages, inflight_messages, estimates from pgqueue.stats(%s)",
         (name,),
     ).fetchone() == (100, 50, [])
+
+
+@pytest.mark.parametrize("exposed", [False, True])
+@pytest.mark.parametrize(("number", "least"), [(1, 1.0), (100, 0.7)])
+def test_claims_are_hot_updates(
+    connection: psycopg.Connection[Any], name: str, exposed: bool, number: int, least: float
+) -> None:
+    # Of small messages a page has room for three claimed versions out of four before the first is removed.
+    connection.execute("select pgqueue.create_queue(%s, dedicated => true)", (name,))
+    if exposed:
+        connection.execute("select pgqueue.expose_transport(%s)", (name,))
+    connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[400]))", (name,))
+
+    def updates() -> tuple[int, int]:
+        connection.execute("select pg_stat_force_next_flush()")
+        return connection.execute(
+            "select n_tup_upd, n_tup_hot_upd from pg_stat_all_tables"
+            " where relid = (select pgqueue._partition(q) from pgqueue.queues q where q.name = %s)",
+            (name,),
+        ).fetchone()
+
+    assert updates() == (0, 0)
+    for _ in range(200 // number):
+        assert len(connection.execute("select id from pgqueue.claim(%s, %s)", (name, number)).fetchall()) == number
+    every, hot = updates()
+    assert every == 200
+    assert hot >= least * every

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(132);
+select plan(138);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -109,6 +109,14 @@ begin
     execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
     return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair gives it another id');
     return next set_eq(format('select c.payload from pgqueue.claim(%L, 10) c', queue), '{"\"first\"", "\"second\""}'::jsonb[], queue || ': after which both are delivered');
+    perform pgqueue.purge_queue(queue);
+
+    perform pgqueue.enqueue(queue, '1');
+    perform pgqueue.nack(queue, c.id, c.claim_token, '0') from pgqueue.claim(queue) c;
+    perform pgqueue.claim(queue);
+    update pgqueue.sweeps w set dead_ids = int8multirange(int8range(null, pg_sequence_last_value('pgqueue.message_id') + 1)) where w.queue_name = queue;
+    perform pg_temp.pass('91 s');
+    return next ok(pg_temp.findings(queue) @> array['warning stuck_claims'], queue || ': a claim that ran out is found also of a message that came back, to below the head');
 end;
 $$;
 select is((select count(*) from pgqueue.doctor() f where f.severity = 'error'), 0::bigint, 'a fresh installation has no errors');
@@ -193,6 +201,10 @@ begin
     update pgqueue.messages set visible_at = '2020-01-01' where queue_name = queue;
     execute format('select array_agg(convert_from(r.body, ''UTF8'') order by r.seq) from public.%I r', queue) into shown;
     return next is(shown, array['"seen"', '"hidden"'], queue || ': and shows what it hid');
+    update pgqueue.transports set next_at = pgqueue._now() + interval '1 day' where queue_name = queue;
+    return next is(pg_temp.findings(queue), array['warning clock_ahead'], queue || ': one that a clock that was ahead has put off is found');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair looks after it');
     perform pgqueue.drop_queue(queue);
 end;
 $$;

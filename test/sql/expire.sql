@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(25);
+select plan(27);
 
 create function pg_temp.removes(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -37,6 +37,8 @@ begin
     return next is((select array_agg((d.id, d.reason, d.died_at)::text) from pgqueue.browse_dead_messages(queue) d),
         array[(ids[1], 'expired'::text, pgqueue._now())::text, (ids[2], 'expired'::text, pgqueue._now())::text], queue || ': and they are dead letters with reason expired');
     return next is((select array_agg(d.payload) from pgqueue.browse_dead_messages(queue) d), array['7', '8']::jsonb[], queue || ': that keep their payload');
+    insert into pgqueue.messages (id, queue_name, payload, visible_at, expires_at) values (ids[1], queue, '7', pgqueue._now(), pgqueue._now());
+    return next is(pgqueue.purge_expired(queue), 1, queue || ': one that was put back by hand, and left there as well, expires again');
 end;
 $$;
 select pg_temp.removes('expire_shared', false);

@@ -1,5 +1,5 @@
 begin;
-select plan(40);
+select plan(41);
 
 create temp view functions as
 select p.oid, p.oid::regprocedure::text as signature, p.proname, p.prosrc, p.proconfig, p.proacl, p.prosecdef, p.proisstrict, p.provolatile, l.lanname,
@@ -149,6 +149,12 @@ end;
 select lives_ok($$ select pgqueue.expose_transport('house') $$, 'it is exposed');
 select lives_ok($$ select pgqueue.expose_transport(q.name, flavor => 'sqlserver') from pgqueue.create_queue('house_sqlserver') q $$, 'and another one, in the other flavor');
 
+select pgqueue.alter_queue('house', archive_for => '1 day') is not null as archives \gset
+select is_empty($$ select c.oid::regclass from pg_class c
+    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r' and c.relpersistence = 'p' and c.relreplident <> 'f'
+        and not exists (select from pg_index i where i.indrelid = c.oid and i.indisprimary) $$,
+    'of every table that is logged changes can be published, as by "for all tables", without which whoever writes to it would fail');
+
 select exists (select from pg_available_extensions where name = 'plpgsql_check') as can_check \gset
 \if :can_check
 set local client_min_messages = warning;
@@ -158,7 +164,7 @@ select is_empty(
     from functions f
     -- Trigger functions are read for a table of theirs.
     left join pg_trigger t on t.tgfoid = f.oid
-    cross join lateral plpgsql_check_function_tb(f.oid, coalesce(t.tgrelid, 0), fatal_errors => false, extra_warnings => true, security_warnings => true) c
+    cross join lateral plpgsql_check_function_tb(f.oid, coalesce(t.tgrelid, 0), oldtable => t.tgoldtable, fatal_errors => false, extra_warnings => true, security_warnings => true) c
     where f.lanname = 'plpgsql' and (t.oid is not null or f.oid not in (select p.oid from pg_proc p where p.prorettype = 'trigger'::regtype)) $$, 'plpgsql_check finds nothing');
 \else
 select skip('plpgsql_check is not available on this server', 1);

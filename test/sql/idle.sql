@@ -8,7 +8,7 @@ create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 create function pg_temp.there() returns text[] language sql as $$ select array_agg(q.name order by q.name) from pgqueue.queues q where q.name ~ '^idle' $$;
 
-select plan(34);
+select plan(36);
 
 select is((select q.expires_after_idle from pgqueue.create_queue('idle-1', expires_after_idle => '1 h') q), '1 h'::interval, 'a queue is made for a while');
 select is((select q.expires_after_idle from pgqueue.create_queue('idle-good') q), null, 'another one for good');
@@ -78,6 +78,12 @@ select setval(q.sweep_register, 9000000000000000) from pgqueue.queues q where q.
 select pg_temp.pass('2 min'), pgqueue.drop_idle_queues() \g /dev/null
 select pg_temp.pass('2 min') \g /dev/null
 select is(array(select pgqueue.drop_idle_queues()), '{idle-4}', 'a clock that was wrong keeps no queue for ever');
+-- So many that their locks would fill the lock table, if there were ten times as many.
+select count(pgqueue.create_queue('idle-many-' || n, expires_after_idle => '1 min')) as made from generate_series(1, 101) n \gset
+select pg_temp.pass('2 min'), pgqueue.drop_idle_queues(), pgqueue.drop_idle_queues() \g /dev/null
+select pg_temp.pass('2 min') \g /dev/null
+select is((select count(*) from pgqueue.drop_idle_queues()), 100::bigint, 'of many queues a call drops a hundred');
+select is((select count(*) from pgqueue.drop_idle_queues()), 1::bigint, 'and the next one goes on');
 
 select * from finish();
 rollback;

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(43);
+select plan(47);
 
 create function pg_temp.counts(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -57,6 +57,17 @@ begin
     return next is(pgqueue.peek(queue, 10000), 1000, queue || ': or as far as is asked');
     perform pgqueue.claim(queue, 900);
     return next is(pgqueue.peek(queue, 1000), 100, queue || ': however many are in flight');
+    perform pgqueue.purge_queue(queue);
+
+    -- What came back lies where sweeps have learnt that nothing else does.
+    perform pgqueue.enqueue(queue, '1');
+    perform pgqueue.nack(queue, c.id, c.claim_token, '1 s') from pgqueue.claim(queue) c;
+    perform pg_temp.pass('2 s');
+    perform pgqueue.claim(queue);
+    update pgqueue.sweeps w set dead_ids = int8multirange(int8range(null, pg_sequence_last_value('pgqueue.message_id') + 1)) where w.queue_name = queue;
+    return next is(pgqueue.peek(queue), 0, queue || ': what came back and was claimed is not counted');
+    perform pg_temp.pass('31 s');
+    return next is(pgqueue.peek(queue), 1, queue || ': until its claim has run out');
 end;
 $$;
 select pg_temp.counts('peek_shared', false);

@@ -7,12 +7,13 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(44);
+select plan(54);
 
 create function pg_temp.measures(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
     s pgqueue.queue_stats;
     m pgqueue.message;
+    far bigint;
 begin
     perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 5, dedicated => has_table);
     return next is(pgqueue.stats(queue)::text, (queue, 0::bigint, 0::bigint, 0::bigint, 0::bigint, null::double precision, false, '{}'::text[])::text,
@@ -69,6 +70,32 @@ begin
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[3000]), delay => '1 h');
     s := pgqueue.stats(queue);
     return next ok(s.scheduled_messages between 2700 and 3300 and s.estimates @> array['scheduled_messages'], queue || ': many scheduled messages are estimated');
+    perform pgqueue.purge_queue(queue);
+
+    -- What came back lies where sweeps have learnt that nothing else does.
+    far := pgqueue.enqueue(queue, '1', expires_in => '1 h');
+    perform pgqueue.nack(queue, c.id, c.claim_token, '1 s') from pgqueue.claim(queue) c;
+    perform pg_temp.pass('2 s');
+    perform pgqueue.claim(queue);
+    update pgqueue.sweeps w set dead_ids = int8multirange(int8range(null, far + 1)) where w.queue_name = queue;
+    s := pgqueue.stats(queue);
+    return next is((s.ready_messages, s.inflight_messages, s.estimates)::text, '(0,1,{})', queue || ': a message that came back and was claimed is counted');
+    perform pg_temp.pass('31 s');
+    s := pgqueue.stats(queue);
+    return next is((s.ready_messages, s.inflight_messages, s.oldest_age_seconds)::text, '(1,0,33)', queue || ': and so it is when its claim has run out');
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[400]));
+    s := pgqueue.stats(queue);
+    return next ok(s.ready_messages between 361 and 441 and s.oldest_age_seconds = 33, queue || ': also where many others are');
+    perform pg_temp.pass('1 h');
+    s := pgqueue.stats(queue);
+    return next ok(s.ready_messages between 360 and 440 and s.oldest_age_seconds = 3600, queue || ': but for what has expired');
+    perform pgqueue.purge_queue(queue);
+    -- A thousand of them, among which some are looked at.
+    insert into pgqueue.messages (id, queue_name, payload, visible_at, attempt_count)
+    select far - n, queue, '1', pgqueue._now() + interval '1 min', 1 from generate_series(1, 1000) n;
+    insert into pgqueue.returns (queue_name, check_at, id) select queue, pgqueue._now(), far - n from generate_series(1, 1000) n, generate_series(1, 2);
+    s := pgqueue.stats(queue);
+    return next ok(s.inflight_messages between 900 and 1100 and s.estimates @> array['inflight_messages'], queue || ': of many that came back the figure is estimated');
     perform pgqueue.purge_queue(queue);
 end;
 $$;

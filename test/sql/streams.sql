@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(218);
+select plan(220);
 
 -- What a call raises: code, message, hint.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
@@ -248,6 +248,21 @@ begin
     return next is(pg_temp.read(c, s.epoch), ids, queue || ': also where others come before it');
     return next is(cardinality(pg_temp.claimed_by_others(queue)), 2, queue || ': which stay for others');
     perform pgqueue.stream_ack(queue, 's', s.epoch, 11, c.claim_token);
+    perform pgqueue.purge_queue(queue);
+
+    -- So may what came back long ago, where sweeps have learnt since that nothing else lives there.
+    ids := pg_temp.sent(queue, 1);
+    perform pgqueue.nack(queue, m.id, m.claim_token, '1 s') from pgqueue.claim(queue) m;
+    perform pg_temp.pass('2 s');
+    perform pgqueue.claim(queue);
+    perform pg_temp.pass('31 s');
+    t := pgqueue.stream_open(queue, 'run');
+    more := pg_temp.sent(queue, 2);
+    update pgqueue.sweeps w set dead_ids = int8multirange(int8range(null, more[1])) where w.queue_name = queue;
+    perform setval(q.sweep_register, pgqueue._micros(pgqueue._now() + interval '10 s')) from pgqueue.queues q where q.name = queue;
+    select * into b from pgqueue.stream_claim(queue, 'run', t.epoch, 0, null, max_messages => 2, up_to_id => t.last_id);
+    return next is(pg_temp.read(b, t.epoch), ids, queue || ': a run takes that, too');
+    perform pgqueue.drop_stream(queue, 'run');
     perform pgqueue.purge_queue(queue);
 
     -- Others of the queue's verbs.

@@ -1,7 +1,7 @@
 begin;
 -- Files take turns: this one attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(174);
+select plan(176);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -59,6 +59,17 @@ analyze pgqueue.messages;
 select pgqueue.redrive('transport-small') as redriven \gset
 select pg_temp.hurry('transport-small'), (select count(*) from public."transport-small") as looked \gset
 select is((select count(*) from public."transport-small"), 1::bigint, 'what comes due is shown, also where the table is known to be empty');
+-- The clock was ahead by a day, and is set right.
+delete from public."transport-small";
+update pgqueue.transports set next_at = clock_timestamp() + interval '1 day' where queue_name = 'transport-small';
+select pgqueue.enqueue('transport-small', '2', delay => '1 us') as sent \gset
+select count(*) as looked from public."transport-small" \gset
+select is((select count(*) from public."transport-small"), 1::bigint, 'a clock that was wrong hides nothing that comes due');
+delete from public."transport-small";
+update pgqueue.transports set next_at = clock_timestamp() + interval '1 day' where queue_name = 'transport-small';
+select pgqueue.enqueue('transport-small', '3', delay => '1 us') as sent \gset
+delete from public."transport-small";
+select is((select count(*) from pgqueue.messages m where m.queue_name = 'transport-small'), 1::bigint, 'nor from who only receives');
 select pgqueue.drop_queue('transport-small') as dropped \gset
 
 -- From pgqueue to a transport: the wire form.

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(34);
+select plan(36);
 
 create function pg_temp.is_due(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -50,6 +50,13 @@ select is(
     (select array_agg(octet_length(pgqueue.channel(repeat('q', n)))) from unnest(array[54, 55, 128]) n), array[62, 40, 40],
     'a channel has a name that listen accepts, however long that of the queue');
 select isnt(pgqueue.channel(repeat('q', 127) || 'a'), pgqueue.channel(repeat('q', 127) || 'b'), 'long names that differ at their end have channels of their own');
+-- The clock was ahead by a year, and is set right.
+select pg_temp.pass('365 days'), pgqueue.prepare_wait('wake_shared'), pg_temp.pass('-365 days'), pgqueue.enqueue('wake_shared', '3') \g /dev/null
+select is((select pgqueue._moment(pg_sequence_last_value(q.waiting_register)) from pgqueue.queues q where q.name = 'wake_shared'), pgqueue._now() + interval '1 day',
+    'after a clock that was wrong an enqueue goes on to notify, as somebody may wait, but not for longer than anybody would');
+select pgqueue.prepare_wait('wake_shared', '1 day'), pgqueue.enqueue('wake_shared', '4') \g /dev/null
+select is((select pgqueue._moment(pg_sequence_last_value(q.waiting_register)) from pgqueue.queues q where q.name = 'wake_shared'), pgqueue._now() + interval '1 day', 'who waits for a day is notified all day');
+
 select throws_ok($$ select pgqueue.prepare_wait('wake_shared', '-1 s') $$, '22023', null, 'prepare_wait refuses a negative timeout');
 select throws_ok($$ select pgqueue.prepare_wait('wake_shared', '25 h') $$, '22023', null, 'prepare_wait refuses a timeout over a day');
 select throws_ok($$ select pgqueue.prepare_wait('wake_shared', null) $$, '22023', null, 'prepare_wait refuses a null timeout');

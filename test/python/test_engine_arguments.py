@@ -1,0 +1,217 @@
+"""Every argument of every verb, given what nobody should give: it is taken, or refused by its name with a hint."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import psycopg
+import pytest
+
+# Where null has a meaning: that nothing is given, or nothing to be changed.
+MAY_BE_NULL = {
+    "alter_queue": "visibility_timeout max_attempts dlq_enabled dead_letter_expired max_payload_bytes backoff_base"
+    " backoff_factor backoff_max backoff_jitter archive_for expires_after_idle",
+    "browse_archived_messages": "before_id",
+    "channel": "queue_name",
+    "claim": "visibility_timeout claimed_by",
+    "create_queue": "archive_for expires_after_idle",
+    "doctor": "peek_delay",
+    "enqueue": "headers expires_in message_id body",
+    "enqueue_batch": "headers expires_in message_ids bodies delays",
+    "exchange": "ids visibility_timeout claimed_by",
+    "expose_transport": "table_name",
+    "extend": "visibility_timeout",
+    "extend_batch": "visibility_timeout",
+    "list_streams": "queue_name",
+    "list_subscriptions": "queue_name",
+    "nack": "delay error headers",
+    "publish": "headers expires_in message_id body base_topics",
+    "purge_dead_messages": "ids",
+    "record_failure": "delay error headers",
+    "redrive": "ids",
+    "reject": "error headers",
+    "stats": "queue_name",
+    "stream_begin": "max_replays",
+    "stream_claim": "after_token visibility_timeout up_to_id",
+    "stream_extend": "visibility_timeout",
+    "stream_open": "opened_by on_ack",
+    "stream_read": "partition",
+    "stream_skip": "ids error epoch",
+}
+
+# What no verb was made for, by type. Names that nobody has are no concern here.
+HOSTILE = {
+    "integer": ["-2147483648", "-1", "0", "2147483647"],
+    "bigint": ["-9223372036854775808", "-1", "0", "9223372036854775807"],
+    "double precision": ["'NaN'", "'Infinity'", "'-Infinity'", "-1", "1e308"],
+    "interval": [
+        "'-1 us'",
+        "'178000000 years'",
+        "'-178000000 years'",
+        "'300000 years -108000000 days'",
+        "'1 mon -30 days'",
+    ],
+    "text": ["''", "repeat('x', 100000)", "e'\\n'", "'%s %I $1'"],
+    "name": ["''", "repeat('x', 100)", "'public'"],
+    "boolean": [],
+    "uuid": ["'00000000-0000-0000-0000-000000000000'"],
+    "jsonb": ["'null'", "'[]'", "'\"\"'", "'1e131071'"],
+    "bytea": ["''"],
+    "bigint[]": ["'{}'", "'{null}'", "'{{1,2},{3,4}}'", "'[0:1]={1,1}'", "'{9223372036854775807,9223372036854775807}'"],
+    "uuid[]": ["'{}'", "'{null}'"],
+    "text[]": ["'{}'", "'{null}'", "'{\"\"}'"],
+    "jsonb[]": ["'{}'", "'{null}'"],
+    "bytea[]": ["'{}'", "'{null}'"],
+    "interval[]": ["'{}'", "'{null}'", "'{-1 us}'", "'{178000000 years}'"],
+}
+REFUSALS = {"22023", "42704", "42P07", "42710", "42501"}
+
+
+class Verb(NamedTuple):
+    """A public function as the catalog has it."""
+
+    name: str
+    arguments: dict[str, str]
+
+    def call(self, **changed: str) -> str:
+        given = {name: self.value(name) for name in self.arguments} | changed
+        return f"select pgqueue.{self.name}({', '.join(f'{name} => {value}' for name, value in given.items())})"
+
+    def value(self, argument: str, collation: str = "") -> str:
+        kind = self.arguments[argument]
+        return f"cast({good(self.name, argument, kind)} as {kind}){collation}"
+
+
+def good(verb: str, argument: str, kind: str) -> str:
+    """A value that a verb takes for an argument of a type."""
+    of_stream = "(select {} from pgqueue.streams t where t.queue_name = 'arguments-read')"
+    by_name = {
+        "queue_name": "'arguments-new'"
+        if verb == "create_queue"
+        else "'arguments-read'"
+        if "stream" in verb
+        else "'arguments'",
+        "stream_name": "'arguments'",
+        "epoch": of_stream.format("t.epoch"),
+        "after_seq": "0",
+        "topic": "'arguments.topic'",
+        "base_topics": "'{arguments.base}'",
+        "on_ack": "'delete'",
+        "reason": "'rejected'",
+        "state": "'ready'",
+        "tokens": "array[gen_random_uuid(), gen_random_uuid()]",
+        "counts": "'{0,0}'",
+        "fail_on_data_loss": "false",
+        "flavor": "'postgresql'",
+        "access": "'producer'",
+        "role_name": "'pgqueue_test_arguments'",
+        "schema_name": "'public'",
+        "table_name": "'arguments'",
+        "app_id": "'arguments'",
+        "delays": "'{1 s}'",
+    }
+    if argument == "claim_token" and "stream" in verb:
+        return of_stream.format("t.claim_token")
+    if argument in ("body", "bodies", "after_token", "before_id", "up_to_id", "archive_for") or (verb, argument) == (
+        "stream_read",
+        "partition",
+    ):
+        return "null"
+    by_kind = {
+        "jsonb": "'{}'",
+        "jsonb[]": "array['{}']::jsonb[]",
+        "interval": "'1 day'" if "timeout" not in argument else "'1 min'",
+        "uuid": "gen_random_uuid()",
+        "uuid[]": "array[gen_random_uuid()]",
+        "bigint[]": "'{1}'",
+        "boolean": "true",
+        "text": "'arguments'",
+    }
+    return by_name.get(argument) or by_kind.get(kind, "1")
+
+
+@pytest.fixture(scope="module")
+def arguments(database: str) -> Iterator[psycopg.Connection[Any]]:
+    """A connection in a transaction, with a queue, and another one with a stream that has a batch."""
+    with psycopg.connect(database) as connection:
+        connection.execute("create role pgqueue_test_arguments")
+        connection.execute("select pgqueue.create_queue('arguments'), pgqueue.create_queue('arguments-read')")
+        connection.execute("select pgqueue.enqueue('arguments-read', '1')")
+        connection.execute(
+            "select pgqueue.stream_claim(s.queue_name, s.stream_name, s.epoch, 0, null)"
+            " from pgqueue.stream_open('arguments-read', 'arguments') s"
+        )
+        yield connection
+        connection.rollback()
+
+
+@pytest.fixture(scope="module")
+def verbs(arguments: psycopg.Connection[Any]) -> list[Verb]:
+    rows = arguments.execute(
+        """
+        select p.proname, coalesce(p.proargnames, '{}'), array(
+            select format_type(t.oid, null) from unnest(p.proargtypes) with ordinality as a (oid, n)
+            join pg_type t using (oid) order by a.n
+        )
+        from pg_proc p
+        where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_'
+        order by p.proname
+        """
+    ).fetchall()
+    return [Verb(name, dict(zip(names, kinds, strict=False))) for name, names, kinds in rows]
+
+
+def outcome(connection: psycopg.Connection[Any], statement: str, argument: str) -> str:
+    """What becomes of a call, which leaves nothing behind: it is taken, or refused, well or badly."""
+    try:
+        with connection.transaction(force_rollback=True):
+            connection.execute(statement)
+    except psycopg.Error as error:
+        told = f"{error.diag.message_primary} {error.diag.message_hint}"
+        names = (argument, argument.removesuffix("s"), argument.removesuffix("_name"))
+        state = error.sqlstate or ""
+        is_named = state in REFUSALS and any(name in told for name in names)
+        # An error of our own says what is wrong by what it is about.
+        if (is_named or state.startswith("PQ")) and error.diag.message_hint:
+            return "refused"
+        return f"{state} {error}"
+    return "taken"
+
+
+def test_what_is_good_is_taken(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+    assert {verb.name: seen for verb in verbs if (seen := outcome(arguments, verb.call(), "")) != "taken"} == {}
+
+
+def test_null_has_a_meaning_or_is_refused(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+    seen = {
+        (verb.name, argument): outcome(arguments, verb.call(**{argument: f"cast(null as {kind})"}), argument)
+        for verb in verbs
+        for argument, kind in verb.arguments.items()
+    }
+    assert {call: what for call, what in seen.items() if what not in ("taken", "refused")} == {}
+    taken = {call for call, what in seen.items() if what == "taken"}
+    assert taken == {(verb, argument) for verb, names in MAY_BE_NULL.items() for argument in names.split()}
+
+
+def test_no_value_is_taken_apart_from_its_name(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+    bad = {
+        statement: what
+        for verb in verbs
+        for argument, kind in verb.arguments.items()
+        for value in HOSTILE[kind]
+        if (what := outcome(arguments, (statement := verb.call(**{argument: f"cast({value} as {kind})"})), argument))
+        not in ("taken", "refused")
+    }
+    assert bad == {}
+
+
+def test_a_name_may_come_from_a_column_of_any_collation(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+    bad = {
+        verb.name: what
+        for verb in verbs
+        if (texts := [name for name, kind in verb.arguments.items() if kind in ("text", "text[]")])
+        and (
+            what := outcome(arguments, verb.call(**{name: verb.value(name, ' collate "POSIX"') for name in texts}), "")
+        )
+        != "taken"
+    }
+    assert bad == {}

@@ -1,0 +1,122 @@
+"""Logical replication of all tables hinders no verb, and who subscribes can take over."""
+
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from clients import claim, connect, wait_for
+from psycopg.conninfo import make_conninfo
+
+from pgqueue.embedded import EmbeddedServer
+
+
+@pytest.fixture(scope="module")
+def logical() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(durable=False, settings={"wal_level": "logical"}) as server:
+        yield server
+
+
+def sweep(connection: psycopg.Connection[Any], queue: str) -> None:
+    """Have a claim sweep, and learn."""
+    connection.execute("update pgqueue.sweeps set learnt_at = '1970-01-01 00:00+00' where queue_name = %s", (queue,))
+    connection.execute("select setval(sweep_register, 1) from pgqueue.queues where name = %s", (queue,))
+    claim(connection, queue, 1)
+
+
+def use(connection: psycopg.Connection[Any], queue: str) -> list[int]:
+    """Send, settle, give back, archive and look; returns the ids that are left, of which none is claimed."""
+    rows = connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[8]))", (queue,)).fetchall()
+    for verb in ("ack", "nack", "reject", "ack"):
+        number, token, _ = claim(connection, queue, 1)[0]
+        connection.execute(f"select pgqueue.{verb}(%s, %s, %s)", (queue, number, token))
+    connection.execute(
+        "update pgqueue.scheduled_messages set due_at = clock_timestamp() where queue_name = %s", (queue,)
+    )
+    for _ in range(3):
+        sweep(connection, queue)
+    connection.execute("select pgqueue.redrive(%s)", (queue,))
+    connection.execute("select pgqueue.ack(%s, id, claim_token) from pgqueue.claim(%s)", (queue, queue))
+    connection.execute("update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s", (queue,))
+    connection.execute("select pgqueue.receive(%s)", (queue,))
+    connection.execute("insert into pgqueue.unfiled_messages select * from pgqueue.archived_messages")
+    connection.execute("update pgqueue.archive_promises set ends_at = clock_timestamp()")
+    connection.execute("select pgqueue.maintain_archive()")
+    return [row[0] for row in rows]
+
+
+def left(connection: psycopg.Connection[Any]) -> set[Any]:
+    return set(
+        connection.execute(
+            "select queue_name, id from pgqueue.messages"
+            " union all select queue_name, id from pgqueue.scheduled_messages"
+        )
+    )
+
+
+def test_all_tables_are_published_and_who_subscribes_takes_over(logical: EmbeddedServer) -> None:
+    publisher, subscriber = (make_conninfo(logical.dsn, dbname=name) for name in ("publisher", "subscriber"))
+    with connect(logical.dsn) as maintenance:
+        maintenance.execute("create database publisher")
+        maintenance.execute("create database subscriber")
+    with connect(publisher) as connection, connect(subscriber) as standby:
+        connection.execute("create extension pgqueue")
+        for queue, dedicated in (("shared", False), ("dedicated", True), ("exposed", False)):
+            connection.execute("select pgqueue.create_queue(%s, '1 h', dedicated => %s)", (queue, dedicated))
+        connection.execute("select pgqueue.alter_queue('shared', archive_for => '1 day')")
+        connection.execute("select pgqueue.create_queue('gone', archive_for => '1 day')")
+        connection.execute("select pgqueue.expose_transport('exposed')")
+        connection.execute("create publication all_tables for all tables")
+        connection.execute("select pg_create_logical_replication_slot('all_tables', 'pgoutput')")
+        dumped = subprocess.run([logical.bindir / "pg_dump", publisher], capture_output=True, check=True)
+        restored = subprocess.run(
+            [logical.bindir / "psql", "--quiet", "--set", "ON_ERROR_STOP=1", subscriber],
+            input=dumped.stdout,
+            capture_output=True,
+        )
+        assert restored.returncode == 0, restored.stderr
+        standby.execute(
+            f"create subscription all_tables connection '{publisher.replace(chr(39), chr(39) * 2)}'"
+            " publication all_tables with (create_slot = false, slot_name = all_tables, copy_data = false)"
+        )
+
+        connection.execute("select pgqueue.drop_queue('gone')")
+        for queue in ("shared", "dedicated", "exposed"):
+            use(connection, queue)
+        connection.execute("insert into exposed (headers, body) values ('{}', 'x'), ('{}', 'y')")
+        connection.execute("delete from exposed where seq = (select seq from exposed order by seq limit 1)")
+        connection.execute("select pgqueue.advance_transport('exposed')")
+        connection.execute("select pgqueue.purge_dead_messages('shared')")
+        there = left(connection)
+        assert len(there) > 10
+        wait_for(lambda: left(standby) == there)
+
+        standby.execute("alter subscription all_tables disable")
+        standby.execute("alter subscription all_tables set (slot_name = none)")
+        standby.execute("drop subscription all_tables")
+        wait_for(
+            lambda: connection.execute(
+                "select not active from pg_replication_slots where slot_name = 'all_tables'"
+            ).fetchone()[0]
+        )
+        connection.execute("select pg_drop_replication_slot('all_tables')")
+
+        # No sequence was replicated: first the ids are found to be behind, then the places in the relation.
+        for _ in range(2):
+            findings = standby.execute("select distinct finding, repair from pgqueue.doctor() where severity = 'error'")
+            for finding, repair in findings.fetchall():
+                assert finding == "ids_above_sequence"
+                standby.execute(repair)
+        assert standby.execute("select finding from pgqueue.doctor() where severity = 'error'").fetchall() == []
+        for queue in ("shared", "dedicated", "exposed"):
+            highest = max(number for name, number in there if name == queue)
+            assert standby.execute("select pgqueue.enqueue(%s, '2')", (queue,)).fetchone()[0] > highest
+            got: list[int] = []
+
+            def all_of_it() -> bool:
+                got.extend(row[0] for row in claim(standby, queue, 100))  # noqa: B023
+                return set(got) >= {number for name, number in there if name == queue}  # noqa: B023
+
+            wait_for(all_of_it, 5)
+            assert len(got) == len(set(got)) == sum(name == queue for name, _ in there) + 1

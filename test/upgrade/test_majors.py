@@ -1,0 +1,140 @@
+"""From the oldest major version of PostgreSQL to the newest, with a message in every state: by pg_upgrade, and by dumps
+of both forms."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doors import restore
+from harness import CACHE, TOOLS, Server, prepare_fresh, prepare_plain
+from test_doors import data, fill, run_every_verb
+
+from pgqueue.embedded import EmbeddedServer, _identity
+
+OLD = CACHE / "postgres/node_modules/pg15/native/bin"
+DOORS = {"extension": prepare_fresh, "plain": prepare_plain}
+ROLES = ("producer", "consumer", "raw")
+# The packages from npm lack two programs that pg_upgrade asks about the old cluster. pg_controldata of the newest major
+# reads what matters here, and knows all that `pg_resetwal -n` would say but for the segment that comes next.
+RESETWAL = f"""#!/bin/sh
+known=$('{TOOLS}/pg_controldata' "$2")
+segment=$(echo "$known" | sed -n 's/.*REDO WAL file: *//p')
+echo "$known"
+printf 'First log segment after reset: %s%08X\\n' "${{segment%????????}}" $((0x${{segment#????????????????}} + 1))
+"""
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """A directory that servers may enter."""
+    directory = Path(tempfile.mkdtemp(dir="/tmp"))
+    directory.chmod(0o777)
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def old(place: Path) -> Iterator[EmbeddedServer]:
+    """A server of the oldest major, with pgqueue in two databases, as an extension and without."""
+    if not (OLD / "postgres").exists() and not os.environ.get("CI"):
+        pytest.skip("PostgreSQL 15 is not to be had on this machine (make test-tools fetches it)")
+    with EmbeddedServer(bindir=OLD, data_dir=place / "old", durable=False) as server:
+        at = Server("PostgreSQL 15", server.dsn)
+        with at.connect("postgres") as connection:
+            for role in ROLES:
+                connection.execute(f"create role {role}")
+        for name, door in DOORS.items():
+            with at.connect("postgres") as connection:
+                connection.execute(f"create database {name}")
+            door(at, name)
+            with at.connect(name) as connection:
+                fill(connection)
+        yield server
+
+
+def goes_on(server: Server, database: str, before: Any) -> None:
+    """All is there that was there before, doctor repairs what another major does otherwise, and every verb works."""
+    assert data(server, database) == before
+    with server.connect(database) as connection:
+        for (repair,) in connection.execute(
+            "select repair from pgqueue.doctor() where finding = 'unfit_keys'"
+        ).fetchall():
+            connection.execute(repair)
+        assert connection.execute("select pgqueue._has_fit_keys()").fetchone() == (True,)
+        run_every_verb(connection)
+
+
+@pytest.fixture(scope="module")
+def new() -> Iterator[Server]:
+    with EmbeddedServer(durable=False) as embedded:
+        server = Server("PostgreSQL 18", embedded.dsn)
+        with server.connect("postgres") as connection:
+            for role in ROLES:
+                connection.execute(f"create role {role}")
+        yield server
+
+
+@pytest.mark.parametrize("form", ["plain", "custom"])
+@pytest.mark.parametrize("door", DOORS)
+def test_a_dump_of_the_oldest_major_is_restored(
+    old: EmbeddedServer, new: Server, door: str, form: str, place: Path
+) -> None:
+    source = Server("PostgreSQL 15", old.dsn)
+    file = place / f"{door}.{form}"
+    subprocess.run([TOOLS / "pg_dump", f"--format={form}", "--file", file], env=source.environment(door), check=True)
+    with new.database(f"{door}_{form}") as target:
+        if form == "plain":
+            restore(new, file.read_text(), target)
+        else:
+            subprocess.run(
+                [TOOLS / "pg_restore", "--exit-on-error", "--dbname", target, file],
+                env=new.environment(target),
+                check=True,
+            )
+        goes_on(new, target, data(source, door))
+
+
+def as_server(*command: object, cwd: Path) -> None:
+    """Run a program as whoever the servers run as."""
+    identity = _identity()
+    done = subprocess.run(
+        [str(word) for word in (*identity.prefix, *command)],
+        cwd=cwd,
+        user=identity.uid,
+        group=identity.uid,
+        extra_groups=identity.groups,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+
+
+def test_pg_upgrade_loses_nothing(old: EmbeddedServer, place: Path) -> None:
+    before = {name: data(Server("PostgreSQL 15", old.dsn), name) for name in DOORS}
+    old.stop()
+    programs = place / "programs"
+    programs.mkdir()
+    for program in (OLD / "postgres", OLD / "pg_ctl", TOOLS / "pg_controldata"):
+        (programs / program.name).symlink_to(program)
+    resetwal = programs / "pg_resetwal"
+    resetwal.write_text(RESETWAL)
+    resetwal.chmod(0o755)
+    as_server(
+        *(TOOLS / "initdb", "-D", place / "new", "-U", "postgres", "-E", "UTF8", "--locale", "C", "-A", "trust"),
+        *("--no-data-checksums", "--no-sync"),
+        cwd=place,
+    )
+    as_server(
+        *(TOOLS / "pg_upgrade", "-b", programs, "-B", TOOLS, "-d", place / "old", "-D", place / "new"),
+        *("-U", "postgres", "-s", place, "--no-sync", "--jobs", 2),
+        cwd=place,
+    )
+    old.start()  # for the other tests
+    with EmbeddedServer(data_dir=place / "new", durable=False) as server:
+        for name in DOORS:
+            goes_on(Server("PostgreSQL 18", server.dsn), name, before[name])
