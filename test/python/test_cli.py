@@ -716,6 +716,8 @@ def test_the_styles_of_other_clients_are_not_those_of_commands(database: str, or
         for json in ([], ["--json"]):
             done = run(*words, *json, PGQUEUE_DSN=database, **styles)
             assert (done.status, done.err) == (0, "")
+    done = in_process(f"{database} options='-c intervalstyle=postgres_verbose'", "list")
+    assert (done.status, done.err) == (0, "")
     (message,) = run("browse", orders.name, "--json", PGQUEUE_DSN=database, **styles).records
     assert datetime.fromisoformat(message["enqueued_at"]) == orders.browse()[0].enqueued_at
 
@@ -978,8 +980,9 @@ def commands() -> list[list[str]]:
 
 def test_all_commands_have_their_place() -> None:
     assert {" ".join(words) for words in commands()} == {
-        *("", "install", "create", "list", "stats", "pause", "resume", "drop", "send", "claim", "ack", "nack"),
-        *("publish", "subscribe", "unsubscribe"),
+        *("", "install", "grant", "revoke", "create", "alter", "list", "show", "stats", "pause", "resume", "drop"),
+        *("send", "claim", "extend", "ack", "nack", "archive", "archive list", "archive maintain"),
+        *("publish", "subscribe", "unsubscribe", "subscriptions", "spark streams", "spark drop-stream"),
         *("browse", "purge", "work", "serve", "doctor", "dead", "dead list", "dead show", "dead redrive", "dead purge"),
         *("spark", "spark archive-to-parquet", "spark replay", "spark dead-letter-report", "spark redrive-where"),
         *("spark flow-report", "spark summarize-flights"),
@@ -997,7 +1000,7 @@ def test_help_is_complete_and_fits_a_terminal(words: list[str], monkeypatch: pyt
     if not words:
         for status in ("0", "1", "2", "3", "128 \\+ n"):
             assert re.search(rf"^    {status} ", done.out, re.MULTILINE)
-    elif words not in (["dead"], ["spark"]):
+    elif words not in (["archive"], ["dead"], ["spark"]):
         for option in ("--dsn", "--json", "--quiet", "--debug"):
             assert option in done.out
         if any(word in done.out for word in ("exit status", "Exit status")):

@@ -16,7 +16,7 @@ from commands import ANSI, Done, in_process, run, running, terminal
 import pgqueue
 
 HANDLERS = '''
-import asyncio, threading, time
+import asyncio, functools, threading, time
 from pathlib import Path
 from pgqueue import Reject, Retry
 
@@ -33,6 +33,8 @@ class Notes:
     def method(self, delivery):
         note(delivery)
 notes = Notes()
+part = functools.partial(note)
+part_async = functools.partial(functools.partial(notes))
 
 def note_batch(deliveries):
     print("got", [delivery.message.payload for delivery in deliveries], flush=True)
@@ -75,6 +77,14 @@ async def never_async(delivery):
 def generate(delivery):
     yield
 
+class Generator:
+    def __call__(self, delivery):
+        yield
+generator = functools.partial(Generator())
+
+def two(delivery, connection):
+    pass
+
 number = 1
 '''
 
@@ -89,6 +99,7 @@ def shop(tmp_path: Path) -> Path:
     (directory / "broken.py").write_text("import json\n\nraise KeyError('settings')\n")
     (directory / "missing.py").write_text("import no_such_library\n")
     (directory / "unfinished.py").write_text("def handle(:\n")
+    (directory / "script.py").write_text("import sys\n\nsys.exit(0)\n")
     return directory
 
 
@@ -110,7 +121,7 @@ def work(queue: pgqueue.Queue, handler: str, *options: str, dsn: str, cwd: Path)
     return run("work", queue.name, f"orders.tasks:{handler}", *options, cwd=cwd, PGQUEUE_DSN=dsn)
 
 
-@pytest.mark.parametrize("handler", ["note", "note_async", "notes", "notes.method"])
+@pytest.mark.parametrize("handler", ["note", "note_async", "notes", "notes.method", "part", "part_async"])
 def test_a_handler_of_either_kind_works_until_the_queue_is_empty(
     database: str, orders: pgqueue.Queue, shop: Path, handler: str
 ) -> None:
@@ -169,6 +180,20 @@ def test_until_empty_waits_for_what_others_hold(
         orders.nack(held.id, held.claim_token, timedelta(0))
         done = command.end()
     assert (done.status, done.out) == (0, "got held\n")
+
+
+def test_until_empty_ends_when_the_queue_is_dropped(
+    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path
+) -> None:
+    orders.enqueue("later", delay=timedelta(seconds=30))
+    words = ("work", orders.name, "orders.tasks:note", "--until-empty", "--log-level", "error")
+    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
+        listens = "select from pg_stat_activity where application_name = %s and query ilike 'unlisten%%'"
+        command.wait_for(lambda: orders.connection.execute(listens, [f"pgqueue {orders.name}"]).fetchall())
+        orders.drop_queue()
+        done = command.end()
+    assert (done.status, done.out) == (0, "")
+    orders.purge_dead_messages()
 
 
 def test_modes_reach_the_consumer(
@@ -247,7 +272,11 @@ def test_failures_are_logged_with_message_and_attempt(
         ("nope.tasks:note", "there is no module 'nope'"),
         ("orders.tasks:number", "'orders.tasks:number' is no function."),
         ("orders.tasks:Notes", "'orders.tasks:Notes' is no function."),
-        ("orders.tasks:generate", "is a generator: calling it would do nothing."),
+        ("orders.tasks:generate", "is a generator function, of which a call runs nothing."),
+        ("orders.tasks:generator", "is a generator function, of which a call runs nothing."),
+        ("orders.tasks:two", "cannot be called with 1 argument: missing a required argument: 'connection'."),
+        (".tasks:note", "is not MODULE:HANDLER"),
+        ("orders.:note", "is not MODULE:HANDLER"),
     ],
 )
 def test_a_handler_that_is_none_is_wrong_usage(shop: Path, handler: str, reason: str) -> None:
@@ -263,6 +292,7 @@ def test_a_handler_that_is_none_is_wrong_usage(shop: Path, handler: str, reason:
         ("broken", "KeyError: 'settings'", "broken.py:3"),
         ("missing", "ModuleNotFoundError: No module named 'no_such_library'", "missing.py:1"),
         ("unfinished", "SyntaxError: ", "unfinished.py:1"),
+        ("script", "SystemExit: 0", "script.py:3"),
     ],
 )
 def test_a_module_that_does_not_load_is_told_with_the_place(shop: Path, module: str, reason: str, place: str) -> None:

@@ -57,6 +57,38 @@ def test_a_new_queue_has_the_defaults_of_the_database(client: Client, name: str)
     assert client.queue(name).get_queue() == created
 
 
+@pytest.mark.parametrize(
+    "styles",
+    [
+        "datestyle = 'German'; set intervalstyle = 'sql_standard'",
+        "intervalstyle = 'iso_8601'; set timezone = '<+3>-3:30'",
+    ],
+)
+def test_what_comes_back_is_read_whatever_the_style_of_the_session(
+    client: Client, styles: str, connection: psycopg.Connection[Any], name: str
+) -> None:
+    plain, queue = pgqueue.Queue(connection, name), client.queue(name)
+    client.connection.execute(f"set {styles}")
+    queue.create_queue(visibility_timeout=90 * SECOND, archive_for=timedelta(days=3, hours=1))
+    queue.enqueue_batch(
+        [{"text": "é😀", "number": 1.5, "null": None}] * 4, headers=[{"a": "b"}] * 4, message_ids=[NOWHERE] * 4
+    )
+    queue.enqueue(body=b"\0\1", delay=timedelta(hours=3))
+    queue.subscribe(f"{name}.*")
+    done, failed = queue.claim(2, visibility_timeout=timedelta(hours=2))
+    assert done.visible_at - done.enqueued_at > timedelta(hours=1)
+    (again,) = queue.exchange([done.id], done.claim_token)
+    assert (again.payload["text"], again.headers, again.lost) == ("é😀", {"a": "b"}, False)
+    assert queue.reject(failed.id, failed.claim_token, error="no")
+    for verb in (
+        *("get_queue", "next_due_at", "channel", "peek", "list_subscriptions"),
+        *("browse", "browse_dead_messages", "browse_archived_messages"),
+    ):
+        assert getattr(queue, verb)() == getattr(plain, verb)(), verb
+    assert queue.stats().scheduled_messages == 1
+    assert client.queues.list_queues() == pgqueue.Queues(connection).list_queues()
+
+
 def test_every_setting_arrives(client: Client, name: str) -> None:
     settings: dict[str, Any] = {
         "visibility_timeout": 2 * SECOND,
@@ -523,9 +555,23 @@ def test_any_cursor_factory_and_row_factory_will_do(database: str, name: str) ->
         assert queue.claim()[0].payload == "100 %"
 
 
-def test_numbers_out_of_range_are_refused(queue: Any) -> None:
-    with pytest.raises(psycopg.errors.NumericValueOutOfRange):
-        queue.claim(2**40)
+def test_numbers_out_of_range_are_refused_by_name(queue: Any) -> None:
+    for number in (2**31, -(2**31) - 1, 3_000_000_000):
+        with pytest.raises(pgqueue.InvalidArgument) as refused:
+            queue.claim(number)
+        assert (
+            str(refused.value) == f"invalid max_messages: {number}; must be an integer from -2147483648 to 2147483647"
+        )
+    for number in (2**63, -(2**63) - 1):
+        with pytest.raises(pgqueue.InvalidArgument, match=f"invalid id: {number}; must be an integer from"):
+            queue.ack(number, NOWHERE)
+        with pytest.raises(pgqueue.InvalidArgument, match=f"invalid ids: {number}; must be an integer from"):
+            queue.ack_batch([1, number], NOWHERE)
+    with pytest.raises(pgqueue.InvalidArgument, match="invalid max_records: an integer of 20001 bits"):
+        queue.peek(1 << 20000)
+    with pytest.raises(pgqueue.InvalidArgument, match="max_messages must be an integer from 1 to 10000"):
+        queue.claim(2**31 - 1)
+    assert queue.ack(2**63 - 1, NOWHERE) is False
 
 
 # Installation as plain SQL.
@@ -610,25 +656,6 @@ def test_the_command_adopts_no_foreign_schema(empty_database: Any, capsys: pytes
 def test_the_command_says_why_it_cannot_connect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["install", f"host={tmp_path} dbname=nowhere"]) == 1
     assert capsys.readouterr().err.startswith("pgqueue: ")
-
-
-def test_statistics_of_all_queues_hold_none_that_is_not_deep(
-    connection: psycopg.Connection[Any], database: str, name: str
-) -> None:
-    # Two locks of each of thousands of queues would fill the lock table of the server.
-    queue = pgqueue.Queue(connection, name)
-    queue.create_queue()
-    with connection.transaction():
-        assert name in [stats.queue_name for stats in pgqueue.Queues(connection).stats()]
-        with psycopg.connect(database, autocommit=True) as other:
-            held = other.execute("select not pg_try_advisory_xact_lock(pgqueue._lock_key(%s))", [name]).fetchone()
-            assert held == (False,)
-            registers = other.execute(
-                "select count(*) from pg_locks l join pgqueue.queues q on q.fresh_register = l.relation"
-                " where q.name = %s",
-                [name],
-            ).fetchone()
-            assert registers == (0,)
 
 
 # Mistakes of callers

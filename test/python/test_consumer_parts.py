@@ -13,7 +13,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 from clients import connect, is_empty, wait_for
-from consumers import SECOND, THREADS, Form, Step, each, prepare
+from consumers import SECOND, THREADS, Form, Step, beside, each, prepare
 from psycopg.rows import scalar_row
 
 from pgqueue import AsyncConsumer, Consumer, Message
@@ -195,12 +195,19 @@ def test_no_more_connections_are_kept_than_may_be_used(database: str) -> None:
     stack: Stack[Connection] = Stack()
     connections = [connect(database) for _ in range(3)]
     try:
-        assert [stack.put(connection, 2) for connection in connections] == [True, True, False]
-        assert [stack.take(), stack.take(), stack.take()] == [connections[1], connections[0], None]
-        connections[0].execute("begin")
-        assert not stack.put(connections[0], 2)
-        connections[1].close()
-        assert not stack.put(connections[1], 2)
+        first, second, third = connections
+        assert [stack.put(connection, 2) for connection in connections] == [[], [], [first]]
+        assert [stack.take(), stack.take(), stack.take()] == [third, second, None]
+        assert [stack.put(connection, 3) for connection in connections] == [[], [], []]
+        assert stack.take() == third
+        assert stack.put(third, 1) == [first, second]
+        assert stack.take() == third
+        assert stack.put(third, 0) == [third]
+        third.execute("begin")
+        assert stack.put(third, 2) == [third]
+        second.close()
+        assert stack.put(second, 2) == [second]
+        assert stack.take() is None
     finally:
         for connection in connections:
             connection.close()
@@ -641,6 +648,28 @@ async def test_one_async_consumer_runs_once_at_a_time(database: str, connection:
                 await begin()
     async with consumer:
         pass
+
+
+def test_a_stop_that_comes_too_late_does_not_stop_the_next_run(
+    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = prepare(connection, name)
+    consumer = Consumer(database, name, lambda _: None)
+    consumer.start()
+    end = consumer._end
+
+    def late(force: bool, timeout: timedelta | None) -> None:
+        """Somebody else is first."""
+        end(force, timeout)
+        assert consumer._ended.wait(30)
+        end(force, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(consumer, "_end", late)
+        beside(consumer.stop).result(30)
+    queue.enqueue(1)
+    with consumer:
+        wait_for(lambda: is_empty(connection, name))
 
 
 def test_what_ends_a_consumer_is_told_by_its_stop(

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -129,9 +131,11 @@ def test_a_retry_without_a_delay_takes_that_of_the_retries() -> None:
     assert isinstance(decision, Reject)
 
 
-def test_a_negative_delay_is_refused() -> None:
-    with pytest.raises(ValueError, match="must not be negative"):
-        Retry(timedelta(seconds=-1))
+@pytest.mark.parametrize("after", [-SECONDS, timedelta(days=3652.5, microseconds=1), timedelta.max])
+def test_a_delay_that_the_database_does_not_know_is_refused(after: timedelta) -> None:
+    with pytest.raises(ValueError, match=r"^invalid after: .+; must be from 0 to 3652\.5 days$"):
+        Retry(after)
+    assert Retry(timedelta(days=3652.5)).after == timedelta(days=3652.5)
 
 
 def test_what_is_no_decision_is_refused() -> None:
@@ -551,6 +555,65 @@ def test_handlers_of_the_other_kind_are_refused() -> None:
         Consumer("", "q", None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="conninfo"):
         Consumer(None, "q", nothing)  # type: ignore[arg-type]
+
+
+class Handler:
+    async def handle(self, delivery: Any) -> None: ...
+
+    def plain(self, delivery: Any) -> None: ...
+
+    async def __call__(self, delivery: Any) -> None: ...
+
+
+def test_what_is_behind_a_part_or_a_method_decides_the_kind() -> None:
+    handler = Handler()
+    for coroutine in (partial(nothing_async), handler.handle, handler, partial(partial(handler))):
+        with pytest.raises(TypeError, match="use AsyncConsumer"):
+            Consumer("", "q", coroutine)
+        AsyncConsumer("", "q", coroutine)
+    for plain in (partial(nothing), handler.plain, partial(handler.plain), print):
+        Consumer("", "q", plain)
+        with pytest.raises(TypeError, match="use Consumer"):
+            AsyncConsumer("", "q", plain)
+
+
+class Generator:
+    def __call__(self, _: Any) -> Any:
+        yield
+
+
+def generator(_: Any) -> Any:
+    yield
+
+
+async def generator_async(_: Any) -> Any:
+    yield
+
+
+@pytest.mark.parametrize("handler", [generator, generator_async, Generator(), partial(generator)])
+def test_a_generator_is_no_handler(handler: Any) -> None:
+    for kind in (Consumer, AsyncConsumer):
+        with pytest.raises(TypeError, match="invalid handler: is a generator function, of which a call runs nothing"):
+            kind("", "q", handler)
+
+
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"handler": lambda: None}, "invalid handler: cannot be called with 1 argument: too many positional arguments"),
+    ({"handler": Handler.plain}, "invalid handler: cannot be called with 1 argument: missing a required argument"),
+    ({"conninfo": lambda dsn: dsn}, "invalid conninfo: cannot be called with 0 arguments: missing a required argument"),
+    ({"on_failure": lambda: None}, "invalid on_failure: cannot be called with 1 argument"),
+    ({"on_failure": nothing_async}, "on_failure is a coroutine function: use AsyncConsumer"),
+    ({"on_critical": nothing}, "invalid on_critical: cannot be called with 2 arguments"),
+    ({"on_circuit": "log"}, "invalid on_circuit: 'log'; must be callable"),
+    ({"on_circuit": nothing_async}, "invalid on_circuit: is a coroutine function, which nobody would await"),
+    ({"observe": nothing_async}, "invalid observe: is a coroutine function, which nobody would await"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), UNFIT, ids=range(len(UNFIT)))
+def test_functions_that_could_not_be_called_are_refused_by_name(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(said)}"):
+        Consumer(**{"conninfo": "", "queue_name": "q", "handler": nothing, **arguments})
 
 
 @pytest.mark.parametrize("name", ["peek_delay", "visibility_timeout", "grace_period", "circuit_breaker_after"])

@@ -423,6 +423,43 @@ def test_a_connection_that_falls_silent_is_given_up_while_claims_can_still_be_ke
     assert run.consumer.stats.lost == 0
 
 
+@pytest.fixture
+def slow_line(empty_database: Callable[[], str]) -> str:
+    """A database whose messages take 50 ms each to arrive."""
+    dsn = empty_database()
+    with connect(dsn) as connection:
+        connection.execute(
+            """
+            create extension pgqueue;
+            create schema honest;
+            alter function pgqueue.claim(text, int, interval, text) set schema honest;
+            create function pgqueue.claim(
+                queue_name text, max_messages int default 1, visibility_timeout interval default null,
+                claimed_by text default null
+            ) returns setof pgqueue.message language plpgsql security definer as $$
+            begin
+                perform pg_sleep(0.05 * max_messages);
+                return query select * from honest.claim(queue_name, max_messages, visibility_timeout, claimed_by);
+            end
+            $$;
+            """
+        )
+    return dsn
+
+
+@pytest.mark.parametrize("form", [PLAIN[0]], ids=str)
+def test_what_takes_too_long_to_arrive_all_at_once_is_taken_in_smaller_portions(form: Form, slow_line: str) -> None:
+    with connect(slow_line) as connection:
+        queue = prepare(connection, "q")
+        with form.consuming(slow_line, "q", concurrency=16, listen=False) as run:
+            run.consumer._core.taking.deadline = 0.5
+            queue.enqueue_batch(list(range(16)))
+            wait_for(lambda: is_empty(connection, "q"))
+    assert set(run.attempts) == {1}
+    assert run.circuits[:2] == ["armed", "closed"]
+    assert "open" not in run.circuits
+
+
 # Waiting
 
 

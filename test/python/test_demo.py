@@ -54,7 +54,7 @@ def test_the_books_balance() -> None:
 
 def test_a_given_server_keeps_what_is_asked_for_until_the_next_run(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
-    done = run("--keep", PGQUEUE_DSN=dsn)
+    done = run("--keep", PGQUEUE_DSN=dsn, PGOPTIONS="-c intervalstyle=iso_8601 -c datestyle=german")
     assert done.returncode == 0, done.stdout + done.stderr
     with psycopg.connect(dsn) as connection:
         assert connection.execute("select sum(flights) from pgqueue_demo.delays").fetchone() == (5000,)

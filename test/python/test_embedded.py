@@ -17,7 +17,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from clients import wait_for
-from commands import environment, run, running
+from commands import COMMAND, environment, run, running
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer, EmbeddedServerError, _locked, default_home, shared_server
@@ -91,6 +91,16 @@ def test_a_server_that_is_killed_is_started_again(home: Path) -> None:
     assert run("stats", "--json", PGQUEUE_HOME=home).records[0]["ready_messages"] == 1
 
 
+def test_a_server_that_died_by_itself_can_be_started_again() -> None:
+    with EmbeddedServer() as server:
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        wait_for(lambda: server.pid is None)
+        server.start()
+        with psycopg.connect(server.dsn) as connection:
+            assert connection.execute("select 1").fetchone() == (1,)
+
+
 def test_the_server_stays_while_it_has_users_and_stops_after_the_last(home: Path, tmp_path: Path) -> None:
     home.mkdir()
     code = (
@@ -137,7 +147,9 @@ def test_a_place_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = run("list", PGQUEUE_HOME=tmp_path / "file/home")
     assert done.status == 1
-    assert re.search(r"^pgqueue: .*/file/home: Not a directory$", done.err, re.MULTILINE)
+    assert re.search(
+        r"^pgqueue: .*/file/home: Not a directory\nhint: --dsn names a server of yours, ", done.err, re.MULTILINE
+    )
 
 
 def test_the_server_has_the_extension_and_is_durable(home: Path) -> None:
@@ -276,7 +288,10 @@ def test_an_address_for_which_there_was_no_room_is_not_that_of_the_machine(
         assert psycopg.conninfo.conninfo_to_dict(dsn)["host"] != given["host"]
 
 
-@pytest.mark.parametrize("name", ["a b", 'it\'s "$HOME" \\ #1', "größe-数", "-c", "a,b:c=d"])
+@pytest.mark.parametrize(
+    "name",
+    ["a b", 'it\'s "$HOME" \\ #1', "größe-数", "-c", "a,b:c=d", pytest.param(os.fsdecode(b"\xff"), id="no UTF-8")],
+)
 def test_data_may_have_any_name(short: Path, name: str) -> None:
     for _ in range(2):
         with EmbeddedServer(data_dir=short / name, durable=False) as server, psycopg.connect(server.dsn) as connection:
@@ -313,7 +328,47 @@ def test_the_note_of_a_server_that_died_is_no_hindrance(short: Path) -> None:
         assert connection.execute("select 1").fetchone() == (1,)
 
 
-@pytest.mark.parametrize("mask", [0o000, 0o027, 0o077])
+def test_the_note_of_a_server_that_died_may_name_a_process_of_something_else(short: Path) -> None:
+    with EmbeddedServer(data_dir=short / "data", durable=False) as server:
+        note = (short / "data/postmaster.pid").read_text()
+        server.kill()
+    with subprocess.Popen(["sleep", "600"]) as another:
+        try:
+            (short / "data/postmaster.pid").write_text(note.replace(note.split("\n")[0], str(another.pid), 1))
+            with EmbeddedServer(data_dir=short / "data") as server, psycopg.connect(server.dsn) as connection:
+                assert connection.execute("select 1").fetchone() == (1,)
+        finally:
+            another.kill()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_start_goes_on_without_who_asked_for_it(home: Path, how: signal.Signals) -> None:
+    with subprocess.Popen([*COMMAND, "list"], env=environment(PGQUEUE_HOME=home), stderr=subprocess.PIPE) as command:
+        wait_for(lambda: (home / "data/.pgqueue-initdb").exists() and len(keepers(home)) == 1)
+        command.send_signal(how)
+        assert command.wait(30) == (130 if how == signal.SIGINT else -how)
+    (keeper,) = keepers(home)
+    done = run("create", "orders", PGQUEUE_HOME=home)
+    assert done.status == 0, done.err
+    assert keepers(home) == [keeper]
+
+
+def test_a_full_disk_is_told_and_leaves_no_half_of_the_data(short: Path) -> None:
+    code = (
+        "import resource, sys; from pgqueue.embedded import EmbeddedServer\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)); EmbeddedServer(data_dir=sys.argv[1]).start()"
+    )
+    words = [sys.executable, "-c", code, short / "data"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(TMPDIR=str(short)))
+    assert done.returncode == 1
+    assert "EmbeddedServerError: initdb failed:\n" in done.stderr
+    assert "File too large" in done.stderr
+    assert [path.name for path in short.iterdir()] == ["data"]
+    with EmbeddedServer(data_dir=short / "data") as server, psycopg.connect(server.dsn) as connection:
+        connection.execute("create extension pgqueue")
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o027, 0o077, 0o777])
 def test_any_umask_will_do(short: Path, mask: int) -> None:
     code = (
         "import os, sys, psycopg; from pgqueue.embedded import shared_server; os.umask(int(sys.argv[1]))\n"

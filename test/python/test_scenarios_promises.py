@@ -642,6 +642,7 @@ def test_without_dead_letters_the_given_up_are_gone(
 
 FATAL: dict[str, Any] = {
     "SystemExit": lambda: SystemExit(3),
+    "KeyboardInterrupt": KeyboardInterrupt,
     "GeneratorExit": GeneratorExit,
     "CancelledError": asyncio.CancelledError,
     "StopIteration": StopIteration,

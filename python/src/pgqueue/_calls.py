@@ -14,6 +14,7 @@ from uuid import UUID
 from psycopg.rows import BaseRowFactory, args_row, scalar_row, tuple_row
 from psycopg.types.json import Json, Jsonb
 
+from .errors import InvalidArgument
 from .message import (
     ArchiveChange,
     ArchivedMessage,
@@ -102,9 +103,25 @@ def as_duration(name: str, value: Any) -> timedelta:
     return value
 
 
+def as_integer(name: str, bits: int, value: Any) -> Any:
+    """The value of an argument of this name and of so many bits. Raises `InvalidArgument` for a larger one."""
+    # PostgreSQL would say that some integer is out of range.
+    if isinstance(value, int) and not -(1 << bits - 1) <= value < 1 << bits - 1:
+        given = value if value.bit_length() < 512 else f"an integer of {value.bit_length()} bits"
+        raise InvalidArgument(
+            f"invalid {name}: {given}; must be an integer from {-(1 << bits - 1)} to {(1 << bits - 1) - 1}"
+        )
+    return value
+
+
 def _adapter(name: str, kind: str) -> Callable[[Any], Any] | None:
     """What makes a parameter of an argument of this name and type; None where the value is one."""
-    adapters: dict[str, Callable[[Any], Any]] = {"jsonb": as_jsonb, "interval": partial(as_duration, name)}
+    adapters: dict[str, Callable[[Any], Any]] = {
+        "jsonb": as_jsonb,
+        "interval": partial(as_duration, name),
+        "int": partial(as_integer, name, 32),
+        "bigint": partial(as_integer, name, 64),
+    }
     adapter = adapters.get(kind.removesuffix("[]"))
     if not kind.endswith("[]"):
         return adapter

@@ -18,6 +18,7 @@ from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
 from . import _calls
 from ._copy import CopyRows, copy_messages, server_moment
 from ._files import install_script
+from ._styles import correction
 from .message import (
     ArchiveChange,
     ArchivedMessage,
@@ -45,7 +46,8 @@ class _Sync:
 
     def _all(self, call: _calls.Bound[T]) -> list[T]:
         cursor = Cursor(self.connection, row_factory=call.row)
-        cursor.execute(call.text, call.values)
+        # The styles that psycopg cannot read are of texts: a claim that was made must not end in an error.
+        cursor.execute(call.text, call.values, binary=bool(correction(self.connection)))
         return cursor.fetchall()
 
     def _one(self, call: _calls.Bound[T]) -> T:
@@ -63,10 +65,10 @@ class Queues(_Sync):
         return self._all(_calls.list_queues())
 
     def drop_idle_queues(self) -> list[str]:
-        """Drop queues that have `expires_after_idle` and were not used for so long; returns their names.
+        """Drop queues that have `expires_after_idle` and were not used for so long; returns their names, at most 100.
 
-        They hold no message, dead ones included, and nobody has claimed, received or waited. `create_queue`
-        does the same, for ten at most: there is no need to call this.
+        They hold no message, dead ones included, and nobody has claimed, received or waited. Call it until it returns
+        none. `create_queue` does the same, for ten at most: there is no need to call this.
         """
         return self._all(_calls.drop_idle_queues())
 
@@ -761,7 +763,7 @@ class _Async:
 
     async def _all(self, call: _calls.Bound[T]) -> list[T]:
         cursor = AsyncCursor(self.connection, row_factory=call.row)
-        await cursor.execute(call.text, call.values)
+        await cursor.execute(call.text, call.values, binary=bool(correction(self.connection)))
         return await cursor.fetchall()
 
     async def _one(self, call: _calls.Bound[T]) -> T:

@@ -180,6 +180,7 @@ class EmbeddedServer:
         """
         if self.pid is not None:
             raise EmbeddedServerError("the embedded server is already running")
+        self._shut_down(signal.SIGKILL)  # one that died by itself: else its watcher would clear up after it
         try:
             if self._home is None:
                 self._prepare()
@@ -370,7 +371,7 @@ class EmbeddedServer:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_environment(),
+            env=_environment() | self._stale_note(),
             cwd=home,
             # Its own session: Ctrl-C in a terminal reaches this process, not the server.
             start_new_session=True,
@@ -379,6 +380,19 @@ class EmbeddedServer:
             extra_groups=self._identity.groups,
         )
 
+    def _stale_note(self) -> dict[str, str]:
+        """What lets the server overlook the note of one that died, if its process id is that of something else by now.
+
+        By itself it only asks whether there is such a process. All processes of a server work in its data directory.
+        """
+        data = self._data()
+        try:
+            pid = int((data / "postmaster.pid").read_bytes().split(b"\n")[0])
+            is_its = os.path.samestat(data.stat(), Path(f"/proc/{pid}/cwd").stat())
+        except (OSError, ValueError):
+            return {}
+        return {} if is_its else {"PG_GRANDPARENT_PID": str(pid)}  # which it takes for the one that starts it
+
     def _is_ready(self, deadline: float) -> bool:
         """Wait until the postmaster says so in its file, which is what pg_ctl does."""
         pidfile = self._data() / "postmaster.pid"
@@ -386,7 +400,7 @@ class EmbeddedServer:
         while self._process.poll() is None and time.monotonic() < deadline:
             lines: list[str] = []
             with contextlib.suppress(OSError):
-                lines = pidfile.read_text().splitlines()
+                lines = pidfile.read_text(errors="replace").splitlines()  # the name of the data need not be UTF-8
             # Read in one go but written in several: the last line comes last.
             mine = bool(lines) and lines[0].strip() == str(self._process.pid)
             if mine and len(lines) >= 8 and lines[7].strip() == "ready":
@@ -469,8 +483,8 @@ def shared_server(home: Path | str | None = None) -> Iterator[str]:
         directory.mkdir(parents=True, exist_ok=True)
         directory.chmod(0o755)  # whatever the umask is: the server may have to run as somebody else
     with _locked(directory / "users.lock", fcntl.LOCK_SH):  # waits while a server stops
-        with _locked(directory / "start.lock", fcntl.LOCK_EX):  # one starts it, the others wait for that
-            dsn = _running(directory) or _start_keeper(directory)
+        with _locked(directory / "start.lock", fcntl.LOCK_EX) as lock:  # one starts it, the others wait for that
+            dsn = _running(directory) or _start_keeper(directory, lock)
         yield dsn
 
 
@@ -478,6 +492,8 @@ def shared_server(home: Path | str | None = None) -> Iterator[str]:
 def _locked(path: Path, how: int) -> Iterator[int]:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        with contextlib.suppress(PermissionError):  # if it is somebody else's
+            os.fchmod(file, 0o600)  # whatever the umask is
         fcntl.flock(file, how)
         yield file
     finally:
@@ -498,11 +514,13 @@ def _running(home: Path) -> str | None:
     return dsn if answer == Ping.OK else None
 
 
-def _start_keeper(home: Path) -> str:
+def _start_keeper(home: Path, lock: int) -> str:
     # The shell's end makes the keeper nobody's child: it outlives this process, and leaves it nothing to wait for.
+    # It holds the lock, too, until the server runs: this process may be interrupted or killed before.
+    command = [sys.executable, "-P", "-m", "pgqueue.embedded", str(home)]
     keeper = subprocess.Popen(
-        ["/bin/sh", "-c", '"$@" &', "pgqueue", sys.executable, "-P", "-m", "pgqueue.embedded", str(home)],
-        stdin=subprocess.DEVNULL,
+        ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "pgqueue", *command],
+        stdin=lock,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=_environment(),
@@ -522,6 +540,7 @@ def _start_keeper(home: Path) -> str:
 def _keep(home: Path) -> None:
     """Run the server of `shared_server` as long as it has users: what `python -m pgqueue.embedded HOME` does."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    os.umask(0o077)  # whatever it is for who has called
     with contextlib.ExitStack() as stack:
         try:
             server = EmbeddedServer(data_dir=home / "data")
@@ -535,10 +554,11 @@ def _keep(home: Path) -> None:
             sys.exit(str(error))
         signal.signal(signal.SIGCHLD, lambda *_: sys.exit() if server.pid is None else None)
         stack.callback(signal.signal, signal.SIGCHLD, signal.SIG_DFL)
-        print(f"{_READY}{server.dsn}", flush=True)
+        with contextlib.suppress(OSError):  # Who asked for it may be gone: then it is for who comes next.
+            print(f"{_READY}{server.dsn}", flush=True)
         nowhere = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
+        for stream in (0, 1, 2):  # the first is the lock of who starts
+            os.dup2(nowhere, stream)
         os.chdir("/")
         users = os.open(home / "users.lock", os.O_RDWR)
         while True:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import dead, messages, queues, send, serve, spark, topics, work
+from . import access, archive, dead, messages, queues, send, serve, spark, topics, work
 from .frame import Dsn, Session, command
 
 __all__ = ["app", "main"]
@@ -23,7 +23,8 @@ data in PGQUEUE_HOME or ~/.local/share/pgqueue, and stopped seconds after the la
 Results go to stdout, as a table or, with --json, as one JSON object a line: its fields are the columns of the SQL
 types, durations are seconds, moments UTC, bodies base64. Everything else goes to stderr.
 
-A DURATION is 30s, 5m, 1h30m, 250ms or 7d, or a number of seconds.
+A DURATION is 30s, 5m, 1h30m, 250ms or 7d, or a number of seconds. What begins with a hyphen and is no option, as the
+name of a queue may, comes behind --, as all that follows: pgqueue send --delay 5m -- -x -1
 
 \b
 Exit status:
@@ -63,7 +64,9 @@ def _root(
 
 
 command(app)(queues.create)
+command(app)(queues.alter)
 command(app, "list")(queues.list_)
+command(app)(queues.show)
 command(app)(queues.stats)
 command(app)(queues.pause)
 command(app)(queues.resume)
@@ -73,7 +76,9 @@ command(app)(send.send)
 command(app)(topics.publish)
 command(app)(topics.subscribe)
 command(app)(topics.unsubscribe)
+command(app)(topics.subscriptions)
 command(app)(messages.claim)
+command(app)(messages.extend)
 command(app)(messages.ack)
 command(app)(messages.nack)
 command(app)(messages.browse)
@@ -89,6 +94,11 @@ command(_dead)(dead.show)
 command(_dead)(dead.redrive)
 command(_dead)(dead.purge)
 
+_archive = typer.Typer(no_args_is_help=True)
+app.add_typer(_archive, name="archive", help="List what was acknowledged, or look after it.")
+command(_archive, "list")(archive.list_)
+command(_archive)(archive.maintain)
+
 _spark = typer.Typer(no_args_is_help=True)
 app.add_typer(_spark, name="spark", help="Archive, replay, report and redrive, on Apache Spark.")
 command(_spark, "archive-to-parquet")(spark.archive_to_parquet)
@@ -97,8 +107,12 @@ command(_spark, "dead-letter-report")(spark.dead_letter_report)
 command(_spark, "redrive-where")(spark.redrive_where)
 command(_spark, "flow-report")(spark.flow_report)
 command(_spark, "summarize-flights")(spark.summarize_flights)
+command(_spark)(spark.streams)
+command(_spark, "drop-stream")(spark.drop_stream)
 
 command(app)(queues.install)
+command(app)(access.grant)
+command(app)(access.revoke)
 command(app)(queues.doctor)
 
 

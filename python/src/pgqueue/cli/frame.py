@@ -8,15 +8,16 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import Annotated, Any, Concatenate, ParamSpec, TextIO, TypeVar
+from typing import Annotated, Any, Concatenate, Final, ParamSpec, TextIO, TypeVar
 from urllib.parse import unquote
 
 import psycopg
 import typer
+import typer.core
 from psycopg.abc import Buffer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.datetime import TimestamptzLoader
@@ -24,12 +25,13 @@ from psycopg.types.json import set_json_loads
 from rich.console import Console
 from rich.text import Text
 
+from .._styles import correction
 from ..client import Queue, Queues
 from ..embedded import EmbeddedServerError, default_home, given_server, shared_server
 from ..errors import QueueExists, QueueNotFound
 from .show import RawJson, json_line, printable, table
 
-__all__ = ["COMMON", "Dsn", "Failure", "Session", "Status", "command", "explain"]
+__all__ = ["COMMON", "Dsn", "Failure", "Session", "Status", "command", "connected", "explain"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,6 +40,7 @@ T = TypeVar("T")
 # people, whom the command tells itself. Where logs are asked for it is among them.
 logging.getLogger("psycopg").addHandler(logging.NullHandler())
 _WIDE = 4096  # is what is not a terminal: nothing wraps there
+_ELSEWHERE: Final = "--dsn names a server of yours, PGQUEUE_HOME another place for the embedded one."
 
 
 class Status(IntEnum):
@@ -120,19 +123,17 @@ class Session:
         home = default_home()
         making = "" if (home / "data").exists() else ", made now: a moment"
         self.note(f"no --dsn, so this is the embedded database in {home}{making}")
-        with shared_server(home) as dsn:
+        with ExitStack() as stack:
+            try:
+                dsn = stack.enter_context(shared_server(home))
+            except OSError as error:
+                raise Failure(explain(error)[0], _ELSEWHERE) from error
             yield _named(dsn)
 
     @contextmanager
     def connect(self, autocommit: bool = True) -> Iterator[psycopg.Connection[Any]]:
         """A connection; JSON stays the text that the server sends."""
-        with (
-            self.conninfo() as conninfo,
-            psycopg.connect(conninfo, autocommit=autocommit, client_encoding="utf8") as connection,
-        ):
-            for name, style in (("DateStyle", "ISO"), ("IntervalStyle", "postgres")):  # what psycopg reads
-                if not (connection.info.parameter_status(name) or style).startswith(style):
-                    connection.execute(f"set {name} = {style}")
+        with self.conninfo() as conninfo, connected(conninfo, autocommit) as connection:
             set_json_loads(RawJson.loads, connection)
             connection.adapters.register_loader("timestamptz", _Moments)
             yield connection
@@ -174,6 +175,18 @@ class Session:
         if isinstance(error, Failure):
             return error.status
         return Status.USAGE if isinstance(error, UnicodeEncodeError) else Status.ERROR
+
+
+def connected(conninfo: str, autocommit: bool = True) -> psycopg.Connection[Any]:
+    """A new connection, on which psycopg can read moments and durations, whatever others have set."""
+    connection = psycopg.connect(conninfo, autocommit=autocommit, client_encoding="utf8")
+    try:
+        if corrected := correction(connection):
+            connection.execute(corrected)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 class _Moments(TimestamptzLoader):
@@ -227,7 +240,7 @@ def explain(error: BaseException) -> tuple[str, str | None]:
         case psycopg.Error():
             return _explain_database(error)
         case EmbeddedServerError():
-            return str(error), "--dsn names a server of yours, PGQUEUE_HOME another place for the embedded one."
+            return str(error), _ELSEWHERE
         case UnicodeEncodeError():
             return "an argument is not valid UTF-8", None
         case OSError() if error.filename is not None and error.strerror:
@@ -265,6 +278,21 @@ COMMON: dict[str, tuple[Any, Any]] = {
 }
 
 
+class _Command(typer.core.TyperCommand):
+    """A command that says how to give it what looks like an option: a queue may be called -x or --help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter:
+            raise
+        except Exception as error:
+            takes = any(parameter.param_type_name == "argument" for parameter in self.params)
+            if takes and getattr(error, "option_name", None) and not getattr(error, "possibilities", None):
+                error.message += " What begins with a hyphen and is no option comes behind --."  # type: ignore[attr-defined]
+            raise
+
+
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[Concatenate[Session, P], None]], None]:
     """Register a function of a session and of its own arguments; the command takes the common options, too."""
 
@@ -284,7 +312,7 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[Con
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__doc__ = function.__doc__
-        app.command(name or function.__name__)(run)
+        app.command(name or function.__name__, cls=_Command)(run)
 
     return register
 

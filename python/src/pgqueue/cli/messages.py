@@ -13,7 +13,7 @@ from .frame import Failure, Session, Status
 from .show import ago, content
 from .values import After, All, Max, QueueName, Yes, behind, pages, period_option
 
-__all__ = ["ack", "browse", "claim", "nack", "purge"]
+__all__ = ["ack", "browse", "claim", "extend", "nack", "purge"]
 
 Token = Annotated[UUID, typer.Argument(metavar="TOKEN", help="The claim_token of the messages.", show_default=False)]
 Claimed = Annotated[list[int], typer.Argument(metavar="ID", help="The messages.", show_default=False)]
@@ -52,7 +52,8 @@ def claim(
     session.show(messages, _HEADINGS, _row)
     if not session.json:
         ids = " ".join(str(message.id) for message in messages)
-        session.say(f"\nDone with them: pgqueue ack {queue} {messages[0].claim_token} {ids}")
+        named = f"-- {queue}" if queue.startswith("-") else queue
+        session.say(f"\nDone with them: pgqueue ack {named} {messages[0].claim_token} {ids}")
 
 
 _HEADINGS = [">id", ">attempt", ">sent ago", "…message"]
@@ -65,6 +66,24 @@ def _row(message: Message) -> list[object]:
         ago(message.enqueued_at),
         content(message.payload, message.body),
     ]
+
+
+def extend(
+    session: Session,
+    queue: QueueName,
+    token: Token,
+    ids: Claimed,
+    visibility_timeout: Annotated[
+        timedelta | None, period_option(help="How long they stay hidden from now on (that of the queue).")
+    ] = None,
+) -> None:
+    """Keep claimed messages hidden for longer.
+
+    The exit status is 3 where a claim was lost; the other claims are extended all the same.
+    """
+    with session.queue(queue) as verbs, verbs.connection.transaction():
+        settled = {each: verbs.extend(each, token, visibility_timeout) for each in ids}
+    _tell(session, settled, "extended")
 
 
 def ack(session: Session, queue: QueueName, token: Token, ids: Claimed) -> None:

@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import psycopg
 import typer
@@ -18,10 +18,10 @@ from .. import client
 from ..client import Queues
 from ..message import Finding, QueueInfo, QueueStats
 from .frame import Failure, Session, Status, explain
-from .show import ago, period, printable, table
+from .show import ago, moment, period, printable, table
 from .values import QueueName, Yes, period_option
 
-__all__ = ["create", "doctor", "drop", "install", "list_", "pause", "resume", "stats"]
+__all__ = ["alter", "create", "doctor", "drop", "install", "list_", "pause", "resume", "show", "stats"]
 
 
 def install(
@@ -66,52 +66,74 @@ def install(
         session.note(f"this command is {version('pgqueue')}: alter extension pgqueue update changes what is installed")
 
 
+# The settings of a queue. In parentheses is what a new one has, and what may be.
+VisibilityTimeout = Annotated[
+    timedelta | None, period_option(help="How long a claimed message stays hidden (30s; 1s to 12h).")
+]
+MaxAttempts = Annotated[
+    int | None, typer.Option(metavar="N", help="After so many a message is dead (5; 1 to 100).", show_default=False)
+]
+Dlq = Annotated[
+    bool | None,
+    typer.Option(
+        "--dlq/--no-dlq", help="Keep the dead ones as dead letters, or delete them (keep).", show_default=False
+    ),
+]
+DeadLetterExpired = Annotated[
+    bool | None,
+    typer.Option(
+        "--dead-letter-expired/--drop-expired",
+        help="Keep expired ones as dead letters, too, or delete them (delete).",
+        show_default=False,
+    ),
+]
+BackoffBase = Annotated[timedelta | None, period_option(help="The wait after the first failure (1s; up to 30d).")]
+BackoffFactor = Annotated[
+    float | None,
+    typer.Option(metavar="FACTOR", help="How much longer each further wait is (2; 1 to 100).", show_default=False),
+]
+BackoffMax = Annotated[timedelta | None, period_option(help="The longest wait (10m; up to 30d).")]
+BackoffJitter = Annotated[
+    float | None,
+    typer.Option(metavar="PART", help="How much of a wait is left to chance (0.2; 0 to 1).", show_default=False),
+]
+MaxPayloadBytes = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="The largest payload or body (262144; up to 100 MB).", show_default=False),
+]
+ArchiveFor = Annotated[
+    timedelta | None, period_option(help="Keep what is acknowledged, at least so long (not kept; 1d to 3652d).")
+]
+ExpiresAfterIdle = Annotated[
+    timedelta | None, period_option(help="Drop it when empty and unused for so long (never; 1s to 3652d).")
+]
+
+
 def create(
     session: Session,
     queue: QueueName,
-    visibility_timeout: Annotated[
-        timedelta | None, period_option(help="How long a claimed message stays hidden (30s; 1s to 12h).")
-    ] = None,
-    max_attempts: Annotated[
-        int | None, typer.Option(metavar="N", help="After so many a message is dead (5; 1 to 100).", show_default=False)
-    ] = None,
-    dlq: Annotated[
-        bool | None,
-        typer.Option(
-            "--dlq/--no-dlq", help="Keep the dead ones as dead letters, or delete them (keep).", show_default=False
-        ),
-    ] = None,
-    dead_letter_expired: Annotated[bool, typer.Option("--dead-letter-expired", help="Keep expired ones, too.")] = False,
-    backoff_base: Annotated[timedelta | None, period_option(help="The wait after the first failure (1s).")] = None,
-    backoff_factor: Annotated[
-        float | None,
-        typer.Option(metavar="FACTOR", help="How much longer each further wait is (2).", show_default=False),
-    ] = None,
-    backoff_max: Annotated[timedelta | None, period_option(help="The longest wait (10m).")] = None,
-    backoff_jitter: Annotated[
-        float | None,
-        typer.Option(metavar="PART", help="How much of a wait is left to chance (0.2; 0 to 1).", show_default=False),
-    ] = None,
-    max_payload_bytes: Annotated[
-        int | None, typer.Option(metavar="N", help="The largest payload or body (262144).", show_default=False)
-    ] = None,
-    archive_for: Annotated[
-        timedelta | None, period_option(help="Keep what is acknowledged, at least so long (not kept; 1d to 3600d).")
-    ] = None,
-    expires_after_idle: Annotated[
-        timedelta | None, period_option(help="Drop it when empty and unused for so long (never; 1s to 3600d).")
-    ] = None,
+    visibility_timeout: VisibilityTimeout = None,
+    max_attempts: MaxAttempts = None,
+    dlq: Dlq = None,
+    dead_letter_expired: DeadLetterExpired = None,
+    backoff_base: BackoffBase = None,
+    backoff_factor: BackoffFactor = None,
+    backoff_max: BackoffMax = None,
+    backoff_jitter: BackoffJitter = None,
+    max_payload_bytes: MaxPayloadBytes = None,
+    archive_for: ArchiveFor = None,
+    expires_after_idle: ExpiresAfterIdle = None,
     dedicated: Annotated[bool, typer.Option("--dedicated", help="A table of its own, for the heavy few.")] = False,
     if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Leave a queue that exists as it is.")] = False,
 ) -> None:
-    """Create a queue: 1 to 128 of a-z, 0-9, hyphen and underscore."""
+    """Create a queue, named by 1 to 128 of a-z, 0-9, - and _."""
     with session.queue(queue) as verbs:
         info = verbs.create_queue(
             visibility_timeout=visibility_timeout,
             max_attempts=max_attempts,
             dlq_enabled=dlq,
             dedicated=dedicated or None,
-            dead_letter_expired=dead_letter_expired or None,
+            dead_letter_expired=dead_letter_expired,
             max_payload_bytes=max_payload_bytes,
             backoff_base=backoff_base,
             backoff_factor=backoff_factor,
@@ -121,14 +143,86 @@ def create(
             archive_for=archive_for,
             expires_after_idle=expires_after_idle,
         )
+    _tell(session, info)
+
+
+def alter(
+    session: Session,
+    queue: QueueName,
+    visibility_timeout: VisibilityTimeout = None,
+    max_attempts: MaxAttempts = None,
+    dlq: Dlq = None,
+    dead_letter_expired: DeadLetterExpired = None,
+    backoff_base: BackoffBase = None,
+    backoff_factor: BackoffFactor = None,
+    backoff_max: BackoffMax = None,
+    backoff_jitter: BackoffJitter = None,
+    max_payload_bytes: MaxPayloadBytes = None,
+    archive_for: ArchiveFor = None,
+    expires_after_idle: ExpiresAfterIdle = None,
+) -> None:
+    """Change settings of a queue; those that are not given stay.
+
+    In parentheses is what a new queue has. Messages keep the attempts that they were sent with. --archive-for 0 ends
+    archiving, and keeps what there is as long as was promised; --expires-after-idle 0 keeps the queue for good.
+    """
+    settings = {
+        "visibility_timeout": visibility_timeout,
+        "max_attempts": max_attempts,
+        "dlq_enabled": dlq,
+        "dead_letter_expired": dead_letter_expired,
+        "max_payload_bytes": max_payload_bytes,
+        "backoff_base": backoff_base,
+        "backoff_factor": backoff_factor,
+        "backoff_max": backoff_max,
+        "backoff_jitter": backoff_jitter,
+        "archive_for": archive_for,
+        "expires_after_idle": expires_after_idle,
+    }
+    if all(value is None for value in settings.values()):
+        raise typer.BadParameter("nothing to change: give a setting, such as --max-attempts 7.")
+    with session.queue(queue) as verbs:
+        info = verbs.alter_queue(**cast(Any, settings))
+    _tell(session, info)
+
+
+def _tell(session: Session, info: QueueInfo) -> None:
     if session.json:
         session.lines([info])
-    else:
-        fate = "to the dead letters" if info.dlq_enabled else "deleted"
-        attempts = "1 attempt" if info.max_attempts == 1 else f"{info.max_attempts} attempts"
-        hidden = period(info.visibility_timeout)
-        kept = f"; archived for {period(info.archive_for)}" if info.archive_for else ""
-        session.say(f"queue {info.name}: visibility timeout {hidden}, {attempts}, then {fate}{kept}")
+        return
+    fate = "to the dead letters" if info.dlq_enabled else "deleted"
+    attempts = "1 attempt" if info.max_attempts == 1 else f"{info.max_attempts} attempts"
+    hidden = period(info.visibility_timeout)
+    kept = f"; archived for {period(info.archive_for)}" if info.archive_for else ""
+    session.say(f"queue {info.name}: visibility timeout {hidden}, {attempts}, then {fate}{kept}")
+
+
+def show(session: Session, queue: QueueName) -> None:
+    """One queue, with all its settings."""
+    with session.queue(queue) as verbs:
+        info = verbs.get_queue()
+    if session.json:
+        session.lines([info])
+        return
+    facts: dict[str, object] = {
+        "queue": info.name,
+        "paused": moment(info.paused_at) if info.paused_at else None,
+        "visibility timeout": period(info.visibility_timeout),
+        "max attempts": info.max_attempts,
+        "dead ones": "become dead letters" if info.dlq_enabled else "are deleted",
+        "expired ones": "become dead letters" if info.dead_letter_expired and info.dlq_enabled else "are deleted",
+        "backoff": f"{period(info.backoff_base)}, each time {info.backoff_factor:g} times as long,"
+        f" up to {period(info.backoff_max)}; {info.backoff_jitter:.0%} of it by chance",
+        "max payload": f"{info.max_payload_bytes:,} bytes",
+        "archived for": period(info.archive_for) if info.archive_for else None,
+        "dropped": f"after {period(info.expires_after_idle)} without messages and use"
+        if info.expires_after_idle
+        else None,
+        "table": "its own" if info.dedicated else "shared",
+        "created": moment(info.created_at),
+        "changed": moment(info.updated_at),
+    }
+    session.say("\n".join(f"{name:20}{fact}" for name, fact in facts.items() if fact is not None))
 
 
 _NO_QUEUE = "there is no queue: pgqueue create makes one"

@@ -66,7 +66,7 @@ def serve(
         return
     with ExitStack() as stack:
         if config is None:
-            settings = _own(session, stack.enter_context(session.conninfo()))
+            settings = _own(session, stack.enter_context(session.conninfo()), role)
         else:
             try:
                 settings = http.Settings.load(config)
@@ -86,7 +86,7 @@ def _tell(session: Session, host: str, port: int) -> None:
     session.note(f"serves http://{at}:{port}/")
 
 
-def _own(session: Session, conninfo: str) -> "Settings":
+def _own(session: Session, conninfo: str, role: Role) -> "Settings":
     """Settings for one who has no file."""
     from .. import http
     from ..http.passwords import hash_password
@@ -94,7 +94,9 @@ def _own(session: Session, conninfo: str) -> "Settings":
     password = os.environ.get("PGQUEUE_PASSWORD")
     if not password:
         password = secrets.token_urlsafe(12)
-        session.note(f"no --config: user admin, password {password}")
+        if role is not Role.AGENT:  # whom nobody calls
+            # Not a remark: with --quiet, too, as nobody else knows it.
+            session.err.print(f"pgqueue: no --config: user admin, password {password}", soft_wrap=True)
     database = str(conninfo_to_dict(conninfo).get("dbname") or os.environ.get("PGDATABASE") or "postgres")
     return http.Settings(
         control_dsn=conninfo,

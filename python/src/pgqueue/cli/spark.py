@@ -13,13 +13,22 @@ import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from ..client import Queues
-from .frame import Failure, Session, Status
-from .values import QueueName, period_option
+from .frame import Failure, Session, Status, connected
+from .values import QueueName, Yes, period_option
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["archive_to_parquet", "dead_letter_report", "flow_report", "redrive_where", "replay", "summarize_flights"]
+__all__ = [
+    "archive_to_parquet",
+    "dead_letter_report",
+    "drop_stream",
+    "flow_report",
+    "redrive_where",
+    "replay",
+    "streams",
+    "summarize_flights",
+]
 
 
 def _moment(text: str | datetime) -> datetime:
@@ -233,6 +242,46 @@ def summarize_flights(
     session.say(f"{written:,} summaries are in {path} and in queue {summaries}", written=written)
 
 
+def streams(
+    session: Session,
+    queue: Annotated[
+        str | None, typer.Argument(metavar="[QUEUE]", help="Only those of one queue.", show_default=False)
+    ] = None,
+) -> None:
+    """The streams of queries, and their open batches."""
+    with session.queues() as verbs:
+        session.show(
+            verbs.list_streams(queue),
+            ["queue", "stream", "opened by", ">batch", ">messages", "reserved until"],
+            lambda found: [
+                found.queue_name,
+                found.stream_name,
+                found.opened_by,
+                found.acked_seq + 1 if found.claim_token else None,
+                found.messages,
+                found.claimed_until,
+            ],
+            "there is no stream: a query with a streamId makes one",
+        )
+
+
+def drop_stream(
+    session: Session,
+    queue: QueueName,
+    stream: Annotated[str, typer.Argument(metavar="STREAM", help="The streamId of a query.", show_default=False)],
+    yes: Yes = False,
+) -> None:
+    """Drop a stream, and give its messages back.
+
+    Asks, unless --yes: its query cannot go on from its checkpoint. Messages are those of an open batch.
+    """
+    with session.queue(queue) as verbs:
+        if not yes:
+            session.confirm(f"Drop stream {stream} of queue {queue}? Its query cannot go on.")
+        released = verbs.drop_stream(stream)
+    session.say(f"stream {stream} is gone; {released:,} messages are ready again", released=released)
+
+
 _ONE: Any = 0  # the task of a progress display, of which there is one
 
 
@@ -282,13 +331,11 @@ def _end(number: int, _: object) -> NoReturn:
 
 def _all(dsn: str, is_archived: bool = False) -> list[str]:
     """The queues, or those that keep an archive."""
-    import psycopg
-
-    with psycopg.connect(dsn, autocommit=True) as connection:
+    with connected(dsn) as connection:
         queues = Queues(connection).list_queues()
     names = [info.name for info in queues if not is_archived or info.archive_for is not None]
     if not names:
         what = "there is no queue" if not is_archived else "no queue keeps an archive"
-        hint = "pgqueue create makes one." if not is_archived else "pgqueue create --archive-for keeps one."
+        hint = "pgqueue create makes one." if not is_archived else "pgqueue alter --archive-for lets one keep it."
         raise Failure(what, hint, Status.NO)
     return names

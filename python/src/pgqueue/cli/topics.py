@@ -11,7 +11,7 @@ from ..client import Queues
 from .frame import Failure, Session, Status
 from .values import QueueName, document, headers, period_option
 
-__all__ = ["publish", "subscribe", "unsubscribe"]
+__all__ = ["publish", "subscribe", "subscriptions", "unsubscribe"]
 
 Pattern = Annotated[
     str,
@@ -41,6 +41,22 @@ def unsubscribe(session: Session, topic: Pattern, queue: QueueName) -> None:
     with session.queue(queue) as verbs:
         ended = verbs.unsubscribe(topic)
     _answer(session, ended, f"queue {queue} is {'no longer' if ended else 'not'} subscribed to {topic}")
+
+
+def subscriptions(
+    session: Session,
+    queue: Annotated[
+        str | None, typer.Argument(metavar="[QUEUE]", help="Only those of one queue.", show_default=False)
+    ] = None,
+) -> None:
+    """Which queue has a copy of what is published to which topic."""
+    with session.queues() as verbs:
+        session.show(
+            verbs.list_subscriptions(queue),
+            ["topic", "queue", "since"],
+            lambda found: [found.topic, found.queue_name, found.subscribed_at],
+            "there is no subscription: pgqueue subscribe makes one",
+        )
 
 
 def _answer(session: Session, yes: bool, text: str) -> None:

@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from psycopg.types.json import Jsonb
 
-from ..message import DeadMessage, Message
+from ..message import ArchivedMessage, DeadMessage, Message
 
 __all__ = [
     "After",
@@ -27,7 +27,7 @@ __all__ = [
     "period_option",
 ]
 
-M = TypeVar("M", Message, DeadMessage)
+M = TypeVar("M", Message, DeadMessage, ArchivedMessage)
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
@@ -98,7 +98,7 @@ def behind(after: int) -> str:
     return f" behind {after}" if after else ""
 
 
-def pages(look: Callable[[int, int], list[M]], limit: int | None, after: int) -> Iterator[M]:
+def pages(look: Callable[[int, Any], list[M]], limit: int | None, after: int | None) -> Iterator[M]:
     """Up to so many messages, page by page."""
     left = limit
     while left is None or left > 0:

@@ -16,8 +16,9 @@ from rich.live import Live
 from rich.text import Text
 
 from ..client import Queue
+from ..errors import QueueNotFound
 from ..message import QueueStats
-from .frame import Session
+from .frame import Session, connected
 from .show import period
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class Watch:
             looked_at = time.monotonic()
             try:
                 is_empty = self._look() and wants
+            except QueueNotFound:
+                is_empty = wants  # It was dropped: nothing is left of it.
             except psycopg.Error:
                 self._hang_up()
                 is_empty = False
@@ -113,7 +116,7 @@ class Watch:
     def _look(self) -> bool:
         """Look at the queue; says whether nothing is left, or what is left is for later."""
         if self._connection is None:
-            self._connection = psycopg.connect(self._conninfo, autocommit=True)
+            self._connection = connected(self._conninfo)
         queue = Queue(self._connection, self._queue_name)
         self._depth = depth = queue.stats()
         if self._look_ahead is None or depth.ready_messages or depth.inflight_messages or queue.peek(1):

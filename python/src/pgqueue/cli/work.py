@@ -13,11 +13,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
-import psycopg
 import typer
 
 from ..client import Queue
-from .frame import Failure, Session
+from .frame import Failure, Session, connected
 from .logs import Level, log_to
 from .values import QueueName, period_option
 from .watch import Watch
@@ -152,7 +151,7 @@ def work(
     make("")  # so that a bad value is refused before anything runs
     log_to(session.err, log_level, log_json)
     with session.conninfo() as conninfo:
-        with psycopg.connect(conninfo, autocommit=True) as connection:
+        with connected(conninfo) as connection:
             if Queue(connection, queue).get_queue().paused_at is not None:
                 session.note(f"queue {queue} is paused: nothing comes until pgqueue resume")
         consumer = make(conninfo)
@@ -209,7 +208,7 @@ class _Stop:
 
 def _load(handler: str) -> Callable[..., Any]:
     name, _, path = handler.partition(":")
-    if not name or not path:
+    if not name.strip(".") == name or not name or not path:
         raise _bad(f"{handler!r} is not MODULE:HANDLER, as in shop.orders:handle.")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -218,7 +217,7 @@ def _load(handler: str) -> Callable[..., Any]:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _broken(name, error) from error
         raise _bad(f"there is no module {error.name!r}, neither installed nor in {Path.cwd()}.") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _broken(name, error) from error
     for attribute in path.split("."):
         try:
@@ -227,8 +226,6 @@ def _load(handler: str) -> Callable[..., Any]:
             raise _bad(f"module {name!r} has no {path!r}.") from None
     if not callable(found) or inspect.isclass(found):
         raise _bad(f"{handler!r} is no function.")
-    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
-        raise _bad(f"{handler!r} is a generator: calling it would do nothing.")
     return cast(Callable[..., Any], found)
 
 
@@ -236,7 +233,7 @@ def _bad(message: str) -> typer.BadParameter:
     return typer.BadParameter(message, param_hint="'MODULE:HANDLER'")
 
 
-def _broken(name: str, error: Exception) -> Failure:
+def _broken(name: str, error: Exception | SystemExit) -> Failure:
     if isinstance(error, SyntaxError):
         where = f"{error.filename}:{error.lineno}"
     else:
@@ -249,9 +246,9 @@ def _maker(
     queue: str, function: Callable[..., Any], settings: dict[str, Any], retries: dict[str, Any]
 ) -> "Callable[[str], Consumer | AsyncConsumer]":
     from ..consumer import AsyncConsumer, Consumer, Retries  # here, so that the other commands start without it
+    from ..consumer.opener import is_async
 
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    kind: Any = AsyncConsumer if is_async else Consumer
+    kind: Any = AsyncConsumer if is_async(function) else Consumer
 
     def given(options: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in options.items() if value is not None}
@@ -260,6 +257,8 @@ def _maker(
         try:
             own = Retries(**given(retries)) if given(retries) else None
             return cast("Consumer | AsyncConsumer", kind(conninfo, queue, function, retries=own, **given(settings)))
+        except TypeError as error:
+            raise _bad(f"{error}.") from None
         except ValueError as error:
             raise typer.BadParameter(f"{error}.") from None
 

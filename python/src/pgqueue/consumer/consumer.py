@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from .core import Core
 from .delivery import ConsumerStats, Event
-from .opener import is_async
+from .opener import is_async, unwrapped
 from .policy import Decision, Failure, Retries
 from .pump import Pump
 from .settings import Mode, Settings, checked_concurrency
@@ -154,6 +154,8 @@ class _Base:
             self._core.grace = timeout.total_seconds()
         self._stops = max(self._stops, 2 if force else 1)
         self._tell()
+        if not self._busy:
+            self._stops = 0  # It has ended just now, by itself or by somebody else's word: the next run shall run.
 
     @property
     def _busy(self) -> bool:
@@ -222,7 +224,8 @@ class Consumer(_Base):
 
     Raises:
         ValueError: for a value out of its bounds.
-        TypeError: for a coroutine function, which is for `AsyncConsumer`.
+        TypeError: for a coroutine function, which is for `AsyncConsumer`, for what cannot be called with what it is
+            given, and for a generator function.
     """
 
     _ended: threading.Event
@@ -232,6 +235,8 @@ class Consumer(_Base):
             raise TypeError("the handler is a coroutine function: use AsyncConsumer")
         if is_async(self._settings.conninfo):
             raise TypeError("the conninfo is a coroutine function: use AsyncConsumer")
+        if is_async(self._settings.on_failure):
+            raise TypeError("on_failure is a coroutine function: use AsyncConsumer")
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._ended = threading.Event()
@@ -323,7 +328,7 @@ class AsyncConsumer(_Base):
     _ended: asyncio.Event
 
     def _prepare(self) -> None:
-        if inspect.isfunction(self._settings.handler) and not inspect.iscoroutinefunction(self._settings.handler):
+        if inspect.isroutine(unwrapped(self._settings.handler)) and not is_async(self._settings.handler):
             raise TypeError("the handler is no coroutine function: use Consumer")
         self._task: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()

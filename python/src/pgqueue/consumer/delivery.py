@@ -117,7 +117,8 @@ class Delivery:
     """A message in a handler's hands.
 
     `message` is the message without the failures that consumers recorded in its headers, `connection` the one whose
-    transaction the work belongs to: None in plain lease mode, which has none.
+    transaction the work belongs to: None in plain lease mode, which has none. It acknowledges the message, and serves
+    later ones, in the state in which the handler leaves it, such as the role.
     """
 
     __slots__ = ("_held", "connection", "message", "outcome")

@@ -5,8 +5,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
@@ -30,6 +30,7 @@ __all__ = ["Leases"]
 
 _COMPANY_SECONDS = 0.01
 _MOST_ACKS = 5_000
+_MOST_CLAIMS = 10_000
 _LONGEST_PATIENCE = 0.5  # seconds for a lock, which all others wait for, too
 _SHORTEST_PATIENCE = 0.02  # seconds for a lock where it is known that there is one
 _PARTS_SECONDS = 1.0  # for finding out what is locked
@@ -114,6 +115,7 @@ class Leases:
         self._hurry = asyncio.Event()
         self._sooner = asyncio.Event()
         self._beats_at = math.inf
+        self._portion = _MOST_CLAIMS
         self.visibility_timeout = settings.visibility_timeout or timedelta(seconds=30)
 
     # What is held
@@ -301,8 +303,9 @@ class Leases:
         Returns how many were seen, and the rows. Raises `psycopg.Error`.
         """
         settings = self._settings
-        call = look_and_claim(settings.queue_name, most, wanted, self.visibility_timeout, settings.claimed_by)
-        found = await self._run(call, "peek")
+        with self._portion_of(wanted) as wanted:
+            call = look_and_claim(settings.queue_name, most, wanted, self.visibility_timeout, settings.claimed_by)
+            found = await self._run(call, "peek")
         seen = next((row[0] for row in found if isinstance(row, tuple)), len(found))
         rows = [row[1] if isinstance(row, tuple) else row for row in found]
         if rows[0] is None:
@@ -316,14 +319,26 @@ class Leases:
         Returns the rows. Raises `psycopg.Error`: what was not acknowledged is kept then.
         """
         settings = self._settings
-        terms = (wanted, self.visibility_timeout, settings.claimed_by)
-        # What may be done already is looked for after the answer, and no claim should wait for that.
-        if more and self._acks and not self._unsure and not self._turn.locked():
-            async with self._turn:
-                rows = await self._exchange(terms) if self._acks else None
-            if rows is not None:
-                return rows
-        return await self._run(_calls.claim(settings.queue_name, *terms), "claim")
+        with self._portion_of(wanted) as wanted:
+            terms = (wanted, self.visibility_timeout, settings.claimed_by)
+            # What may be done already is looked for after the answer, and no claim should wait for that.
+            if more and self._acks and not self._unsure and not self._turn.locked():
+                async with self._turn:
+                    rows = await self._exchange(terms) if self._acks else None
+                if rows is not None:
+                    return rows
+            return await self._run(_calls.claim(settings.queue_name, *terms), "claim")
+
+    @contextmanager
+    def _portion_of(self, wanted: int) -> Iterator[int]:
+        """How many to claim at once: fewer after a claim that failed, as they may be too large to arrive in time."""
+        portion = min(wanted, self._portion)
+        try:
+            yield portion
+        except (psycopg.Error, OSError):
+            self._portion = max(1, portion // 4)
+            raise
+        self._portion = min(2 * self._portion, _MOST_CLAIMS)
 
     async def _exchange(self, terms: tuple[int, timedelta, str]) -> list[Any] | None:
         token = max(self._acks, key=lambda token: len(self._acks[token]))

@@ -14,6 +14,7 @@ from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.rows import BaseRowFactory
 
 from .._calls import Bound
+from .._styles import correction
 from .opener import Opener, as_trouble
 from .seats import shut
 
@@ -151,11 +152,12 @@ def begin_of(connection: Connection[Any] | AsyncConnection[Any]) -> bytes:
 
 
 def is_idle(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
-    """Whether a connection is open, as far as is known, in no transaction, and may still write."""
+    """Whether a connection is open, as far as is known, in no transaction, may still write, and can be understood."""
     return (
         not is_broken(connection)
         and connection.pgconn.transaction_status == TransactionStatus.IDLE
         and connection.pgconn.parameter_status(b"default_transaction_read_only") != b"on"
+        and not correction(connection)
     )
 
 
@@ -169,12 +171,14 @@ class Stack(Generic[C]):
         """The one used last, if there is one. It may have broken since."""
         return self._idle.pop() if self._idle else None
 
-    def put(self, connection: C, most: int) -> bool:
-        """Keep a connection that is fit for use, if fewer than `most` are kept; else the caller closes it."""
-        if len(self._idle) < most and is_idle(connection):
-            self._idle.append(connection)
-            return True
-        return False
+    def put(self, connection: C, most: int) -> list[C]:
+        """Keep a connection that is fit for use, and `most` in all; returns those that the caller is to close."""
+        if not is_idle(connection):
+            return [connection]
+        self._idle.append(connection)
+        too_many = max(len(self._idle) - most, 0)
+        spare, self._idle = self._idle[:too_many], self._idle[too_many:]
+        return spare
 
 
 class Link:

@@ -5,20 +5,24 @@ One that was opened while nobody waits for it any more is closed where it is: no
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import psycopg
-from psycopg import AsyncConnection, AsyncCursor, Connection
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
 from psycopg.adapt import AdaptersMap
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import scalar_row
 
-__all__ = ["NoConnection", "Opener", "as_trouble", "in_thread", "is_async"]
+from .._styles import correction
+
+__all__ = ["NoConnection", "Opener", "OwnAsyncCursor", "OwnCursor", "as_trouble", "in_thread", "is_async", "unwrapped"]
 
 T = TypeVar("T")
 Source = str | Callable[[], Any]
@@ -31,6 +35,27 @@ _DEFAULTS = {
     "keepalives_count": "3",
     "tcp_user_timeout": "30000",
 }
+
+# How connections adapted values when they came.
+_adapters: WeakKeyDictionary[Connection[Any] | AsyncConnection[Any], AdaptersMap] = WeakKeyDictionary()
+
+
+class OwnCursor(Cursor[Any]):
+    """A cursor for statements of ours: what a handler registers on its connection is not for them."""
+
+    @property
+    def adapters(self) -> AdaptersMap:
+        """Those that the connection came with."""
+        return _adapters[self.connection]
+
+
+class OwnAsyncCursor(AsyncCursor[Any]):
+    """The same for the event loop."""
+
+    @property
+    def adapters(self) -> AdaptersMap:
+        """Those that the connection came with."""
+        return _adapters[self.connection]
 
 
 class Opener:
@@ -55,6 +80,9 @@ class Opener:
             if not made.autocommit:
                 made.commit()
                 made.autocommit = True
+            _adapters[made] = AdaptersMap(made.adapters)
+            if corrected := correction(made):
+                OwnCursor(made).execute(corrected)
         except BaseException:
             made.close()
             raise
@@ -69,6 +97,9 @@ class Opener:
             if not connection.autocommit:
                 await connection.commit()
                 await connection.set_autocommit(True)
+            _adapters[connection] = AdaptersMap(connection.adapters)
+            if corrected := correction(connection):
+                await OwnAsyncCursor(connection).execute(corrected)
             if self.proxied is None:
                 cursor = AsyncCursor(connection, row_factory=scalar_row)
                 await cursor.execute("select pg_catalog.pg_backend_pid()")
@@ -125,8 +156,16 @@ def as_trouble() -> Iterator[None]:
         raise NoConnection(f"no connection: {type(error).__name__}: {error}") from error
 
 
+def unwrapped(function: Any) -> Any:
+    """The function behind `functools.partial`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
 def is_async(function: Any) -> bool:
     """Whether to call a function, or an object that is called like one, makes a coroutine."""
+    function = unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Decision", "Exhausted", "Failure", "Handled", "Reject", "Retries", "Retry"]
 
-_LONGEST_DELAY = timedelta(hours=24)
+_LONGEST_DELAY = timedelta(hours=24)  # of the retries of the transport
+_LONGEST_AFTER = timedelta(days=3652.5)  # of the database
 
 
 class Retry(Exception):
@@ -20,14 +21,14 @@ class Retry(Exception):
 
     `after` is the delay, by default what the consumer's `retries` or the queue's backoff say. `error` is kept as
     the message's `last_error`, by default the exception that caused this one. A message whose attempts are spent
-    goes to the dead letters all the same. Raises `ValueError` for a negative delay, `TypeError` for one that is no
-    timedelta.
+    goes to the dead letters all the same. Raises `ValueError` for a negative delay or one of more than 3652.5 days,
+    `TypeError` for one that is no timedelta.
     """
 
     def __init__(self, after: timedelta | None = None, error: str | None = None) -> None:
         super().__init__(error if error is not None else "try again")
-        if after is not None and as_duration("after", after) < timedelta(0):
-            raise ValueError(f"invalid after: {after}; must not be negative")
+        if after is not None and not timedelta(0) <= as_duration("after", after) <= _LONGEST_AFTER:
+            raise ValueError(f"invalid after: {after}; must be from 0 to 3652.5 days")
         self.after = after
         self.error = error
 

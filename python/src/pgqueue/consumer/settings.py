@@ -1,5 +1,6 @@
 """What a consumer is told when it is made, checked."""
 
+import inspect
 import os
 import socket
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from .._calls import as_duration
 from .delivery import Event
 from .evidence import clean
+from .opener import is_async, unwrapped
 from .policy import Retries
 
 __all__ = ["Mode", "Settings"]
@@ -29,6 +31,21 @@ def checked_concurrency(value: int) -> int:
     """A number of handlers. Raises `ValueError`."""
     _whole("concurrency", value, 1)
     return value
+
+
+def _check_call(name: str, function: Any, arguments: int) -> None:
+    """Raises `TypeError` for what cannot be called with so many arguments, as far as it tells."""
+    if not callable(function):
+        raise TypeError(f"invalid {name}: {function!r:.200}; must be callable")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # as of some that are written in C
+        return
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError as error:
+        number = f"{arguments} argument{'' if arguments == 1 else 's'}"
+        raise TypeError(f"invalid {name}: cannot be called with {number}: {error}") from None
 
 
 @dataclass(slots=True)
@@ -60,8 +77,18 @@ class Settings:
     def __post_init__(self) -> None:
         if not isinstance(self.conninfo, str) and not callable(self.conninfo):
             raise TypeError("invalid conninfo: must be a string or a function that returns a new connection")
-        if not callable(self.handler):
-            raise TypeError("invalid handler: must be callable")
+        if not isinstance(self.conninfo, str):
+            _check_call("conninfo", self.conninfo, 0)
+        _check_call("handler", self.handler, 1)
+        function = unwrapped(self.handler)
+        for made in (function, type(function).__call__):
+            if inspect.isgeneratorfunction(made) or inspect.isasyncgenfunction(made):
+                raise TypeError("invalid handler: is a generator function, of which a call runs nothing")
+        for name, arguments in (("on_failure", 1), ("on_critical", 2), ("on_circuit", 1), ("observe", 1)):
+            if (callback := getattr(self, name)) is not None:
+                _check_call(name, callback, arguments)
+                if name != "on_failure" and is_async(callback):
+                    raise TypeError(f"invalid {name}: is a coroutine function, which nobody would await")
         if self.mode not in ("lease", "receive"):
             raise ValueError(f"invalid mode: {self.mode!r}; must be 'lease' or 'receive'")
         checked_concurrency(self.concurrency)

@@ -3,8 +3,11 @@
 import asyncio
 import contextvars
 import inspect
+import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from queue import SimpleQueue
@@ -16,7 +19,7 @@ from psycopg.pq import ExecStatus
 
 from .._calls import Bound
 from .links import Stack, commanded, is_idle, rows_of
-from .opener import Opener, as_trouble, in_thread
+from .opener import Opener, OwnAsyncCursor, OwnCursor, as_trouble, in_thread
 from .seats import Seat, sever
 
 __all__ = ["Answer", "AsyncWorkers", "Command", "Run", "Script", "ThreadWorkers", "Workers"]
@@ -94,6 +97,7 @@ class AsyncWorkers:
 
     async def call(self, step: Run) -> Answer:
         """Call a function of the user's, and await what it returns if that can be awaited."""
+        process = os.getpid()
         try:
             value = step.function(step.argument)
             if hasattr(value, "__await__"):
@@ -104,8 +108,11 @@ class AsyncWorkers:
                 raise
             return Answer(error=error)  # Something that it waited for was cancelled, not it.
         except BaseException as error:
-            return Answer(error=error)
-        return _answered(value)
+            answer = Answer(error=error)
+        else:
+            answer = _answered(value)
+        _end_child(process, answer)
+        return answer
 
     async def play(self, script: Callable[[Any], Script[T]], seat: Seat) -> T:
         """Play a script on a connection of its own. Raises what the script raises."""
@@ -115,8 +122,8 @@ class AsyncWorkers:
                 return await self._play(script(connection), connection)
         finally:
             # One that is still in a transaction is closed, which rolls it back.
-            if self._closed or not self._stack.put(connection, self._most()):
-                await connection.close()
+            for spare in self._stack.put(connection, 0 if self._closed else self._most()):
+                await spare.close()
 
     async def _connection(self) -> AsyncConnection[Any]:
         while (connection := self._stack.take()) is not None:
@@ -150,7 +157,7 @@ class AsyncWorkers:
             async with connection.lock:
                 await connection.wait(commanded(connection, call.text))
             return []
-        cursor = AsyncCursor(connection, row_factory=call.row)
+        cursor = OwnAsyncCursor(connection, row_factory=call.row)
         await cursor.execute(call.text, call.values or None, prepare=None if call.values else False)
         if not _go_to_rows(cursor):
             return []
@@ -250,9 +257,9 @@ class ThreadWorkers:
                 return self._play_on(script(connection), connection)
         finally:
             with self._guard:
-                kept = not self._closed and self._stack.put(connection, self._most())
-            if not kept:
-                connection.close()
+                spares = self._stack.put(connection, 0 if self._closed else self._most())
+            for spare in spares:
+                spare.close()
 
     def _connection(self) -> Connection[Any]:
         while True:
@@ -286,7 +293,7 @@ class ThreadWorkers:
             with connection.lock:
                 connection.wait(commanded(connection, call.text))
             return []
-        cursor = Cursor(connection, row_factory=call.row)
+        cursor = OwnCursor(connection, row_factory=call.row)
         cursor.execute(call.text, call.values or None, prepare=None if call.values else False)
         if not _go_to_rows(cursor):
             return []
@@ -331,10 +338,31 @@ def _answered(value: Any) -> Answer:
 
 
 def _called(step: Run) -> Answer:
+    process = os.getpid()
     try:
-        return _answered(step.function(step.argument))
+        answer = _answered(step.function(step.argument))
     except BaseException as error:  # SystemExit too: it would end this thread alone, and nobody would know.
-        return Answer(error=error)
+        answer = Answer(error=error)
+    _end_child(process, answer)
+    return answer
+
+
+def _end_child(parent: int, answer: Answer) -> None:
+    """End a process that the user's function has forked and let come back: it would settle what is its parent's."""
+    if os.getpid() == parent:
+        return
+    error = answer.error
+    status = error.code if isinstance(error, SystemExit) else error
+    if not isinstance(status, (int, type(None))):
+        if isinstance(error, SystemExit):
+            print(status, file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    os._exit((status or 0) & 0xFF)
 
 
 def _answer(future: "asyncio.Future[Any]", value: Any) -> None:

@@ -8,13 +8,14 @@ from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 from weakref import WeakSet
 
-from psycopg import AsyncClientCursor, AsyncConnection, ClientCursor, OperationalError, sql
-from psycopg.errors import DivisionByZero, InFailedSqlTransaction, InvalidSqlStatementName
+from psycopg import Error, OperationalError, sql
+from psycopg.errors import DivisionByZero, InFailedSqlTransaction, InsufficientPrivilege, InvalidSqlStatementName
 from psycopg.pq import TransactionStatus
 from psycopg.rows import scalar_row
 
 from .. import _calls
 from .._calls import Bound
+from ..errors import QueueNotFound
 from .delivery import Delivery, Held
 from .links import begin_of, in_no_transaction, is_broken, is_busy, is_conflict, is_trouble
 from .policy import Decision, Failure, Reject, Retry, checked
@@ -115,7 +116,7 @@ class Transactions:
                         return Attempt("lost")
                     error = loss.__cause__ or loss
                 except Exception as failure:
-                    error = failure
+                    error = _explained(failure)
                 finally:
                     _settling(held, False)
             yield from _undo(connection)
@@ -141,7 +142,13 @@ class Transactions:
                     self._prepared.discard(connection)  # Somebody has deallocated it.
                 elif not is_conflict(fault):
                     if not job.held:
-                        raise
+                        if not isinstance(fault, QueueNotFound):
+                            # What a handler may have left there, such as a role, is to stand in nobody's way.
+                            connection.pgconn.finish()
+                        if isinstance(fault, (Error, OSError)):
+                            raise
+                        name = type(fault).__name__
+                        raise OperationalError(f"no claim on the handler's connection: {name}: {fault}") from fault
                     return Attempt("undone", error=fault.__cause__ if isinstance(fault, _Undone) else fault)
             else:
                 if attempt is not None:
@@ -200,8 +207,7 @@ class Transactions:
         if call is None:
             settings = self._settings
             claim = _calls.claim(settings.queue_name, settings.batch_size or 1, None, settings.claimed_by)
-            kind = AsyncClientCursor if isinstance(connection, AsyncConnection) else ClientCursor
-            plain = kind(connection).mogrify(claim.text, claim.values).encode(connection.info.encoding)
+            plain = claim.text % tuple([sql.quote(value).encode() for value in claim.values])
             before = b"prepare " + self._claim_name + b" as " + plain + b"; " if stage == "first" else b""
             take = plain if stage == "plain" else b"execute " + self._claim_name
             text = before + begin + b"; " + take + b"; savepoint pgqueue"
@@ -223,7 +229,7 @@ class Transactions:
                 last = b"set constraints all immediate; " + end
                 results = yield from self._settle(held, deliveries, seconds, last)
             except Exception as failure:
-                error = failure
+                error = _explained(failure)
         if error is not None:
             if in_no_transaction(connection):
                 raise _Undone from error
@@ -350,6 +356,16 @@ class _Lost(Exception):
 def _undo(connection: Any) -> Script[None]:
     if not in_no_transaction(connection):
         yield _ROLLBACK
+
+
+def _explained(error: Exception) -> Exception:
+    """What an acknowledgement raised, with a word on what the handler may have to do with it."""
+    if isinstance(error, InsufficientPrivilege):
+        error.add_note(
+            "The message is acknowledged on delivery.connection, in the role that the handler has left it in:"
+            " reset that, or grant it access 'consumer'."
+        )
+    return error
 
 
 def _ended(connection: Any) -> Exception:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import psycopg
 from rich.console import Console
 
+from .._styles import correction
 from ..client import Queue, Queues
 from ..embedded import EmbeddedServer, EmbeddedServerError, given_server
 from ..message import DeadMessage
@@ -109,6 +110,8 @@ def play(stack: ExitStack, messages: int | None, keep: bool) -> int:
     given = given_server()
     dsn = stack.enter_context(EmbeddedServer()).dsn if given is None else given
     connection = stack.enter_context(psycopg.connect(dsn, autocommit=True, application_name="pgqueue demo"))
+    if corrected := correction(connection):
+        connection.execute(corrected)
     expected = totals_of((flight["carrier"], minutes_late_or_cancelled(flight)) for flight in flights(messages))
     stack.enter_context(stage(connection, keep and given is not None))
     row = connection.execute("select split_part(version(), ' ', 2), current_setting('synchronous_commit')").fetchone()

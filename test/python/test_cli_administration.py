@@ -1,0 +1,278 @@
+"""The commands that alter, show and grant, and names that look like options."""
+
+import re
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from commands import Done, in_process, run, running
+from psycopg import sql
+
+import pgqueue
+
+
+@pytest.fixture(autouse=True)
+def no_other_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PGQUEUE_DSN", "PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def cli(database: str) -> Callable[..., Done]:
+    """Runs a command in this process on the database of the tests."""
+    return lambda *words: in_process(database, *words)
+
+
+@pytest.fixture
+def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
+    """A new queue."""
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue()
+    return queue
+
+
+# Names that look like options
+
+
+@pytest.fixture(params=["-x", "--help"])
+def dashed(request: pytest.FixtureRequest, connection: psycopg.Connection[Any]) -> Iterator[str]:
+    """The name of a queue, which is dropped at the end."""
+    queue = pgqueue.Queue(connection, request.param)
+    queue.create_queue()
+    yield request.param
+    if any(found.name == request.param for found in pgqueue.Queues(connection).list_queues()):
+        queue.drop_queue()
+
+
+def test_every_command_takes_a_name_that_looks_like_an_option(
+    cli: Callable[..., Done], dashed: str, connection: psycopg.Connection[Any]
+) -> None:
+    queue = pgqueue.Queue(connection, dashed)
+    assert cli("create", "--if-not-exists", "--", dashed).out.startswith(f"queue {dashed}: ")
+    assert cli("alter", "--max-attempts", "9", "--json", "--", dashed).records[0]["max_attempts"] == 9
+    assert cli("show", "--", dashed).out.splitlines()[0].split() == ["queue", dashed]
+    assert cli("send", "--", dashed, "-1", "2").status == 0
+    assert [message.payload for message in queue.browse()] == [-1, 2]
+    assert len(cli("browse", "--json", "--", dashed).records) == 2
+    claimed = cli("claim", "--max", "2", "--", dashed).out.splitlines()
+    settle = claimed[-1].partition(": pgqueue ")[2].split()
+    assert cli("extend", *settle[1:]).out == "2 extended\n"
+    assert cli(*settle).out == "2 done\n"
+    for words in (["pause"], ["resume"], ["stats"], ["dead", "list"], ["dead", "redrive"], ["archive", "list"]):
+        assert cli(*words, "--", dashed).status == 0
+    assert cli("subscribe", "--", "orders.paid", dashed).status == 0
+    assert cli("subscriptions", "--json", "--", dashed).records[0]["queue_name"] == dashed
+    assert cli("unsubscribe", "--", "orders.paid", dashed).status == 0
+    for words in (["purge"], ["dead", "purge"], ["drop"]):
+        assert cli(*words, "--yes", "--", dashed).status == 0
+    done = run("work", "--until-empty", "--", dashed, "builtins:print", PGQUEUE_DSN=str(connection.info.dsn))
+    assert "does not exist" in done.err
+
+
+@pytest.mark.parametrize(
+    "words", [["stats", "-x"], ["drop", "--nope"], ["send", "orders", "-1"], ["dead", "list", "-x"]], ids=" ".join
+)
+def test_where_an_argument_looks_like_an_option_it_says_how_to_give_it(words: list[str]) -> None:
+    done = in_process("", *words)
+    assert (done.status, done.out) == (2, "")
+    assert "What begins with a hyphen and is no option comes behind --." in " ".join(done.err.split())
+
+
+def test_what_is_no_option_but_nearly_one_is_not_taken_for_a_name() -> None:
+    done = in_process("", "browse", "orders", "--sate", "ready")
+    assert "--state" in done.err
+    assert "behind --" not in done.err
+    assert "behind --" not in in_process("", "list", "-x").err
+
+
+# Settings
+
+
+def test_settings_are_changed_one_by_one(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    before = orders.get_queue()
+    done = cli("alter", orders.name, "--visibility-timeout", "5m", "--no-dlq")
+    assert done == (0, f"queue {orders.name}: visibility timeout 5m, 5 attempts, then deleted\n", "")
+    after = orders.get_queue()
+    assert (after.visibility_timeout, after.dlq_enabled) == (timedelta(minutes=5), False)
+    same = {field.name for field in fields(after)} - {"visibility_timeout", "dlq_enabled", "updated_at"}
+    assert {name: getattr(after, name) for name in same} == {name: getattr(before, name) for name in same}
+
+
+def test_every_setting_that_a_queue_has_can_be_changed(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    changed = cli(
+        *("alter", orders.name, "--json", "--visibility-timeout", "2h", "--max-attempts", "7", "--no-dlq"),
+        *("--dead-letter-expired", "--max-payload-bytes", "1000", "--backoff-base", "250ms", "--backoff-factor", "1.5"),
+        *("--backoff-max", "1d", "--backoff-jitter", "0", "--archive-for", "30d", "--expires-after-idle", "90d"),
+    ).records[0]
+    expected = {
+        "visibility_timeout": 7200,
+        "max_attempts": 7,
+        "dlq_enabled": False,
+        "dead_letter_expired": True,
+        "max_payload_bytes": 1000,
+        "backoff_base": 0.25,
+        "backoff_factor": 1.5,
+        "backoff_max": 86400,
+        "backoff_jitter": 0,
+        "archive_for": 2592000,
+        "expires_after_idle": 7776000,
+    }
+    assert {name: changed[name] for name in expected} == expected
+    assert set(changed) - set(expected) == {"name", "dedicated", "paused_at", "created_at", "updated_at"}
+    ended = cli(
+        *("alter", orders.name, "--json", "--archive-for", "0", "--expires-after-idle", "0", "--dlq", "--drop-expired")
+    ).records[0]
+    assert (ended["archive_for"], ended["expires_after_idle"]) == (None, None)
+    assert (ended["dlq_enabled"], ended["dead_letter_expired"]) == (True, False)
+
+
+def test_a_change_of_nothing_or_beyond_bounds_is_refused(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    nothing = cli("alter", orders.name)
+    assert (nothing.status, nothing.out) == (2, "")
+    assert "nothing to change" in nothing.err
+    beyond = cli("alter", orders.name, "--max-attempts", "101")
+    assert (beyond.status, beyond.out) == (1, "")
+    assert beyond.err.startswith("pgqueue: invalid max_attempts: '101'")
+    assert cli("alter", f"{orders.name}-nope", "--max-attempts", "7").status == 1
+
+
+def test_a_queue_is_shown_with_all_that_it_is_set_to(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    shown = cli("show", orders.name)
+    assert (shown.status, shown.err) == (0, "")
+    facts = dict(re.findall(r"^(\S.{18}\S?) *(.+)$", shown.out, re.MULTILINE))
+    assert {name.strip(): fact for name, fact in facts.items() if name.strip() not in ("created", "changed")} == {
+        "queue": orders.name,
+        "visibility timeout": "30s",
+        "max attempts": "5",
+        "dead ones": "become dead letters",
+        "expired ones": "are deleted",
+        "backoff": "1s, each time 2 times as long, up to 10m; 20% of it by chance",
+        "max payload": "262,144 bytes",
+        "table": "shared",
+    }
+    orders.alter_queue(archive_for=timedelta(days=7), expires_after_idle=timedelta(days=1))
+    orders.pause_queue()
+    shown = cli("show", orders.name)
+    for fact in ("archived for        7d\n", "dropped             after 1d without messages and use\n"):
+        assert fact in shown.out
+    assert re.search(r"^paused +\d", shown.out, re.MULTILINE)
+    assert re.search(r"^created +\d.*\nchanged +\d", shown.out, re.MULTILINE)
+    (record,) = cli("show", orders.name, "--json").records
+    assert list(record) == [field.name for field in fields(pgqueue.QueueInfo)]
+    assert cli("show", f"{orders.name}-nope").status == 1
+
+
+# Topics, archives, streams, claims
+
+
+def test_subscriptions_are_listed(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    nothing = cli("subscriptions", orders.name)
+    assert nothing == (0, "", "pgqueue: there is no subscription: pgqueue subscribe makes one\n")
+    orders.subscribe(f"{orders.name}.paid")
+    orders.subscribe(f"{orders.name}.#")
+    listed = cli("subscriptions", orders.name, "--json").records
+    assert [list(record) for record in listed] == [[field.name for field in fields(pgqueue.Subscription)]] * 2
+    assert sorted(record["topic"] for record in listed) == [f"{orders.name}.#", f"{orders.name}.paid"]
+    assert re.search(rf"^{orders.name}\.# +{orders.name} +\d", cli("subscriptions").out, re.MULTILINE)
+    assert cli("subscriptions", f"{orders.name}-nope").status == 1
+
+
+def test_the_archive_is_listed_page_by_page_the_newest_first(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    nothing = cli("archive", "list", orders.name, "--before", "9")
+    assert nothing == (0, "", f"pgqueue: the archive has nothing of queue {orders.name} below 9\n")
+    orders.alter_queue(archive_for=timedelta(days=1))
+    ids = orders.enqueue_batch([{"n": number} for number in range(2100)])
+    while messages := orders.claim(1000):
+        orders.ack_batch([message.id for message in messages], messages[0].claim_token)
+    ids.reverse()
+
+    def listed(*words: str) -> list[int]:
+        return [record["id"] for record in cli("archive", "list", orders.name, "--json", *words).records]
+
+    assert listed() == ids[:100]
+    assert listed("--max", "2", "--before", str(ids[9])) == ids[10:12]
+    assert listed("--all") == ids
+    shown = cli("archive", "list", orders.name, "--max", "1").out
+    assert re.search(rf'^{ids[0]} +\d{{4}}-.* 1 .* {{"n": 2099}}', shown, re.MULTILINE)
+    assert cli("archive", "maintain", "--json").status == 0
+    again = cli("archive", "maintain")
+    assert again == (0, "", "pgqueue: there was nothing to do\n")
+
+
+def test_claims_are_extended(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    orders.enqueue_batch([1, 2])
+    first, second = orders.claim(2)
+    token = str(first.claim_token)
+    done = cli("extend", orders.name, token, str(first.id), str(second.id), "--visibility-timeout", "2h")
+    assert done == (0, "2 extended\n", "")
+    for before, after in zip((first, second), orders.browse("inflight"), strict=True):
+        assert after.visible_at - before.visible_at > timedelta(hours=1)
+    assert orders.ack(first.id, first.claim_token)
+    partly = cli("extend", orders.name, token, str(first.id), str(second.id), "--json")
+    assert (partly.status, [record["settled"] for record in partly.records]) == (3, [False, True])
+    assert partly.err.startswith(f"pgqueue: not ours: {first.id}\n")
+
+
+def test_streams_are_listed_and_dropped(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    nothing = cli("spark", "streams", orders.name)
+    assert nothing == (0, "", "pgqueue: there is no stream: a query with a streamId makes one\n")
+    orders.enqueue_batch([1, 2])
+    stream = orders.stream_open("billing", "a test")
+    orders.stream_claim("billing", stream.epoch, stream.acked_seq, stream.acked_token)
+    (record,) = cli("spark", "streams", orders.name, "--json").records
+    assert list(record) == [field.name for field in fields(pgqueue.Stream)]
+    assert re.search(rf"^{orders.name} +billing +a test +1 +2 +\d", cli("spark", "streams").out, re.MULTILINE)
+    asked = cli("spark", "drop-stream", orders.name, "billing")
+    assert (asked.status, asked.out) == (2, "")
+    done = cli("spark", "drop-stream", orders.name, "billing", "--yes")
+    assert done == (0, "stream billing is gone; 2 messages are ready again\n", "")
+    assert orders.peek() == 2
+    assert cli("spark", "drop-stream", orders.name, "billing", "--yes").status == 1
+
+
+# Access
+
+
+def test_access_is_granted_and_taken_back(empty_database: Callable[[], str], name: str) -> None:
+    dsn = empty_database()
+    role = f"{name} producer"
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("create extension pgqueue")
+        connection.execute(sql.SQL("create role {}; grant {} to current_user").format(*[sql.Identifier(role)] * 2))
+        try:
+            granted = in_process(dsn, "grant", role, "producer")
+            assert granted == (0, f"role {role} has access producer\n", "")
+            theirs = psycopg.conninfo.make_conninfo(dsn, options=f"-c role={name}\\ producer")
+            assert in_process(theirs, "list").status == 0
+            assert in_process(theirs, "create", "orders").status == 1
+            forbidden = in_process(theirs, "grant", role, "admin")
+            assert (forbidden.status, forbidden.out) == (1, "")
+            revoked = in_process(dsn, "revoke", role, "producer", "--json")
+            assert revoked.records == [{"role": role, "access": "producer", "granted": False}]
+            assert in_process(theirs, "list").status == 1
+            assert in_process(dsn, "grant", role, "owner").status == 2
+            assert in_process(dsn, "grant", f"{role} nope", "reader").status == 1
+        finally:
+            connection.execute(sql.SQL("drop role {}").format(sql.Identifier(role)))
+
+
+def test_a_password_that_is_made_is_told_also_who_wants_no_remarks(
+    empty_database: Callable[[], str], tmp_path: Path
+) -> None:
+    words = ("serve", "--quiet", "--port", "0", "--log-level", "error")
+    with running(*words, directory=tmp_path, PGQUEUE_DSN=empty_database()) as command:
+        command.wait_for(lambda: "user admin, password " in command.err)
+        command.signal(signal.SIGTERM)
+        assert command.end().err.count("\n") == 1
+
+
+def test_an_agent_that_nobody_calls_makes_no_password(empty_database: Callable[[], str], tmp_path: Path) -> None:
+    with running("serve", "--role", "agent", directory=tmp_path, PGQUEUE_DSN=empty_database()) as command:
+        command.wait_for(lambda: "works on tasks" in command.err)
+        command.signal(signal.SIGTERM)
+        assert "password" not in command.end().err

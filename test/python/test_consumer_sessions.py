@@ -1,0 +1,278 @@
+"""What roles, databases and handlers set on a consumer's connections, and processes that a handler forks."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from clients import connect, is_empty, wait_for
+from consumers import (
+    FORMS,
+    LONG,
+    SECOND,
+    THREADS,
+    TRANSACTIONAL,
+    Form,
+    Step,
+    beside,
+    each_transactional,
+    prepare,
+    rows,
+    together,
+    waits,
+)
+from psycopg import sql
+from psycopg.types.string import StrDumper, TextLoader
+
+import pgqueue
+
+Connection = psycopg.Connection[Any]
+EURO = {"price": "€ 5", "größe": "消息"}
+STYLES = [
+    {"DateStyle": "German", "IntervalStyle": "iso_8601", "client_encoding": "LATIN1", "TimeZone": "Asia/Kathmandu"},
+    {
+        "DateStyle": "SQL, DMY",
+        "IntervalStyle": "postgres_verbose",
+        "client_encoding": "SQL_ASCII",
+        "TimeZone": "<+3>-3",
+    },
+    {"DateStyle": "Postgres", "IntervalStyle": "sql_standard", "bytea_output": "escape", "extra_float_digits": "-15"},
+]
+
+
+# Styles
+
+
+@pytest.mark.parametrize("styles", STYLES, ids=lambda styles: styles["DateStyle"])
+def test_the_styles_of_a_database_are_not_those_of_a_consumer(
+    styles: dict[str, str], empty_database: Callable[[], str]
+) -> None:
+    dsn = empty_database()
+    with connect(dsn) as connection:
+        connection.execute("create extension pgqueue")
+        for form in FORMS:
+            prepare(connection, str(form), max_attempts=3)
+        for name, value in styles.items():
+            database = sql.Identifier(connection.info.dbname)
+            connection.execute(sql.SQL("alter database {} set {} = {}").format(database, sql.SQL(name), value))
+
+    async def work(step: Step) -> None:
+        if step.attempt == 1:
+            raise ValueError("€")
+        if step.message.payload == "bad":
+            raise pgqueue.Reject("€")
+
+    def consume(form: Form) -> None:
+        name = str(form)
+        with psycopg.connect(dsn, autocommit=True, client_encoding="utf8") as sender:
+            sender.execute("set IntervalStyle = postgres; set DateStyle = ISO")
+            queue = pgqueue.Queue(sender, name)
+            with form.consuming(dsn, name, work, concurrency=2, peek_delay=LONG) as run:
+                wait_for(lambda: waits(sender, name))
+                queue.enqueue(EURO, headers=EURO, expires_in=timedelta(days=400))
+                queue.enqueue(body=bytes(range(256)))
+                queue.enqueue("bad", delay=SECOND / 10)
+                wait_for(lambda: len(run.calls) == 6 and is_empty(sender, name))
+            [dead] = queue.browse_dead_messages()
+        assert (dead.payload, (dead.last_error or "")[0]) == ("bad", "€")
+        assert [seen for seen in run.returned if seen is not None] == [EURO]
+        assert [bytes(call.message.body) for call in run.calls if call.message.body] == [bytes(range(256))] * 2
+        assert run.calls[0].message.enqueued_at.utcoffset() is not None
+        assert (run.criticals, run.circuits, run.consumer.stats.dead) == ([], [], 1)
+
+    for end in [beside(lambda form=form: consume(form)) for form in FORMS]:
+        end.result(60)
+
+
+@pytest.mark.parametrize(
+    "setting", ["DateStyle = German", "IntervalStyle = iso_8601", "client_encoding = 'LATIN1'"], ids=str.split
+)
+@together(TRANSACTIONAL)
+def test_what_a_handler_sets_keeps_no_other_message_from_being_read(
+    form: Form, setting: str, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name, max_attempts=1).enqueue_batch([EURO] * 3)
+
+    async def work(step: Step) -> None:
+        await step.execute(f"set {setting}")
+
+    with form.consuming(database, name, work, concurrency=1) as run:
+        wait_for(lambda: is_empty(connection, name))
+    assert run.returned == [EURO] * 3
+    assert (run.consumer.stats.succeeded, run.consumer.stats.dead, run.circuits) == (3, 0, [])
+
+
+# Roles
+
+
+@contextmanager
+def role(connection: Connection, name: str, *verbs: str) -> Iterator[str]:
+    """A role that may call these verbs, and is ours to set."""
+    role = sql.Identifier(name)
+    connection.execute(sql.SQL("create role {}; grant {} to current_user").format(role, role))
+    try:
+        connection.execute(sql.SQL("grant usage on schema pgqueue to {}").format(role))
+        for verb in verbs:
+            connection.execute(sql.SQL("grant execute on function pgqueue.{} to {}").format(sql.Identifier(verb), role))
+        yield name
+    finally:
+        connection.execute(sql.SQL("drop owned by {}; drop role {}").format(role, role))
+
+
+@pytest.mark.parametrize("scope", ["", "local "], ids=["set", "set local"])
+@each_transactional
+def test_a_role_that_may_not_acknowledge_costs_its_message_an_attempt_and_no_other(
+    form: Form, scope: str, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=2)
+    queue.enqueue_batch(["role", "good", "good"])
+    with role(connection, f"{name} nobody") as nobody:
+
+        async def work(step: Step) -> None:
+            if step.message.payload == "role":
+                await step.execute(f'set {scope}role "{nobody}"')
+
+        with form.consuming(database, name, work, concurrency=1) as run:
+            wait_for(lambda: is_empty(connection, name))
+    [dead] = queue.browse_dead_messages()
+    assert (dead.payload, dead.attempt_count, dead.reason) == ("role", 2, "attempts_exhausted")
+    assert "InsufficientPrivilege: permission denied for " in (dead.last_error or "")
+    assert "in the role that the handler has left it in" in (dead.last_error or "")
+    assert [call.attempt for call in run.calls if call.message.payload == "good"] == [1, 1]
+    assert (run.consumer.stats.succeeded, run.criticals, run.circuits) == (2, [], [])
+
+
+@pytest.mark.parametrize("form", [Form(is_async, "receive") for is_async in (False, True)], ids=str)
+def test_a_role_that_may_not_claim_is_not_that_of_the_next_message(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name, max_attempts=1).enqueue_batch([1, 2, 3])
+    with role(connection, f"{name} settler", "ack_batch") as settler:
+
+        async def work(step: Step) -> None:
+            await step.execute(f'set role "{settler}"')
+
+        with form.consuming(database, name, work, concurrency=1) as run:
+            wait_for(lambda: is_empty(connection, name))
+    assert (run.returned, run.criticals) == ([1, 2, 3], [])
+    assert "open" not in run.circuits
+
+
+# Adapters
+
+
+class BrokenDumper(StrDumper):
+    def dump(self, obj: str) -> Any:  # noqa: ARG002
+        raise ZeroDivisionError("the handler's own")
+
+
+class BrokenLoader(TextLoader):
+    def load(self, data: Any) -> Any:  # noqa: ARG002
+        raise ZeroDivisionError("the handler's own")
+
+
+@pytest.mark.parametrize("what", ["dumper", "loader"])
+@together(TRANSACTIONAL)
+def test_what_a_handler_registers_on_its_connection_is_for_itself(
+    form: Form, what: str, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=2)
+    queue.enqueue_batch(["works", "fails", "good"])
+
+    async def work(step: Step) -> None:
+        if step.message.payload == "good":
+            return
+        if what == "dumper":
+            step.connection.adapters.register_dumper(str, BrokenDumper)
+        else:
+            step.connection.adapters.register_loader("timestamptz", BrokenLoader)
+            step.connection.adapters.register_loader("jsonb", BrokenLoader)
+        if step.message.payload == "fails":
+            raise ValueError("broken")
+
+    with form.consuming(database, name, work, concurrency=1) as run:
+        wait_for(lambda: is_empty(connection, name))
+    [dead] = queue.browse_dead_messages()
+    assert (dead.payload, dead.attempt_count) == ("fails", 2)
+    assert (dead.last_error or "").startswith("ValueError: broken")
+    assert run.returned == ["works", "good"]
+    assert (run.criticals, run.circuits) == ([], [])
+
+
+# Connections that are not needed any more
+
+
+@each_transactional
+def test_a_lower_limit_leaves_fewer_connections(form: Form, database: str, connection: Connection, name: str) -> None:
+    queue = prepare(connection, name)
+    backends = "select count(*) from pg_stat_activity where application_name = %s"
+
+    async def work(step: Step) -> None:
+        await step.until(lambda: run.most >= 5)
+
+    with form.consuming(database, name, work, concurrency=5) as run:
+        queue.enqueue_batch([1, 2, 3, 4, 5])
+        wait_for(lambda: is_empty(connection, name) and not run.consumer.stats.running)
+        run.consumer.concurrency = 1
+        queue.enqueue(6)
+        # One for the handler, and those of the pump: to claim, to settle, to listen.
+        wait_for(lambda: rows(connection, backends, name)[0][0] <= 4)
+        wait_for(lambda: is_empty(connection, name))
+
+
+# Processes
+
+FORKING = """
+import asyncio, os, sys, threading, pgqueue
+dsn, name, how, mode, kind = sys.argv[1:]
+done = threading.Event()
+
+def work(delivery):
+    child = os.fork()
+    if child == 0:
+        if how == "returns":
+            return
+        if how == "raises":
+            raise ValueError("the child's")
+        sys.exit(7)
+    print(delivery.attempt, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    done.set()
+
+options = {"lease": {}, "transactional": {"transactional": True}, "receive": {"mode": "receive"}}[mode]
+
+async def work_async(delivery):
+    work(delivery)
+
+async def run():
+    consumer = pgqueue.AsyncConsumer(dsn, name, work_async, concurrency=1, **options)
+    async with consumer:
+        await asyncio.to_thread(done.wait, 20)
+    return consumer
+
+if kind == "async":
+    consumer = asyncio.run(run())
+else:
+    with pgqueue.Consumer(dsn, name, work, concurrency=1, **options) as consumer:
+        done.wait(20)
+stats = consumer.stats
+print(stats.succeeded, stats.failed, stats.circuit, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("returns", 0), ("raises", 1), ("exits", 7)])
+@pytest.mark.parametrize("form", [*THREADS, Form(True, "transactional")], ids=str)
+def test_a_child_that_a_handler_forks_settles_nothing(
+    form: Form, how: str, status: int, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    queue.enqueue(1)
+    kind = "async" if form.is_async else "sync"
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING, database, name, how, form.mode, kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.splitlines()) == (0, [f"1 {status}", "1 0 closed"]), done.stderr
+    assert ("ValueError: the child's" in done.stderr) == (how == "raises")
+    assert is_empty(connection, name)
