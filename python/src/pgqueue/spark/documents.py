@@ -1,10 +1,11 @@
 """JSON text from columns of Arrow, a column at a time: no Python object is made for a number, a moment or a struct.
 
 Nulls stay (`"a": null`), decimals keep their digits, moments are ISO 8601 (those with a time zone in UTC), bytes are
-base64. What JSON cannot say, NaN and the infinities, is refused.
+base64. What these cannot say is refused: NaN and the infinities, and days before the year 1 and after 9999.
 """
 
 from base64 import b64encode
+from datetime import date
 from json import dumps
 from typing import Any
 
@@ -27,6 +28,8 @@ _SCALARS = (
     t.NullType,
 )
 _CONTROL = bytes(range(0x20))
+_EPOCH = date(1970, 1, 1)
+_DAY = 86_400_000_000  # microseconds
 
 
 def unsupported(kind: t.DataType) -> str | None:
@@ -86,6 +89,8 @@ def _text(array: pa.Array, name: str) -> pa.Array:
         return _quoted(array)
     if pa.types.is_floating(kind):
         return _numbers(array, name)
+    if pa.types.is_temporal(kind):
+        _check_years(array, name)
     if pa.types.is_timestamp(kind):
         if kind.tz is None:
             return pc.strftime(array, '"%Y-%m-%dT%H:%M:%S"')
@@ -126,6 +131,17 @@ def _numbers(array: pa.Array, name: str) -> pa.Array:
         value = array.filter(pc.invert(finite))[0]
         raise InvalidArgument(f"invalid {name}: {value}, for which JSON has no number; make it null, or a string")
     return array.cast(pa.string())
+
+
+def _check_years(array: pa.Array, name: str) -> None:
+    """Beyond these years ISO 8601 asks for an agreement, and Arrow writes what is no date, or the wrong one."""
+    is_day = pa.types.is_date(array.type)
+    places = array.cast(pa.int32()) if is_day else array.cast(pa.timestamp("us", array.type.tz)).cast(pa.int64())
+    size = 1 if is_day else _DAY
+    first, last = (date.min - _EPOCH).days * size, ((date.max - _EPOCH).days + 1) * size
+    ends = pc.min_max(places)
+    if ends["min"].is_valid and not (first <= ends["min"].as_py() and ends["max"].as_py() < last):
+        raise InvalidArgument(f"invalid {name}: not in the years 1 to 9999; make it null, or a string")
 
 
 def _within(array: pa.Array, elements: pa.Array) -> pa.Array:

@@ -16,7 +16,11 @@ __all__ = ["brief", "connect", "conninfo"]
 
 # What hints of the database call by the names of SQL, and who writes for Spark knows as an option.
 _OPTIONS = {"fail_on_data_loss => false": "option failOnDataLoss=false", "on_ack": "onAck", "app_id": "txnAppId"}
-_HINTS = {"PQ005": "The queue, or its stream, was dropped while the query ran. Start the query with a new checkpoint."}
+_HINTS = {
+    "PQ005": "The queue, or its stream, was dropped while the query ran. Start the query with a new checkpoint.",
+    "PQ006": "Another query has the same streamId, or this one loads it twice, as in a join with itself, or one of its"
+    " batches was skipped. Each load needs a streamId of its own.",
+}
 _NAMES = re.compile(rf"(?<!['\w])(?:{'|'.join(_OPTIONS)})\b")
 
 

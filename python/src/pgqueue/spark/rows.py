@@ -88,7 +88,9 @@ def check(schema: StructType, source: str) -> None:
     known = _COLUMNS[source]
     if not schema.fields:
         raise OptionError("schema: name a column at least")
-    for field in schema.fields:
+    for place, field in enumerate(schema.fields):
+        if field.name in schema.names[:place]:
+            raise OptionError(f"schema: column {field.name} is named twice")
         if field.name not in known:
             there = ", ".join(f"{name} {kind.simpleString()}" for name, kind in _TYPES.items() if name in known)
             raise OptionError(f"schema: there is no column {field.name} in source {source}; there are {there}")

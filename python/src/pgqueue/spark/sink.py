@@ -114,8 +114,11 @@ class _Writer:
                 patience.wait(error)
 
     def _discard(self, runs: set[UUID]) -> None:
-        """Give up what was staged; what cannot be reached now is left to sweep_staged."""
-        with suppress(psycopg.OperationalError), connect(self.conninfo, autocommit=True) as connection:
+        """Give up what was staged; what cannot be had now is left to sweep_staged.
+
+        Nothing is raised: Spark would tell that instead of what the job has failed of.
+        """
+        with suppress(psycopg.Error), connect(self.conninfo, autocommit=True) as connection:
             for run in runs:
                 Queues(connection).sink_abort(run)
 

@@ -33,7 +33,9 @@ class PgQueueDataSource(DataSource):
     whose messages others took while the query was down for longer (`failOnDataLoss`). Without its checkpoint a query
     goes on behind what was acknowledged, and may read the last batch twice. A batch that fails every time ends the
     query after `maxReplays`: `pgqueue.stream_skip` takes it, or some of its messages, to the dead letters.
-    `Trigger.AvailableNow` ends at what had been sent when it began. `foreachBatch` may read its batch several times.
+    `Trigger.AvailableNow` ends at what had been sent when it began; the deprecated `Trigger.Once` leaves its batch
+    reserved, until its next run acknowledges it. `foreachBatch` may read its batch several times. A stream that is
+    joined with itself is loaded twice, each time under a `streamId` of its own, and each message is in one of them.
     Asynchronous progress tracking and continuous processing are not supported.
 
     Columns are named as in SQL; JSON and UUIDs are text, moments are in UTC, and those that only PostgreSQL knows

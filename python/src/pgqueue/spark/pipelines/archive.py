@@ -7,10 +7,12 @@ PostgreSQL has dropped from its archive since stays.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Self
+from uuid import uuid4
 
 import psycopg
 from pyspark.sql import DataFrame, SparkSession
@@ -36,6 +38,7 @@ ARCHIVED: Final[StructType] = StructType(
     [field for field in rows.columns("archive") if field.name != "queue_name"] + [rows.columns("archive")["queue_name"]]
 ).add("day", DateType())
 _KEY: Final = ("id", "finished_at")  # a restored or another database may give an id twice
+_DRAFTS: Final = "_pgqueue/drafts"
 
 # Between the moment of an acknowledgement and its first lock: microseconds, unless its process is stopped there.
 _MARGIN: Final = timedelta(minutes=1)
@@ -53,6 +56,11 @@ select array(
             union all
             select relid from pg_partition_tree('pgqueue.archived_messages')
         )
+)
+"""
+_HOLDS: Final = """
+select exists (
+    select from pg_locks l where l.locktype = 'advisory' and l.pid = pg_backend_pid() and l.granted
 )
 """
 _IDENTITY: Final = """
@@ -99,14 +107,15 @@ def archive_to_parquet(
         spark: A classic session (not Spark Connect).
         path: A directory on any file system of Spark's, for this alone. Read it with `read_archive`, or with any
             reader of Parquet. Names in it that begin with an underscore are ours.
-        dsn: The database, as option `dsn` of the format.
+        dsn: The database, as option `dsn` of the format; not by way of a pooler that pools transactions.
         queues: The queues; by default all that keep an archive now (archive_for).
         tell: Called with the outcome of each queue as it is done.
 
     Returns:
         The outcome of each queue, in order.
 
-    Raises OptionError, QueueNotFound, StandbyError, and ArchiveBusyError where another run writes to this path.
+    Raises OptionError, QueueNotFound, StandbyError, and ArchiveBusyError where another run writes to this path, or may
+    do so as this one has lost its connection's hold on it: then it publishes nothing of the queue at hand.
     """
     where = conninfo(dsn)
     folder = Folder(spark, path)
@@ -117,13 +126,13 @@ def archive_to_parquet(
                 "archive_to_parquet reads from the primary: a standby does not know which transactions there have"
                 " finished messages and not committed yet"
             )
-        _hold(connection, str(folder))
-        folder.make()
-        # Tasks that a killed run had finished lie here: Spark would take them for this run's.
-        folder.delete("_temporary")
-        for queue in _archived_queues(connection) if queues is None else dict.fromkeys(queues):
-            done.append(_archive(spark, connection, where, folder, queue))
-            tell(done[-1])
+        with _hold(connection, str(folder)):
+            folder.make()
+            # What a killed run had not published. Another one that has lost its hold finds nothing to publish.
+            folder.delete(_DRAFTS)
+            for queue in _archived_queues(connection) if queues is None else dict.fromkeys(queues):
+                done.append(_archive(spark, connection, where, folder, queue))
+                tell(done[-1])
     return done
 
 
@@ -207,13 +216,15 @@ class _Note:
 
     @classmethod
     def read(cls, folder: Folder, queue: str, database: str) -> Self:
-        """What the last run noted; nothing where that was about another database."""
-        text = folder.read(_note_of(queue))
-        told: dict[str, Any] = json.loads(text) if text else {}
-        if told.get("database") != database:
+        """What the last run noted; nothing where that was about another database, or cannot be read."""
+        try:
+            told: dict[str, Any] = json.loads(folder.read(_note_of(queue)) or "{}")
+            if told["database"] != database:
+                return cls(database)
+            settled, noted = (told[name] and datetime.fromisoformat(told[name]) for name in ("settled", "noted"))
+            return cls(database, settled and in_utc(settled), noted and in_utc(noted), frozenset(told["writers"]))
+        except (ValueError, TypeError, KeyError):
             return cls(database)
-        settled, noted = (told[name] and datetime.fromisoformat(told[name]) for name in ("settled", "noted"))
-        return cls(database, settled, noted, frozenset(told["writers"]))
 
     def write(self, folder: Folder, queue: str) -> None:
         """Note it, for the next run."""
@@ -255,8 +266,17 @@ def _archive(
     missing = found.join(there.select(*_KEY), [*_KEY], "left_anti").select(*ARCHIVED.names)
     # One file for a day.
     laid = missing.repartition("day").sortWithinPartitions("day", "finished_at")
+    draft = f"{_DRAFTS}/{uuid4()}"
     with plain_moments(spark):
-        laid.write.mode("append").partitionBy("queue_name", "day").parquet(str(folder))
+        laid.write.partitionBy("queue_name", "day").parquet(f"{folder}/{draft}")
+    # That took its time, and who has lost the hold meanwhile may not be alone.
+    if not _value(connection, _HOLDS):
+        raise ArchiveBusyError(
+            f"the hold on {folder} is lost: archive_to_parquet needs a connection of its own, and no pooler that lends"
+            " it one for each statement"
+        )
+    folder.take(draft)
+    folder.delete(draft)
     after = note.after(at, left)
     after.write(folder, queue)
     return Archived(queue, note.settled, _count(spark, folder, queue, note.settled) - before, after.settled)
@@ -268,10 +288,18 @@ def _count(spark: SparkSession, folder: Folder, queue: str, since: datetime | No
     return (found if since is None else found.where(F.col("day") >= F.lit(since.astimezone(UTC).date()))).count()
 
 
-def _hold(connection: psycopg.Connection[Any], place: str) -> None:
-    """Keep others away from a place for as long as the connection lasts."""
-    if not _value(connection, "select pg_try_advisory_lock(hashtextextended(%s, 0))", f"pgqueue archive {place}"):
+@contextmanager
+def _hold(connection: psycopg.Connection[Any], place: str) -> Iterator[None]:
+    """Keep others away from a place, for as long as the connection lasts."""
+    name = f"pgqueue archive {place}"
+    if not _value(connection, "select pg_try_advisory_lock(hashtextextended(%s, 0))", name):
         raise ArchiveBusyError(f"another archive_to_parquet writes to {place}")
+    try:
+        yield
+    finally:
+        # The server notices late that a connection was closed, and the next run may follow at once.
+        with suppress(psycopg.OperationalError):
+            connection.execute("select pg_advisory_unlock(hashtextextended(%s, 0))", [name])
 
 
 def _archived_queues(connection: psycopg.Connection[Any]) -> list[str]:

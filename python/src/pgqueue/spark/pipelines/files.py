@@ -56,6 +56,23 @@ class Folder:
         options[0] = rename
         self._jvm.org.apache.hadoop.fs.FileContext.getFileContext(self._conf).rename(draft, path, options)
 
+    def take(self, name: str) -> None:
+        """Move the files of a directory in it to the places that they have there, but for Spark's own, as _SUCCESS.
+
+        Raises OSError where one cannot be moved.
+        """
+        draft = self._fs.makeQualified(self._path(name)).toUri()
+        files = self._fs.listFiles(self._path(name), True)
+        while files.hasNext():
+            file = files.next().getPath()
+            place = draft.relativize(file.toUri()).getPath()
+            if place.startswith("_"):
+                continue
+            target = self._path(place)
+            self._fs.mkdirs(target.getParent())
+            if not self._fs.rename(file, target):
+                raise OSError(f"{file.toString()} cannot be moved to {target.toString()}")
+
     def delete(self, name: str) -> bool:
         """Delete a file, or a directory with all in it; False where there is none."""
         return bool(self._fs.delete(self._path(name), True))
@@ -64,5 +81,5 @@ class Folder:
         """Whether there is a file or directory of this name."""
         return bool(self._fs.exists(self._path(name)))
 
-    def _path(self, name: str) -> object:
+    def _path(self, name: str) -> Any:
         return self._jvm.org.apache.hadoop.fs.Path(self._root, name)

@@ -1,5 +1,6 @@
 """The page of a report: one file that asks nobody for anything, for light and dark, wide and narrow windows."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -9,6 +10,8 @@ from typing import Final
 from .charts import Series, bars, count, lines, seconds, share
 
 __all__ = ["Flow", "Letters", "Measure", "render"]
+
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,8 @@ i.mid { background: var(--mid); } i.high { background: var(--high); }
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 6px 8px; white-space: nowrap; border-bottom: 1px solid var(--grid); }
 tr:last-child td { border-bottom: 0; } th { color: var(--soft); font-weight: 600; }
-th.text, td.text { text-align: left; } td.text { white-space: normal; min-width: 96px; overflow-wrap: anywhere; }
+th.text, td.text { text-align: left; }
+td.text { unicode-bidi: isolate; white-space: normal; min-width: 96px; overflow-wrap: anywhere; }
 td.wrap { min-width: 220px; }
 details { margin-top: 12px; } summary { cursor: pointer; color: var(--soft); } details .sheet { margin-top: 8px; }
 """
@@ -211,7 +215,12 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts: int) -
 
     head = "".join(f"<th{style(place)}>{escape(heading)}</th>" for place, heading in enumerate(headings))
     body = "".join(
-        "<tr>" + "".join(f"<td{style(place)}>{escape(cell)}</td>" for place, cell in enumerate(row)) + "</tr>"
+        "<tr>" + "".join(f"<td{style(place)}>{_shown(cell)}</td>" for place, cell in enumerate(row)) + "</tr>"
         for row in rows
     )
     return f'<div class="sheet"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _shown(text: str) -> str:
+    """What is shown of a text; HTML has no control characters."""
+    return escape(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
