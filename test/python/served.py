@@ -115,6 +115,11 @@ class Server:
         assert task["status"] == "completed", task
         return task["result"]["message_ids"]
 
+    def look(self, database: str, name: str) -> None:
+        """Have the server look at a database now, which it does by itself only now and then."""
+        place = {"service": SERVICE, "database": database, "name": name}
+        assert self.post("/queue/resume", params=place).status_code == 303
+
     def until(self, look: Callable[[], Any], seconds: float = 30) -> Any:
         return self.command.wait_for(look, seconds)
 

@@ -1,7 +1,7 @@
 """Tasks of agents that die or stall, at every step."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import pytest
 from served import Server, Site, locked, new_name, serving, terminate, waiters
 
 TASK_ROW = "select from pgqueue_http.tasks where id = %s for update"
+KINDS = ["provision", "enqueue", "deprovision"]
+STEPS = ["begun", "effect", "recorded"]
 TABLE = {"provision": "provisioned", "deprovision": "provisioned", "enqueue": "effects"}
 
 
@@ -26,21 +28,22 @@ def controller(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def prepared(config: Path, controller: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The target database has its tables."""
+def prepared(config: Path, controller: Server, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Queues to be used, one for each task that needs one; the target database has its tables."""
+    names = [new_name() for _ in range(len(STEPS) * (len(KINDS) - 1))]
     with serving(config, tmp_path_factory.mktemp("first"), role="agent"):
-        controller.create(new_name())
+        for name in names:
+            controller.create(name)
+    return names
 
 
 class Job:
     """A task that no agent has begun, and what must be true in the target when it has happened once."""
 
-    def __init__(self, kind: str, site: Site, controller: Server, agent: Callable[[], Any]) -> None:
-        self.kind, self.site, self.controller, self.name = kind, site, controller, new_name()
+    def __init__(self, kind: str, site: Site, controller: Server, prepared: list[str]) -> None:
+        self.kind, self.site, self.controller = kind, site, controller
+        self.name = new_name() if kind == "provision" else prepared.pop()
         self.path = f"{controller.queues}/{self.name}/messages"
-        if kind != "provision":
-            with agent():
-                controller.create(self.name)
         if kind == "provision":
             controller.create(self.name, wait=False)
         elif kind == "enqueue":
@@ -115,11 +118,10 @@ class Job:
             assert len(self.sent) == recreated
 
 
-@pytest.mark.parametrize("kind", ["provision", "enqueue", "deprovision"])
-@pytest.mark.parametrize("step", ["begun", "effect", "recorded"])
-@pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step", STEPS)
 def test_the_task_of_a_killed_agent_happens_once(
-    kind: str, step: str, site: Site, config: Path, controller: Server, tmp_path: Path
+    kind: str, step: str, site: Site, config: Path, controller: Server, prepared: list[str], tmp_path: Path
 ) -> None:
     """The agent dies before it begins, before its effect commits, and between that commit and the record of it."""
     agents = iter(range(10))
@@ -127,7 +129,7 @@ def test_the_task_of_a_killed_agent_happens_once(
     def agent() -> Any:
         return serving(config, tmp_path / f"agent-{next(agents)}", role="agent")
 
-    job = Job(kind, site, controller, agent)
+    job = Job(kind, site, controller, prepared)
     table = f"lock table pgqueue_http.{TABLE[kind]} in share row exclusive mode"
 
     def die(victim: Server, dsn: str) -> None:

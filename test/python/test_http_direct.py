@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
-from served import ADMIN, SERVICE, Server, Site, configuration, locked, new_name, serving, waiters
+from served import ADMIN, SERVICE, Server, Site, configuration, locked, make_conninfo, new_name, serving, waiters
 
 from pgqueue.http.app import create_app
 from pgqueue.http.settings import Settings
@@ -183,6 +183,24 @@ def test_any_json_passes_as_it_was_written(queue: DirectQueue) -> None:
     assert [each["payload"] for each in answer.json()["messages"][1:]] == [None, False]
 
 
+def test_moments_beyond_all_calendars_are_the_first_and_the_last(
+    queue: DirectQueue, sql: psycopg.Connection[Any], site: Site
+) -> None:
+    sql.execute(
+        "insert into pgqueue.messages (queue_name, payload, max_attempts, enqueued_at, expires_at)"
+        " values (%(name)s, '1', 1, '-infinity', 'infinity'), (%(name)s, '2', 1, '0044-03-15 BC', '20000-01-01')",
+        {"name": queue.name},
+    )
+    claimed = queue.claim(max_messages=2)
+    for each in claimed:
+        assert (each["enqueued_at"], each["expires_at"]) == ("0001-01-01T00:00:00Z", "9999-12-31T23:59:59.999999Z")
+        assert queue.post("nack", {"id": each["id"], "claim_token": each["claim_token"]}).status_code == 200
+    dead = queue.web.get(f"{queue.path}/dead-letters").json()["dead_messages"]
+    assert [each["expires_at"] for each in dead] == ["9999-12-31T23:59:59.999999Z"] * 2
+    place = {"service": SERVICE, "database": site.databases[0], "name": queue.name}
+    assert queue.web.get("/queue", params=place).text.count("sent <time") == 2
+
+
 def test_raw_bodies_are_base64(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
     sql.execute("select pgqueue.enqueue(%s, body => %s)", [queue.name, b"\x00\xff"])
     (message,) = queue.claim()
@@ -204,26 +222,36 @@ def test_all_dead_letters_are_redriven_however_many(queue: DirectQueue, sql: psy
     assert queue.post("redrive", {}).json() == {"count": 1500}
 
 
-def test_a_payload_that_is_too_long_to_be_measured_is_refused(queue: DirectQueue) -> None:
-    """Each of its numbers has 131,072 digits as PostgreSQL writes it: together over 1 GB."""
-    numbers = ", ".join(["1e131071"] * 8500)
-    assert code(queue.post("messages", f'{{"messages": [{{"payload": [{numbers}]}}]}}'), 422) == "invalid"
+def test_long_numbers_pass_up_to_the_limit(queue: DirectQueue) -> None:
+    """Of 131,072 digits as PostgreSQL writes it, one fits with its brackets, and so does one that is written out."""
+    texts = ["[1e131071]", f"[{'9' * 131072}]", "[1e131071, 1e131067]"]
+    bodies = [f'{{"messages": [{{"payload": {text}}}]}}' for text in texts]
+    assert [queue.post("messages", body).status_code for body in bodies] == [201, 201, 201]
+    answer = queue.post("messages", bodies[2].replace("67", "68"))
+    assert code(answer, 413) == "payload_too_large"
+    assert answer.json()["error"]["value"] == "262145 bytes"
 
 
-def test_any_encoding_of_a_database_will_do(server: str, site: Site, tmp_path: Path) -> None:
+def test_any_encoding_and_any_style_of_a_database_will_do(server: str, tmp_path: Path) -> None:
+    """Both of what it serves and of its own: no other agent may take its tasks, and know nothing of that database."""
     made = new_name()
     with psycopg.connect(server, autocommit=True) as connection:
         connection.execute(
             f"create database \"{made}\" encoding 'LATIN1' lc_collate 'C' lc_ctype 'C' template template0"
         )
+        for setting in ("datestyle = 'SQL, DMY'", "intervalstyle = 'sql_standard'", "timezone = '<+3>-3:30'"):
+            connection.execute(f'alter database "{made}" set {setting}')
         try:
             services = {SERVICE: (server, [made])}
-            with serving(configuration(tmp_path, site.control, services), tmp_path) as web:
+            with serving(configuration(tmp_path, make_conninfo(server, dbname=made), services), tmp_path) as web:
                 name = new_name()
                 web.create(name)
                 queue = DirectQueue(web, name)
                 queue.send("é")
-                assert [each["payload"] for each in queue.claim()] == ["é"]
+                (message,) = queue.claim()
+                assert message["payload"] == "é"
+                assert message["visible_at"].endswith("Z")
+                assert web.get("/queue", params={"service": SERVICE, "database": made, "name": name}).status_code == 200
                 assert code(queue.post("messages", {"messages": [{"payload": "☃"}]}), 422) == "invalid"
         finally:
             connection.execute(f'drop database "{made}" with (force)')
@@ -595,7 +623,7 @@ def test_managed_requests_that_are_sent_again_happen_once(web: Server, site: Sit
     assert web.post(path, {"messages": [{"payload": {}}]}, headers=headers).json() == {"task_id": task}
 
 
-def test_what_happens_is_counted(queue: DirectQueue, web: Server) -> None:
+def test_what_happens_is_counted(queue: DirectQueue, web: Server, site: Site) -> None:
     queue.send(1, 2, 3)
     (message, _) = queue.claim(max_messages=2)
     queue.post("ack", {"id": message["id"], "claim_token": message["claim_token"]})
@@ -608,7 +636,8 @@ def test_what_happens_is_counted(queue: DirectQueue, web: Server) -> None:
 
     for operation, number in (("enqueued", 3), ("claimed", 2), ("acked", 1)):
         assert metric("pgqueue_http_messages_total", queue=queue.name, operation=operation) == number
-    web.until(lambda: metric("pgqueue_ready_messages", queue=queue.name) == 1)
+    web.look(site.databases[0], queue.name)
+    assert metric("pgqueue_ready_messages", queue=queue.name) == 1
     assert metric("pgqueue_inflight_messages", queue=queue.name) == 1
     assert metric("pgqueue_oldest_age_seconds", queue=queue.name) is not None
     assert metric("pgqueue_http_request_seconds_count", route="/v1/queues/{queue_name}/claim") is not None

@@ -1,21 +1,28 @@
 """The edge alone: a request is answered once and in time, whatever the application does."""
 
 import asyncio
+import base64
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from psycopg_pool import PoolTimeout
+from served import ADMIN
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn import Config
+from uvicorn.server import ServerState
 
-from pgqueue.http.databases import Databases
+from pgqueue.http import create_app, head
+from pgqueue.http.databases import Databases, end
 from pgqueue.http.edge import Edge
 from pgqueue.http.metrics import Metrics
-from pgqueue.http.passwords import Authenticator
+from pgqueue.http.passwords import Authenticator, hash_password
 from pgqueue.http.sampling import Sampler
-from pgqueue.http.settings import Service, Settings
+from pgqueue.http.settings import Limits, Service, Settings
 
 SETTINGS = Settings("", {"one": Service("one", "", ("one",))}, {})
 SCOPE: Scope = {"type": "http", "method": "GET", "path": "/healthz", "headers": []}
@@ -68,6 +75,17 @@ async def test_head_is_asked_as_get_and_answered_without_a_body(monkeypatch: pyt
     answers: list[Message] = []
     await serve(app, answers, asyncio.Event())
     assert (asked, statuses(answers), answers[-1]["body"]) == (["GET"], [200], b"")
+
+
+@pytest.mark.parametrize("length", [b"9" * 5000, b"0" * 5000, b"-1", b"1_0", "²".encode("latin-1")], ids=range(5))
+async def test_a_length_is_a_number_within_the_limit(monkeypatch: pytest.MonkeyPatch, length: bytes) -> None:
+    async def app(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        raise AssertionError
+
+    monkeypatch.setitem(SCOPE, "headers", [(b"content-length", length)])
+    answers: list[Message] = []
+    await serve(app, answers, asyncio.Event())
+    assert statuses(answers) == [413]
 
 
 async def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one() -> None:
@@ -126,6 +144,118 @@ async def test_an_answer_that_has_begun_is_not_followed_by_another() -> None:
     answers: list[Message] = []
     await serve(app, answers, asyncio.Event())
     assert statuses(answers) == [200]
+
+
+END = b"0\r\n\r\n"  # of an answer in chunks
+
+
+async def greeting(_scope: Scope, _receive: Receive, send: Send) -> None:
+    await answer(send)
+
+
+@asynccontextmanager
+async def talking(app: Any = greeting) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to a server."""
+    config, state = Config(app, log_config=None, lifespan="off"), ServerState()
+    loop = asyncio.get_running_loop()
+    async with await loop.create_server(lambda: head.Protocol(config, state, {}), "127.0.0.1", 0) as server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
+async def refusal(reader: asyncio.StreamReader) -> tuple[bytes, str]:
+    """The status line and the code of the last answer on a connection, which is closed behind it."""
+    async with asyncio.timeout(20):
+        line, _, rest = (await reader.read()).partition(b"\r\n")
+    error = json.loads(rest.partition(b"\r\n\r\n")[2])["error"]
+    assert set(error) == {"code", "message", "field", "value", "limit"}
+    return line, error["code"]
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [(b"GET /", b"x"), (b"GET / HTTP/1.1\r\nx: ", b"y"), (b"GET / HTTP/1.1\r\n", b"x: y\r\n")],
+    ids=["line", "header", "headers"],
+)
+async def test_a_head_without_end_is_cut_off(begin: bytes, more: bytes) -> None:
+    """Before anybody has asked for a password."""
+    async with talking() as (reader, writer):
+        writer.write(begin + more * (head.HEAD_LIMIT // len(more)))
+        assert await refusal(reader) == (b"HTTP/1.1 431 Request Header Fields Too Large", "head_too_large")
+
+
+async def test_a_head_of_a_usual_size_is_answered_whatever_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "HEAD_SECONDS", 0.1)
+    async with talking() as (reader, writer), asyncio.timeout(20):
+        for size in (10, head.HEAD_LIMIT - 100):
+            writer.write(b"POST / HTTP/1.1\r\nContent-Length: 200000\r\nX: " + b"y" * size + b"\r\n\r\n")
+            await reader.readuntil(END)
+            await asyncio.sleep(0.2)  # the body may come later than a head
+            writer.write(b"z" * 200_000)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        assert (await reader.readuntil(END)).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=["none", "line", "headers"])
+async def test_a_head_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
+    monkeypatch.setattr(head, "HEAD_SECONDS", 0.1)
+    async with talking() as (reader, writer):
+        writer.write(begin)
+        assert await refusal(reader) == (b"HTTP/1.1 408 Request Timeout", "timeout")
+
+
+async def test_a_body_that_does_not_end_is_given_up() -> None:
+    users = {ADMIN[0]: hash_password(ADMIN[1])}
+    app = create_app(replace(SETTINGS, users=users, limits=Limits(request_seconds=1)), "controller")
+    authorization = base64.b64encode(":".join(ADMIN).encode())
+    lines = [
+        b"POST /v1/queues/q/claim HTTP/1.1",
+        b"Authorization: Basic " + authorization,
+        b"Content-Type: application/json",
+        b"Connection: close",
+    ]
+    for length, body in ((b"Content-Length: 100", b"{"), (b"Transfer-Encoding: chunked", b"1\r\n{\r\n")):
+        async with talking(app) as (reader, writer):
+            writer.write(b"\r\n".join([*lines, length, b"", body]))
+            assert await refusal(reader) == (b"HTTP/1.1 503 Service Unavailable", "timeout")
+
+
+async def test_so_is_the_next_one_on_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "HEAD_SECONDS", 0.1)
+    async with talking() as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(20):
+            await reader.readuntil(END)
+        writer.write(b"GET / HT")
+        assert await refusal(reader) == (b"HTTP/1.1 408 Request Timeout", "timeout")
+
+
+async def test_who_cannot_look_tries_again_soon() -> None:
+    """However long the try took: the page says that the figures are old until the next one."""
+    third = asyncio.Event()
+
+    class Locked(Databases):
+        tries = 0
+
+        @asynccontextmanager
+        async def target(self, *_: object, **__: object) -> AsyncIterator[Any]:
+            self.tries += 1
+            if self.tries == 3:
+                third.set()
+            await asyncio.sleep(0.15)
+            raise PoolTimeout
+            yield
+
+    settings = replace(SETTINGS, limits=Limits(sample_seconds=0.2))
+    looking = asyncio.create_task(Sampler(settings, Locked(settings)).run())
+    try:
+        async with asyncio.timeout(2.5):
+            await third.wait()
+    finally:
+        await end(looking)
 
 
 async def test_who_looks_at_the_queues_ends_though_a_pool_overlooks_that_he_is_to() -> None:

@@ -10,6 +10,7 @@ from psycopg.sql import SQL
 from served import Server, Site, new_name, serving
 
 import pgqueue
+from pgqueue.http import waiting
 from pgqueue.http.databases import Databases
 from pgqueue.http.flow import _LOOK, _SEEN_LIMIT, Counts, Flow, Look, flow, look
 from pgqueue.http.metrics import Metrics
@@ -115,8 +116,7 @@ def test_a_role_that_may_not_look_is_told_nothing(sql: psycopg.Connection[Any], 
         sql.execute(f"drop role {role}")
 
 
-@pytest.mark.parametrize("analysed", [False, True])
-def test_a_look_touches_as_little_on_a_deep_queue(empty_database: Callable[[], str], analysed: bool) -> None:
+def test_a_look_touches_as_little_on_a_deep_queue(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn, autocommit=True) as connection:
         pgqueue.install(connection)
@@ -128,11 +128,12 @@ def test_a_look_touches_as_little_on_a_deep_queue(empty_database: Callable[[], s
             "insert into pgqueue.scheduled_messages (queue_name, due_at, payload)"
             " select 'deep', '9999-01-01', '1' from generate_series(1, 100000)"
         )
-        if analysed:
-            connection.execute("vacuum (analyze) pgqueue.messages, pgqueue.scheduled_messages")
-        assert looked(dsn, 1)[0]["deep"].seen == 1000
-        for mark in (1, 200_000, 349_990, None):
-            assert buffers(connection, mark) < 110  # twice what was measured
+        for are_there_statistics in (False, True):
+            if are_there_statistics:
+                connection.execute("vacuum (analyze) pgqueue.messages, pgqueue.scheduled_messages")
+            assert looked(dsn, 1)[0]["deep"].seen == 1000
+            for mark in (1, 200_000, 349_990, None):
+                assert buffers(connection, mark) < 110  # twice what was measured
 
 
 def buffers(connection: psycopg.Connection[Any], mark: int | None) -> int:
@@ -144,6 +145,41 @@ def buffers(connection: psycopg.Connection[Any], mark: int | None) -> int:
             pass
         ((plans,),) = cursor.fetchall()
     return int(plans[0]["Plan"]["Shared Hit Blocks"] + plans[0]["Plan"]["Shared Read Blocks"])
+
+
+# Who waits.
+
+
+async def test_a_listener_leaves_the_channels_on_which_nobody_waits(
+    dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queues come and go, while on one of them somebody always waits."""
+    monkeypatch.setattr(waiting, "_LINGER_SECONDS", 0.01)
+    conninfo = psycopg.conninfo.make_conninfo(dsn, application_name="listener")
+    listeners = waiting.Waiting()
+
+    async def said(*texts: str) -> None:
+        seen = "select query from pg_stat_activity where application_name = 'listener'"
+        for _ in range(2000):
+            if (found := [row[0] for row in sql.execute(seen)]) == list(texts):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(found)
+
+    async with asyncio.timeout(20), listeners.on(conninfo, "always") as always:
+        await always.listen()
+        for _ in range(2):
+            async with listeners.on(conninfo, "now and then") as waiter:
+                await waiter.listen()
+                await said('listen "now and then"')
+                sql.execute('notify "now and then"')
+                await waiter.sent.wait()
+            await said('unlisten "now and then"')
+        assert not always.sent.is_set()
+        sql.execute("notify always")
+        await always.sent.wait()
+    await said()  # its connection is gone
+    await listeners.close()
 
 
 # Of a server.

@@ -295,7 +295,7 @@ def test_what_is_missing_or_unknown_is_named(web: Server) -> None:
     refused(web.post(web.queues, '{"name": '), 400, "body")
     refused(web.post(web.queues, "[]"), 400, "body")
     refused(web.post(web.queues, b"\xff\xfe"), 400)
-    refused(web.post(web.queues, "[" * 100_000), 400)
+    refused(web.post(web.queues, "[" * 100_000), 400, "body")
     refused(web.http.post(web.queues, data={"name": "x"}), 400, "body")
 
 

@@ -1,6 +1,5 @@
 """Trouble: databases that go and come back, requests that take too long, and servers that are told to stop."""
 
-import base64
 import os
 import signal
 import socket
@@ -13,7 +12,7 @@ from pathlib import Path
 import httpx
 import psycopg
 import pytest
-from served import ADMIN, SERVICE, Server, Site, configuration, locked, new_name, serving, waiters
+from served import SERVICE, Server, Site, configuration, locked, new_name, serving, waiters
 
 from pgqueue.embedded import EmbeddedServer
 from pgqueue.http.agent import Agent
@@ -188,18 +187,6 @@ def test_a_request_is_answered_in_time_though_the_database_does_not_even_cancel(
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "timeout"
         other.until(lambda: enqueue(other, name).status_code == 201)
-
-
-def test_a_body_that_never_ends_is_given_up(web: Server) -> None:
-    host, port = web.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.settimeout(30)
-        authorization = f"Basic {base64.b64encode(':'.join(ADMIN).encode()).decode()}"
-        connection.sendall(
-            f"POST {web.queues} HTTP/1.1\r\nHost: x\r\nAuthorization: {authorization}\r\n"
-            "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{".encode()
-        )
-        assert connection.recv(100).startswith(b"HTTP/1.1 503")
 
 
 async def test_what_is_old_is_forgotten_however_much_and_whoever_is_down(postgres: EmbeddedServer) -> None:

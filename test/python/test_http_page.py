@@ -1,6 +1,7 @@
 """The page, as a person meets it: in headless Chromium, by mouse, by keyboard, narrow, dark, and without scripts."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -259,10 +260,13 @@ def test_it_works_without_scripts(browser: Browser, web: Server, queue: str, sql
 def test_it_says_so_when_the_server_does_not_answer(browser: Browser, web: Server) -> None:
     opened = context(browser, web)
     page = opened.new_page()
+    page.clock.install()
     page.goto("/")
     page.route("**/page/queues", lambda route: route.abort())
+    page.clock.run_for(2000)
     expect(page.locator("#stale")).to_be_visible()
     page.unroute("**/page/queues")
+    page.clock.run_for(2000)
     expect(page.locator("#stale")).to_be_hidden()
     opened.close()
 
@@ -301,6 +305,20 @@ def test_addresses_that_lead_nowhere_are_errors(web: Server, queue: str, site: S
     assert web.get("/queue", params=place | {"done": HOSTILE}).text.count("<script>") == 0
 
 
+def test_it_may_lie_anywhere_below_another_address(web: Server, queue: str, site: Site) -> None:
+    """Behind a proxy that strips a prefix nothing may lead past it, to the root."""
+    place = {"service": "pg-service-uuid", "database": site.databases[0], "name": queue}
+    pages = [web.get(path, params=place) for path in ("/", "/page/queues", "/queue")]
+    pages.append(web.get("/queue/confirm", params=place | {"action": "redrive"}))
+    leads = [lead for page in pages for lead in re.findall(r'(?:href|src|action|data-live)="([^"]*)"', page.text)]
+    assert len(leads) > 20
+    assert not [lead for lead in leads if lead.startswith("/")]
+    for form, target in (({"to": "queues"}, "../"), ({}, "../queue?")):
+        answer = web.http.post("/queue/resume", params=place, data=form)
+        assert answer.headers["location"].startswith(target)
+        assert web.http.get(str(answer.next_request.url)).status_code == 200
+
+
 @pytest.mark.parametrize(
     "form",
     [
@@ -308,6 +326,7 @@ def test_addresses_that_lead_nowhere_are_errors(web: Server, queue: str, site: S
         {"data": {"id": ""}},
         {"data": {"id": ["1", "x"]}},
         {"files": {"id": (None, "1")}},
+        {"content": b"&".join([b"id=1"] * 10_001)},
         {"json": {"id": 1}},
     ],
 )

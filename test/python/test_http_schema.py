@@ -76,6 +76,13 @@ def test_head_is_answered_like_get_without_the_body(web: Server) -> None:
     assert counted in web.get("/metrics").text
 
 
+def within(value: Any) -> Any:
+    """What is generated goes by floats: as such the largest id is no less than one more, which is none."""
+    if isinstance(value, list):
+        return [within(each) for each in value]
+    return 2**63 - 1 if isinstance(value, float) and value == 2.0**63 else value
+
+
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
 def test_every_answer_is_as_the_schema_says(web: Server, method: str, path: str, mode: GenerationMode) -> None:
     api = schemathesis.openapi.from_dict(DOCUMENT)
@@ -87,6 +94,8 @@ def test_every_answer_is_as_the_schema_says(web: Server, method: str, path: str,
     @given(case=api[path][method].as_strategy(generation_mode=mode))
     def run(case: Any) -> None:
         if isinstance(case.body, dict):
+            if mode == GenerationMode.POSITIVE:
+                case.body |= {name: within(value) for name, value in case.body.items()}
             case.body.pop("wait_seconds", None)  # nobody sends anything: it would only take time
             case.body.pop("database_name", None)  # which ones there are is no matter of form
         if case.path_parameters and random.random() < 0.7:  # else nothing but 404 is seen

@@ -18,7 +18,7 @@ from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import ApiError
 from .migrations import CONTROL, TARGET, migrate
-from .raw import RawJson
+from .raw import Moments, RawJson
 from .settings import Service, Settings
 
 __all__ = ["Connection", "Databases", "end"]
@@ -184,11 +184,14 @@ class Databases:
 
     async def _configure(self, connection: Connection) -> None:
         psycopg.types.json.set_json_loads(RawJson.loads, connection)
+        connection.adapters.register_loader("timestamptz", Moments)
         milliseconds = int(self._settings.limits.database_seconds * 1000)
         await connection.execute(
             f"set statement_timeout = {milliseconds}; set lock_timeout = {milliseconds // 2};"
             f" set idle_in_transaction_session_timeout = {2 * milliseconds};"
-            " set default_transaction_isolation = 'read committed'"
+            " set default_transaction_isolation = 'read committed';"
+            # What psycopg reads, whatever a role or a database prefers.
+            " set datestyle = 'ISO'; set intervalstyle = 'postgres'; set timezone = 'UTC'"
         )
 
     async def close(self) -> None:

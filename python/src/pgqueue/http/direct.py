@@ -14,9 +14,10 @@ from psycopg import AsyncConnection
 from .._calls import prepare_wait_and_look
 from ..client import AsyncQueue
 from ..message import Message
+from .body import JsonRequest, JsonRoute
 from .context import Context, Given, IdempotencyKey, errors, is_name, queue_not_found, reply
 from .errors import ApiError
-from .messages import check_payloads, send, text_of
+from .messages import check_sizes, send
 from .models import (
     ALL,
     MAX_ID,
@@ -42,7 +43,7 @@ from .settings import Service
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["direct"])
+router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["direct"], route_class=JsonRoute)
 
 _LOOK: Final = timedelta(seconds=5)  # between looks of a long poll, beside notifications and what comes due
 _WAITING_SHARE: Final = 0.8  # of a request's time at most, so that it ends with an answer
@@ -97,10 +98,10 @@ On = Annotated[Target, Depends(_target)]
 
 
 @router.post("/messages", status_code=201, response_model=MessageIds, responses=_FAULTS)
-async def enqueue(request: Request, on: On, body: EnqueueDirect) -> Response:
+async def enqueue(request: JsonRequest, on: On, body: EnqueueDirect) -> Response:
     """Send up to 100 messages in one transaction; returns their ids in request order."""
-    check_payloads(body.messages)
-    text = await text_of(request)
+    check_sizes(body.messages)
+    text = await request.text()
 
     async def effect(queue: AsyncQueue) -> Answer:
         return Answer(201, to_json({"message_ids": await send(queue.connection, on.name, text)}))

@@ -88,7 +88,7 @@ class Edge:
         if scope["method"] not in _SAFE:
             _refuse_other_sites(headers)
         length = headers.get("content-length", "0")
-        if not length.isascii() or not length.isdigit() or int(length) > BODY_LIMIT:
+        if not length.isascii() or not length.isdigit() or len(length) > 18 or int(length) > BODY_LIMIT:
             raise _too_large(length)
 
     async def _user(self, headers: Headers) -> str:

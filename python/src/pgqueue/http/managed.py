@@ -4,21 +4,22 @@ from typing import Annotated, Any
 from urllib.parse import quote
 from uuid import UUID
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Query, Response
 from psycopg import AsyncConnection
 from pydantic import BaseModel
 
 from . import registry
+from .body import JsonRequest, JsonRoute
 from .context import Context, Given, IdempotencyKey, errors, is_name, queue_not_found, reply
 from .errors import ApiError
-from .messages import check_payloads, text_of
+from .messages import check_sizes
 from .models import CreateQueue, EnqueueRequest, EnqueueTask, QueueBody, QueueList, StatsTask, TaskId
 from .once import Answer, Key, once
 from .raw import RawJson, moment, to_json
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/managed-services/{service_id}/queues", tags=["managed queues"])
+router = APIRouter(prefix="/managed-services/{service_id}/queues", tags=["managed queues"], route_class=JsonRoute)
 
 TaskOf = Annotated[UUID, Query(description="What the request for it returned")]
 _SETTINGS = ("visibility_timeout_seconds", "max_attempts", "dlq_enabled")
@@ -101,11 +102,11 @@ async def delete_queue(context: Given, service_id: str, queue_name: str) -> Resp
     responses=errors(400, 403, 404, 409, 413, 422),
 )
 async def enqueue(
-    request: Request, context: Given, service_id: str, queue_name: str, body: EnqueueRequest, key: IdempotencyKey
+    request: JsonRequest, context: Given, service_id: str, queue_name: str, body: EnqueueRequest, key: IdempotencyKey
 ) -> Response:
     """Send up to 100 messages in one transaction, by an agent: poll for the ids."""
-    check_payloads(body.messages)
-    return await _submit(context, service_id, queue_name, "enqueue", key, await text_of(request))
+    check_sizes(body.messages)
+    return await _submit(context, service_id, queue_name, "enqueue", key, await request.text())
 
 
 @router.get(

@@ -1,16 +1,15 @@
-"""A batch of messages on its way: checked against the limit, and sent by one statement."""
+"""A batch of messages on its way: checked against the limits, and sent by one statement."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import Request
 from psycopg import AsyncConnection
 
+from .body import FRACTION_DIGITS, WHOLE_DIGITS, size_of, too_deep
 from .errors import ApiError
-from .models import PAYLOAD_LIMIT, BrokeredMessage, DirectMessage
+from .models import HEADERS_LIMIT, PAYLOAD_LIMIT, BrokeredMessage, DirectMessage
 
-__all__ = ["check_payloads", "send", "text_of"]
+__all__ = ["check_sizes", "send"]
 
 # PostgreSQL takes the request apart, as its caller wrote it: no number passes through a Python float.
 _SEND = """
@@ -27,26 +26,32 @@ from (
 """
 
 
-async def text_of(request: Request) -> str:
-    """The body of a request. Raises `ApiError` 400 for other encodings than UTF-8, which Python's json lets pass."""
-    try:
-        return (await request.body()).decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ApiError(400, "malformed_json", "the body must be UTF-8", "body") from None
-
-
 async def send(connection: AsyncConnection[Any], queue: str, request: str) -> list[int]:
     """Send the `messages` of a request, all or none; returns their ids in request order."""
     cursor = await connection.execute(_SEND, {"queue": queue, "request": request})
     return [message_id for (message_id,) in await cursor.fetchall()]
 
 
-def check_payloads(messages: Sequence[BrokeredMessage | DirectMessage]) -> None:
-    """Raise `ApiError` 413 for a payload over 256 KB, measured as PostgreSQL will."""
+def check_sizes(messages: Sequence[BrokeredMessage | DirectMessage]) -> None:
+    """Raise `ApiError` 413 for a payload over 256 KB, or headers over 64 KB, as PostgreSQL will write them.
+
+    It would say so itself, after it had written 1e131071 as often as it is there.
+    """
     for place, message in enumerate(messages):
-        text = json.dumps(message.payload, ensure_ascii=False)
-        size = len(text) if text.isascii() else len(text.encode("utf8", "surrogatepass"))
-        if size > PAYLOAD_LIMIT:
-            field = f"messages[{place}].payload"
-            message_ = f"{field} of {size} bytes is over the limit of {PAYLOAD_LIMIT} bytes"
-            raise ApiError(413, "payload_too_large", message_, field, f"{size} bytes", f"{PAYLOAD_LIMIT} bytes")
+        _check(message.payload, f"messages[{place}].payload", PAYLOAD_LIMIT)
+        if isinstance(message, DirectMessage) and message.headers:
+            _check(message.headers, f"messages[{place}].headers", HEADERS_LIMIT)
+
+
+def _check(value: Any, field: str, limit: int) -> None:
+    try:
+        size = size_of(value)
+    except ValueError as error:
+        message = f"{field} has a number that PostgreSQL cannot store"
+        most = f"{WHOLE_DIGITS} digits before the point and {FRACTION_DIGITS} behind it"
+        raise ApiError(422, "invalid", message, field, error, most) from None
+    except RecursionError:
+        raise too_deep(field) from None
+    if size > limit:
+        message = f"{field} of {size} bytes is over the limit of {limit} bytes"
+        raise ApiError(413, "payload_too_large", message, field, f"{size} bytes", f"{limit} bytes")

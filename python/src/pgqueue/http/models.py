@@ -6,9 +6,12 @@ from uuid import UUID
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from .body import Number
+
 __all__ = [
     "BATCH_LIMIT",
     "DELAY_LIMIT",
+    "HEADERS_LIMIT",
     "PAYLOAD_LIMIT",
     "CreateQueue",
     "EnqueueDirect",
@@ -17,6 +20,7 @@ __all__ = [
 ]
 
 PAYLOAD_LIMIT: Final = 256 * 1024  # bytes of JSON text, as PostgreSQL writes it
+HEADERS_LIMIT: Final = 64 * 1024  # the same
 BATCH_LIMIT: Final = 100
 DELAY_LIMIT: Final = 43200
 TIMEOUT_LIMIT: Final = 43200
@@ -37,6 +41,8 @@ Token = Annotated[UUID, BeforeValidator(_uuid)]
 
 
 def _whole(value: object) -> object:
+    if isinstance(value, Number):
+        value = float(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -23,6 +23,7 @@ router = APIRouter(include_in_schema=False)
 
 _SHOWN: Final = 20  # dead letters on a page
 _TEXT: Final = 4000  # characters of a payload or an error
+_FIELDS: Final = 10_000  # of a form
 _FAILURES: Final = "pgqueue.failures"
 
 _Text = Annotated[str, Query()]
@@ -87,14 +88,15 @@ async def confirm(
         raise ApiError(404, "not_found", f"there is nothing to confirm about {action[:20]!r}", "action", action)
     async with _opened(context, service, database, name) as opened:
         stats = await opened.stats()
-    values = {"place": (service, database, name), "action": action, "verb": _ASKED[action], "id": id, "stats": stats}
+    place = (service, database, name)
+    values = {"up": "../", "place": place, "action": action, "verb": _ASKED[action], "id": id, "stats": stats}
     return _page("confirm.html", values)
 
 
 @router.post("/queue/{action}")
 async def act(request: Request, context: Given, service: _Text, database: _Text, name: _Text, action: str) -> Response:
     """Do it, and show the queue, or all queues, again."""
-    form = parse_qs((await request.body()).decode(errors="replace"))
+    form = _form(await request.body())
     async with _opened(context, service, database, name) as opened:
         match action:
             case "pause":
@@ -109,8 +111,15 @@ async def act(request: Request, context: Given, service: _Text, database: _Text,
                 raise ApiError(404, "not_found", f"there is no action {action[:20]!r}", "action", action)
     await context.sampler.sample(context.databases.service(service), database)
     if form.get("to") == ["queues"]:
-        return RedirectResponse("/", 303)
-    return RedirectResponse(where("queue", (service, database, name), done=done), 303)
+        return RedirectResponse("../", 303)
+    return RedirectResponse("../" + where("queue", (service, database, name), done=done), 303)
+
+
+def _form(body: bytes) -> dict[str, list[str]]:
+    try:
+        return parse_qs(body.decode(errors="replace"), max_num_fields=_FIELDS)
+    except ValueError:
+        raise ApiError(422, "invalid", "the form has too many fields", "body", limit=f"at most {_FIELDS}") from None
 
 
 def _ids(form: dict[str, list[str]]) -> list[int] | None:
@@ -145,9 +154,9 @@ class _Opened:
 
 
 def where(path: str, place: tuple[str, str, str], **more: object) -> str:
-    """The address of what concerns a queue."""
+    """The address of what concerns a queue, seen from the page of all queues."""
     service, database, name = place
-    return f"/{path}?{urlencode({'service': service, 'database': database, 'name': name} | more)}"
+    return f"{path}?{urlencode({'service': service, 'database': database, 'name': name} | more)}"
 
 
 def _count(number: int) -> str:
@@ -191,4 +200,4 @@ def _told(text: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _page(template: str, values: dict[str, Any]) -> Response:
-    return HTMLResponse(ENVIRONMENT.get_template(template).render(values | {"where": where}))
+    return HTMLResponse(ENVIRONMENT.get_template(template).render({"up": ""} | values | {"where": where}))

@@ -7,7 +7,11 @@ from datetime import UTC, datetime
 from typing import Any, Self
 from uuid import UUID
 
-__all__ = ["RawJson", "moment", "to_json"]
+from psycopg import DataError
+from psycopg.abc import Buffer
+from psycopg.types.datetime import TimestamptzLoader
+
+__all__ = ["Moments", "RawJson", "moment", "to_json"]
 
 
 class RawJson(str):
@@ -19,6 +23,19 @@ class RawJson(str):
     def loads(cls, data: str | bytes) -> Self:
         """What psycopg calls instead of json.loads."""
         return cls(data if isinstance(data, str) else bytes(data).decode())
+
+
+class Moments(TimestamptzLoader):
+    """Moments that Python does not know, such as infinity, are the first or the last that it knows."""
+
+    def load(self, data: Buffer) -> datetime:
+        """What psycopg calls with the text of a moment."""
+        try:
+            return super().load(data)
+        except DataError:
+            text = bytes(data)
+            end = datetime.min if text.startswith(b"-") or text.endswith(b"BC") else datetime.max
+            return end.replace(tzinfo=UTC)
 
 
 def moment(at: datetime) -> str:

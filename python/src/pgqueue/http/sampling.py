@@ -134,13 +134,14 @@ class Sampler:
     async def _watch(self, service: Service, database: str) -> None:
         while True:
             began = time.monotonic()
-            await self.sample(service, database)
+            has_looked = await self.sample(service, database)
             self.looked.set()
-            cost = time.monotonic() - began
+            # A look that failed has mostly waited: that costs the database nothing.
+            cost = time.monotonic() - began if has_looked else 0.0
             await asyncio.sleep(max(self._settings.limits.sample_seconds, cost / _SHARE))
 
-    async def sample(self, service: Service, database: str) -> None:
-        """Look at one database now."""
+    async def sample(self, service: Service, database: str) -> bool:
+        """Look at one database now; returns whether that was possible."""
         place = (service.id, database)
         try:
             async with self._databases.target(service, database) as connection:
@@ -152,7 +153,7 @@ class Sampler:
             if place not in self.failing:
                 logger.warning("%s/%s cannot be looked at: %s", *place, type(error).__name__)
             self.failing.add(place)
-            return
+            return False
         self.failing.discard(place)
         now = time.monotonic()
         names = {stats.queue_name for stats in found}
@@ -161,3 +162,4 @@ class Sampler:
         for stats in found:
             history = self._histories.setdefault((*place, stats.queue_name), History())
             history.add(now, stats, looks.get(stats.queue_name) or Look(0, None, None))
+        return True

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from .agent import Agent
 from .app import create_app
 from .databases import Databases
+from .head import Protocol
 from .metrics import Metrics
 from .sampling import Sampler
 from .settings import Settings
@@ -76,12 +77,13 @@ def serve(
         host=host,
         port=port,
         lifespan="on",
+        http=Protocol,
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=grace_seconds,
-        h11_max_incomplete_event_size=64 * 1024,
     )
     asyncio.run(_Server(app, config, started).serve())
 

@@ -5,7 +5,7 @@ No transaction is open while somebody waits, and no connection of the pool is he
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 import psycopg
@@ -65,6 +65,7 @@ class _Listener:
         self._watched: int | None = None
         self._channels: dict[str, set[asyncio.Event]] = {}
         self._lock = asyncio.Lock()
+        self._leaving: set[asyncio.Task[None]] = set()
 
     async def add(self, channel: str, event: asyncio.Event) -> None:
         if event in self._channels.get(channel, ()):
@@ -77,13 +78,27 @@ class _Listener:
             self._channels[channel].add(event)
 
     def remove(self, channel: str, event: asyncio.Event) -> None:
-        self._channels.get(channel, set()).discard(event)
-        if not any(self._channels.values()):
-            asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._leave)
+        events = self._channels.get(channel, set())
+        events.discard(event)
+        if not events:
+            asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._begin_to_leave, channel)
 
-    def _leave(self) -> None:
-        if self._connection is not None and not any(self._channels.values()) and not self._lock.locked():
-            self._drop()
+    def _begin_to_leave(self, channel: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._leave(channel))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _leave(self, channel: str) -> None:
+        """Listen no more where nobody waits any more: queues come and go."""
+        async with self._lock:
+            if self._connection is None or self._channels.get(channel, True):
+                return
+            del self._channels[channel]
+            if not any(self._channels.values()):
+                self._drop()
+                return
+            with suppress(psycopg.Error):  # it is dropped then, and whoever waits listens anew
+                await self._run(self._connection, sql.SQL("unlisten {}").format(sql.Identifier(channel)))
 
     async def _connected(self) -> AsyncConnection[Any]:
         if self._connection is None or self._connection.closed:

@@ -1,0 +1,188 @@
+"""The bodies of requests: what is JSON, how large PostgreSQL writes it, and what is refused before it gets there."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from served import ADMIN
+
+from pgqueue.http import Service, Settings, create_app
+from pgqueue.http.body import read_json, size_of
+from pgqueue.http.databases import Databases
+from pgqueue.http.models import DirectMessage
+from pgqueue.http.passwords import hash_password
+
+# As text, of any form that JSON allows: Python would write most of them otherwise.
+digits = st.text("0123456789", min_size=1, max_size=25)
+whole = st.one_of(st.just("0"), st.from_regex(r"[1-9][0-9]{0,24}", fullmatch=True))
+exponent = st.builds(
+    "{}{}{}".format, st.sampled_from("eE"), st.sampled_from(["", "+", "-"]), digits.map(lambda d: d[:5])
+)
+numbers = st.builds(
+    "{}{}{}{}".format, st.sampled_from(["", "-"]), whole, st.one_of(st.just(""), digits.map(".{}".format)),
+    st.one_of(st.just(""), exponent),
+)  # fmt: skip
+
+
+@given(numbers)
+@example("1e131071")
+@example("1e131072")
+@example("-0.1e131072")
+@example("0.1e131073")
+@example("1e-16383")
+@example("1e-16384")
+@example("0e-16383")
+@example("0e-16384")
+@example("0.0e131072")
+@example("1.5e-16382")
+@example("1.5e-16383")
+@example("0.0")
+@example("1.10")
+@example("1e+22")
+@example("0.00001")
+@example("12345678901234567.8")
+@example("-0")
+@example("-0.0")
+@example("100000000000000000.5")
+@example("1e0000000000000000000005")
+@example("1e99999999999999999999")
+@example("9" * 131072)
+@example("9" * 131073)
+def test_a_number_is_measured_as_postgresql_writes_it(connection: psycopg.Connection[Any], text: str) -> None:
+    try:
+        ((written,),) = connection.execute("select octet_length(%s::jsonb::text)", [text]).fetchall()
+    except psycopg.DataError:
+        written = None
+    if written is None:  # which it says itself, and at once
+        with suppress(ValueError):
+            size_of(read_json(text))
+    else:
+        assert size_of(read_json(text)) == written
+
+
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.text()),
+    lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
+)
+
+
+@given(values)
+def test_so_is_everything_else(connection: psycopg.Connection[Any], value: Any) -> None:
+    text = json.dumps(value)
+    try:
+        ((written,),) = connection.execute("select octet_length(%s::jsonb::text)", [text]).fetchall()
+    except psycopg.DataError:  # NUL
+        return
+    assert size_of(read_json(text)) == written
+
+
+# What is refused here, by a server whose databases cannot be reached: all else is 503.
+
+SETTINGS = Settings("", {"s": Service("s", "", ("d",))}, {ADMIN[0]: hash_password(ADMIN[1])})
+DIRECT, MANAGED = "/v1/queues/q/messages", "/managed-services/s/queues/q/messages"
+
+
+@pytest.fixture
+async def web(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+    def unreachable(*_: object, **__: object) -> None:
+        raise psycopg.OperationalError
+
+    monkeypatch.setattr(Databases, "target", unreachable)
+    monkeypatch.setattr(Databases, "control", unreachable)
+    transport = httpx.ASGITransport(create_app(SETTINGS, "controller"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x", auth=ADMIN) as client:
+        yield client
+
+
+async def refusal(web: httpx.AsyncClient, path: str, body: str | bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    answer = await web.post(path, content=body, headers={"Content-Type": "application/json"} | headers)
+    error = answer.json()["error"]
+    assert set(error) == {"code", "message", "field", "value", "limit"}
+    return answer.status_code, error
+
+
+@pytest.mark.parametrize("path", [DIRECT, MANAGED])
+@pytest.mark.parametrize(
+    ("number", "size"),
+    [("1e131071", 131072), ("1E-16382", 16384), pytest.param("9" * 131072, 131072, id="digits")],
+)
+async def test_numbers_that_are_longer_when_they_are_written_are_reckoned_with(
+    web: httpx.AsyncClient, path: str, number: str, size: int
+) -> None:
+    """In a request of some 100 KB they would be gigabytes in PostgreSQL before it says so."""
+    count = 2 if len(number) > 100 else 10_000
+    text = 7 + count * (2 + size)  # {"x": [ and ]}, and commas and spaces between them
+    payload = f'{{"x": [{", ".join([number] * count)}]}}'
+    status, error = await refusal(web, path, f'{{"messages": [{{"payload": {{}}}}, {{"payload": {payload}}}]}}')
+    assert (status, error["code"], error["field"]) == (413, "payload_too_large", "messages[1].payload")
+    assert error["value"] == f"{text} bytes"
+
+
+async def test_headers_are_reckoned_with_too(web: httpx.AsyncClient) -> None:
+    fits = '{"messages": [{"payload": 1, "headers": {"x": 1e65528}}]}'
+    status, error = await refusal(web, DIRECT, fits)
+    assert (status, error["code"]) == (503, "database_unavailable")
+    status, error = await refusal(web, DIRECT, fits.replace("1e65528", "1e65530"))
+    assert (status, error["code"], error["field"]) == (413, "payload_too_large", "messages[0].headers")
+    assert (error["value"], error["limit"]) == ("65538 bytes", "65536 bytes")
+
+
+@pytest.mark.parametrize("number", ["1e131072", "-1e-16384", "1e" + "9" * 5000, "9" * 131073], ids=len)
+async def test_numbers_that_postgresql_cannot_store_are_named(web: httpx.AsyncClient, number: str) -> None:
+    for path in (DIRECT, MANAGED):
+        status, error = await refusal(web, path, f'{{"messages": [{{"payload": {{"x": {number}}}}}]}}')
+        assert (status, error["code"], error["field"]) == (422, "invalid", "messages[0].payload")
+        assert error["value"].removesuffix("…") == number[:100]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"max_messages": NaN}', "NaN"),
+        ('{"messages": [{"payload": [-Infinity]}]}', "-Infinity"),
+        ('{"messages": [{"payload": 1,}]}', "line 1 column 29"),
+        ('{"messages": [{"payload": "\x01"}]}', "control character"),
+        ("\ufeff\ufeff{}", "BOM"),
+        ("[" * 100_000, "nested too deep"),
+        (b'{"claimed_by": "\xff"}', "UTF-8"),
+        ("{}".encode("utf-16"), "UTF-8"),
+        (b"\x1f\x8b\x08\x00", "UTF-8"),
+    ],
+    ids=range(9),
+)
+async def test_what_is_no_json_is_told_what_is_wrong_with_it(
+    web: httpx.AsyncClient, body: str | bytes, said: str
+) -> None:
+    for path in (DIRECT, MANAGED, "/v1/queues/q/claim"):
+        status, error = await refusal(web, path, body)
+        assert (status, error["code"], error["field"]) == (400, "malformed_json", "body")
+        assert said in error["message"]
+
+
+async def test_any_depth_is_read_or_refused(web: httpx.AsyncClient) -> None:
+    """Where reading it gets through measuring it may not."""
+    seen = set()
+    for depth in range(800, 1000, 2):
+        body = f'{{"messages": [{{"payload": {"[" * depth}{"]" * depth}}}]}}'
+        status, error = await refusal(web, DIRECT, body)
+        seen.add((status, error["code"]))
+    assert seen == {(503, "database_unavailable"), (400, "malformed_json")}
+
+
+@pytest.mark.parametrize("text", ["30.0", "3e1", "300E-1", "0.0", "-0", "-0.0", "0e5", "30.000000000000000000000"])
+def test_a_whole_number_may_be_written_in_any_way(text: str) -> None:
+    message = DirectMessage.model_validate(read_json(f'{{"payload": 1, "delay_seconds": {text}}}'))
+    assert message.delay_seconds in (0, 30)
+
+
+@pytest.mark.parametrize("text", ["30.5", "1e131071", "1e-5", "9" * 5000], ids=len)
+def test_and_what_is_none_in_no_way(text: str) -> None:
+    with pytest.raises(ValidationError, match="delay_seconds"):
+        DirectMessage.model_validate(read_json(f'{{"payload": 1, "delay_seconds": {text}}}'))
