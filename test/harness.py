@@ -1,6 +1,6 @@
 """Runs the SQL suites against servers: pgTAP files by pg_prove, races by isolationtester, plpgsql_check.
 
-Without --pg it takes every supported major and starts each; with --external it uses the server of
+Without --pg it takes every supported major and starts all; with --external it uses the server of
 PGQUEUE_DSN or the libpq variables, where the extension is installed. Each suite gets a database.
 A door is a way for the extension to get into a database; the pgTAP files pass at every door.
 More doors come from test/upgrade/doors.py: every function prepare_<door>(server, database) there.
@@ -15,9 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Semaphore
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -59,11 +61,11 @@ class Server:
         return os.environ | variables | {"PGAPPNAME": "pgqueue test"}
 
     @contextmanager
-    def database(self, name: str) -> Iterator[str]:
-        """Make an empty database, and drop it at the end."""
+    def database(self, name: str, template: str = "template1") -> Iterator[str]:
+        """Make a database, empty or like another one, and drop it at the end."""
         name = f"pgqueue_test_{name}_{os.getpid()}"
         with psycopg.connect(self.dsn, autocommit=True) as connection:
-            connection.execute(f'create database "{name}"')
+            connection.execute(f'create database "{name}" template "{template}"')
             try:
                 yield name
             finally:
@@ -129,35 +131,39 @@ def install_pgtap(server: Server, database: str) -> None:
 
 def isolation(server: Server, accept: bool) -> str:
     """Run every isolation spec and compare what it prints with what is expected, on every major the same."""
-    differences = []
     specs = sorted((TEST / "isolation/specs").glob("*.spec"))
-    for spec in specs:
-        with server.database("isolation") as database:
-            prepare_fresh(server, database)
-            with spec.open() as steps:
-                done = subprocess.run(
-                    [ISOLATIONTESTER, server.dsn_of(database)],
-                    stdin=steps,
-                    capture_output=True,
-                    text=True,
-                )
-        output = done.stdout + done.stderr
-        expected = TEST / "isolation/expected" / f"{spec.stem}.out"
-        if accept:
-            expected.parent.mkdir(exist_ok=True)
-            expected.write_text(output)
-        wanted = expected.read_text() if expected.exists() else ""
-        if done.returncode != 0 or output != wanted:
-            lines = difflib.unified_diff(
-                wanted.splitlines(keepends=True),
-                output.splitlines(keepends=True),
-                str(expected.relative_to(ROOT)),
-                f"{spec.relative_to(ROOT)}, on {server.label}",
-            )
-            differences.append("".join(lines) or f"{spec.name}: exit status {done.returncode}")
+    with server.database("installed") as installed:
+        prepare_fresh(server, installed)
+        differences = [found for spec in specs if (found := run_spec(server, installed, spec, accept))]
     if differences:
         raise Failure("\n".join(differences))
     return f"{len(specs)} specs"
+
+
+def run_spec(server: Server, installed: str, spec: Path, accept: bool) -> str:
+    """Run a spec in a copy of a database; returns how what it prints differs from what is expected."""
+    with server.database("isolation", installed) as database, spec.open() as steps:
+        done = subprocess.run(
+            [ISOLATIONTESTER, server.dsn_of(database)],
+            stdin=steps,
+            capture_output=True,
+            text=True,
+        )
+    output = done.stdout + done.stderr
+    expected = TEST / "isolation/expected" / f"{spec.stem}.out"
+    if accept:
+        expected.parent.mkdir(exist_ok=True)
+        expected.write_text(output)
+    wanted = expected.read_text() if expected.exists() else ""
+    if done.returncode == 0 and output == wanted:
+        return ""
+    lines = difflib.unified_diff(
+        wanted.splitlines(keepends=True),
+        output.splitlines(keepends=True),
+        str(expected.relative_to(ROOT)),
+        f"{spec.relative_to(ROOT)}, on {server.label}",
+    )
+    return "".join(lines) or f"{spec.name}: exit status {done.returncode}"
 
 
 def plpgsql_check(server: Server) -> str:
@@ -233,18 +239,29 @@ def run_suite(suite: str, server: Server, arguments: argparse.Namespace) -> str:
     return pgtap(server, "fresh" if suite == "pgtap" else suite, arguments.files, arguments.jobs)
 
 
-def run_suites(server: Server, suites: list[str], arguments: argparse.Namespace) -> bool:
-    """Run suites and print a line for each; says whether all passed."""
+def run_suites(server: Server, suites: list[str], arguments: argparse.Namespace, turns: Semaphore) -> bool:
+    """Run suites, each when it is its turn, and print a line for each; says whether all passed."""
     passed = True
     for suite in suites:
-        start = time.monotonic()
-        try:
-            line = f"ok, {run_suite(suite, server, arguments)}"
-        except (Failure, psycopg.Error) as failure:
-            line = f"FAILED\n{failure}"
-            passed = False
-        print(f"{server.label}, {suite}: {line} ({time.monotonic() - start:.1f} s)", flush=True)
+        with turns:
+            start = time.monotonic()
+            try:
+                line = f"ok, {run_suite(suite, server, arguments)}"
+            except (Failure, psycopg.Error) as failure:
+                line = f"FAILED\n{failure}"
+                passed = False
+            print(f"{server.label}, {suite}: {line} ({time.monotonic() - start:.1f} s)\n", end="", flush=True)
     return passed
+
+
+def run_major(major: int, arguments: argparse.Namespace, turns: Semaphore) -> bool:
+    """Run the suites of a major on a server of its own; says whether all passed."""
+    try:
+        with started(major) as server:
+            return run_suites(server, arguments.suite or suites_for(major), arguments, turns)
+    except LookupError as missing:
+        print(f"{'FAILED' if os.environ.get('CI') else 'SKIPPED'}: {missing}\n", end="", flush=True)
+        return not (os.environ.get("CI") or arguments.pg)
 
 
 def main() -> int:
@@ -260,18 +277,15 @@ def main() -> int:
     parser.add_argument("files", nargs="*", type=Path, help="only these pgTAP files")
     arguments = parser.parse_args()
 
+    turns = Semaphore(os.cpu_count() or 1)
     if arguments.external:
         with external() as server:
-            return not run_suites(server, arguments.suite or suites_for(None), arguments)
-    passed = True
-    for major in arguments.pg or MAJORS:
-        try:
-            with started(major) as server:
-                passed &= run_suites(server, arguments.suite or suites_for(major), arguments)
-        except LookupError as missing:
-            print(f"{'FAILED' if os.environ.get('CI') else 'SKIPPED'}: {missing}", flush=True)
-            passed &= not (os.environ.get("CI") or arguments.pg)
-    return not passed
+            return not run_suites(server, arguments.suite or suites_for(None), arguments, turns)
+    # Majors side by side: much of a suite is waiting. Those of one server take turns, as they share its horizon.
+    majors = arguments.pg or MAJORS
+    with ThreadPoolExecutor(len(majors)) as threads:
+        passed = list(threads.map(lambda major: run_major(major, arguments, turns), majors))
+    return not all(passed)
 
 
 if __name__ == "__main__":

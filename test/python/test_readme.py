@@ -119,6 +119,8 @@ def test_all_of_it_can_be_pasted_into_one_database(
     dsn, _ = pasted
     for block in blocks("sql")[1:]:
         psql(dsn, block)
+    with psycopg.connect(dsn) as connection:  # else the consumer below, which ends with an empty queue, waits a minute
+        assert connection.execute("delete from pgqueue.messages where claimed_by = 'worker-1'").rowcount == 1
     connect = psycopg.connect
     with monkeypatch.context() as patch:
         patch.setattr(psycopg, "connect", lambda **settings: connect(dsn, **settings))
