@@ -93,8 +93,6 @@ uninstall:  ## remove it from there
 # Tools and tests, in .venv and .cache.
 
 python := .venv/bin/python
-# One more than there are cores, as many tests wait.
-processes = $(shell $(python) -c 'import os; print(os.cpu_count() + 1)')
 harness := $(python) test/harness.py
 
 setup: .venv/ready  ## make .venv with the package, editable, and all tools
@@ -127,7 +125,7 @@ test:  ## run everything; with PG=16 the SQL suites of one major
 # verify comes before anything that builds: it is about extension/ as committed.
 test-all: setup test-tools .venv/flights .cache/java/ready
 	@$(MAKE) --no-print-directory lint verify test-sql
-	@cd python && ../$(python) -m pytest -c pyproject.toml --rootdir .. --numprocesses $(processes) --dist loadgroup ../test/python ../test/upgrade
+	@cd python && ../$(python) -m pytest -c pyproject.toml --rootdir .. --numprocesses auto --dist loadgroup ../test/python ../test/upgrade
 
 test-sql: build setup test-tools
 	@$(harness) $(if $(PG),--pg $(PG))

@@ -439,15 +439,17 @@ def test_an_earlier_due_time_wins() -> None:
     assert looks.next_look_at == clock.now + 2
 
 
-def test_a_due_time_that_brought_nothing_is_looked_at_once_more() -> None:
+def test_what_was_not_there_when_it_was_due_is_looked_for_ever_later() -> None:
     looks, clock = pace(1)
-    looks.armed(0.5)
-    waits = []
-    for _ in range(4):
-        waits.append(looks.next_look_at - clock.now)
-        clock.now = looks.next_look_at
-        looks.empty()
-    assert waits == pytest.approx([0.5, 0.1, 1, 1])
+    for seconds, expected in ((0.5, [0.5, 0.1, 0.2, 0.4, 0.8, 1, 1]), (0.1, [0.1, 1, 1]), (0.3, [0.3, 0.1, 0.2])):
+        looks.disarm()
+        looks.armed(seconds)
+        waits = []
+        for _ in expected:
+            waits.append(looks.next_look_at - clock.now)
+            clock.now = looks.next_look_at
+            looks.empty()
+        assert waits == pytest.approx(expected)
     assert looks.is_armed
 
 

@@ -99,12 +99,26 @@ def test_what_is_given_back_wakes_the_consumer_when_it_is_due(
 def test_a_claim_that_runs_out_elsewhere_wakes_the_consumer(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
-    queue = prepare(connection, name, visibility_timeout=SECOND)
+    queue = prepare(connection, name)
     queue.enqueue(1)
-    assert queue.claim()
+    assert queue.claim(visibility_timeout=SECOND)
     with form.consuming(database, name, peek_delay=LONG) as run:
         wait_for(lambda: run.returned == [1])
     assert run.attempts == [2]
+
+
+@together(THREADS)
+def test_who_commits_late_and_does_not_notify_is_waited_for(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    connection.execute("begin")
+    queue.enqueue(1)  # Nobody waits yet: it will not notify.
+    with form.consuming(database, name, peek_delay=LONG) as run:
+        # One look before the wait, one with it, one when the second is over that it is told, and then ever later ones.
+        wait_for(lambda: run.consumer.stats.peeks >= 6)
+        connection.execute("commit")
+        wait_for(lambda: run.returned == [1])
 
 
 @together(THREADS)

@@ -61,9 +61,9 @@ def _seen(_cursor: Any) -> Callable[[Any], tuple[int, Message | None]]:
 class Pace:
     """Says when the next look is due. Pure: it neither looks nor waits.
 
-    After an empty look the next one follows after `delay` seconds, or at the earliest due time it was told, and shortly
-    after that once more, as somebody may hold the message. What a look promised in vain is looked for after 0.1, 0.2,
-    0.4 … s, up to the delay. Every so many looks one is to be a claim.
+    After an empty look the next one follows after `delay` seconds, or at the earliest due time it was told. What is not
+    there then, as somebody may hold the message or be about to commit it, and what a look promised in vain, is looked
+    for after 0.1, 0.2, 0.4 … s, up to the delay. Every so many looks one is to be a claim.
     """
 
     def __init__(self, delay: float, clock: Callable[[], float] = time.monotonic, claim_every: int = 10) -> None:
@@ -86,11 +86,7 @@ class Pace:
         self._looked_at = now = self._clock()
         self._empty += 1
         if self._due_at is not None and self._due_at <= now:
-            self._due_at = None
-            if self._misses:
-                self._misses = 0
-            else:
-                self._retry()
+            self._retry()
 
     def fruitless(self) -> None:
         """Note that a look promised something that was not to be had."""
@@ -109,6 +105,8 @@ class Pace:
     def armed(self, seconds: float) -> None:
         """Note that the next sender notifies, and that something comes due in so many seconds."""
         now = self._clock()
+        if seconds > _SHORTEST_WAIT:
+            self._misses = 0  # What was missed is not due any more.
         self._armed_until = now + 0.95 * _WAIT_SECONDS  # Before they do, and before that moment is due.
         self.due(now + max(seconds, 0.0))
 
