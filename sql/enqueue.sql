@@ -143,14 +143,18 @@ begin
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     -- The common message in one statement, as every further one, and every expression, costs a transaction
-    -- its preparation: a payload within the limit, due at once and for ever, and nobody waits to be woken.
+    -- its preparation: a payload within the limit, due at once and for ever. Who waits is woken on the way.
     insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers)
     select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
-        -- The snapshot of a repeatable read may be older than a drop_queue, and to read a register that is gone fails.
-        and case when pg_relation_filenode(q.waiting_register) is not null then pg_sequence_last_value(q.waiting_register) end
-            <= pgqueue._micros(at)
+        and case
+            -- The snapshot of a repeatable read may be older than a drop_queue, and to read a register that is gone fails.
+            when pg_relation_filenode(q.waiting_register) is null then false
+            when pg_sequence_last_value(q.waiting_register) <= pgqueue._micros(at) then true
+            when pg_sequence_last_value(q.waiting_register) <= pgqueue._micros(at + interval '24 h')
+                then pg_notify(pgqueue.channel(q.name), '') is not null
+        end
         and enqueue.body is null and enqueue.delay = interval '0' and enqueue.expires_in is null
         -- As text, which is what will be handed out: 1e131071 takes 16 bytes as jsonb.
         and octet_length(enqueue.payload::text) <= q.max_payload_bytes

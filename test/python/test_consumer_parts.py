@@ -13,7 +13,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 from clients import connect, is_empty, wait_for
-from consumers import SECOND, THREADS, Form, Step, beside, each, prepare
+from consumers import SECOND, THREADS, Form, Step, beside, each, prepare, waits
 from psycopg.rows import scalar_row
 
 from pgqueue import AsyncConsumer, Consumer, Message
@@ -619,6 +619,89 @@ def test_to_arm_once_more_is_a_look(
         wait_for(lambda: run.consumer.stats.waits >= before.waits + 8)
         after = run.consumer.stats
     assert after.peeks - before.peeks <= after.waits - before.waits + 1
+
+
+@each
+def test_while_messages_follow_one_another_each_costs_one_look(
+    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
+) -> None:
+    for pause in ("_QUIET", "_TRUST"):
+        monkeypatch.setattr(waking, pause, 60.0)  # Only a notification ends it.
+    queue = prepare(connection, name)
+
+    async def work(step: Step) -> None:
+        pass
+
+    with form.consuming(database, name, work) as run:
+        wait_for(lambda: run.consumer.stats.waits and run.consumer.stats.listening)
+        before = run.consumer.stats
+        for number in range(30):
+            queue.enqueue(number)
+            wait_for(lambda number=number: number in run.returned)
+        after = run.consumer.stats
+    assert after.waits <= before.waits + 1  # The first word comes from the listener itself.
+    assert after.peeks <= before.peeks + 35
+
+
+@each
+def test_what_nobody_announces_is_found_when_it_is_quiet(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+
+    async def work(step: Step) -> None:
+        if step.message.payload == "announced":
+            with connect(database) as other:
+                other.execute("insert into pgqueue.messages (queue_name, payload) values (%s, '\"silent\"')", (name,))
+
+    with form.consuming(database, name, work, peek_delay=600 * SECOND) as run:
+        wait_for(lambda: waits(connection, name) and run.consumer.stats.listening)
+        queue.enqueue("announced")
+        wait_for(lambda: "silent" in run.returned)
+
+
+@each
+def test_a_look_that_may_not_see_all_is_followed_by_another(
+    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
+) -> None:
+    for pause in ("_QUIET", "_TRUST"):
+        monkeypatch.setattr(waking, pause, 60.0)  # Only a notification ends it, and there is one for all.
+    queue = prepare(connection, name)
+
+    async def work(step: Step) -> None:
+        pass
+
+    with form.consuming(database, name, work, peek_batch_size=1) as run:
+        wait_for(lambda: run.consumer.stats.waits and run.consumer.stats.listening)
+        queue.enqueue_batch(list(range(60)))
+        wait_for(lambda: len(run.returned) == 60)
+
+
+@each
+def test_what_hides_behind_messages_in_flight_is_not_taken_one_by_one(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name)
+
+    async def work(step: Step) -> None:
+        pass
+
+    with form.consuming(database, name, work) as run:
+        wait_for(lambda: run.consumer.stats.waits and run.consumer.stats.listening)
+        before = run.consumer.stats
+        with connection.transaction():
+            connection.execute(
+                "select pgqueue.enqueue_batch(%s, array_agg(to_jsonb(n))) from generate_series(1, 520) n", (name,)
+            )
+            connection.execute("select count(*) from pgqueue.claim(%s, 520, '1 h')", (name,))
+            connection.execute(
+                "update pgqueue.messages set visible_at = clock_timestamp()"
+                " where queue_name = %s and payload::text::int > 420",
+                (name,),
+            )
+        wait_for(lambda: len(run.returned) == 100)
+        after = run.consumer.stats
+    assert after.waits - before.waits < 20
 
 
 # Running

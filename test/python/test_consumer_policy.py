@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
@@ -432,7 +433,7 @@ def test_an_empty_look_is_followed_by_another_after_the_delay() -> None:
 def test_an_earlier_due_time_wins() -> None:
     looks, clock = pace()
     looks.empty()
-    looks.armed(3)
+    looks.armed(3, is_empty=True)
     assert looks.next_look_at == clock.now + 3
     looks.due(clock.now + 2)
     looks.due(clock.now + 5)
@@ -443,7 +444,7 @@ def test_what_was_not_there_when_it_was_due_is_looked_for_ever_later() -> None:
     looks, clock = pace(1)
     for seconds, expected in ((0.5, [0.5, 0.1, 0.2, 0.4, 0.8, 1, 1]), (0.1, [0.1, 1, 1]), (0.3, [0.3, 0.1, 0.2])):
         looks.disarm()
-        looks.armed(seconds)
+        looks.armed(seconds, is_empty=True)
         waits = []
         for _ in expected:
             waits.append(looks.next_look_at - clock.now)
@@ -453,12 +454,46 @@ def test_what_was_not_there_when_it_was_due_is_looked_for_ever_later() -> None:
     assert looks.is_armed
 
 
-def test_what_was_found_has_to_be_asked_for_again() -> None:
+@pytest.mark.parametrize("note", [Pace.found, Pace.stirred])
+def test_after_a_message_what_comes_due_has_to_be_asked_for_again(note: Callable[[Pace], None]) -> None:
     looks, clock = pace(1)
-    looks.armed(0.5)
-    looks.found()
-    assert not looks.is_armed
+    looks.armed(0.5, is_empty=True)
+    assert looks.is_settled
+    note(looks)
+    assert (looks.is_armed, looks.is_settled) == (True, False)
     assert looks.next_look_at == clock.now + 1
+    looks.armed(0.5, is_empty=True)
+    assert looks.is_settled
+
+
+def test_what_comes_due_is_asked_for_when_there_is_no_word_for_a_while() -> None:
+    looks, clock = pace()
+    assert looks.quiet_at == clock.now  # Who sends does not notify yet: there is nothing to wait for.
+    looks.armed(20, is_empty=True)
+    looks.found()
+    assert looks.quiet_at == pytest.approx(clock.now + 0.02)
+    clock.now += 19.1
+    assert looks.quiet_at == clock.now
+
+
+def test_what_was_found_is_all_there_is_only_shortly_after_an_empty_look() -> None:
+    looks, clock = pace()
+    looks.empty()
+    looks.found()
+    assert not looks.rests  # Nobody notifies.
+    looks.armed(20, is_empty=True)
+    assert not looks.rests  # It may sleep for as long as it knows, and what comes due then has to be looked for.
+    for _ in range(9):
+        looks.found()
+        assert looks.rests
+        clock.now += 0.0112
+    looks.armed(20, is_empty=False)
+    looks.found()
+    assert not looks.rests
+    looks.empty()
+    assert looks.rests
+    clock.now += 0.1
+    assert not looks.rests
 
 
 def test_what_a_look_promised_in_vain_is_looked_for_ever_longer() -> None:
@@ -474,13 +509,13 @@ def test_what_a_look_promised_in_vain_is_looked_for_ever_longer() -> None:
 def test_the_register_is_armed_anew_before_it_ends() -> None:
     looks, clock = pace()
     assert (looks.is_armed, looks.is_lapsed) == (False, False)
-    looks.armed(20)
+    looks.armed(20, is_empty=True)
     clock.now += 18.9
     looks.empty()
     assert (looks.is_armed, looks.is_lapsed) == (True, False)
     clock.now += 0.2
     assert (looks.is_armed, looks.is_lapsed) == (False, True)
-    looks.armed(20)
+    looks.armed(20, is_empty=True)
     looks.disarm()
     assert (looks.is_armed, looks.is_lapsed) == (False, False)
 

@@ -222,7 +222,7 @@ def test_the_head_passes_what_is_settled_where_nobody_writes_for_long(dsn: str, 
         ids = consume_all(connection, late_queue)
         assert len(ids) == 1000
         # By claims alone, at the pace that is theirs.
-        wait_for(lambda: claim(connection, late_queue, 1) == [] and head(connection, late_queue) > max(ids), 5)
+        wait_for(lambda: claim(connection, late_queue, 1) == [] and head(connection, late_queue) > max(ids))
 
 
 def test_the_head_waits_for_a_writer_and_for_nobody_else(dsn: str, late_queue: str) -> None:

@@ -46,6 +46,7 @@ class Pump:
         self._pace = Pace(core.settings.peek_seconds, claim_every=claim_every)
         self._ears = Ears(core.settings.queue_name, core.opener, lambda call: core.run(call, "peek"), self._notified)
         self._woken = False
+        self._saw_all = False  # the last look, and nothing of what it saw was left
         self._looked_at_queue = 0.0
 
     async def run(self, ready: Callable[[], None]) -> None:
@@ -101,7 +102,7 @@ class Pump:
     def _notified(self) -> None:
         self._woken = True
         self._core.stats.listening = self._ears.listening
-        self._pace.disarm()
+        self._pace.stirred()
         self._core.signal()
 
     # Looking
@@ -144,7 +145,9 @@ class Pump:
         """
         if time.monotonic() - self._looked_at_queue > _INFO_SECONDS:
             await self._look_at_queue()
-        self._woken = False
+        if self._ears.listening and self._pace.rests and self._saw_all and not self._woken:
+            return await self._wait(room)
+        self._woken = self._saw_all = False
         if self._pace.claims:
             self._pace.empty()
             return room, False
@@ -159,16 +162,21 @@ class Pump:
 
     async def _wait(self, room: int) -> tuple[int, bool]:
         """The same, when a look has found nothing."""
-        if self._ears.listening and not self._pace.is_armed and not self._woken:
+        if self._ears.listening and not self._pace.is_settled:
+            await self._pause(self._pace.quiet_at)
+            if self._is_called():
+                return 0, False
             self._core.stats.waits += 1
             self._core.stats.peeks += 1
-            call = prepare_wait(self._settings.queue_name, self._most(room))
-            [(seconds, count)] = await self._core.run(call, "peek")
-            if not self._woken:  # Else somebody has seen it armed, and disarmed it, since.
-                self._pace.armed(seconds)
+            most = self._most(room)
+            [(seconds, count)] = await self._core.run(prepare_wait(self._settings.queue_name, most), "peek")
+            self._saw_all = count < most
+            self._pace.armed(seconds, is_empty=not count)
+            if self._woken:
+                self._pace.stirred()
             if count:
                 return count, True
-        await self._pause()
+        await self._pause(self._pace.next_look_at)
         return 0, False
 
     async def _wait_for_more(self, room: int, promised: bool) -> tuple[int, bool]:
@@ -178,18 +186,23 @@ class Pump:
         return await self._wait(room)
 
     async def _peek(self, room: int) -> tuple[int, bool] | None:
-        (count,) = await self._core.run(_calls.peek(self._settings.queue_name, self._most(room)), "peek")
+        most = self._most(room)
+        (count,) = await self._core.run(_calls.peek(self._settings.queue_name, most), "peek")
+        self._saw_all = count < most
         return (count, True) if count else None
 
     def _most(self, room: int) -> int:
         """How many messages to ask a peek for."""
         return min(self._settings.peek_batch_size or max(10 * self._settings.concurrency, room), _MOST_MESSAGES)
 
-    async def _pause(self) -> None:
-        """Wait until the next look."""
+    async def _pause(self, until: float) -> None:
+        """Wait for word of a message."""
         if not self._jobs.running:
             self._leases.hurry()
-        await self._core.until(lambda: self._woken or self._core.stopping, self._pace.next_look_at)
+        await self._core.until(self._is_called, until)
+
+    def _is_called(self) -> bool:
+        return self._woken or self._core.stopping
 
     def _took(self, count: int, promised: bool) -> None:
         stats = self._core.stats
@@ -216,6 +229,7 @@ class Pump:
             wanted = min(room, credit, _MOST_MESSAGES)
             now = time.monotonic()
             rows = await self._leases.claim(wanted, promised and credit > wanted)
+            self._saw_all = self._saw_all and len(rows) == wanted
             credit = credit - wanted if len(rows) == wanted and promised else 0
             self._claimed(rows, now, promised)
             if not rows:
@@ -223,10 +237,11 @@ class Pump:
 
     async def _take(self, room: int) -> tuple[int, bool] | None:
         """Look, and claim as much as there is room for: how many more to take, or None if nothing was seen."""
-        now = time.monotonic()
-        seen, rows = await self._leases.look(self._most(room), min(room, _MOST_MESSAGES))
+        now, most, wanted = time.monotonic(), self._most(room), min(room, _MOST_MESSAGES)
+        seen, rows = await self._leases.look(most, wanted)
         if not seen:
             return None
+        self._saw_all = seen < most and len(rows) == min(seen, wanted)
         self._claimed(rows, now, promised=True)
         if not rows:
             return await self._wait_for_more(room, promised=True)

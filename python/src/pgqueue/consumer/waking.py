@@ -26,6 +26,8 @@ logger = logging.getLogger("pgqueue.consumer")
 
 _WAIT_SECONDS = 20.0  # so long do senders notify, also once nobody waits any more
 _SHORTEST_WAIT = 0.1
+_QUIET = 0.02  # seconds without a word after which messages do not come one behind the other any more
+_TRUST = 0.1  # seconds after which a look makes sure that nothing came without a word
 _PROBE_SECONDS = 5.0
 _PROXY_PROBE_SECONDS = 0.3
 _LONGEST_PAUSE = 30.0
@@ -64,6 +66,9 @@ class Pace:
     After an empty look the next one follows after `delay` seconds, or at the earliest due time it was told. What is not
     there then, as somebody may hold the message or be about to commit it, and what a look promised in vain, is looked
     for after 0.1, 0.2, 0.4 … s, up to the delay. Every so many looks one is to be a claim.
+
+    While messages come one behind the other, each is announced, and to ask what comes due after each of them, or
+    whether it was the last, would cost more than to take it: see `rests` and `is_settled`.
     """
 
     def __init__(self, delay: float, clock: Callable[[], float] = time.monotonic, claim_every: int = 10) -> None:
@@ -71,19 +76,26 @@ class Pace:
         self._clock = clock
         self._claim_every = claim_every
         self._looked_at = clock()
+        self._emptied_at = float("-inf")
         self._due_at: float | None = None
         self._armed_until: float | None = None
+        self._knows_due = False
         self._misses = 0
         self._empty = 0
 
     def found(self) -> None:
         """Note that a look found something."""
         self._misses = self._empty = 0
-        self.disarm()
+        self.stirred()
+
+    def stirred(self) -> None:
+        """Note that something has changed in the queue: what comes due next is not known any more."""
+        self._due_at = None
+        self._knows_due = False
 
     def empty(self) -> None:
         """Note that a look found nothing."""
-        self._looked_at = now = self._clock()
+        self._looked_at = self._emptied_at = now = self._clock()
         self._empty += 1
         if self._due_at is not None and self._due_at <= now:
             self._retry()
@@ -102,27 +114,46 @@ class Pace:
         if self._due_at is None or at < self._due_at:
             self._due_at = at
 
-    def armed(self, seconds: float) -> None:
-        """Note that the next sender notifies, and that something comes due in so many seconds."""
+    def armed(self, seconds: float, is_empty: bool) -> None:
+        """Note that senders notify, that something comes due in so many seconds, and whether nothing is there yet."""
         now = self._clock()
         if seconds > _SHORTEST_WAIT:
             self._misses = 0  # What was missed is not due any more.
+        if is_empty:
+            self._emptied_at = now
         self._armed_until = now + 0.95 * _WAIT_SECONDS  # Before they do, and before that moment is due.
+        self._knows_due = True
         self.due(now + max(seconds, 0.0))
 
     def disarm(self) -> None:
-        """Note that the next sender does not notify: somebody was notified, or found something."""
-        self._armed_until = self._due_at = None
+        """Note that senders may not notify."""
+        self._armed_until = None
+        self.stirred()
 
     @property
     def is_armed(self) -> bool:
-        """Whether the next sender notifies."""
+        """Whether senders notify."""
         return self._armed_until is not None and self._clock() < self._armed_until
 
     @property
     def is_lapsed(self) -> bool:
-        """Whether senders are about to cease to notify, only because nothing came for so long."""
+        """Whether senders are about to cease to notify."""
         return self._armed_until is not None and not self.is_armed
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether senders notify and what comes due next is known, so that there is nothing to ask before a wait."""
+        return self.is_armed and self._knows_due
+
+    @property
+    def rests(self) -> bool:
+        """Whether what a look has found was all there is, as one was empty just before: who sends since, notifies."""
+        return self.is_armed and not self._knows_due and self._clock() < self._emptied_at + _TRUST
+
+    @property
+    def quiet_at(self) -> float:
+        """The moment of the clock at which it is worth asking what comes due, if no word has come until then."""
+        return self._clock() + (_QUIET if self.is_armed else 0.0)
 
     @property
     def claims(self) -> bool:
