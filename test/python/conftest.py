@@ -12,10 +12,11 @@ from typing import Any
 import hypothesis
 import psycopg
 import pytest
+from commands import Done, in_process
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from served import Site
-from sparks import killed, role, spark
+from sparks import jre, killed, role, spark
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
@@ -28,7 +29,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("pgqueue")
 
-__all__ = ["killed", "role", "spark"]  # fixtures
+__all__ = ["jre", "killed", "role", "spark"]  # fixtures
 
 _numbers = count(1)
 
@@ -181,3 +182,28 @@ def queue(client: Client, name: str) -> Any:
     queue = client.queue(name)
     queue.create_queue()
     return queue
+
+
+@pytest.fixture
+def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
+    """A new queue, beside every client."""
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue()
+    return queue
+
+
+@pytest.fixture
+def no_other_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the environment names a database, or the width of a terminal."""
+    for variable in ("PGQUEUE_DSN", "PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE", "COLUMNS"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def cli(database: str) -> Callable[..., Done]:
+    """Runs a command in this process on the database of the tests."""
+
+    def invoke(*words: str, stdin: str | bytes | None = None) -> Done:
+        return in_process(database, *words, stdin=stdin)
+
+    return invoke

@@ -65,12 +65,17 @@ def session(**settings: str) -> Any:
 
 
 @pytest.fixture(scope="session")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A session, for the whole run; skipped where something is missing, but not in CI."""
+def jre() -> None:
+    """What Spark needs; tests are skipped where something is missing, but not in CI."""
     if lacking := missing():
         if os.environ.get("CI"):
             pytest.fail(lacking)
         pytest.skip(lacking)
+
+
+@pytest.fixture(scope="session")
+def spark(jre: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:  # noqa: ARG001 - what it needs
+    """A session, for the whole run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARK_LOCAL_DIRS", str(tmp_path_factory.mktemp("spark")))
         spark = session(**{"spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse"))})

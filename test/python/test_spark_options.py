@@ -13,6 +13,9 @@ pytest.importorskip("pyspark")
 from pgqueue.spark.links import connect, conninfo
 from pgqueue.spark.options import OPTIONS, READ, STREAM, WRITE, OptionError, parse
 
+# Beside those that share a session: these need none.
+pytestmark = pytest.mark.xdist_group("processes")
+
 NEEDED = {READ: {"queue": "q"}, STREAM: {"queue": "q", "streamId": "s"}, WRITE: {}}
 
 
@@ -221,6 +224,7 @@ def test_a_service_is_looked_up_where_the_connection_is_made(environment: pytest
     ("given", "meant"),
     [
         ("", {"application_name": "pgqueue spark", "keepalives_idle": "20", "connect_timeout": "10"}),
+        ("", {"tcp_user_timeout": "50000"}),
         (" application_name=mine keepalives_idle=7", {"application_name": "mine", "keepalives_idle": "7"}),
         (" client_encoding=latin1", {"client_encoding": "utf8"}),
     ],

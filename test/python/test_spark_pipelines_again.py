@@ -1,5 +1,6 @@
 """Predicates, dead letters by what they died of, and messages once more: chosen clearly, and sent once."""
 
+import threading
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,7 @@ NORMALIZED: list[tuple[str | None, str | None]] = [
     ("decadedad and std::bad_alloc in worker-12", "decadedad and std::bad_alloc in worker-<n>"),
     ("-5 of +3e10, 1,234.5", "<n> of <n>, <n>"),
     ("  \n\n first\r\nsecond", "first"),
+    ("Traceback (most recent call last):\n 'y'\r\n'y' is \v\r\n ", "<text> is"),
     ("x " * 1000, ("x " * 150)[:300]),
     ("", ""),
     (None, None),
@@ -120,6 +122,19 @@ def test_errors_lose_what_differs(spark: Any) -> None:
     )
     found = frame.coalesce(1).sort("n").select("error", normalized_error(F.col("error"))).collect()
     assert [tuple(row) for row in found] == NORMALIZED
+
+
+def test_a_line_is_read_once_however_long_it_is(spark: Any) -> None:
+    error = f"Traceback (most recent call last):\n{'x' * 65_000}\nKeyError: 'b'{' ' * 400}"
+    frame = spark.createDataFrame([(error,)] * 30, "error string")
+    # A moment, or a quarter of an hour where each character of the line is a new beginning.
+    given_up = threading.Timer(60, spark.sparkContext.cancelAllJobs)
+    given_up.start()
+    try:
+        found = frame.select(normalized_error(F.col("error"))).collect()
+    finally:
+        given_up.cancel()
+    assert {row[0] for row in found} == {"KeyError: <text>"}
 
 
 def test_dead_letters_are_counted_by_what_they_died_of(spark: Any, database: str, queue: Queue) -> None:
@@ -159,6 +174,11 @@ def test_a_version_of_a_redrive_is_done_once_though_letters_die_again(
     assert (done.chosen, done.redriven, done.was_done) == (1, 0, True)
     assert dead(queue) == [first]
     assert redrive_where(spark, queue.name, "true", dsn=database, app_id=queue.name, version=2).redriven == 1
+    # And for each queue by itself.
+    other = Queue(connection, f"{queue.name}-other")
+    other.create_queue(max_attempts=1)
+    die(other, "boom")
+    assert redrive_where(spark, other.name, "true", dsn=database, app_id=queue.name).redriven == 1
 
 
 def test_a_letter_that_died_anew_since_it_was_read_was_chosen_by_nobody(
@@ -210,7 +230,7 @@ def test_a_replay_is_sent_once(spark: Any, database: str, connection: Connection
     target.create_queue()
     where = "get_json_object(payload, '$.n') >= 7 or body is not null"
     done = replay(spark, parquet, target.name, where, dsn=database)
-    assert (done.chosen, done.version, done.was_done) == (4, 1, False)
+    assert (done.chosen, done.version, done.was_done, done.sent) == (4, 1, False, 4)
     again = replay(spark, parquet, target.name, where, dsn=database)
     assert (again.app_id, again.chosen, again.was_done) == (done.app_id, 4, True)
     sent = target.claim(100)

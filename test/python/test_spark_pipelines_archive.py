@@ -86,7 +86,7 @@ def run(spark: Any, database: str, queue: Queue, path: Path) -> int:
 def test_each_run_adds_what_is_new(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
-    path = tmp_path / "ä %20 b"
+    path = tmp_path / "ä %20 b [c] {d,e} *?"
     work(queue, 5)
     assert run(spark, database, queue, path) == 5
     assert in_parquet(path) == in_archive(connection, queue)
@@ -136,6 +136,23 @@ def test_what_commits_late_is_found_though_younger_ones_were_written(
     assert run(spark, database, queue, tmp_path) == 1
     assert run(spark, database, queue, tmp_path) == 0
     assert in_parquet(tmp_path) == in_archive(connection, queue)
+
+
+def test_what_a_queue_left_that_was_dropped_is_written_too(
+    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
+) -> None:
+    work(queue, 2)
+    queue.drop_queue()
+    assert queue.name in archive.archived_queues(connection)
+    assert run(spark, database, queue, tmp_path) == 2
+    assert in_parquet(tmp_path) == in_archive(connection, queue)
+
+
+def test_settings_of_a_role_change_nothing(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
+    work(queue, 2)
+    # Spark takes its time, and the session that keeps others away waits for it.
+    settings = "-c datestyle=German -c intervalstyle=sql_standard -c idle_session_timeout=50ms"
+    assert run(spark, make_conninfo(database, options=settings), queue, tmp_path) == 2
 
 
 def test_what_is_not_filed_yet_is_written_too_and_once(

@@ -1,12 +1,9 @@
-"""`pgqueue spark`, and what happens where there is no Java, or an old one: one line, and no stack trace of any kind."""
+"""`pgqueue spark` and the demo, on the session that is there: what they do, and what they say in a line."""
 
 import importlib.util
 import logging
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +12,6 @@ from typing import Any
 import commands
 import psycopg
 import pytest
-from clients import wait_for
-from sparks import PATIENCE
 
 pytest.importorskip("pyspark")
 
@@ -24,9 +19,9 @@ from pyspark.errors import AnalysisException
 
 from pgqueue import Queue
 from pgqueue.cli import app
+from pgqueue.cli import spark as commands_of_spark
 from pgqueue.demo import spark as demo
-from pgqueue.spark import java, pipelines
-from pgqueue.spark.java import JavaNotFoundError, find_java
+from pgqueue.spark import pipelines
 from pgqueue.spark.pipelines import local_session
 
 
@@ -55,9 +50,12 @@ def test_from_the_archive_to_parquet_and_back(database: str, queue: Queue, tmp_p
         (record,) = done.records
         assert (record["queue_name"], record["written"]) == (queue.name, written)
     where = ("--where", "get_json_object(payload, '$.n') = '3'")
-    for was_done in (False, True):
-        done = spark(database, "replay", path, queue.name, *where, "--json")
-        assert [(record["chosen"], record["was_done"]) for record in done.records] == [(1, was_done)]
+    done = spark(database, "replay", path, queue.name, *where, "--app-id", queue.name, "--json")
+    assert [(record["chosen"], record["was_done"]) for record in done.records] == [(1, False)]
+    # Of one version no more is sent, and none that was not is said to be.
+    done = spark(database, "replay", path, queue.name, "--app-id", queue.name)
+    told = f"1 messages had been sent into queue {queue.name}, as version 1 of {queue.name}"
+    assert done == (0, f"{told}; nothing is sent now, though 3 are chosen\n", "")
     assert [message.payload for message in queue.claim(10)] == [{"n": 3}]
 
 
@@ -101,6 +99,13 @@ def test_what_goes_wrong_is_said_in_a_line(
     assert "SQLSTATE" not in done.err
 
 
+def test_a_queue_that_was_dropped_has_its_letters_and_its_archive(database: str, queue: Queue) -> None:
+    queue.enqueue(1, delay=timedelta(days=1))
+    queue.drop_queue()
+    assert queue.name in commands_of_spark._all(database)
+    assert queue.name in commands_of_spark._all(database, is_archived=True)
+
+
 def test_each_pipeline_has_a_command_of_its_name() -> None:
     (group,) = (group for group in app.registered_groups if group.name == "spark")
     assert group.typer_instance is not None
@@ -108,116 +113,6 @@ def test_each_pipeline_has_a_command_of_its_name() -> None:
     found -= {"streams", "drop_stream"}
     assert found <= set(pipelines.__all__)
     assert len(found) == 6
-
-
-# Java.
-
-
-@pytest.fixture
-def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine without Java, as far as can be seen."""
-    monkeypatch.delenv("JAVA_HOME", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(java, "_PLACES", ((tmp_path / "jvm", "*"),))
-    return tmp_path
-
-
-def program(home: Path, script: str) -> Path:
-    file = home / "bin/java"
-    file.parent.mkdir(parents=True)
-    file.write_text(f"#!/bin/sh\n{script}\n")
-    file.chmod(0o755)
-    return home
-
-
-def says(version: str) -> str:
-    return f"echo 'openjdk version \"{version}\" 2026-01-20' >&2"
-
-
-def test_java_is_found_where_it_is_usually(nowhere: Path) -> None:
-    program(nowhere / "jvm/java-11", says("11.0.2"))
-    home = program(nowhere / "jvm/java-21", f"echo Picked up JAVA_TOOL_OPTIONS: -Xmx1g >&2; {says('21.0.1')}")
-    found = find_java()
-    assert (found.home, found.major, found.version) == (home, 21, 'openjdk version "21.0.1" 2026-01-20')
-
-
-def test_of_several_the_latest_is_taken(nowhere: Path) -> None:
-    for major in (17, 25, 21):
-        program(nowhere / f"jvm/java-{major}", says(f"{major}.0.1"))
-    assert find_java().major == 25
-
-
-def test_a_java_that_does_not_run_is_passed_over(nowhere: Path) -> None:
-    program(nowhere / "jvm/java-25", f"{says('25.0.1')}; exit 1")
-    (program(nowhere / "jvm/java-24", says("24.0.1")) / "bin/java").chmod(0o644)
-    usual = program(nowhere / "jvm/java-17", says("17.0.9"))
-    assert find_java().home == usual
-
-
-def test_java_on_path_may_be_a_link(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = program(nowhere / "elsewhere/java-21", says("21.0.1"))
-    (nowhere / "usr/bin").mkdir(parents=True)
-    (nowhere / "usr/bin/java").symlink_to(home / "bin/java")
-    monkeypatch.setenv("PATH", f"{nowhere / 'usr/bin'}:/usr/bin:/bin")
-    assert find_java().home == home
-
-
-def test_java_home_comes_first_and_is_passed_over_where_it_will_not_do(
-    nowhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usual = program(nowhere / "jvm/java-17", says("17.0.9"))
-    monkeypatch.setenv("JAVA_HOME", str(program(nowhere / "mine", says("25"))))
-    assert find_java().major == 25
-    monkeypatch.setenv("JAVA_HOME", str(nowhere / "wrong"))
-    assert find_java().home == usual
-
-
-def test_where_there_is_no_java_one_message_says_what_to_install(
-    nowhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(JavaNotFoundError, match=r"17 or later: there is none in JAVA_HOME, on PATH") as refused:
-        find_java()
-    assert "Install one" in str(refused.value)
-    program(nowhere / "jvm/java-8", says("1.8.0_402"))
-    program(nowhere / "jvm/broken", "echo 'Error: could not find libjava.so' >&2; exit 2")
-    monkeypatch.setenv("JAVA_HOME", str(nowhere / "wrong"))
-    with pytest.raises(JavaNotFoundError) as refused:
-        find_java()
-    assert f"{nowhere / 'wrong'} (JAVA_HOME) has no bin/java" in str(refused.value)
-    assert "java-8 (found) is Java 8" in str(refused.value)
-    assert "broken (found) does not run: Error: could not find libjava.so" in str(refused.value)
-
-
-HIDDEN = """
-import sys
-from pgqueue.spark import java
-java._PLACES = ()
-if sys.argv[1] == "demo":
-    from pgqueue.demo.spark import main
-    sys.exit(main(["--messages", "10", *sys.argv[2:]]))
-from pgqueue.__main__ import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.parametrize("words", [("spark", "archive-to-parquet", "x"), ("demo",), ("demo", "--out", "x")])
-def test_commands_without_java_say_it_and_begin_nothing(words: tuple[str, ...], tmp_path: Path) -> None:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "JAVA", "PATH"))}
-    done = subprocess.run(
-        [sys.executable, "-c", HIDDEN, *words],
-        env=kept | {"PATH": str(tmp_path), "PGQUEUE_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode in (1, 2)
-    assert done.stderr.count("\n") == 1
-    assert "Spark needs a Java runtime of version 17 or later" in done.stderr
-    assert [*tmp_path.iterdir()] == []
-
-
-# The demo, on the JVM that is there.
 
 
 @pytest.mark.usefixtures("spark")
@@ -232,6 +127,12 @@ def test_the_demo_comes_to_the_same_sums(
 ) -> None:
     monkeypatch.setenv("PGQUEUE_DSN", empty_database())
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # that of the tests stays
+    mine = tmp_path / "out/archive/mine"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    assert demo.main(["--messages", "3000", "--out", str(tmp_path / "out")]) == 2
+    assert f"{mine.parent} is somebody else's: choose another directory" in capfd.readouterr().err
+    mine.unlink()
     assert demo.main(["--messages", "3000", "--out", str(tmp_path / "out")]) == 0
     said = capfd.readouterr()
     assert said.err == ""
@@ -240,123 +141,6 @@ def test_the_demo_comes_to_the_same_sums(
     # With the message that closes the last hours.
     assert f"report     {tmp_path / 'out/report/flow.html'}" in said.out
     assert "3,001" in (tmp_path / "out/report/flow.html").read_text()
-
-
-SESSION = """
-from pgqueue.spark.pipelines import local_session
-with local_session("local[2]") as spark:
-    spark.range(7).count()
-"""
-
-
-def test_spark_that_does_not_start_is_one_message(tmp_path: Path) -> None:
-    home = program(tmp_path / "half", f'{says("17.0.1")}; test "$1" = -version || {{ echo "no memory" >&2; exit 1; }}')
-    done = subprocess.run(
-        [sys.executable, "-c", SESSION],
-        env=os.environ | {"JAVA_HOME": str(home), "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 1
-    assert "SparkFailure: Spark did not start: " in done.stderr
-
-
-HURRY = "-XX:TieredStopAtLevel=1"
-
-
-# In a process of its own, whose JVM is gone by the time that the error is told.
-@pytest.mark.usefixtures("spark")
-def test_what_spark_says_outlives_its_jvm(database: str, queue: Queue, tmp_path: Path) -> None:
-    words = ("archive-to-parquet", "nosuch://x", "--queue", queue.name)
-    done = subprocess.run(
-        [*commands.COMMAND, "spark", *words],
-        env=commands.environment(PGQUEUE_DSN=database, TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    log, *others = tmp_path.glob("*pgqueue*")
-    assert done.stderr == f'pgqueue: No FileSystem for scheme "nosuch"\nhint: Spark\'s log is {log}\n', done
-    assert (done.returncode, done.stdout, others) == (1, "", [])
-
-
-@pytest.mark.usefixtures("spark")
-def test_a_command_that_is_terminated_leaves_nothing(database: str, queue: Queue, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [*commands.COMMAND, "spark", "archive-to-parquet", str(tmp_path / "out"), "--queue", queue.name],
-        env=commands.environment(PGQUEUE_DSN=database, TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as command:
-        wait_for((tmp_path / "out").exists, PATIENCE)
-        command.terminate()
-        assert (command.communicate(), command.returncode) == (("", ""), 143)
-    assert [*tmp_path.glob("*pgqueue*")] == []
-
-
-@pytest.mark.usefixtures("spark")
-def test_a_command_that_is_interrupted_before_spark_is_there_leaves_nothing(database: str, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [*commands.COMMAND, "spark", "dead-letter-report"],
-        env=commands.environment(PGQUEUE_DSN=database, TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as command:
-        wait_for(lambda: [*tmp_path.glob("pgqueue-spark-*/log")], PATIENCE)
-        command.send_signal(signal.SIGINT)
-        assert (command.communicate(), command.returncode) == (("", ""), 130)
-    assert [*tmp_path.glob("*pgqueue*")] == []
-
-
-# In the midst of a call of the JVM, which goes on there: as it makes its context, or runs a job. Each leaves the
-# process fit for another session.
-SESSIONS = """
-import os, signal, threading
-from pgqueue.spark.pipelines import SparkFailure, session
-
-def interrupt():
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-
-def begin(context, conf, begin=session.SparkContext._initialize_context):
-    if point == "start":
-        interrupt()
-    return begin(context, conf)
-
-session.SparkContext._initialize_context = begin
-for point in ("start", "job"):
-    try:
-        with session.local_session("local[2]") as spark:
-            if point == "job":
-                interrupt()
-            spark.range(10**15).selectExpr("sum(hash(id))").collect()
-    except KeyboardInterrupt:
-        print(point, "is interrupted", os.listdir(os.environ["TMPDIR"]), flush=True)
-try:
-    with session.local_session("local[x"):
-        pass
-except SparkFailure as error:
-    print(error, *error.__notes__, sep="; ")
-"""
-
-
-@pytest.mark.usefixtures("spark")
-def test_sessions_that_are_interrupted_or_do_not_start_end_at_once_and_are_not_heard(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SESSIONS],
-        env=commands.environment(TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    left = [*tmp_path.iterdir()]
-    (log,) = tmp_path.glob("*pgqueue*")
-    interrupted = ["start is interrupted []", "job is interrupted []"]
-    said = [*interrupted, f"Could not parse Master URL: 'local[x'; Spark's log is {log}"]
-    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, said, "")
-    assert left == [log]
 
 
 # What a query of the user's own raises stays an error of PySpark's: within a session of ours, and behind it, where it

@@ -277,6 +277,16 @@ def test_an_empty_queue_is_read_as_nothing_and_an_unknown_one_is_an_error(
         reader_of(database, "nobody").partitions()
 
 
+def test_what_a_dropped_queue_has_left_is_read(
+    everywhere: dict[str, int], orders: pgqueue.Queue, rows: Callable[..., Rows]
+) -> None:
+    orders.drop_queue()
+    assert ids(rows(source="archive")) == [everywhere["archived"]]
+    assert {row["id"]: row["reason"] for row in rows(source="dead")} == {everywhere["scheduled"]: "queue_dropped"}
+    with pytest.raises(pgqueue.QueueNotFound):
+        rows()
+
+
 def test_ids_and_moments_bound_a_read(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], rows: Callable[..., Rows]
 ) -> None:

@@ -2,11 +2,13 @@
 
 import json
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -669,11 +671,20 @@ def test_a_crash_of_the_server_between_staging_and_commit_loses_the_run_and_says
             first.send(payloads("1"))
             staged = first.write(writer, payloads("2"))
             server.kill()
-        server.start()
+        back = threading.Timer(0.5, server.start)
+        back.start()
+        with pytest.raises(psycopg.OperationalError):
+            first.write(writer, payloads("3"))
+        # A task that is tried again waits: Spark tries it four times within a second.
+        monkeypatch.setattr(sink_module.TaskContext, "get", lambda: SimpleNamespace(attemptNumber=lambda: 1))
+        waited = first.write(first.writer(retryTimeout="60 s"), payloads("3"))
+        back.join()
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             with pytest.raises(pgqueue.StagedMessagesLost, match="staged 1 messages in partition unknown, and 0 are"):
                 writer.commit([staged])
             assert connection.execute("select payload from pgqueue.messages").fetchall() == [(1,)]
+            writer.commit([waited])
+            assert connection.execute("select payload from pgqueue.messages order by id").fetchall() == [(1,), (3,)]
 
 
 # What is refused when a write is planned.

@@ -15,6 +15,7 @@ pytest.importorskip("pyspark")
 
 from clients import wait_for
 from engines import Checkpoint, Died, Engine
+from psycopg.conninfo import make_conninfo
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
 
 import pgqueue
@@ -23,6 +24,9 @@ from pgqueue.spark.links import connect
 from pgqueue.spark.options import OptionError
 
 Start = Callable[..., Engine]
+
+# Beside those that share a session: these need none.
+pytestmark = pytest.mark.xdist_group("processes")
 
 
 @pytest.fixture
@@ -414,6 +418,27 @@ def test_13_a_connection_that_is_lost_is_made_again_in_the_same_epoch(
     assert stream(orders).epoch == epoch
 
 
+def test_13_a_connection_that_was_idle_for_too_long_is_made_again(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], database: str
+) -> None:
+    impatient = make_conninfo(database, options="-c idle_session_timeout=20ms")
+    with Engine(impatient, orders.name, Checkpoint(), retryTimeout="10 s") as engine:
+        engine.begin()
+        pid = engine.reader._driver._connection.info.backend_pid
+        there = "select count(*) from pg_stat_activity where pid = %s"
+        wait_for(lambda: connection.execute(there, [pid]).fetchone() == (0,))
+        sent = orders.enqueue(1)
+        assert ids(engine.trigger()) == [sent]
+
+
+def test_13_a_server_that_is_a_standby_since_is_left(orders: pgqueue.Queue, start: Start) -> None:
+    sent = orders.enqueue(1)
+    engine = start(retryTimeout="10 s").begin()
+    # As behind a proxy that knows of the failover a moment later.
+    engine.reader._driver._connection.execute("set default_transaction_read_only to on")
+    assert ids(engine.trigger()) == [sent]
+
+
 class Clock:
     """A clock that is moved by hand, and by who sleeps."""
 
@@ -552,6 +577,14 @@ def test_a_batch_keeps_the_number_of_partitions_that_it_was_claimed_with(orders:
     again = start(numPartitions="2")
     assert len(again.parts(again.begin().plan() or again.start)) == 2
     assert len(again.sink[0][1]) == 4
+
+
+def test_nothing_is_prepared_as_a_pooler_lends_a_session_for_a_transaction(orders: pgqueue.Queue, start: Start) -> None:
+    sent = orders.enqueue_batch(list(range(10)))
+    engine = start(maxMessagesPerTrigger="1").begin()
+    assert len(engine.drain()) == len(sent)
+    prepared = engine.reader._driver._connection.execute("select name from pg_prepared_statements")
+    assert prepared.fetchall() == []
 
 
 def test_triggers_have_limits(orders: pgqueue.Queue, start: Start) -> None:

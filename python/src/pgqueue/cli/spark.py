@@ -61,7 +61,7 @@ def archive_to_parquet(session: Session, path: Path_, queue: Queues_ = None, mas
     """Write finished messages to Parquet, each once.
 
     By queue and UTC day, those that are not there yet: to be run again and again, and after a crash. --queue may be
-    repeated; by default all queues that keep an archive.
+    repeated; by default all that the archive is of, dropped ones, too.
     """
     with _spark(session, master, "archive to Parquet") as (spark, dsn, progress):
         from ..spark import pipelines
@@ -112,8 +112,12 @@ def replay(
             app_id=app_id,
             version=version,
         )
-    told = "had been sent into" if done.was_done else "are in"
-    session.say(f"{done.chosen:,} messages {told} queue {queue}, as version {version} of {done.app_id}", **asdict(done))
+    if done.was_done:
+        told = f"{done.sent:,} messages had been sent into"
+        more = "" if done.sent == done.chosen else f"; nothing is sent now, though {done.chosen:,} are chosen"
+    else:
+        told, more = f"{done.chosen:,} messages are in", ""
+    session.say(f"{told} queue {queue}, as version {version} of {done.app_id}{more}", **asdict(done))
 
 
 def dead_letter_report(
@@ -330,10 +334,16 @@ def _end(number: int, _: object) -> NoReturn:
 
 
 def _all(dsn: str, is_archived: bool = False) -> list[str]:
-    """The queues, or those that keep an archive."""
+    """The queues that have an archive, or else all, those included that were dropped and have left dead letters."""
+    from ..spark.pipelines.archive import archived_queues
+    from ..spark.snapshot import names_in
+
     with connected(dsn) as connection:
-        queues = Queues(connection).list_queues()
-    names = [info.name for info in queues if not is_archived or info.archive_for is not None]
+        if is_archived:
+            names = archived_queues(connection)
+        else:
+            there = {info.name for info in Queues(connection).list_queues()}
+            names = sorted(there.union(names_in(connection, "dead_messages")))
     if not names:
         what = "there is no queue" if not is_archived else "no queue keeps an archive"
         hint = "pgqueue create makes one." if not is_archived else "pgqueue alter --archive-for lets one keep it."

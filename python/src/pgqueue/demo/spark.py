@@ -34,7 +34,8 @@ SCHEMA: Final = "pgqueue_demo_spark"
 OURS: Final = "made by python -m pgqueue.demo.spark, which drops it"
 SENT_AT_ONCE: Final = 5000
 MOST_AT_ONCE: Final = 20_000
-OUTCOME: Final = ("summaries", "archive", "report")  # directories
+# Directories, and what is in each once something is.
+OUTCOME: Final = {"summaries": "_checkpoint", "archive": "_pgqueue", "report": "flow.html"}
 
 TABLE: Final = f"""
 create table {SCHEMA}.flights (record int, carrier text, time_hour timestamptz, arr_time int, arr_delay int)
@@ -98,9 +99,7 @@ def play(stack: ExitStack, messages: int | None, wanted: Path | None, keep: bool
     console.print(f"[dim]PostgreSQL {connection.info.server_version // 10000}, {java.version}; Spark starts …[/]")
     records = sorted(flights(messages), key=lambda flight: (flight["time_hour"], flight["record"]))
     out = (wanted or Path(tempfile.mkdtemp(prefix="pgqueue-demo-spark-"))).resolve()
-    for name in OUTCOME:
-        shutil.rmtree(out / name, ignore_errors=True)
-    out.mkdir(parents=True, exist_ok=True)
+    vacate(out)
     with local_session() as spark:
         began = time.monotonic()
         stream(console, spark, dsn, records, out)
@@ -120,6 +119,17 @@ def play(stack: ExitStack, messages: int | None, wanted: Path | None, keep: bool
         is_balanced = balance(console, connection, found, len(records), archived.written, kept)
     console.print(f"summaries  {out / 'summaries'}\nmessages   {out / 'archive'}\nreport     {report.page}")
     return is_balanced
+
+
+def vacate(out: Path) -> None:
+    """Remove what an earlier run has left in a directory, which is made where it is missing. What is not ours stays."""
+    places = {out / name: mark for name, mark in OUTCOME.items()}
+    for place, mark in places.items():
+        if place.is_file() or (place.is_dir() and any(place.iterdir()) and not (place / mark).exists()):
+            raise Failure(f"{place} is somebody else's: choose another directory by --out")
+    for place in places:
+        shutil.rmtree(place, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
 
 
 def stream(console: Console, spark: Any, dsn: str, records: list[Flight], out: Path) -> None:

@@ -23,8 +23,10 @@ T = TypeVar("T")
 
 _log = logging.getLogger("pgqueue.spark")
 
-# The server stops, starts, is full, or made way for somebody else. A lost connection has no SQLSTATE.
-_PASSING = {"57P01", "57P02", "57P03", "53300", "40001", "40P01", "55P03"}
+# The connection is gone, the server is full, stops, starts or has ended an idle session, or a disk fails; somebody else
+# was in the way, or the server that was asked is a standby since. A lost connection has no SQLSTATE.
+_READ_ONLY = "25006"
+_PASSING = ("08", "53", "57", "58", "40001", "40P01", "55P03", _READ_ONLY)
 _FIRST_WAIT = 0.1
 _LONGEST_WAIT = 5.0
 
@@ -63,7 +65,7 @@ class Patience:
 def _passes(error: psycopg.Error) -> bool:
     if error.sqlstate is None:
         return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
-    return error.sqlstate in _PASSING or error.sqlstate.startswith("08")
+    return error.sqlstate.startswith(_PASSING)
 
 
 class StreamDriver:
@@ -109,7 +111,7 @@ class StreamDriver:
                     self._connection = connect(self._conninfo, autocommit=True)
                 answer = verb(Queue(self._connection, self._options.queue))
             except psycopg.Error as error:
-                self._drop_broken()
+                self._drop_broken(error)
                 self._patience.wait(error)
             else:
                 self._patience.reset()
@@ -120,7 +122,7 @@ class StreamDriver:
         try:
             return None if self._connection is None else verb(Queue(self._connection, self._options.queue))
         except psycopg.Error as error:
-            self._drop_broken()
+            self._drop_broken(error)
             if not _passes(error):
                 raise
             return None
@@ -131,8 +133,12 @@ class StreamDriver:
         if self._connection is not None:
             self._connection.close()
 
-    def _drop_broken(self) -> None:
-        if self._connection is not None and self._connection.closed:
+    def _drop_broken(self, error: psycopg.Error) -> None:
+        if self._connection is None:
+            return
+        if error.sqlstate == _READ_ONLY:
+            self._connection.close()  # Another one may lead to the primary.
+        if self._connection.closed:
             self._connection = None
 
     def _beat(self) -> None:

@@ -9,6 +9,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import Conninfo
 
+from .._styles import correction
 from ..embedded import given_server
 from .options import OptionError
 
@@ -20,6 +21,14 @@ _HINTS = {
     "PQ005": "The queue, or its stream, was dropped while the query ran. Start the query with a new checkpoint.",
     "PQ006": "Another query has the same streamId, or this one loads it twice, as in a join with itself, or one of its"
     " batches was skipped. Each load needs a streamId of its own.",
+}
+# Idle, as between two micro-batches, and with a statement under way that nobody confirms.
+_ALIVE = {
+    "keepalives_idle": 20,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 50_000,
+    "connect_timeout": 10,
 }
 _NAMES = re.compile(rf"(?<!['\w])(?:{'|'.join(_OPTIONS)})\b")
 
@@ -81,7 +90,11 @@ class _Connection(psycopg.Connection[Any]):
 
 def connect(conninfo: str, **settings: Any) -> psycopg.Connection[Any]:
     """A connection that notices a server which is gone within a minute; `settings` are psycopg's."""
-    alive = {"keepalives_idle": 20, "keepalives_interval": 10, "keepalives_count": 3, "connect_timeout": 10}
     named = conninfo_to_dict(conninfo)
-    defaults = {name: value for name, value in alive.items() if name not in named}
-    return _Connection.connect(make_conninfo(conninfo, **defaults), **settings)
+    defaults = {name: value for name, value in _ALIVE.items() if name not in named}
+    # Nothing is prepared: a pooler may lend another session to the next transaction.
+    made = _Connection.connect(make_conninfo(conninfo, **defaults), prepare_threshold=None, **settings)
+    if corrected := correction(made):
+        # Not by psycopg, in a transaction that may be rolled back.
+        made.pgconn.exec_(corrected)
+    return made

@@ -197,8 +197,8 @@ SOURCE_OPTIONS = (
         "a duration from 0 s to 24 h, such as 90s or '2 minutes'",
         duration(timedelta(0), 24 * _HOUR),
         (STREAM, WRITE),
-        "How long the driver tries to reach a database that is gone, before the query ends with its error. A commit"
-        " whose answer was lost is repeated, and is done once.",
+        "How long the driver, or a task that is tried again, tries to reach a database that is gone, before the query"
+        " ends with its error. A commit whose answer was lost is repeated, and is done once.",
         default=timedelta(minutes=2),
     ),
 )

@@ -77,11 +77,25 @@ class _Writer:
         first = next(batches, None)
         counts: dict[UUID, int] = {}
         if first is not None:
-            with connect(self.conninfo) as connection:
+            with self._connected() as connection:
                 staging = _Staging(connection, self.layout, self.run, partition, attempt)
                 staging.add(chain([first], batches))
                 counts = staging.counts
         return Staged(self.run, partition, attempt, query_id, counts)
+
+    def _connected(self) -> psycopg.Connection[Any]:
+        """A connection. A task that is tried again waits for the database, as that may be what the first one died of.
+
+        What keeps a first one out is said at once.
+        """
+        patience = Patience(self.options.retry_timeout)
+        while True:
+            try:
+                return connect(self.conninfo)
+            except psycopg.Error as error:
+                if not _is_repeated():
+                    raise
+                patience.wait(error)
 
     def _publish(self, staged: list[Staged], app_id: str | None, version: int | None) -> None:
         run = staged[0].run if staged else self.run
@@ -178,6 +192,12 @@ def _task() -> tuple[int, int, str | None]:
     if context is None:
         return 0, 0, None
     return context.partitionId(), context.taskAttemptId(), context.getLocalProperty("sql.streaming.queryId")
+
+
+def _is_repeated() -> bool:
+    """Whether the task was begun before."""
+    context = TaskContext.get()
+    return context is not None and context.attemptNumber() > 0
 
 
 class _Staging:

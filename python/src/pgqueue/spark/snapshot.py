@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
-from psycopg import IsolationLevel, sql
+from psycopg import Connection, IsolationLevel, sql
 from pyspark.sql.datasource import (
     DataSourceReader,
     EqualNullSafe,
@@ -33,7 +33,7 @@ from .links import connect, conninfo
 from .options import Options
 from .rows import check, column, copy
 
-__all__ = ["IdRange", "PushdownSnapshotReader", "SnapshotReader"]
+__all__ = ["IdRange", "PushdownSnapshotReader", "SnapshotReader", "check_known", "names_in"]
 
 _SHARED = "id, queue_name, payload, body, headers, message_id, attempt_count, max_attempts, enqueued_at, expires_at"
 _NONE = "null::timestamptz"
@@ -94,8 +94,32 @@ _TABLES = {
     "archive": ("archived_messages", "unfiled_messages"),
     "all": ("messages", "scheduled_messages", "dead_messages", "archived_messages", "unfiled_messages"),
 }
+# What a queue archived outlives it, and so does what it never delivered, as dead letters.
+_LASTING = ("dead", "archive", "all")
 # Which moment since and until are about.
 _MOMENTS = {"dead": "died_at", "archive": "finished_at"}
+
+
+def check_known(connection: Connection[Any], queue: str) -> None:
+    """Raise QueueNotFound where there is no such queue, and none of that name that was dropped has left anything."""
+    tables = ("dead_messages", "archived_messages", "unfiled_messages")
+    left = sql.SQL(" or ").join(
+        sql.SQL("exists (select from {} where queue_name = %(queue)s)").format(sql.Identifier("pgqueue", table))
+        for table in tables
+    )
+    known = sql.SQL("select case when {} then null else (pgqueue.get_queue(%(queue)s)).name end").format(left)
+    connection.execute(known, {"queue": queue})
+
+
+def names_in(connection: Connection[Any], table: str) -> list[str]:
+    """The queues that have messages in a table, dropped ones, too: from one name to the next, as names are few."""
+    found = sql.SQL(
+        "with recursive known (name) as ("
+        " select min(queue_name) from {0} union all"
+        " select (select min(queue_name) from {0} where queue_name > k.name) from known k where k.name is not null"
+        ") select name from known where name is not null"
+    ).format(sql.Identifier("pgqueue", table))
+    return [name for (name,) in connection.execute(found)]
 
 
 @dataclass
@@ -136,10 +160,11 @@ class SnapshotReader(DataSourceReader):
             for table in _TABLES[options.source]
         )
         with connect(self._conninfo) as connection:
-            # Of the styles that a role may have, psycopg reads this one.
-            connection.execute("set local datestyle to 'ISO'")
             # A queue that does not exist is an error, not an empty one.
-            connection.execute("select from pgqueue.get_queue(%(queue)s)", self._values)
+            if options.source in _LASTING:
+                check_known(connection, options.queue)
+            else:
+                connection.execute("select from pgqueue.get_queue(%(queue)s)", self._values)
             row = connection.execute(
                 sql.SQL("select clock_timestamp(), min(first), max(last) from ({}) as ends").format(ends), self._values
             ).fetchone()

@@ -42,13 +42,14 @@ class Replayed:
     """A replay: the name and version it is known by, and how many messages were chosen.
 
     `was_done` says that this version had been sent before, and nothing was sent now; None where the role may not read
-    the ledger (pgqueue.sink_commits), and so cannot know.
+    the ledger (pgqueue.sink_commits), and so cannot know. `sent` is how many messages the version sent, now or then.
     """
 
     app_id: str
     version: int
     chosen: int
     was_done: bool | None
+    sent: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +104,14 @@ def replay(
     name = app_id if app_id is not None else _digest(str(Folder(spark, path)), queue, where, names, since, until)
     found = matching(read_archive(spark, path, queues=names, since=since, until=until), where)
     dsn = conninfo(dsn)
-    was_done = _is_known(dsn, commit_name(name, queue), version)
+    was_done, sent = _known(dsn, commit_name(name, queue), version)
     found = found.select("payload", "body", "headers", "message_id").persist()
     try:
         chosen = found.count()
         _send(found, dsn, queue, name, version)
     finally:
         found.unpersist()
-    return Replayed(name, version, chosen, was_done)
+    return Replayed(name, version, chosen, was_done, chosen if was_done is False else sent)
 
 
 def read_dead_letters(spark: SparkSession, queues: Iterable[str], *, dsn: str | None = None) -> DataFrame:
@@ -148,7 +149,8 @@ def redrive_where(
         where: Which: a predicate of Spark SQL over the columns of the dead letters, such as
             `reason = 'rejected' and last_error like '%timeout%'`.
         dsn: The database, as option `dsn` of the format.
-        app_id: What the ledger knows this redrive by, 1 to 256 characters. Needs access `producer`, too.
+        app_id: What the ledger knows this redrive by, 1 to 256 characters, for each queue by itself. Needs access
+            `producer`, too.
         version: Its version.
 
     Raises PredicateError; QueueNotFound; PySparkException, and then nothing was redriven.
@@ -163,7 +165,7 @@ def redrive_where(
     }
     with connect(dsn) as connection:
         Queue(connection, queue).get_queue()
-        if app_id is not None and not _enter(connection, app_id, version):
+        if app_id is not None and not _enter(connection, commit_name(app_id, queue), version):
             return Redriven(len(chosen), 0, True)
         (row,) = connection.execute(_REDRIVE, values).fetchall()
         return Redriven(len(chosen), row[0], False)
@@ -186,18 +188,17 @@ def _enter(connection: psycopg.Connection[Any], app_id: str, version: int) -> bo
     return bool(row[0])
 
 
-def _is_known(dsn: str, app_id: str, version: int) -> bool | None:
-    """Whether the ledger has a version; None where it may not be read."""
+def _known(dsn: str, app_id: str, version: int) -> tuple[bool | None, int | None]:
+    """Whether the ledger has a version, and of how many messages; None where it may not be read."""
     with connect(dsn, autocommit=True) as connection:
         try:
-            return bool(
-                connection.execute(
-                    "select exists (select from pgqueue.sink_commits c where c.app_id = %s and c.version = %s)",
-                    [app_id, version],
-                ).fetchall()[0][0]
-            )
+            found = connection.execute(
+                "select c.messages from pgqueue.sink_commits c where c.app_id = %s and c.version = %s",
+                [app_id, version],
+            ).fetchone()
         except psycopg.errors.InsufficientPrivilege:
-            return None
+            return None, None
+    return found is not None, found and found[0]
 
 
 def _digest(*choice: Any) -> str:

@@ -19,8 +19,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import DateType, StructType
 
+from ...client import Queues
 from .. import rows
 from ..links import connect, conninfo
+from ..snapshot import check_known, names_in
 from .files import Folder
 from .times import in_utc, plain_moments, utc_day
 
@@ -108,7 +110,8 @@ def archive_to_parquet(
         path: A directory on any file system of Spark's, for this alone. Read it with `read_archive`, or with any
             reader of Parquet. Names in it that begin with an underscore are ours.
         dsn: The database, as option `dsn` of the format; not by way of a pooler that pools transactions.
-        queues: The queues; by default all that keep an archive now (archive_for).
+        queues: The queues; by default all that keep an archive (archive_for), or did and have left something there, as
+            those that were dropped.
         tell: Called with the outcome of each queue as it is done.
 
     Returns:
@@ -121,6 +124,8 @@ def archive_to_parquet(
     folder = Folder(spark, path)
     done: list[Archived] = []
     with connect(where, autocommit=True) as connection:
+        # It waits for Spark, however long that takes.
+        connection.execute("set idle_session_timeout to 0")
         if _value(connection, "select pg_is_in_recovery()"):
             raise StandbyError(
                 "archive_to_parquet reads from the primary: a standby does not know which transactions there have"
@@ -130,7 +135,7 @@ def archive_to_parquet(
             folder.make()
             # What a killed run had not published. Another one that has lost its hold finds nothing to publish.
             folder.delete(_DRAFTS)
-            for queue in _archived_queues(connection) if queues is None else dict.fromkeys(queues):
+            for queue in archived_queues(connection) if queues is None else dict.fromkeys(queues):
                 done.append(_archive(spark, connection, where, folder, queue))
                 tell(done[-1])
     return done
@@ -149,7 +154,7 @@ def read_archive(
     The columns are those of the archive, and `day`. A queue whose name looks like a number or a date keeps it, which
     it would not with spark.read.parquet alone. Moments without a time zone are in UTC.
     """
-    found = spark.read.schema(ARCHIVED).parquet(str(Folder(spark, path)))
+    found = spark.read.schema(ARCHIVED).parquet(Folder(spark, path).pattern)
     if queues is not None:
         found = found.where(F.col("queue_name").isin([*queues]))
     # The day prunes directories, the moment decides.
@@ -254,7 +259,7 @@ def _note_of(queue: str) -> str:
 def _archive(
     spark: SparkSession, connection: psycopg.Connection[Any], where: str, folder: Folder, queue: str
 ) -> Archived:
-    connection.execute("select pgqueue.get_queue(%s)", [queue])
+    check_known(connection, queue)
     note = _Note.read(folder, queue, _value(connection, _IDENTITY))
     at: datetime = _value(connection, "select clock_timestamp()") - _MARGIN
     left = _await(connection, _writers(connection))
@@ -288,6 +293,12 @@ def _count(spark: SparkSession, folder: Folder, queue: str, since: datetime | No
     return (found if since is None else found.where(F.col("day") >= F.lit(since.astimezone(UTC).date()))).count()
 
 
+def archived_queues(connection: psycopg.Connection[Any]) -> list[str]:
+    """The queues that keep an archive, and those that did and have left something there, dropped ones, too."""
+    keeping = {info.name for info in Queues(connection).list_queues() if info.archive_for is not None}
+    return sorted(keeping.union(*(names_in(connection, table) for table in ("archived_messages", "unfiled_messages"))))
+
+
 @contextmanager
 def _hold(connection: psycopg.Connection[Any], place: str) -> Iterator[None]:
     """Keep others away from a place, for as long as the connection lasts."""
@@ -300,12 +311,6 @@ def _hold(connection: psycopg.Connection[Any], place: str) -> Iterator[None]:
         # The server notices late that a connection was closed, and the next run may follow at once.
         with suppress(psycopg.OperationalError):
             connection.execute("select pg_advisory_unlock(hashtextextended(%s, 0))", [name])
-
-
-def _archived_queues(connection: psycopg.Connection[Any]) -> list[str]:
-    return [
-        name for (name,) in connection.execute("select name from pgqueue.list_queues() where archive_for is not null")
-    ]
 
 
 def _writers(connection: psycopg.Connection[Any]) -> set[str]:

@@ -1,5 +1,6 @@
 """A directory on whatever file system Spark can write to: what Spark's own readers and writers cannot do there."""
 
+import re
 from typing import Any, cast
 
 from py4j.protocol import Py4JJavaError
@@ -20,6 +21,11 @@ class Folder:
 
     def __str__(self) -> str:
         return str(self._root.toString())
+
+    @property
+    def pattern(self) -> str:
+        """Its path as Spark's readers are told one: to them some characters stand for others, as in a shell."""
+        return re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", str(self))
 
     def make(self) -> None:
         """Make it where it is missing: for who writes. A reader whose path is misspelt is to be told so."""

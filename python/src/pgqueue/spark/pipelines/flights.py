@@ -138,7 +138,7 @@ def summarize_flights(
 
 def read_summaries(spark: SparkSession, path: str) -> DataFrame:
     """The summaries that `summarize_flights` has written to Parquet."""
-    return spark.read.schema(SUMMARY).parquet(str(Folder(spark, path)))
+    return spark.read.schema(SUMMARY).parquet(Folder(spark, path).pattern)
 
 
 def _send(found: DataFrame, where: str, queue: str, query_id: str, number: int) -> None:

@@ -38,7 +38,9 @@ def normalized_error(error: Column) -> Column:
     addresses of hosts, mails, pages and memory `<address>`; 300 characters at the most. Null stays null.
     """
     is_traceback = error.rlike(r"\A\s*Traceback \(most recent call last\)")
-    first, last = F.regexp_extract(error, r"\A\s*([^\r\n]*)", 1), F.regexp_extract(error, r"([^\r\n]*)\s*\z", 1)
+    first = F.regexp_extract(error, r"\A\s*([^\r\n]*)", 1)
+    # Not by a pattern: one that has to end somewhere is tried anew from each character of a long line.
+    last = F.substring_index(F.translate(F.rtrim(error, F.lit(" \t\n\v\f\r")), "\r", "\n"), "\n", -1)
     line = F.when(is_traceback, last).otherwise(first)
     # A line may be as long as a message; the patterns need not see all of it.
     said = F.substring(line, 1, 4 * _LONGEST)
