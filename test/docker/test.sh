@@ -18,6 +18,8 @@ else
     need podman 'where no docker engine answers'
     need crun 'by podman'
     engine=podman build=(buildah bud --format docker) run=(podman run)
+    # Without systemd it logs for every container that it cannot time the HEALTHCHECK, which is asked for below.
+    podman() { command podman --log-level=fatal "$@"; }
     if [ "$(id -u)" -eq 0 ]; then
         # podman is only content with a mount table of its own, where one version of cgroups is to be seen.
         if [ -z "${OWN_MOUNTS:-}" ]; then exec env OWN_MOUNTS=1 unshare --mount "$0"; fi

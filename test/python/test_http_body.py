@@ -1,6 +1,7 @@
 """The bodies of requests: what is JSON, how large PostgreSQL writes it, and what is refused before it gets there."""
 
 import json
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -164,6 +165,29 @@ async def test_what_is_no_json_is_told_what_is_wrong_with_it(
         status, error = await refusal(web, path, body)
         assert (status, error["code"], error["field"]) == (400, "malformed_json", "body")
         assert said in error["message"]
+
+
+@pytest.mark.parametrize("place", ["", ".messages[0]"])
+async def test_of_any_number_of_unknown_fields_one_is_told(web: httpx.AsyncClient, place: str) -> None:
+    """To say it of each would take longer than a request may, and the memory of the machine."""
+    fields = ", ".join(f'"x{number}": 1' for number in range(300_000))
+    one = f'{{"payload": 1, {fields}}}' if place else '{"payload": 1}'
+    body = f'{{"messages": [{one}]{"" if place else ", " + fields}}}'
+    tracemalloc.start()
+    try:
+        status, error = await refusal(web, DIRECT, body)
+        assert tracemalloc.get_traced_memory()[1] < 30 * len(body)
+    finally:
+        tracemalloc.stop()
+    assert (status, error["code"]) == (422, "invalid")
+    assert error["field"] == f"{place}.x0".removeprefix(".")
+    assert error["message"] == f"{error['field']} is invalid; must be left out: there is no such field"
+
+
+async def test_a_name_is_told_no_longer_than_a_value(web: httpx.AsyncClient) -> None:
+    status, error = await refusal(web, DIRECT, f'{{"messages": [{{"payload": 1}}], "{"x" * 10_000}": 1}}')
+    assert (status, error["field"]) == (422, "x" * 100 + "…")
+    assert len(error["message"]) < 200
 
 
 async def test_any_depth_is_read_or_refused(web: httpx.AsyncClient) -> None:

@@ -242,8 +242,8 @@ def test_any_encoding_and_any_style_of_a_database_will_do(server: str, tmp_path:
         for setting in ("datestyle = 'SQL, DMY'", "intervalstyle = 'sql_standard'", "timezone = '<+3>-3:30'"):
             connection.execute(f'alter database "{made}" set {setting}')
         try:
-            services = {SERVICE: (server, [made])}
-            with serving(configuration(tmp_path, make_conninfo(server, dbname=made), services), tmp_path) as web:
+            dsn = make_conninfo(server, dbname=made, client_encoding="latin1")  # what a DSN has is no matter, either
+            with serving(configuration(tmp_path, dsn, {SERVICE: (dsn, [made])}), tmp_path) as web:
                 name = new_name()
                 web.create(name)
                 queue = DirectQueue(web, name)
@@ -255,6 +255,21 @@ def test_any_encoding_and_any_style_of_a_database_will_do(server: str, tmp_path:
                 assert code(queue.post("messages", {"messages": [{"payload": "☃"}]}), 422) == "invalid"
         finally:
             connection.execute(f'drop database "{made}" with (force)')
+
+
+def test_of_a_great_many_dead_letters_a_request_redrives_as_many_as_it_has_time_for(
+    queue: DirectQueue, sql: psycopg.Connection[Any], site: Site
+) -> None:
+    """Where all of them would take longer than a statement may, none would ever be."""
+    sql.execute(
+        "insert into pgqueue.dead_messages (id, queue_name, payload, attempt_count, max_attempts, enqueued_at, reason)"
+        " select nextval('pgqueue.message_id'), %s, '1', 1, 1, now(), 'rejected' from generate_series(1, 100010)",
+        [queue.name],
+    )
+    page = {"service": SERVICE, "database": site.databases[0], "name": queue.name, "action": "redrive"}
+    assert "counted anew, 100,000 at a time." in queue.web.get("/queue/confirm", params=page).text
+    assert [queue.post("redrive", {}).json()["count"] for _ in range(3)] == [100_000, 10, 0]
+    sql.execute("select pgqueue.purge_queue(%s)", [queue.name])
 
 
 def test_the_service_and_the_database_can_be_named(web: Server, site: Site, queue: DirectQueue) -> None:

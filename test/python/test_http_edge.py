@@ -19,10 +19,12 @@ from uvicorn.server import ServerState
 from pgqueue.http import create_app, head
 from pgqueue.http.databases import Databases, end
 from pgqueue.http.edge import Edge
+from pgqueue.http.flow import Look
 from pgqueue.http.metrics import Metrics
 from pgqueue.http.passwords import Authenticator, hash_password
-from pgqueue.http.sampling import Sampler
+from pgqueue.http.sampling import History, Sampler
 from pgqueue.http.settings import Limits, Service, Settings
+from pgqueue.message import QueueStats
 
 SETTINGS = Settings("", {"one": Service("one", "", ("one",))}, {})
 SCOPE: Scope = {"type": "http", "method": "GET", "path": "/healthz", "headers": []}
@@ -275,3 +277,107 @@ async def test_who_looks_at_the_queues_ends_though_a_pool_overlooks_that_he_is_t
     looking.cancel()
     done, _ = await asyncio.wait({looking}, timeout=20)
     assert done == {looking}
+
+
+@pytest.mark.parametrize("rest", [b"", b"z", b"zzz"], ids=["none", "some", "all"])
+async def test_who_is_answered_before_his_body_is_there_does_not_stay(
+    monkeypatch: pytest.MonkeyPatch, rest: bytes
+) -> None:
+    """As everybody is who has no password: whether he goes on, stops or ends, and then says no more."""
+    for patience in ("HEAD_SECONDS", "REST_SECONDS"):
+        monkeypatch.setattr(head, patience, 0.1)
+    async with talking() as (reader, writer), asyncio.timeout(10):
+        writer.write(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\n")
+        await reader.readuntil(END)
+        writer.write(rest)
+        await reader.read()
+
+
+async def test_who_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """He lives, and keeps the connection: nothing else would ever end it, nor what is worked on for it."""
+    monkeypatch.setattr(head, "READING_SECONDS", 0.5)
+    ended = asyncio.Event()
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(100):
+            await send({"type": "http.response.body", "body": bytes(10**6), "more_body": True})
+        ended.set()
+
+    async with talking(app) as (_, writer), asyncio.timeout(20):
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        await ended.wait()
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [b"\x16\x03\x01\r\n\r\n", b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0x2\r\n"],
+    ids=["head", "body"],
+)
+async def test_what_is_no_http_is_refused_in_the_shape_of_every_error(begin: bytes) -> None:
+    async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with talking(app) as (reader, writer):
+        writer.write(begin)
+        assert await refusal(reader) == (b"HTTP/1.1 400 Bad Request", "bad_request")
+
+
+async def test_a_refusal_is_not_the_answer_of_the_request_before() -> None:
+    entered = asyncio.Event()
+
+    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
+        entered.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        await answer(send)
+
+    async with talking(app) as (reader, writer), asyncio.timeout(10):
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        await entered.wait()
+        writer.write(b"nonsense\r\n\r\n")
+        assert await reader.read() == b""
+
+
+async def test_who_has_gone_has_gone_for_all_that_he_asked_for() -> None:
+    """Also where he sent the next request before he had the answer: else he would be given messages."""
+    entered, left = asyncio.Event(), asyncio.Event()
+
+    async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
+        entered.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    async with talking(app) as (_, writer), asyncio.timeout(10):
+        writer.write(2 * b"GET / HTTP/1.1\r\n\r\n")
+        await entered.wait()
+        writer.close()
+        await left.wait()
+
+
+async def test_who_offers_another_protocol_is_answered_in_this_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Java's client does so with the first request of each connection."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+    async with talking() as (reader, writer), asyncio.timeout(10):
+        for request in (b"GET / HTTP/1.1\r\n" + offer, b"POST / HTTP/1.1\r\nContent-Length: 2\r\n" + offer):
+            writer.write(request + b"\r\n" + (b"{}" if request.startswith(b"POST") else b""))
+            assert (await reader.readuntil(END)).startswith(b"HTTP/1.1 200")
+    assert caplog.records == []
+
+
+def test_the_counters_of_queues_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler(SETTINGS, Databases(SETTINGS))
+    counted = Metrics(sampler)
+    there = History()
+    there.add(0.0, QueueStats("there", 0, 0, 0, 0, None, False, []), Look(0, None, None))
+    monkeypatch.setattr(sampler, "histories", lambda: iter([(("one", "one", "there"), there)]))
+    for queue in ("there", "gone"):
+        for operation in ("enqueued", "claimed"):
+            counted.messages("one", "one", queue, operation, 1)
+    assert counted.exposition().count(b'operation="claimed",queue="gone"') == 2  # with the moment that it began
+    later = time.monotonic() + 3600
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert b"gone" not in counted.exposition()
+    assert counted.exposition().count(b'operation="claimed",queue="there"') == 2

@@ -227,6 +227,15 @@ def test_no_password_is_in_the_log(web: Server, postgres: EmbeddedServer) -> Non
     assert str(password) not in web.command.err + web.command.out
 
 
+def test_who_sends_what_is_no_http_does_not_fill_the_log(web: Server) -> None:
+    host, port = web.url.removeprefix("http://").split(":")
+    for _ in range(20):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"\x16\x03\x01\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+    assert web.command.err.count("Invalid HTTP request") == 1
+
+
 @pytest.fixture
 def site(empty_database: Callable[[], str]) -> Site:
     return Site(empty_database)
@@ -267,6 +276,18 @@ def test_a_signal_lets_requests_and_tasks_end(site: Site, tmp_path: Path) -> Non
         with psycopg.connect(site.control) as connection:
             rows = connection.execute("select status from pgqueue_http.tasks where id = %s", [task]).fetchall()
         assert rows == [("completed",)]
+
+
+def test_so_does_the_end_of_its_terminal(site: Site, tmp_path: Path) -> None:
+    with serving(site.configuration(tmp_path), tmp_path) as web, ThreadPoolExecutor(1) as threads:
+        name = new_name()
+        web.create(name)
+        waiting = threads.submit(web.post, f"/v1/queues/{name}/claim", {"wait_seconds": 20})
+        with psycopg.connect(site.target, autocommit=True) as connection:
+            web.until(lambda: connection.execute("select from pg_stat_activity where query like 'listen %'").fetchall())
+        web.command.signal(signal.SIGHUP)
+        assert waiting.result().json() == {"messages": []}
+        assert web.command.end().status == 0
 
 
 def test_a_second_signal_does_not_wait(site: Site, tmp_path: Path) -> None:

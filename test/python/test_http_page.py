@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psycopg
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Error, Page, expect, sync_playwright
 from served import ADMIN, Server, Site, new_name, serving
 
 import pgqueue
+from pgqueue.http.drawing import sparkline
 
 UNPACKED = Path(__file__).parents[2] / ".cache/chromium/chromium"
 SHOTS = os.environ.get("PGQUEUE_TEST_SCREENSHOTS")
@@ -303,6 +305,28 @@ def test_addresses_that_lead_nowhere_are_errors(web: Server, queue: str, site: S
     assert web.get("/queue/confirm", params=place | {"action": "drop"}).status_code == 404
     assert web.post("/queue/purge", b"id=x", params=place).status_code == 422
     assert web.get("/queue", params=place | {"done": HOSTILE}).text.count("<script>") == 0
+
+
+def test_what_did_not_work_is_told_on_a_page(web: Server, site: Site) -> None:
+    place = {"service": "pg-service-uuid", "database": site.databases[0], "name": "gone"}
+    for path, home in (("/queue", "./"), ("/queue/confirm?action=purge", "../")):
+        answer = web.get(path, params=httpx.QueryParams(httpx.URL(path).query).merge(place))
+        assert (answer.status_code, answer.headers["content-type"]) == (404, "text/html; charset=utf-8")
+        assert "queue &#39;gone&#39; does not exist" in answer.text
+        assert f'<a class="button" href="{home}">All queues</a>' in answer.text
+    assert web.post("/queue/pause", params=place | {"database": HOSTILE}).text.count("<script>") == 0
+    assert web.get("/v1/queues/gone/stats").json()["error"]["code"] == "queue_not_found"
+
+
+def test_what_stays_level_is_drawn_by_its_ends() -> None:
+    """Hundreds of queues are drawn each two seconds, for everybody who looks."""
+    drawn = [
+        re.findall(r'<polyline points="([^"]*)"', sparkline(line, "Depth", "depth")) for line in ([3.0] * 90, STEPS)
+    ]
+    assert drawn == [["0,2.0 89,2.0"], ["0,26.0 2,26.0 3,2.0 5,2.0 6,26.0"]]
+
+
+STEPS = [0.0, 0.0, 0.0, 6.0, 6.0, 6.0, 0.0]
 
 
 def test_it_may_lie_anywhere_below_another_address(web: Server, queue: str, site: Site) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from psycopg.conninfo import conninfo_to_dict
 
+from .._files import extra
 from .frame import Failure, Session, Status
 from .logs import Level, log_to
 
@@ -60,7 +61,7 @@ def serve(
         from .. import http
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        raise Failure(f"serve needs {missing}", "pip install pgqueue[http]") from None
+        raise Failure(f"serve needs {missing}", extra("http")) from None
     if hash_password:
         _print_hash(session)
         return

@@ -98,16 +98,19 @@ async def _work(context: Context) -> None:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    async def api(_request: Request, error: Any) -> Response:
-        return error_response(error)
+    def told(request: Request, error: ApiError) -> Response:
+        return page.failure(request, error) if page.is_page(request) else error_response(error)
 
-    async def validation(_request: Request, error: Any) -> Response:
-        return error_response(of_validation(error.errors()))
+    async def api(request: Request, error: Any) -> Response:
+        return told(request, error)
 
-    async def status(_request: Request, error: Any) -> Response:
+    async def validation(request: Request, error: Any) -> Response:
+        return told(request, of_validation(error.errors()))
+
+    async def status(request: Request, error: Any) -> Response:
         if isinstance(error.__cause__, ApiError):  # which the body was, while it was read
-            return error_response(error.__cause__)
-        return error_response(of_status(error.status_code, str(error.detail), error.headers))
+            return told(request, error.__cause__)
+        return told(request, of_status(error.status_code, str(error.detail), error.headers))
 
     async def database(request: Request, error: Any) -> Response:
         answer = of_database(error)
@@ -115,7 +118,7 @@ def _handle_errors(app: FastAPI) -> None:
             level = logging.ERROR if answer.status == 500 else logging.WARNING
             trace = error if answer.status == 500 else None
             logger.log(level, "%s %s: %s", request.method, answer.code, type(error).__name__, exc_info=trace)
-        return error_response(answer)
+        return told(request, answer)
 
     app.add_exception_handler(ApiError, api)
     app.add_exception_handler(RequestValidationError, validation)

@@ -14,6 +14,7 @@ from psycopg.conninfo import make_conninfo
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from .._files import install_script
+from .._styles import correction
 from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import ApiError
@@ -67,7 +68,6 @@ class Databases:
             "connect_timeout": max(2, int(self._settings.limits.connect_seconds)),
             "fallback_application_name": "pgqueue serve",
             "tcp_user_timeout": int(self._settings.limits.database_seconds * 1000),
-            "client_encoding": "UTF8",  # whatever the database has: JSON is taken as it comes
         }
         return {name: value for name, value in ours.items() if name not in given}
 
@@ -187,11 +187,10 @@ class Databases:
         connection.adapters.register_loader("timestamptz", Moments)
         milliseconds = int(self._settings.limits.database_seconds * 1000)
         await connection.execute(
-            f"set statement_timeout = {milliseconds}; set lock_timeout = {milliseconds // 2};"
-            f" set idle_in_transaction_session_timeout = {2 * milliseconds};"
-            " set default_transaction_isolation = 'read committed';"
-            # What psycopg reads, whatever a role or a database prefers.
-            " set datestyle = 'ISO'; set intervalstyle = 'postgres'; set timezone = 'UTC'"
+            b"set statement_timeout = %d; set lock_timeout = %d; set idle_in_transaction_session_timeout = %d;"
+            b" set default_transaction_isolation = 'read committed'; set timezone = 'UTC'; "
+            % (milliseconds, milliseconds // 2, 2 * milliseconds)
+            + correction(connection)
         )
 
     async def close(self) -> None:

@@ -19,8 +19,8 @@ from .context import Context, Given, IdempotencyKey, errors, is_name, queue_not_
 from .errors import ApiError
 from .messages import check_sizes, send
 from .models import (
-    ALL,
     MAX_ID,
+    REDRIVE_LIMIT,
     Ack,
     AckBatch,
     Claim,
@@ -256,8 +256,8 @@ async def dead_letters(
 
 @router.post("/redrive", response_model=Count, responses=_FAULTS)
 async def redrive(on: On, body: Ids) -> Response:
-    """Make dead letters ready again, some or all of them; returns how many."""
-    return await _counted(on, "redriven", lambda queue: queue.redrive(ALL, body.ids))
+    """Make dead letters ready again, some or all of them, up to 100,000 at once; returns how many."""
+    return await _counted(on, "redriven", lambda queue: queue.redrive(REDRIVE_LIMIT, body.ids))
 
 
 @router.post("/purge-dead-letters", response_model=Count, responses=_FAULTS)

@@ -15,7 +15,6 @@ from .sampling import History, Place, Sampler
 
 __all__ = ["ENVIRONMENT", "Row", "rows_of"]
 
-_WIDTH: Final = 120
 _HEIGHT: Final = 28
 
 
@@ -91,13 +90,18 @@ def sparkline(values: Sequence[float], label: str, kind: str) -> Markup:
     if len(values) < 2:
         return Markup('<span class="spark"></span>')
     low, high = min(0.0, *values), max(0.0, *values)
-    span = (high - low) or 1.0
-    step = _WIDTH / (len(values) - 1)
+    scale = (_HEIGHT - 4) / ((high - low) or 1.0)
 
     def y(value: float) -> float:
-        return _HEIGHT - 2 - (value - low) / span * (_HEIGHT - 4)
+        return _HEIGHT - 2 - (value - low) * scale
 
-    points = " ".join(f"{place * step:.1f},{y(value):.1f}" for place, value in enumerate(values))
+    # A line that stays level has its ends alone: of hundreds of queues most do nothing, and all are drawn each time.
+    last = len(values) - 1
+    points = " ".join(
+        f"{place},{y(value):.1f}"
+        for place, value in enumerate(values)
+        if place in (0, last) or not values[place - 1] == value == values[place + 1]
+    )
     zero = y(0.0)
     return Markup(
         '<svg class="spark {kind}" viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img"'
@@ -105,7 +109,7 @@ def sparkline(values: Sequence[float], label: str, kind: str) -> Markup:
         '<polygon points="0,{zero} {points} {width},{zero}"/>'
         '<line x1="0" y1="{zero}" x2="{width}" y2="{zero}"/><polyline points="{points}"/></svg>'
     ).format(
-        kind=kind, width=_WIDTH, height=_HEIGHT, label=f"{label}, from {_short(low)} to {_short(high)}",
+        kind=kind, width=last, height=_HEIGHT, label=f"{label}, from {_short(low)} to {_short(high)}",
         zero=f"{zero:.1f}", points=points,
     )  # fmt: skip
 

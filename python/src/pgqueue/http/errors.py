@@ -106,7 +106,7 @@ def _field(place: Sequence[str | int]) -> str:
     text = ""
     for step in place:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
-    return text
+    return str(_shown(text))
 
 
 def _limit(kind: str, context: Mapping[str, Any], message: str) -> str:

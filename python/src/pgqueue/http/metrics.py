@@ -1,6 +1,7 @@
 """What Prometheus is told: depths as they were sampled last, and what this process did."""
 
-from typing import Any
+import time
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -11,6 +12,7 @@ from .sampling import Sampler
 
 __all__ = ["Metrics"]
 
+_FORGOTTEN_SECONDS: Final = 600.0  # so that the last figures are scraped
 _QUEUE = ("service", "database", "queue")
 _GAUGES = {
     "ready_messages": "Messages available for claim.",
@@ -77,6 +79,7 @@ class Metrics:
             (*_QUEUE, "operation"),
             registry=self._registry,
         )
+        self._counted: dict[tuple[str, str, str, str], float] = {}  # when something was counted last
         self._tasks = Counter(
             "pgqueue_http_tasks", "Tasks that this agent has ended.", ("kind", "status"), registry=self._registry
         )
@@ -87,11 +90,21 @@ class Metrics:
         method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE", "HEAD") else "other"
         self._requests.labels(method, route, str(status)).observe(seconds)
 
+    def _forget(self) -> None:
+        """Forget the counters of queues that are gone: where queues come and go there would be ever more of them."""
+        there = {place for place, _ in self._sampler.histories()}
+        for labels, at in list(self._counted.items()):
+            if labels[:3] not in there and at < time.monotonic() - _FORGOTTEN_SECONDS:
+                del self._counted[labels]
+                self._messages.remove(*labels)
+
     def messages(self, service: str, database: str, queue: str, operation: str, number: int) -> None:
         """Count messages that exist: call it after the queue was found."""
         if number:
-            self._messages.labels(service, database, queue, operation).inc(number)
-            self._sampler.passed((service, database, queue), operation, number)
+            labels = (service, database, queue, operation)
+            self._counted[labels] = time.monotonic()
+            self._messages.labels(*labels).inc(number)
+            self._sampler.passed(labels[:3], operation, number)
 
     def task(self, kind: str, status: str) -> None:
         """Count a task that has ended."""
@@ -99,4 +112,5 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
+        self._forget()
         return generate_latest(self._registry)

@@ -4,7 +4,7 @@ from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 from uuid import UUID
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from .body import Number
 
@@ -26,11 +26,20 @@ DELAY_LIMIT: Final = 43200
 TIMEOUT_LIMIT: Final = 43200
 WAIT_LIMIT: Final = 20
 MAX_ID: Final = 2**63 - 1
-ALL: Final = 2**31 - 1  # as a number of messages
+REDRIVE_LIMIT: Final = 100_000  # messages of a request: millions would take longer than it may, and none would be
 
 
 class _Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field_is_enough(cls, value: Any) -> Any:
+        # Each would be a fault of its own, and millions of faults more than the memory of the server.
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        unknown = next(name for name in value if name not in cls.model_fields)
+        return {name: value[name] for name in (*cls.model_fields, unknown) if name in value}
 
 
 def _uuid(value: object) -> object:

@@ -1,6 +1,7 @@
 """The page: what the queues do, and what to do about their dead letters. It works without scripts, and by keyboard."""
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Final
 from urllib.parse import parse_qs, urlencode
 
@@ -15,11 +16,12 @@ from . import registry
 from .context import Context, Given, is_name, queue_not_found
 from .drawing import ENVIRONMENT, Row, rows_of
 from .errors import ApiError
-from .models import ALL, MAX_ID
+from .models import MAX_ID, REDRIVE_LIMIT
 
-__all__ = ["router"]
+__all__ = ["failure", "is_page", "router"]
 
-router = APIRouter(include_in_schema=False)
+_TAG: Final = "page"
+router = APIRouter(include_in_schema=False, tags=[_TAG])
 
 _SHOWN: Final = 20  # dead letters on a page
 _TEXT: Final = 4000  # characters of a payload or an error
@@ -90,7 +92,7 @@ async def confirm(
         stats = await opened.stats()
     place = (service, database, name)
     values = {"up": "../", "place": place, "action": action, "verb": _ASKED[action], "id": id, "stats": stats}
-    return _page("confirm.html", values)
+    return _page("confirm.html", values | {"at_once": REDRIVE_LIMIT})
 
 
 @router.post("/queue/{action}")
@@ -104,7 +106,7 @@ async def act(request: Request, context: Given, service: _Text, database: _Text,
             case "resume":
                 done = f"{name} goes on" if await opened.resume_queue() else f"{name} was not paused"
             case "redrive":
-                done = f"Redriven: {_count(await opened.redrive(ALL, _ids(form)))}"
+                done = f"Redriven: {_count(await opened.redrive(REDRIVE_LIMIT, _ids(form)))}"
             case "purge":
                 done = f"Deleted: {_count(await opened.purge_dead_messages(_ids(form)))}"
             case _:
@@ -199,5 +201,20 @@ def _told(text: str) -> tuple[list[dict[str, Any]], str]:
     return [each for each in history if isinstance(each, dict)] if isinstance(history, list) else [], shown
 
 
-def _page(template: str, values: dict[str, Any]) -> Response:
-    return HTMLResponse(ENVIRONMENT.get_template(template).render({"up": ""} | values | {"where": where}))
+def is_page(request: Request) -> bool:
+    """Whether a person waits for the answer."""
+    return _TAG in getattr(request.scope.get("route"), "tags", ())
+
+
+def failure(request: Request, error: ApiError) -> Response:
+    """What that person is told when something went wrong."""
+    up = "../" * (request.scope["path"].count("/") - 1)
+    values = {"up": up, "status": error.status, "message": error.message}
+    return _page("error.html", values, error.status, error.headers)
+
+
+def _page(
+    template: str, values: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    text = ENVIRONMENT.get_template(template).render({"up": ""} | values | {"where": where})
+    return HTMLResponse(text, status, headers)

@@ -1,4 +1,4 @@
-"""Runs it: the application under uvicorn, or an agent alone, until SIGTERM or SIGINT; a second one forces the end."""
+"""Runs it: the application under uvicorn, or an agent alone, until it is told to stop; a second signal forces it."""
 
 import asyncio
 import logging
@@ -20,7 +20,9 @@ from .settings import Settings
 
 __all__ = ["serve"]
 
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+# The end of its terminal, too, unless nohup wants that overlooked.
+_HANGUP: Final = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
 
 
 class _Server(uvicorn.Server):
@@ -67,7 +69,8 @@ def serve(
     The role `agent` listens nowhere. Where the port is taken that is logged, and raised as `SystemExit`.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    logging.getLogger("psycopg.pool").addFilter(_once_a_minute())
+    for chatty in ("psycopg.pool", "uvicorn.error"):
+        logging.getLogger(chatty).addFilter(_once_a_minute())
     if role == "agent":
         asyncio.run(_work(settings))
         return
@@ -89,12 +92,12 @@ def serve(
 
 
 def _once_a_minute() -> Callable[[logging.LogRecord], bool]:
-    """A filter: while a database is down, its pool says so again and again."""
+    """A filter: while a database is down, its pool says so again and again, and so does who is sent what is no HTTP."""
     said: dict[object, float] = {}
 
     def filter_(record: logging.LogRecord) -> bool:
         about = record.args[0] if isinstance(record.args, tuple) and record.args else record.msg
-        if record.created - said.get(about, 0.0) < 60:
+        if record.levelno < logging.ERROR and record.created - said.get(about, 0.0) < 60:
             return False
         said[about] = record.created
         return True
