@@ -1396,7 +1396,11 @@ begin
     if alter_queue.archive_for <> '0' then
         perform pgqueue._begin_archive(q);
     end if;
-    if alter_queue.archive_for is not null then
+    if alter_queue.archive_for is not null and q.dedicated then
+        if q.archive_for is null then
+            -- Whether it is exposed, and its relation archives, a snapshot may not show any more.
+            perform pgqueue._check_snapshot(format('queue %L', queue_name));
+        end if;
         perform pgqueue._archive_transport(q);
     end if;
     return pgqueue._public(q);
@@ -2100,6 +2104,28 @@ $$;
 comment on function pgqueue._take(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
 'Locks up to wanted of the messages that are ready, not held by another and not taken already, and returns their ids.';
 
+create function pgqueue._forget(q pgqueue.queues, watched bigint[], seen_at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A row here was written together with its message. If this one snapshot shows the row but not
+    -- the message, the message has left for good, or come back again with a row of its own.
+    -- (An array rather than a join, which could be planned to read the whole queue.)
+    delete from pgqueue.returns r
+    where r.ctid = any (array(
+        select c.ctid from pgqueue.returns c
+        where c.queue_name = q.name and c.check_at <= seen_at and c.id = any (watched)
+            and c.id <> all (array(
+                select m.id from pgqueue.messages m, pgqueue._keys(q.name, watched) k
+                where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)))
+        order by c.check_at, c.id limit 1000 for update skip locked));
+end;
+$$;
+comment on function pgqueue._forget(pgqueue.queues, bigint[], timestamptz) is
+'Removes from returns those of the messages noted up to a moment that have left.';
+
 create function pgqueue._revisit(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
 language plpgsql volatile
@@ -2122,17 +2148,7 @@ begin
             order by r.check_at, r.id limit 1000
         ) w;
         exit when watched is null;
-        -- A row here was written together with its message. If this one snapshot shows the row but not
-        -- the message, the message has left for good, or come back again with a row of its own.
-        -- (An array rather than a join, which could be planned to read the whole queue.)
-        delete from pgqueue.returns r
-        where r.ctid = any (array(
-            select c.ctid from pgqueue.returns c
-            where c.queue_name = q.name and c.check_at <= seen_at and c.id = any (watched)
-                and c.id <> all (array(
-                    select m.id from pgqueue.messages m, pgqueue._keys(q.name, watched) k
-                    where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)))
-            order by c.check_at, c.id limit 1000 for update skip locked));
+        perform pgqueue._forget(q, watched, seen_at);
         ready := array(
             select distinct m.id from pgqueue.messages m, pgqueue._keys(q.name, watched) k
             where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
@@ -3050,9 +3066,10 @@ begin
         if pgqueue._file_messages(at, 1000) = 1000 then
             perform setval('pgqueue.archive_look', pgqueue._micros(at + interval '1 s'));
         end if;
-        -- A day is locked against who reads the whole archive until the caller commits: not where that may take
-        -- long. Nor by a clock that may have jumped: what it says must have held for an hour.
-        if pgqueue._is_first_statement()
+        -- A day is locked against who reads the whole archive until the caller commits: not where that may take long, as
+        -- it does where he has just begun, or receives. Nor by a clock that may have jumped: what it says must have held
+        -- for an hour.
+        if pgqueue._is_first_statement() and current_query() !~* e'\\m(begin|start|receive)\\M'
             and since_look between interval '0' and interval '1 day'
         then
             select d into day from pgqueue._unwanted_days(at) d where not pgqueue._is_empty_day(d) limit 1;
@@ -3067,10 +3084,10 @@ begin
 end;
 $$;
 comment on function pgqueue._tend_archive(timestamptz) is
-'The look of a sweep after the archive: makes the days ahead, files what is unfiled, empties a day that nobody wants any more. Waits for nobody, and never fails.';
+'The look of a sweep after the archive: makes the days ahead, files what is unfiled, empties a day that nobody wants any more, unless it may be long until the commit. Waits for nobody, and never fails.';
 
 create function pgqueue._drop_days(days date[])
-returns boolean
+returns setof date
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
@@ -3083,18 +3100,23 @@ begin
         begin
             lock table only pgqueue.archived_messages in access exclusive mode nowait;
             foreach day in array days loop
-                execute format('drop table pgqueue.%I', pgqueue._day_table(day));
+                begin
+                    execute format('drop table pgqueue.%I', pgqueue._day_table(day));
+                    return next day;
+                exception when dependent_objects_still_exist then
+                    -- Somebody has a view of this day: no reason to keep the others.
+                    null;
+                end;
             end loop;
-            return true;
+            return;
         exception when lock_not_available then
             continue;
         end;
     end loop;
-    return false;
 end;
 $$;
 comment on function pgqueue._drop_days(date[]) is
-'Drops the partitions of days; false if a longer transaction uses the archive.';
+'Drops the partitions of days, and returns those: none if a longer transaction uses the archive, nor one that something else uses.';
 
 create function pgqueue.maintain_archive()
 returns setof pgqueue.archive_change
@@ -3106,6 +3128,7 @@ declare
     at constant timestamptz := pgqueue._now();
     day date;
     emptied date[] := '{}'::date[];
+    dropped date[];
 begin
     begin
         lock table only pgqueue.archived_messages in share update exclusive mode;
@@ -3126,14 +3149,14 @@ begin
         end;
     end loop;
     if emptied <> '{}' then
+        dropped := array(select d from pgqueue._drop_days(emptied) as d);
         return query
-        select d, case when dropped then 'dropped' else 'emptied' end
-        from pgqueue._drop_days(emptied) as dropped cross join unnest(emptied) as d;
+        select d, case when d = any (dropped) then 'dropped' else 'emptied' end from unnest(emptied) as d;
     end if;
 end;
 $$;
 comment on function pgqueue.maintain_archive() is
-'Looks after pgqueue.archived_messages, and returns what it did, a row a day: makes the partitions of today and eight days ahead, where any queue archives, files pgqueue.unfiled_messages, and drops the days that ended longer ago than the longest archive_for of any queue, dropped ones included as long as their own. Keeps no acknowledgement waiting: a partition that a longer transaction keeps from being dropped is emptied, and one that is being read is left (busy), both until the next time. Sweeps do the same but for the dropping, so that it may be called once a day, by whatever calls things, or now and then by hand; in a transaction of its own.';
+'Looks after pgqueue.archived_messages, and returns what it did, a row a day: makes the partitions of today and eight days ahead, where any queue archives, files pgqueue.unfiled_messages, and drops the days that ended longer ago than the longest archive_for of any queue, dropped ones included as long as their own. Keeps no acknowledgement waiting: a partition that a longer transaction, or a view of it, keeps from being dropped is emptied, and one that is being read is left (busy), both until the next time. Claims do the same by the way but for the dropping, and receives but for the emptying, so that it may be called once a day, by whatever calls things, or now and then by hand; in a transaction of its own.';
 -- A message comes back, or dies: after a failure, or because its consumer stops.
 
 create function pgqueue._check_failure(id bigint, delay interval, headers jsonb)
@@ -3693,9 +3716,10 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- What came back may lie below the head.
-    picks constant bigint[] := array(
-        select p from unnest(pgqueue._revisit(q, '{}', at, wanted)) as p where p <= up_to_id);
+    -- What came back may lie below the head, and behind any number of others that came back.
+    returned constant bigint[] := array(
+        select distinct r.id from pgqueue.returns r where r.queue_name = q.name and r.id <= up_to_id);
+    picks constant bigint[] := pgqueue._take(q, returned, '{}', at, wanted);
 begin
     return picks || array(
         select m.id from pgqueue.messages m
@@ -3803,7 +3827,7 @@ declare
     changed boolean := true;
 begin
     perform pgqueue._check_epoch(s, epoch);
-    if after_seq is null or after_seq not between 0 and 9223372036854775806 then
+    if after_seq is null or after_seq not between 0 and 9223372036854775805 then
         perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last batch that is done, 0 before the first');
     end if;
     if max_messages is null or max_messages not between 1 and 100000 then
@@ -4305,7 +4329,7 @@ $$;
 comment on function pgqueue._record_commit(uuid, bigint, text, bigint) is
 'Enters a commit into the ledger; false if it is there already. Raises 22023 for another role''s, and for one so old that the ledger has forgotten it.';
 
-create function pgqueue._publish(token uuid, expected bigint, q pgqueue.queues, at timestamptz)
+create function pgqueue._publish(token uuid, q pgqueue.queues, at timestamptz)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -4332,7 +4356,7 @@ begin
         and coalesce(u.delay, '0') = interval '0'
     order by s.token, s.row_number;
     get diagnostics published = row_count;
-    if published >= expected then
+    if published = (select sum(s.messages) from pgqueue.staged_messages s where s.token = _publish.token) then
         return published;
     end if;
     with sent as (
@@ -4360,8 +4384,8 @@ begin
     return published + delayed;
 end;
 $$;
-comment on function pgqueue._publish(uuid, bigint, pgqueue.queues, timestamptz) is
-'Sends the messages staged under a token, in their order, and returns how many it sent, of so many expected; rows with one over the limit of the queue are left out.';
+comment on function pgqueue._publish(uuid, pgqueue.queues, timestamptz) is
+'Sends the messages staged under a token, in their order, and returns how many it sent; rows with one over the limit of the queue are left out.';
 
 create function pgqueue._discard(run uuid)
 returns bigint
@@ -4457,7 +4481,7 @@ begin
         if q.name is distinct from (winner.attempt).queue_name then
             select c.* into q from pgqueue.queues c where c.name = (winner.attempt).queue_name;
         end if;
-        published := pgqueue._publish((winner.attempt).token, winner.expected, q, at);
+        published := pgqueue._publish((winner.attempt).token, q, at);
         if published <> winner.expected then
             perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
             where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes
@@ -4597,7 +4621,7 @@ begin
                 order by s.topic || '.' limit 1
             )
             union
-            select b from unnest(beginnings) as b where b like '%#.'
+            select b from unnest(beginnings) as b where '.' || b like '%.#.'
         );
         exit when beginnings = '{}'::text[];
     end loop;
@@ -4998,7 +5022,7 @@ begin
     -- verbs, which delete from the parent and archive by themselves. Without an archive there is no trigger to pay for.
     if is_wanted and not is_there then
         execute format(
-            'create trigger archive_taken after delete on %s referencing old table as taken for each statement'
+            'create or replace trigger archive_taken after delete on %s referencing old table as taken for each statement'
             ' execute function pgqueue._archive_taken()', partition);
     elsif is_there and not is_wanted then
         execute format('drop trigger archive_taken on %s', partition);
@@ -5086,6 +5110,14 @@ begin
         perform pgqueue._promote(q, at + interval '15 s', 1000, '-infinity');
     end if;
     if is_mine then
+        -- What came back is noted for claims, which forget it when it has left; here there may never be one.
+        perform pgqueue._forget(q, array_agg(w.id), max(w.check_at))
+        from (
+            select r.check_at, r.id from pgqueue.returns r
+            where r.queue_name = q.name
+            order by r.check_at, r.id limit 1000
+        ) w
+        having count(*) > 0;
         t := pgqueue._learn_head(mine, pgqueue._partition(q));
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', row_of)
@@ -5102,6 +5134,7 @@ returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
+set enable_bitmapscan = off
 set enable_sort = off
 set jit = off
 as $$
@@ -5120,12 +5153,17 @@ as $$
 declare
     partition constant text := format('pgqueue.%I', format('messages_%s', q.queue_id));
     hall constant text := format('pgqueue.%I', format('messages_%s_moving', q.queue_id));
+    move constant text := format(
+        'with moved as (delete from pgqueue.messages_shared m where m.queue_name = %L returning m.*)'
+        ' insert into %s select m.* from moved m', q.name, hall);
 begin
     -- By way of a table, as a partition cannot be made while its rows lie in the shared one.
     execute format('create unlogged table %s (like pgqueue.messages_shared)', hall);
-    execute format(
-        'with moved as (delete from pgqueue.messages_shared m where m.queue_name = %L returning m.*)'
-        ' insert into %s select m.* from moved m', q.name, hall);
+    execute move;
+    -- Who sends by plain SQL does not hold the queue: what came meanwhile follows, behind the lock that a new partition
+    -- takes anyway.
+    lock table only pgqueue.messages, pgqueue.messages_shared in access exclusive mode;
+    execute move;
     perform pgqueue._create_partition(q.name, q.queue_id);
     execute format('insert into %s select m.* from %s m', partition, hall);
     execute format('drop table %s', hall);
@@ -5190,7 +5228,11 @@ declare
     name constant text := format('messages_%s', q.queue_id);
     partition regclass;
 begin
-    if not q.dedicated then
+    if q.dedicated then
+        -- Who sends by plain SQL does not hold the queue, and would have no place. The trigger takes this lock anyway.
+        execute format('lock table only %s in share row exclusive mode', pgqueue._partition(q));
+        perform pgqueue._check_snapshot(format('queue %L', q.name));
+    else
         perform pgqueue._give_partition(q);
         q.dedicated := true;
     end if;
@@ -5317,9 +5359,14 @@ begin
         perform pgqueue._drop_idle_queues(10, false);
     end if;
     return address;
-exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
-    return null;
+exception
+    when lock_not_available then
+        perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
+        return null;
+    when check_violation then
+        -- Plain SQL has sent to it behind the snapshot: no partition is made while that lies in the shared one.
+        perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
+        return null;
 end;
 $$;
 comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
@@ -5767,9 +5814,12 @@ begin
         )
         select
             g.id, q.name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
-            g.payload, g.body, g.headers, g.claimed_by, g.last_error, 'expired', g.transport_headers
+            g.payload, g.body, g.headers, g.claimed_by, g.last_error,
+            case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end,
+            g.transport_headers
         from all_gone g
-        where q.dead_letter_expired
+        -- What has spent its attempts besides is what a sweep would have found first.
+        where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end
         -- Put back by hand and left here as well: it has died again.
         on conflict on constraint dead_messages_pkey do update
         set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
@@ -6811,6 +6861,8 @@ returns setof pgqueue.finding
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set quote_all_identifiers = off
+set datestyle = iso
+set intervalstyle = postgres
 set jit = off
 as $$
 declare

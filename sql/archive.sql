@@ -306,9 +306,10 @@ begin
         if pgqueue._file_messages(at, 1000) = 1000 then
             perform setval('pgqueue.archive_look', pgqueue._micros(at + interval '1 s'));
         end if;
-        -- A day is locked against who reads the whole archive until the caller commits: not where that may take
-        -- long. Nor by a clock that may have jumped: what it says must have held for an hour.
-        if pgqueue._is_first_statement()
+        -- A day is locked against who reads the whole archive until the caller commits: not where that may take long, as
+        -- it does where he has just begun, or receives. Nor by a clock that may have jumped: what it says must have held
+        -- for an hour.
+        if pgqueue._is_first_statement() and current_query() !~* e'\\m(begin|start|receive)\\M'
             and since_look between interval '0' and interval '1 day'
         then
             select d into day from pgqueue._unwanted_days(at) d where not pgqueue._is_empty_day(d) limit 1;
@@ -323,10 +324,10 @@ begin
 end;
 $$;
 comment on function pgqueue._tend_archive(timestamptz) is
-'The look of a sweep after the archive: makes the days ahead, files what is unfiled, empties a day that nobody wants any more. Waits for nobody, and never fails.';
+'The look of a sweep after the archive: makes the days ahead, files what is unfiled, empties a day that nobody wants any more, unless it may be long until the commit. Waits for nobody, and never fails.';
 
 create or replace function pgqueue._drop_days(days date[])
-returns boolean
+returns setof date
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
@@ -339,18 +340,23 @@ begin
         begin
             lock table only pgqueue.archived_messages in access exclusive mode nowait;
             foreach day in array days loop
-                execute format('drop table pgqueue.%I', pgqueue._day_table(day));
+                begin
+                    execute format('drop table pgqueue.%I', pgqueue._day_table(day));
+                    return next day;
+                exception when dependent_objects_still_exist then
+                    -- Somebody has a view of this day: no reason to keep the others.
+                    null;
+                end;
             end loop;
-            return true;
+            return;
         exception when lock_not_available then
             continue;
         end;
     end loop;
-    return false;
 end;
 $$;
 comment on function pgqueue._drop_days(date[]) is
-'Drops the partitions of days; false if a longer transaction uses the archive.';
+'Drops the partitions of days, and returns those: none if a longer transaction uses the archive, nor one that something else uses.';
 
 create or replace function pgqueue.maintain_archive()
 returns setof pgqueue.archive_change
@@ -362,6 +368,7 @@ declare
     at constant timestamptz := pgqueue._now();
     day date;
     emptied date[] := '{}'::date[];
+    dropped date[];
 begin
     begin
         lock table only pgqueue.archived_messages in share update exclusive mode;
@@ -382,11 +389,11 @@ begin
         end;
     end loop;
     if emptied <> '{}' then
+        dropped := array(select d from pgqueue._drop_days(emptied) as d);
         return query
-        select d, case when dropped then 'dropped' else 'emptied' end
-        from pgqueue._drop_days(emptied) as dropped cross join unnest(emptied) as d;
+        select d, case when d = any (dropped) then 'dropped' else 'emptied' end from unnest(emptied) as d;
     end if;
 end;
 $$;
 comment on function pgqueue.maintain_archive() is
-'Looks after pgqueue.archived_messages, and returns what it did, a row a day: makes the partitions of today and eight days ahead, where any queue archives, files pgqueue.unfiled_messages, and drops the days that ended longer ago than the longest archive_for of any queue, dropped ones included as long as their own. Keeps no acknowledgement waiting: a partition that a longer transaction keeps from being dropped is emptied, and one that is being read is left (busy), both until the next time. Sweeps do the same but for the dropping, so that it may be called once a day, by whatever calls things, or now and then by hand; in a transaction of its own.';
+'Looks after pgqueue.archived_messages, and returns what it did, a row a day: makes the partitions of today and eight days ahead, where any queue archives, files pgqueue.unfiled_messages, and drops the days that ended longer ago than the longest archive_for of any queue, dropped ones included as long as their own. Keeps no acknowledgement waiting: a partition that a longer transaction, or a view of it, keeps from being dropped is emptied, and one that is being read is left (busy), both until the next time. Claims do the same by the way but for the dropping, and receives but for the emptying, so that it may be called once a day, by whatever calls things, or now and then by hand; in a transaction of its own.';

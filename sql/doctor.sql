@@ -336,6 +336,8 @@ returns setof pgqueue.finding
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set quote_all_identifiers = off
+set datestyle = iso
+set intervalstyle = postgres
 set jit = off
 as $$
 declare

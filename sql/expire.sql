@@ -50,9 +50,12 @@ begin
         )
         select
             g.id, q.name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
-            g.payload, g.body, g.headers, g.claimed_by, g.last_error, 'expired', g.transport_headers
+            g.payload, g.body, g.headers, g.claimed_by, g.last_error,
+            case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end,
+            g.transport_headers
         from all_gone g
-        where q.dead_letter_expired
+        -- What has spent its attempts besides is what a sweep would have found first.
+        where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end
         -- Put back by hand and left here as well: it has died again.
         on conflict on constraint dead_messages_pkey do update
         set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,

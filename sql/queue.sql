@@ -419,7 +419,11 @@ begin
     if alter_queue.archive_for <> '0' then
         perform pgqueue._begin_archive(q);
     end if;
-    if alter_queue.archive_for is not null then
+    if alter_queue.archive_for is not null and q.dedicated then
+        if q.archive_for is null then
+            -- Whether it is exposed, and its relation archives, a snapshot may not show any more.
+            perform pgqueue._check_snapshot(format('queue %L', queue_name));
+        end if;
         perform pgqueue._archive_transport(q);
     end if;
     return pgqueue._public(q);

@@ -146,7 +146,7 @@ $$;
 comment on function pgqueue._record_commit(uuid, bigint, text, bigint) is
 'Enters a commit into the ledger; false if it is there already. Raises 22023 for another role''s, and for one so old that the ledger has forgotten it.';
 
-create or replace function pgqueue._publish(token uuid, expected bigint, q pgqueue.queues, at timestamptz)
+create or replace function pgqueue._publish(token uuid, q pgqueue.queues, at timestamptz)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -173,7 +173,7 @@ begin
         and coalesce(u.delay, '0') = interval '0'
     order by s.token, s.row_number;
     get diagnostics published = row_count;
-    if published >= expected then
+    if published = (select sum(s.messages) from pgqueue.staged_messages s where s.token = _publish.token) then
         return published;
     end if;
     with sent as (
@@ -201,8 +201,8 @@ begin
     return published + delayed;
 end;
 $$;
-comment on function pgqueue._publish(uuid, bigint, pgqueue.queues, timestamptz) is
-'Sends the messages staged under a token, in their order, and returns how many it sent, of so many expected; rows with one over the limit of the queue are left out.';
+comment on function pgqueue._publish(uuid, pgqueue.queues, timestamptz) is
+'Sends the messages staged under a token, in their order, and returns how many it sent; rows with one over the limit of the queue are left out.';
 
 create or replace function pgqueue._discard(run uuid)
 returns bigint
@@ -298,7 +298,7 @@ begin
         if q.name is distinct from (winner.attempt).queue_name then
             select c.* into q from pgqueue.queues c where c.name = (winner.attempt).queue_name;
         end if;
-        published := pgqueue._publish((winner.attempt).token, winner.expected, q, at);
+        published := pgqueue._publish((winner.attempt).token, q, at);
         if published <> winner.expected then
             perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
             where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes

@@ -229,9 +229,10 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- What came back may lie below the head.
-    picks constant bigint[] := array(
-        select p from unnest(pgqueue._revisit(q, '{}', at, wanted)) as p where p <= up_to_id);
+    -- What came back may lie below the head, and behind any number of others that came back.
+    returned constant bigint[] := array(
+        select distinct r.id from pgqueue.returns r where r.queue_name = q.name and r.id <= up_to_id);
+    picks constant bigint[] := pgqueue._take(q, returned, '{}', at, wanted);
 begin
     return picks || array(
         select m.id from pgqueue.messages m
@@ -339,7 +340,7 @@ declare
     changed boolean := true;
 begin
     perform pgqueue._check_epoch(s, epoch);
-    if after_seq is null or after_seq not between 0 and 9223372036854775806 then
+    if after_seq is null or after_seq not between 0 and 9223372036854775805 then
         perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last batch that is done, 0 before the first');
     end if;
     if max_messages is null or max_messages not between 1 and 100000 then

@@ -151,6 +151,28 @@ $$;
 comment on function pgqueue._take(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
 'Locks up to wanted of the messages that are ready, not held by another and not taken already, and returns their ids.';
 
+create or replace function pgqueue._forget(q pgqueue.queues, watched bigint[], seen_at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A row here was written together with its message. If this one snapshot shows the row but not
+    -- the message, the message has left for good, or come back again with a row of its own.
+    -- (An array rather than a join, which could be planned to read the whole queue.)
+    delete from pgqueue.returns r
+    where r.ctid = any (array(
+        select c.ctid from pgqueue.returns c
+        where c.queue_name = q.name and c.check_at <= seen_at and c.id = any (watched)
+            and c.id <> all (array(
+                select m.id from pgqueue.messages m, pgqueue._keys(q.name, watched) k
+                where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)))
+        order by c.check_at, c.id limit 1000 for update skip locked));
+end;
+$$;
+comment on function pgqueue._forget(pgqueue.queues, bigint[], timestamptz) is
+'Removes from returns those of the messages noted up to a moment that have left.';
+
 create or replace function pgqueue._revisit(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
 language plpgsql volatile
@@ -173,17 +195,7 @@ begin
             order by r.check_at, r.id limit 1000
         ) w;
         exit when watched is null;
-        -- A row here was written together with its message. If this one snapshot shows the row but not
-        -- the message, the message has left for good, or come back again with a row of its own.
-        -- (An array rather than a join, which could be planned to read the whole queue.)
-        delete from pgqueue.returns r
-        where r.ctid = any (array(
-            select c.ctid from pgqueue.returns c
-            where c.queue_name = q.name and c.check_at <= seen_at and c.id = any (watched)
-                and c.id <> all (array(
-                    select m.id from pgqueue.messages m, pgqueue._keys(q.name, watched) k
-                    where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)))
-            order by c.check_at, c.id limit 1000 for update skip locked));
+        perform pgqueue._forget(q, watched, seen_at);
         ready := array(
             select distinct m.id from pgqueue.messages m, pgqueue._keys(q.name, watched) k
             where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);

@@ -51,7 +51,7 @@ begin
                 order by s.topic || '.' limit 1
             )
             union
-            select b from unnest(beginnings) as b where b like '%#.'
+            select b from unnest(beginnings) as b where '.' || b like '%.#.'
         );
         exit when beginnings = '{}'::text[];
     end loop;

@@ -227,7 +227,7 @@ begin
     -- verbs, which delete from the parent and archive by themselves. Without an archive there is no trigger to pay for.
     if is_wanted and not is_there then
         execute format(
-            'create trigger archive_taken after delete on %s referencing old table as taken for each statement'
+            'create or replace trigger archive_taken after delete on %s referencing old table as taken for each statement'
             ' execute function pgqueue._archive_taken()', partition);
     elsif is_there and not is_wanted then
         execute format('drop trigger archive_taken on %s', partition);
@@ -315,6 +315,14 @@ begin
         perform pgqueue._promote(q, at + interval '15 s', 1000, '-infinity');
     end if;
     if is_mine then
+        -- What came back is noted for claims, which forget it when it has left; here there may never be one.
+        perform pgqueue._forget(q, array_agg(w.id), max(w.check_at))
+        from (
+            select r.check_at, r.id from pgqueue.returns r
+            where r.queue_name = q.name
+            order by r.check_at, r.id limit 1000
+        ) w
+        having count(*) > 0;
         t := pgqueue._learn_head(mine, pgqueue._partition(q));
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', row_of)
@@ -331,6 +339,7 @@ returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
+set enable_bitmapscan = off
 set enable_sort = off
 set jit = off
 as $$
@@ -349,12 +358,17 @@ as $$
 declare
     partition constant text := format('pgqueue.%I', format('messages_%s', q.queue_id));
     hall constant text := format('pgqueue.%I', format('messages_%s_moving', q.queue_id));
+    move constant text := format(
+        'with moved as (delete from pgqueue.messages_shared m where m.queue_name = %L returning m.*)'
+        ' insert into %s select m.* from moved m', q.name, hall);
 begin
     -- By way of a table, as a partition cannot be made while its rows lie in the shared one.
     execute format('create unlogged table %s (like pgqueue.messages_shared)', hall);
-    execute format(
-        'with moved as (delete from pgqueue.messages_shared m where m.queue_name = %L returning m.*)'
-        ' insert into %s select m.* from moved m', q.name, hall);
+    execute move;
+    -- Who sends by plain SQL does not hold the queue: what came meanwhile follows, behind the lock that a new partition
+    -- takes anyway.
+    lock table only pgqueue.messages, pgqueue.messages_shared in access exclusive mode;
+    execute move;
     perform pgqueue._create_partition(q.name, q.queue_id);
     execute format('insert into %s select m.* from %s m', partition, hall);
     execute format('drop table %s', hall);
@@ -419,7 +433,11 @@ declare
     name constant text := format('messages_%s', q.queue_id);
     partition regclass;
 begin
-    if not q.dedicated then
+    if q.dedicated then
+        -- Who sends by plain SQL does not hold the queue, and would have no place. The trigger takes this lock anyway.
+        execute format('lock table only %s in share row exclusive mode', pgqueue._partition(q));
+        perform pgqueue._check_snapshot(format('queue %L', q.name));
+    else
         perform pgqueue._give_partition(q);
         q.dedicated := true;
     end if;
@@ -546,9 +564,14 @@ begin
         perform pgqueue._drop_idle_queues(10, false);
     end if;
     return address;
-exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
-    return null;
+exception
+    when lock_not_available then
+        perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
+        return null;
+    when check_violation then
+        -- Plain SQL has sent to it behind the snapshot: no partition is made while that lies in the shared one.
+        perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
+        return null;
 end;
 $$;
 comment on function pgqueue.expose_transport(text, text, text, boolean, text) is

@@ -120,3 +120,34 @@ def test_a_transaction_that_only_reads_is_told_of_a_queue_that_it_cannot_see(
             with pytest.raises(psycopg.Error) as caught:
                 client.execute("select pgqueue.enqueue(%s, '1')", (queue,))
             assert caught.value.sqlstate == "PQ001"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_relation_archives_as_its_queue_says_whatever_a_snapshot_shows(
+    database: str, connection: psycopg.Connection[Any], name: str, level: str
+) -> None:
+    connection.execute("select pgqueue.create_queue(%s, dedicated => true, archive_for => '1 day')", (name,))
+    with connect(database) as admin:
+        admin.execute(f"set default_transaction_isolation = '{level}'")
+        for change in ("expose_transport", "unexpose_transport"):
+            admin.execute("begin")
+            admin.execute("select pgqueue.get_queue(%s)", (name,))
+            connection.execute(f"select pgqueue.{change}(%s)", (name,))
+            with pytest.raises(psycopg.errors.SerializationFailure):
+                admin.execute("select pgqueue.alter_queue(%s, archive_for => '0')", (name,))
+            admin.execute("rollback")
+        admin.execute("begin")
+        admin.execute("select pgqueue.get_queue(%s)", (name,))
+        connection.execute("select pgqueue.expose_transport(%s)", (name,))
+        admin.execute("select pgqueue.alter_queue(%s, archive_for => '2 days')", (name,))
+        admin.execute("commit")
+        altered = None
+        while altered is None:
+            try:
+                altered = admin.execute("select pgqueue.alter_queue(%s, archive_for => '0')", (name,)).fetchone()
+            except psycopg.errors.SerializationFailure:
+                continue
+    connection.execute("select pgqueue.enqueue(%s, '1')", (name,))
+    assert connection.execute(f'delete from "{name}"').rowcount == 1
+    assert connection.execute("select pgqueue.browse_archived_messages(%s)", (name,)).fetchall() == []
+    connection.execute("select pgqueue.drop_queue(%s)", (name,))

@@ -91,26 +91,27 @@ def test_the_consumer_of_the_example_ships(pasted: tuple[str, str], monkeypatch:
         assert connection.execute("select order_id from shipped").fetchall() == [(1004,)]
 
 
-def test_the_command_line_works_as_it_stands(empty_database: Callable[[], str], tmp_path: Path) -> None:
-    dsn = empty_database()
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("create extension pgqueue")
-        connection.execute("create table shipped (order_id int)")
-    (tmp_path / "shop").mkdir()
-    (tmp_path / "shop/handlers.py").write_text(blocks("python")[1].split("\npgqueue.Consumer")[0])
-    paste_commands(dsn, tmp_path)
-    with psycopg.connect(dsn) as connection:
-        assert connection.execute("select order_id from shipped order by 1").fetchall() == [(1001,), (1002,)]
+def test_the_command_line_works_as_it_stands(tmp_path: Path) -> None:
+    """On the private server, too, which has nothing but what is pasted."""
+    said = paste_commands(tmp_path, PGQUEUE_HOME=tmp_path / "home")
+    assert sorted(line for line in said.out.splitlines() if line.startswith("ships")) == ["ships 1001", "ships 1002"]
+    assert "no dead letters" in said.err
 
 
-def paste_commands(dsn: str, directory: Path) -> None:
+def paste_commands(directory: Path, **variables: str | Path) -> commands.Done:
+    """Paste the commands, but for what would go on until Ctrl-C; returns all that they have said."""
     (script,) = (block for block in blocks("sh") if "pgqueue send" in block)
+    out = err = ""
     for line in script.splitlines():
         program, *words = shlex.split(line, comments=True)
-        if program == "pgqueue":
+        if program == "echo":
+            subprocess.run(["bash", "-c", line], cwd=directory, check=True)
+        elif program == "pgqueue":
             words = [word for word in words if word != "--watch"] + (["--until-empty"] if "work" in words else [])
-            done = commands.run(*words, cwd=directory, PGQUEUE_DSN=dsn)
+            done = commands.run(*words, cwd=directory, **variables)
             assert done.status == 0, (line, done)
+            out, err = out + done.out, err + done.err
+    return commands.Done(0, out, err)
 
 
 def test_all_of_it_can_be_pasted_into_one_database(
@@ -125,12 +126,11 @@ def test_all_of_it_can_be_pasted_into_one_database(
     with monkeypatch.context() as patch:
         patch.setattr(psycopg, "connect", lambda **settings: connect(dsn, **settings))
         exec(blocks("python")[0], {})
-    (tmp_path / "shop").mkdir()
-    (tmp_path / "shop/handlers.py").write_text(blocks("python")[1].split("\npgqueue.Consumer")[0])
-    paste_commands(dsn, tmp_path)
+    assert "ships 1002" in paste_commands(tmp_path, PGQUEUE_DSN=dsn).out
     with psycopg.connect(dsn) as connection:
-        assert pgqueue.Queue(connection, "orders").stats().ready_messages == 0
-        assert (1002,) in connection.execute("select order_id from shipped").fetchall()
+        stats = pgqueue.Queue(connection, "orders").stats()
+        assert (stats.ready_messages, stats.dead_messages) == (0, 0)
+        assert (1001,) in connection.execute("select order_id from shipped").fetchall()
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")

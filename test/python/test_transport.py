@@ -406,6 +406,51 @@ def test_a_receive_reads_little_of_a_backlog_that_no_statistics_know(
         assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] <= 30, (statement, plan)
 
 
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_a_snapshot_that_misses_what_plain_sql_has_sent_exposes_nothing(
+    connection: psycopg.Connection[Any], others: Callable[..., Any], name: str, dedicated: bool
+) -> None:
+    pgqueue.Queue(connection, name).create_queue(dedicated=dedicated)
+    admin = others()
+    admin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    # It goes no further than to the lock of the table, behind its look at who has committed.
+    sender = others()
+    sender.execute("insert into pgqueue.messages (queue_name, payload) values (%s, '1')", (name,))
+    with ThreadPoolExecutor(1) as pool:
+        exposing = pool.submit(admin.execute, "select pgqueue.expose_transport(%s)", (name,))
+        wait_for(lambda: connection.execute("select from pg_locks where not granted").fetchone() is not None)
+        sender.commit()
+        with pytest.raises(psycopg.errors.SerializationFailure):
+            exposing.result()
+    admin.rollback()
+    transport = Transport(connection, pgqueue.Queue(connection, name).expose_transport())
+    assert transport.peek() == 1
+    pgqueue.Queue(connection, name).drop_queue()
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_a_queue_is_exposed_while_plain_sql_sends_to_it(
+    database: str, connection: psycopg.Connection[Any], name: str, dedicated: bool
+) -> None:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue(dedicated=dedicated)
+
+    def send() -> None:
+        with psycopg.connect(database, autocommit=True) as sender:
+            for _ in range(2000):
+                sender.execute("insert into pgqueue.messages (queue_name, payload) values (%s, '1')", (name,))
+
+    with ThreadPoolExecutor(2) as pool:
+        senders = [pool.submit(send) for _ in range(2)]
+        wait_for(queue.peek)
+        transport = Transport(connection, queue.expose_transport())
+        assert not all(sender.done() for sender in senders)
+        for sender in senders:
+            sender.result()
+    assert transport.purge() == 4000
+    queue.drop_queue()
+
+
 def test_a_reply_goes_to_the_instance_that_asked(connection: psycopg.Connection[Any], relation: str, name: str) -> None:
     addresses = {}
     for instance in ("41", "42"):

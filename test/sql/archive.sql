@@ -16,7 +16,7 @@ as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.findin
 create function pg_temp.last(queue text) returns pgqueue.archived_message language sql
 as $$ select a from pgqueue.browse_archived_messages(queue, 1) a $$;
 
-select plan(153);
+select plan(156);
 
 -- What the owner's default privileges would grant.
 alter default privileges in schema pgqueue grant select on tables to public;
@@ -280,6 +280,15 @@ select pgqueue.enqueue('archive_hindered', '1') is not null as sent \gset
 select count(*) as claimed from pgqueue.claim('archive_hindered') \gset
 select is((select count(*) from pgqueue.archived_messages_20300801), 1::bigint, 'an hour later a claim files it by the way');
 select pgqueue.drop_queue('archive_hindered') is not null as dropped \gset
+
+-- Somebody uses a day by itself.
+create view pg_temp.august_2 as select * from pgqueue.archived_messages_20300802;
+select set_config('test.now', '2030-09-01 00:00:00+00', true) is not null as set \gset
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ '^08'), array['0801 dropped', '0802 emptied', '0803 dropped', '0804 dropped', '0805 dropped', '0806 dropped', '0807 dropped', '0808 dropped', '0809 dropped'],
+    'a day that a view shows is emptied, and keeps no other one');
+select is(pg_temp.days(), array['20300802'], 'it stays');
+drop view pg_temp.august_2;
+select is(pg_temp.changes(), array['0802 dropped'], 'as long as there is the view');
 
 -- By hand.
 select lives_ok($$ select pgqueue.create_queue('archive_raw') $$, 'a queue is made');

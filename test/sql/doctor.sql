@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(138);
+select plan(139);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -246,12 +246,24 @@ begin
     return next is((select count(*) from pgqueue.doctor() f where f.finding = 'unfit_keys'), 0::bigint, 'the repair makes them fit');
     return next is((select count(*) from pgqueue.claim('doctor_moved', 2)), 1::bigint, 'and nothing is lost');
     return next is(
-        (select array_agg(p.proname::text order by 1) from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and p.proname in ('_keys', '_is_at')
+        (select array_agg(p.proname::text order by p.proname) from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and p.proname in ('_keys', '_is_at')
             and not exists (select from aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) a where a.grantee = 0)),
         array['_is_at', '_keys'], 'nor shown to anybody');
 end;
 $$;
 select pg_temp.comes_from_another_major();
+
+-- Between Jerusalem and Calcutta, which both call their time IST, as far as a session writes that.
+savepoint style;
+set local test.now = '2030-05-07 12:00:00+00';
+select pgqueue.create_queue('doctor_style') is not null as made \gset
+select pgqueue.enqueue('doctor_style', '1') as sent \gset
+set local test.now = '2030-05-06 12:00:00+00';
+set local datestyle = 'SQL, DMY';
+set local timezone = 'Asia/Kolkata';
+select f.repair from pgqueue.doctor() f where f.finding = 'clock_ahead' \gexec
+select is((select m.visible_at from pgqueue.messages m where m.queue_name = 'doctor_style'), '2030-05-06 12:00:00+00'::timestamptz, 'a moment in a repair is the same to every session');
+rollback to style;
 
 -- One for each lock that a connection has, but for the 16 that are not of such queues.
 select count(*) from (

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(27);
+select plan(35);
 
 create function pg_temp.removes(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -39,6 +39,20 @@ begin
     return next is((select array_agg(d.payload) from pgqueue.browse_dead_messages(queue) d), array['7', '8']::jsonb[], queue || ': that keep their payload');
     insert into pgqueue.messages (id, queue_name, payload, visible_at, expires_at) values (ids[1], queue, '7', pgqueue._now(), pgqueue._now());
     return next is(pgqueue.purge_expired(queue), 1, queue || ': one that was put back by hand, and left there as well, expires again');
+
+    -- At the last attempt.
+    perform pgqueue.alter_queue(queue, dead_letter_expired => false);
+    perform pgqueue.purge_dead_messages(queue);
+    insert into pgqueue.messages (queue_name, payload, visible_at, max_attempts, expires_at) values (queue, '9', pgqueue._now(), 1, pgqueue._now() + interval '40 s');
+    perform pgqueue.claim(queue);
+    perform pg_temp.pass('1 min');
+    return next is(pgqueue.purge_expired(queue), 1, queue || ': what has spent its attempts and expired is removed');
+    return next is((select array_agg((d.payload, d.reason, d.attempt_count)::text) from pgqueue.browse_dead_messages(queue) d), array[('9'::jsonb, 'attempts_exhausted'::text, 1)::text],
+        queue || ': and a dead letter for the sake of its attempts, as where a claim comes by first');
+    perform pgqueue.alter_queue(queue, dead_letter_expired => true, dlq_enabled => false);
+    insert into pgqueue.messages (queue_name, payload, visible_at, attempt_count, max_attempts, expires_at) values (queue, '10', pgqueue._now(), 1, 1, pgqueue._now());
+    return next is(pgqueue.purge_expired(queue), 1, queue || ': where the queue has no dead letters it is removed, too');
+    return next is((select count(*) from pgqueue.browse_dead_messages(queue)), 1::bigint, queue || ': for good');
 end;
 $$;
 select pg_temp.removes('expire_shared', false);

@@ -5,7 +5,7 @@ create or replace function pgqueue._now() returns timestamptz language sql volat
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 
-select plan(138);
+select plan(140);
 
 -- What a call raises: code and message.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
@@ -188,6 +188,11 @@ select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[
     format('PQ010 run %s staged 4 messages in partition 4, and 3 are there', pg_temp.run(10)), 'a count that is short stops the commit');
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{2}'', ''lost'', 1)', pg_temp.run(10), :'token')),
     format('PQ010 run %s staged 2 messages in partition 4, and 3 are there', pg_temp.run(10)), 'and so does one that is exceeded');
+select pgqueue.sink_stage('sink', pg_temp.run(12), 4, 1) as delayed \gset
+insert into pgqueue.staged_messages (token, row_number, payloads, delays) values (:'delayed', 1, '{1,2,3}', '{0,1 h,0}');
+select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{2}'', ''lost'', 1)', pg_temp.run(12), :'delayed')),
+    format('PQ010 run %s staged 2 messages in partition 4, and 3 are there', pg_temp.run(12)), 'also where those too many are delayed');
+select is(pgqueue.sink_abort(pg_temp.run(12)), 3::bigint, 'of which none was sent, and none is lost');
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L, %L]::uuid[], ''{3,1}'', ''lost'', 1)', pg_temp.run(10), :'token', pg_temp.run(99))),
     format('PQ010 run %s staged 1 messages in partition unknown, and 0 are there', pg_temp.run(10)), 'and so does a token that nobody was given');
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{3}'', ''lost'', 1)', pg_temp.run(11), :'token')),

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(220);
+select plan(225);
 
 -- What a call raises: code, message, hint.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
@@ -27,6 +27,11 @@ create function pg_temp.read(b pgqueue.stream_batch, epoch bigint, partition int
 as $$ select array(select m.id from pgqueue.stream_read(b.queue_name, b.stream_name, epoch, b.seq, b.claim_token, partition) m) $$;
 create function pg_temp.claimed_by_others(queue text) returns bigint[] language sql
 as $$ select coalesce(array_agg(c.id), '{}') from pgqueue.claim(queue, 100, '1 h') c $$;
+
+create function pg_temp.learnt(queue text, below_id bigint) returns void language plpgsql as $$ begin
+    update pgqueue.sweeps w set dead_ids = int8multirange(int8range(null, below_id)) where w.queue_name = queue;
+    perform setval(q.sweep_register, pgqueue._micros(pgqueue._now() + interval '10 s')) from pgqueue.queues q where q.name = queue;
+end $$;
 
 create function pg_temp.streams(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -258,10 +263,26 @@ begin
     perform pg_temp.pass('31 s');
     t := pgqueue.stream_open(queue, 'run');
     more := pg_temp.sent(queue, 2);
-    update pgqueue.sweeps w set dead_ids = int8multirange(int8range(null, more[1])) where w.queue_name = queue;
-    perform setval(q.sweep_register, pgqueue._micros(pgqueue._now() + interval '10 s')) from pgqueue.queues q where q.name = queue;
+    perform pg_temp.learnt(queue, more[1]);
     select * into b from pgqueue.stream_claim(queue, 'run', t.epoch, 0, null, max_messages => 2, up_to_id => t.last_id);
     return next is(pg_temp.read(b, t.epoch), ids, queue || ': a run takes that, too');
+    perform pgqueue.drop_stream(queue, 'run');
+    perform pgqueue.purge_queue(queue);
+
+    -- However much of what was sent later came back before it.
+    ids := pg_temp.sent(queue, 1);
+    t := pgqueue.stream_open(queue, 'run');
+    more := pg_temp.sent(queue, 1001);
+    perform pgqueue.nack(queue, m.id, m.claim_token, case when m.id = ids[1] then interval '2 s' else '1 s' end)
+    from pgqueue.claim(queue, 2000) m;
+    for n in 1..2 loop
+        perform pg_temp.pass('1 s');
+        perform pgqueue.claim(queue, 2000, '1 s');
+    end loop;
+    perform pg_temp.pass('1 s');
+    perform pg_temp.learnt(queue, more[1001]);
+    select * into b from pgqueue.stream_claim(queue, 'run', t.epoch, 0, null, max_messages => 2, up_to_id => t.last_id);
+    return next is(pg_temp.read(b, t.epoch), ids, queue || ': nor is it kept from it by what was sent later and came back, too');
     perform pgqueue.drop_stream(queue, 'run');
     perform pgqueue.purge_queue(queue);
 
@@ -344,6 +365,13 @@ begin
         from (select m.id, count(*) over (partition by p) as n from generate_series(0, 6) p cross join lateral pgqueue.stream_read('streams', 's', s.epoch, 2, b.claim_token, p) m) m),
         row(10500, 10500, 10500, 1500, 1500)::text, 'a large batch is claimed in portions and read in partitions, each message once');
     return next is((select d.messages from pgqueue.stream_claim('streams', 's', s.epoch, 2, b.claim_token, max_messages => 100000) d), 500, 'and the rest is the next');
+
+    -- The last number there is.
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_claim(%L, %L, %s, 9223372036854775806, null, fail_on_data_loss => false)', 'streams', 's', s.epoch)), 23), '22023 invalid after_seq', 'a checkpoint behind which no batch is followed by another is refused');
+    select d.* into b from pgqueue.stream_claim('streams', 's', s.epoch, 9223372036854775805, null, fail_on_data_loss => false) d;
+    return next is(pgqueue.stream_ack('streams', 's', s.epoch, b.seq, b.claim_token), 500, 'the batch of the highest number is acknowledged');
+    perform pg_temp.sent('streams', 1);
+    return next is((select d.seq from pgqueue.stream_claim('streams', 's', s.epoch, 0, null, fail_on_data_loss => false) d), 1::bigint, 'and the stream can follow another checkpoint');
 end;
 $$;
 select pg_temp.attempts();

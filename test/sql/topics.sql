@@ -5,7 +5,7 @@ create or replace function pgqueue._now() returns timestamptz language sql volat
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 
-select plan(98);
+select plan(104);
 
 -- What matches.
 create temp table subjects (pattern text, topic text, matches boolean);
@@ -17,7 +17,8 @@ insert into subjects values
 ('orders.#.late', 'orders.late', true), ('orders.#.late', 'orders.a.b.late', true), ('orders.#.late', 'orders.a.b', false), ('*.*', 'a.b', true), ('*.*', 'a', false),
 ('#.*', 'a', true), ('#.*', 'a.b.c', true), ('*.#', 'a.b', true), ('a.#.b.#.c', 'a.b.c', true), ('a.#.b.#.c', 'a.x.b.b.y.c', true), ('a.#.b.#.c', 'a.x.c', false),
 ('*.paid', 'orders-x.paid', true), ('Ns.List`1[[System.Int32, mscorlib, Version=4.0.0.0]]', 'Ns.List`1[[System.Int32, mscorlib, Version=4.0.0.0]]', true),
-('größe.🐘.*', 'größe.🐘.日', true), ('a%.b', 'ax.b', false), ('a_.*', 'ab.c', false), ('a.*x', 'a.bx', false), ('a.*x.*', 'a.*x.b', true);
+('größe.🐘.*', 'größe.🐘.日', true), ('a%.b', 'ax.b', false), ('a_.*', 'ab.c', false), ('a.*x', 'a.bx', false), ('a.*x.*', 'a.*x.b', true),
+('c#.*', 'c#.b', true), ('c#.*', 'c#.a.b', false), ('c#.#', 'c#.a.b', true), ('a.c#.*', 'a.c#.b.c', false), ('#.c#.*', 'a.c#.b.c', false), ('##.b', '##.a.b', false);
 create function pg_temp.delivered(pattern text, topic text) returns boolean language plpgsql as $$
 declare
     sent int;

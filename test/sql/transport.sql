@@ -1,7 +1,7 @@
 begin;
 -- Files take turns: this one attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(176);
+select plan(178);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -70,6 +70,12 @@ update pgqueue.transports set next_at = clock_timestamp() + interval '1 day' whe
 select pgqueue.enqueue('transport-small', '3', delay => '1 us') as sent \gset
 delete from public."transport-small";
 select is((select count(*) from pgqueue.messages m where m.queue_name = 'transport-small'), 1::bigint, 'nor from who only receives');
+select count(*) > 0 as noted from pgqueue.returns r where r.queue_name = 'transport-small' \gset
+select ok(:'noted', 'what came due is noted where claims look for it');
+delete from public."transport-small";
+select pg_temp.hurry('transport-small') as hurried \gset
+select count(*) as looked from public."transport-small" \gset
+select is((select count(*) from pgqueue.returns r where r.queue_name = 'transport-small'), 0::bigint, 'and forgotten once it is received, also where nobody ever claims');
 select pgqueue.drop_queue('transport-small') as dropped \gset
 
 -- From pgqueue to a transport: the wire form.
