@@ -2,6 +2,7 @@
 
 import base64
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -24,30 +25,7 @@ from pgqueue.cli.show import period
 from pgqueue.cli.values import duration
 
 HOSTILE = "\x1b[31m\u202e[red]x[/]\x07"
-
-
-@pytest.fixture(autouse=True)
-def no_other_database(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PGQUEUE_DSN", "PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def cli(database: str) -> Callable[..., Done]:
-    """Runs a command in this process on the database of the tests."""
-
-    def invoke(*words: str, stdin: str | bytes | None = None) -> Done:
-        return in_process(database, *words, stdin=stdin)
-
-    return invoke
-
-
-@pytest.fixture
-def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
-    """A new queue."""
-    queue = pgqueue.Queue(connection, name)
-    queue.create_queue()
-    return queue
+pytestmark = pytest.mark.usefixtures("no_other_database")
 
 
 def payloads(queue: pgqueue.Queue, state: str = "ready") -> list[Any]:
@@ -594,6 +572,24 @@ def test_a_moment_that_python_does_not_know_is_shown_as_the_server_tells_it(
     assert "20000-01-01 00:00:00+00" in shown.out
 
 
+def test_a_moment_at_the_end_of_all_years_is_shown_in_any_zone(database: str, orders: pgqueue.Queue) -> None:
+    orders.connection.execute(
+        "insert into pgqueue.messages (queue_name, payload, max_attempts, expires_at) values (%s, '1', 5, %s)",
+        [orders.name, "9999-12-31 23:59:59-05"],
+    )
+    shown = run("claim", orders.name, "--json", PGQUEUE_DSN=database, PGTZ="America/New_York")
+    assert shown.status == 0, shown.err
+    [record] = shown.records
+    assert record["expires_at"] == "9999-12-31T23:59:59-05:00"
+    orders.reject(record["id"], record["claim_token"])
+    orders.connection.execute(
+        "update pgqueue.dead_messages set expires_at = '9999-12-31 23:59:59+00' where queue_name = %s", [orders.name]
+    )
+    shown = run("dead", "show", orders.name, str(record["id"]), PGQUEUE_DSN=database, TZ="Asia/Tokyo")
+    assert shown.status == 0, shown.err
+    assert "9999-12-31 23:59:59" in shown.out
+
+
 def test_tables_fit_a_terminal_and_figures_stay_whole(
     database: str, orders: pgqueue.Queue, connection: psycopg.Connection[Any], name: str
 ) -> None:
@@ -665,6 +661,19 @@ def test_a_reader_that_has_enough_ends_it_quietly(database: str, orders: pgqueue
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
+def test_a_reader_of_a_table_that_has_enough_ends_it_as_quietly(database: str, orders: pgqueue.Queue) -> None:
+    orders.enqueue_batch([{"text": "x" * 1000}] * 1000)
+    browse = f"'{sys.executable}' -m pgqueue browse {orders.name} --all"
+    done = subprocess.run(
+        ["bash", "-c", f"{browse} | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}"],
+        env=environment(PGQUEUE_DSN=database, PYTHONUNBUFFERED=""),  # unbuffered, Python overlooks it
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
 def test_a_closed_output_is_no_error(database: str, orders: pgqueue.Queue) -> None:
     send = f"'{sys.executable}' -m pgqueue send {orders.name}"
     done = subprocess.run(
@@ -724,9 +733,13 @@ def test_the_styles_of_other_clients_are_not_those_of_commands(database: str, or
 
 def test_what_a_terminal_cannot_show_is_spelt_out(database: str, orders: pgqueue.Queue) -> None:
     orders.enqueue("Zoë …")
-    done = run("browse", orders.name, PGQUEUE_DSN=database, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    ascii_only = {"PGQUEUE_DSN": database, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = run("browse", orders.name, **ascii_only)
     assert done.status == 0
-    assert '"Zo\\xeb \\u2026"' in done.out
+    assert '"Zo\\u00eb \\u2026"' in done.out
+    orders.enqueue({"Größe": "😀"})
+    records = run("browse", orders.name, "--json", **ascii_only).records
+    assert [record["payload"] for record in records] == ["Zoë …", {"Größe": "😀"}]
 
 
 # Errors
@@ -1016,4 +1029,14 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from pgqueue.__main__ import main; sys.exit(main(['list']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"pgqueue: the command line needs {missing}: pip install pgqueue[cli]\n"
+    project = Path(__file__).parents[2] / "python"
+    assert done.stderr == f"pgqueue: the command line needs {missing}: pip install -e '{project}[cli]'\n"
+
+
+def test_a_package_that_is_no_checkout_names_itself(tmp_path: Path) -> None:
+    installed = tmp_path / "lib/site-packages/pgqueue"
+    installed.mkdir(parents=True)
+    files = Path(pgqueue.__file__).with_name("_files.py")
+    (installed / "_files.py").write_text(files.read_text())
+    found = runpy.run_path(str(installed / "_files.py"))
+    assert found["extra"]("http") == "pip install 'pgqueue[http]'"

@@ -15,25 +15,7 @@ from psycopg import sql
 
 import pgqueue
 
-
-@pytest.fixture(autouse=True)
-def no_other_database(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PGQUEUE_DSN", "PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def cli(database: str) -> Callable[..., Done]:
-    """Runs a command in this process on the database of the tests."""
-    return lambda *words: in_process(database, *words)
-
-
-@pytest.fixture
-def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
-    """A new queue."""
-    queue = pgqueue.Queue(connection, name)
-    queue.create_queue()
-    return queue
+pytestmark = pytest.mark.usefixtures("no_other_database")
 
 
 # Names that look like options

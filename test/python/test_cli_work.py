@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 import psycopg
 import pytest
 from clients import wait_for
-from commands import ANSI, Done, in_process, run, running, terminal
+from commands import ANSI, COMMAND, Done, environment, in_process, run, running, terminal
 
 import pgqueue
 
 HANDLERS = '''
-import asyncio, functools, threading, time
+import asyncio, functools, logging, threading, time
 from pathlib import Path
 from pgqueue import Reject, Retry
 
@@ -49,6 +50,10 @@ def fail_once(delivery):
     if delivery.attempt == 1:
         raise ValueError("first")
     note(delivery)
+
+def log(delivery):
+    logging.getLogger("orders").warning("at work")
+    print("done", flush=True)
 
 def where(delivery):
     print("in", threading.current_thread() is threading.main_thread(), flush=True)
@@ -364,6 +369,31 @@ def test_a_second_signal_forces_and_costs_no_attempt(
     assert "pgqueue: stopped by force" in done.err
     (message,) = wait_for(orders.claim)  # the server has to notice that a connection is gone
     assert (message.attempt_count, message.last_error) == (1, None)
+
+
+def test_it_goes_on_where_nobody_reads_its_log(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+    command = subprocess.Popen(
+        [*COMMAND, "work", orders.name, "orders.tasks:log", "--concurrency", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(PGQUEUE_DSN=database),
+        cwd=shop,
+    )
+    assert command.stdout is not None
+    assert command.stderr is not None
+    try:
+        orders.enqueue(0)
+        assert command.stdout.readline() == b"done\n"
+        command.stderr.close()
+        orders.enqueue_batch([1, 2, 3])
+        wait_for(lambda: left(orders) == (0, 0, 0, 0))
+        assert [command.stdout.readline() for _ in range(3)] == [b"done\n"] * 3
+        command.send_signal(signal.SIGTERM)
+        assert (command.stdout.read(), command.wait(30)) == (b"", 0)
+    finally:
+        command.kill()
+        command.wait()
+        command.stdout.close()
 
 
 def test_a_third_signal_waits_for_nothing(database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path) -> None:

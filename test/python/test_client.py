@@ -89,6 +89,27 @@ def test_what_comes_back_is_read_whatever_the_style_of_the_session(
     assert client.queues.list_queues() == pgqueue.Queues(connection).list_queues()
 
 
+@pytest.mark.parametrize("style", ["ISO", "German"])  # as text, and as binary
+def test_moments_that_python_does_not_have_cost_nobody_his_claim(client: Client, queue: Any, style: str) -> None:
+    client.connection.execute(f"set datestyle = '{style}'")
+    columns = "queue_name, payload, max_attempts, enqueued_at, expires_at, visible_at"
+    for sent, expires in (("-infinity", "infinity"), ("0044-03-15 BC", "20000-01-01")):
+        client.connection.execute(
+            f"insert into pgqueue.messages ({columns}) values (%s, '1', 5, %s, %s, '2000-01-01')",
+            [queue.name, sent, expires],
+        )
+    queue.enqueue(2)
+    first, second, third = queue.claim(3)
+    for far in (first, second):
+        assert far.enqueued_at == datetime.min.replace(tzinfo=UTC)
+        assert far.expires_at == datetime.max.replace(tzinfo=UTC)
+        assert (far.payload, far.visible_at > third.enqueued_at) == (1, True)
+    assert queue.exchange([third.id], third.claim_token) == []
+    assert queue.reject(second.id, second.claim_token)
+    assert queue.browse("inflight")[0].expires_at == queue.browse_dead_messages()[0].expires_at == first.expires_at
+    assert queue.ack(first.id, first.claim_token)
+
+
 def test_every_setting_arrives(client: Client, name: str) -> None:
     settings: dict[str, Any] = {
         "visibility_timeout": 2 * SECOND,
@@ -585,6 +606,14 @@ def test_install_is_part_of_the_callers_transaction(empty_database: Any) -> None
         pgqueue.Queue(connection, "orders").create_queue()
         connection.rollback()
         assert connection.execute("select to_regnamespace('pgqueue')").fetchone() == (None,)
+
+
+def test_install_leaves_the_settings_whatever_the_row_factory(empty_database: Any) -> None:
+    with psycopg.connect(empty_database(), row_factory=psycopg.rows.dict_row) as connection:
+        show = "select name, setting from pg_settings where name ~ 'search_path|check_function|client_min'"
+        before = connection.execute(show).fetchall()
+        pgqueue.install(connection)
+        assert connection.execute(show).fetchall() == before
 
 
 def test_install_in_autocommit_mode_is_all_or_nothing(empty_database: Any) -> None:

@@ -183,6 +183,12 @@ async def test_an_adopted_connection_adapts_values_and_tells_notices_as_before(d
         await connection.close()
 
 
+async def test_a_function_that_has_no_more_to_give_keeps_nobody_waiting() -> None:
+    async with asyncio.timeout(10):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await Opener(lambda: next(iter([])), "test").open_async()
+
+
 # The consumers
 
 

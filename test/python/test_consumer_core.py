@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -198,3 +199,13 @@ def test_a_span_follows_the_message(is_async: bool, database: str, connection: C
     assert headers["a"] == 1
     assert headers["traceparent"]
     assert context.trace_id == sent.get_span_context().trace_id
+
+
+def test_the_span_of_an_object_that_is_called_as_a_coroutine_function_lasts_as_long_as_it() -> None:
+    pytest.importorskip("opentelemetry.trace")
+
+    class Handler:
+        async def __call__(self, delivery: Delivery) -> None: ...
+
+    consumer = instrument(AsyncConsumer("", "q", partial(Handler())))
+    assert inspect.iscoroutinefunction(consumer.handler)

@@ -471,6 +471,43 @@ def test_a_reason_that_is_an_exception_is_told(form: Form, database: str, connec
     assert run.criticals == []
 
 
+class Throttled(pgqueue.Retry):
+    def __init__(self, seconds: int) -> None:
+        self.seconds = seconds
+
+
+class Refused(pgqueue.Reject):
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+class Quits(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+@each
+def test_exceptions_that_are_made_carelessly_cost_their_message_an_attempt_and_nobody_else(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=2)
+    raised: dict[str, Exception] = {"throttled": Throttled(5), "refused": Refused(7), "quits": Quits()}
+    queue.enqueue_batch([*raised, "good"])
+
+    async def work(step: Step) -> None:
+        if error := raised.get(step.message.payload):
+            raise error
+
+    with form.consuming(database, name, work, concurrency=1) as run:
+        wait_for(lambda: is_empty(connection, name))
+        assert run.consumer._busy
+    assert run.returned == ["good"]
+    dead = {letter.payload: (letter.reason, letter.attempt_count) for letter in queue.browse_dead_messages()}
+    spent = ("attempts_exhausted", 2)
+    assert dead == {"throttled": spent, "refused": ("rejected", 1), "quits": spent}
+    assert run.criticals == []
+
+
 @each
 @pytest.mark.parametrize("size", [None, 2])
 def test_a_payload_that_is_nested_too_deeply_to_be_copied_is_delivered(
@@ -574,3 +611,53 @@ def test_a_later_stop_may_shorten_the_grace(form: Form, database: str, connectio
         first.result(30)
     assert run.consumer.stats.released == (1 if form.mode != "receive" else 0)
     assert attempts(connection, name) == [0]
+
+
+@each
+def test_a_handler_may_stop_its_consumer(form: Form, database: str, connection: Connection, name: str) -> None:
+    prepare(connection, name).enqueue_batch([1, 2])
+
+    async def work(_: Step) -> None:
+        answer = run.consumer.stop()
+        if form.is_async:
+            await answer
+
+    with form.consuming(database, name, work, concurrency=1, grace_period=LONG) as run:
+        wait_for(lambda: not run.consumer._busy)
+    assert run.returned == [1]
+    assert (run.consumer.stats.succeeded, run.consumer.stats.released) == (1, 0)
+    assert attempts(connection, name) == [0]
+
+
+def test_a_callback_may_stop_its_consumer(database: str, connection: Connection, name: str) -> None:
+    prepare(connection, name).enqueue(1)
+
+    def observe(event: pgqueue.Event) -> None:
+        if event.kind == "succeeded":
+            consumer.stop()
+
+    consumer = pgqueue.Consumer(database, name, lambda _: None, observe=observe)
+    beside(consumer.run)
+    wait_for(lambda: consumer.stats.succeeded)
+    wait_for(lambda: not consumer._busy)
+
+
+def test_a_signal_handler_may_stop_the_consumer_that_it_interrupts(
+    database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name).enqueue(1)
+    code = (
+        "import signal, sys, pgqueue\n"
+        "consumer = pgqueue.Consumer(*sys.argv[1:], lambda _: print('done', flush=True))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: consumer.stop())\n"
+        "consumer.run()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, database, name], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"done\n"
+        process.terminate()
+        try:
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+    assert is_empty(connection, name)

@@ -618,7 +618,7 @@ def test_to_arm_once_more_is_a_look(
         before = run.consumer.stats
         wait_for(lambda: run.consumer.stats.waits >= before.waits + 8)
         after = run.consumer.stats
-    assert after.peeks - before.peeks <= after.waits - before.waits + 1
+    assert after.peeks - before.peeks < 1.5 * (after.waits - before.waits)  # two for one otherwise
 
 
 @each

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -26,6 +26,7 @@ from consumers import (
     waits,
 )
 from psycopg import sql
+from psycopg.types.json import JsonbDumper
 from psycopg.types.string import StrDumper, TextLoader
 
 import pgqueue
@@ -104,6 +105,24 @@ def test_what_a_handler_sets_keeps_no_other_message_from_being_read(
         wait_for(lambda: is_empty(connection, name))
     assert run.returned == [EURO] * 3
     assert (run.consumer.stats.succeeded, run.consumer.stats.dead, run.circuits) == (3, 0, [])
+
+
+@together(FORMS)
+def test_a_message_that_never_expires_is_handled_as_any_other(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name)
+    connection.execute(
+        "insert into pgqueue.messages (queue_name, payload, max_attempts, enqueued_at, expires_at)"
+        " values (%s, '1', 5, '-infinity', 'infinity')",
+        [name],
+    )
+    with form.consuming(database, name) as run:
+        wait_for(lambda: is_empty(connection, name))
+    assert run.returned == [1]
+    [call] = run.calls
+    assert call.message.expires_at == datetime.max.replace(tzinfo=UTC)
+    assert (run.consumer.stats.succeeded, run.consumer.stats.dead) == (1, 0)
 
 
 # Roles
@@ -201,6 +220,27 @@ def test_what_a_handler_registers_on_its_connection_is_for_itself(
     assert (dead.last_error or "").startswith("ValueError: broken")
     assert run.returned == ["works", "good"]
     assert (run.criticals, run.circuits) == ([], [])
+
+
+@together(FORMS)
+def test_lists_that_are_sent_as_json_elsewhere_are_acknowledged_here(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+
+    def source() -> Connection:
+        made = psycopg.connect(database)
+        made.adapters.register_dumper(list, JsonbDumper)
+        return made
+
+    async def work(step: Step) -> None:
+        if step.message.payload == 1 and step.attempt == 1:
+            raise ValueError("once")
+
+    with form.consuming(source, name, work, batch_size=3, visibility_timeout=SECOND) as run:
+        queue.enqueue_batch([0, 1, 2])
+        wait_for(lambda: is_empty(connection, name))
+    assert (run.consumer.stats.succeeded, run.consumer.stats.lost, run.criticals) == (3, 0, [])
 
 
 # Connections that are not needed any more

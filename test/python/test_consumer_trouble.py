@@ -1,11 +1,13 @@
 """What may go wrong between a consumer and its server in the middle of things: it costs nothing that it need not."""
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -30,6 +32,7 @@ from consumers import (
     together,
     waits,
 )
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
 from pgqueue import Queue
@@ -196,6 +199,70 @@ def test_a_claim_that_a_crash_forgot_is_lost_and_not_acknowledged(form: Form, na
         wait_for(lambda: run.consumer.stats.succeeded)
         assert run.attempts == [1, 1]
         assert (run.consumer.stats.succeeded, run.consumer.stats.lost) == (1, 1)
+
+
+# Servers that do not write
+
+
+def test_a_server_that_only_reads_is_left_for_the_one_that_writes_once_that_is_back(name: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with ExitStack() as stack:
+        first = stack.enter_context(EmbeddedServer(data_dir=tmp_path / "first"))
+        with connect(first.dsn) as connection:
+            pgqueue.install(connection)
+            for form in FORMS:
+                prepare(connection, f"{name}-{form}")
+        first.kill()
+        shutil.copytree(tmp_path / "first", tmp_path / "second", ignore=shutil.ignore_patterns("postmaster.pid"))
+        (tmp_path / "second" / "standby.signal").touch()
+        second = stack.enter_context(EmbeddedServer(data_dir=tmp_path / "second"))
+        first.start()
+        given = [conninfo_to_dict(server.dsn) for server in (first, second)]
+        hosts, ports = (",".join(str(one[key]) for one in given) for key in ("host", "port"))
+        both = make_conninfo(first.dsn, host=hosts, port=ports)
+        runs = [stack.enter_context(form.consuming(both, f"{name}-{form}", listen=False)) for form in FORMS]
+        first.kill()
+        with connect(second.dsn) as standby:
+            peeks = "select from pg_stat_activity where application_name = %s and query like '%%peek%%'"
+            for form in FORMS:
+                wait_for(lambda form=form: rows(standby, peeks, f"{name}-{form}"))
+        first.start()
+        with connect(first.dsn) as connection:
+            for form in FORMS:
+                pgqueue.Queue(connection, f"{name}-{form}").enqueue(1)
+        for run in runs:
+            wait_for(lambda run=run: run.consumer.stats.succeeded)
+        assert [run.attempts for run in runs] == [[1]] * len(FORMS)
+
+
+@pytest.mark.parametrize("form", PLAIN, ids=str)
+def test_what_cannot_be_given_back_keeps_nothing_from_being_acknowledged(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    # As where the disk is full: only what is deleted needs no room.
+    connection.execute(
+        f'create function "{name}"() returns trigger language plpgsql'
+        " as $$ begin raise exception 'no room' using errcode = '53100'; end $$"
+    )
+    connection.execute(
+        f'create trigger "{name}" before insert on pgqueue.scheduled_messages for each row'
+        f" when (new.queue_name = '{name}') execute function \"{name}\"()"
+    )
+
+    async def work(step: Step) -> None:
+        if step.message.payload == "bad":
+            raise ValueError("broken")
+
+    try:
+        with form.consuming(database, name, work, concurrency=1) as run:
+            queue.enqueue_batch(["bad", "good"])
+            wait_for(lambda: run.consumer.stats.succeeded)
+            assert [message.payload for message in queue.browse("inflight")] == ["bad"]
+            connection.execute(f'drop function "{name}" cascade')
+            wait_for(lambda: run.consumer.stats.retried)
+    finally:
+        connection.execute(f'drop function if exists "{name}" cascade')
 
 
 # Prepared claims

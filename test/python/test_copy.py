@@ -245,6 +245,13 @@ def test_rows_that_raise(queue: Any) -> None:
     assert queue.peek() == 0
 
 
+@pytest.mark.parametrize("rows", ["text", b"body", {"order_id": 1001}])
+def test_one_message_is_not_taken_for_many(queue: Any, rows: Any) -> None:
+    with pytest.raises(TypeError, match=f"^invalid rows: {type(rows).__name__} is one value; give a list of values$"):
+        queue.enqueue_copy(rows)
+    assert queue.peek() == 0
+
+
 def test_an_unknown_queue_takes_no_row(client: Client) -> None:
     rows = iter([1, 2])
     with pytest.raises(pgqueue.QueueNotFound):

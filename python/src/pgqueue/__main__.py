@@ -4,6 +4,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from ._files import extra
+
 __all__ = ["main"]
 
 _NEEDED = {"rich", "typer"}
@@ -17,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in _NEEDED:
             raise
-        print(f"pgqueue: the command line needs {missing}: pip install pgqueue[cli]", file=sys.stderr)
+        print(f"pgqueue: the command line needs {missing}: {extra('cli')}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # while that loads
         return 128 + signal.SIGINT

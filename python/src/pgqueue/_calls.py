@@ -114,6 +114,13 @@ def as_integer(name: str, bits: int, value: Any) -> Any:
     return value
 
 
+def many(name: str, values: T) -> T:
+    """The value of an argument of this name, where that is many. Raises `TypeError` for one value, such as a text."""
+    if isinstance(values, (str, bytes, bytearray, memoryview, Mapping)):
+        raise TypeError(f"invalid {name}: {type(values).__name__} is one value; give a list of values")
+    return values
+
+
 def _adapter(name: str, kind: str) -> Callable[[Any], Any] | None:
     """What makes a parameter of an argument of this name and type; None where the value is one."""
     adapters: dict[str, Callable[[Any], Any]] = {
@@ -127,11 +134,9 @@ def _adapter(name: str, kind: str) -> Callable[[Any], Any] | None:
         return adapter
 
     def elements(values: Any) -> list[Any]:
-        if isinstance(values, (str, bytes, bytearray, memoryview, Mapping)):
-            raise TypeError(f"invalid {name}: {type(values).__name__} is one value; give a list of values")
         if adapter is None:
-            return list(values)
-        return [None if value is None else adapter(value) for value in values]
+            return list(many(name, values))
+        return [None if value is None else adapter(value) for value in many(name, values)]
 
     return elements
 

@@ -3,7 +3,7 @@
 from functools import cache
 from pathlib import Path
 
-__all__ = ["extension_dir", "install_script"]
+__all__ = ["extension_dir", "extra", "install_script"]
 
 
 @cache
@@ -24,3 +24,11 @@ def extension_dir() -> Path:
 def install_script() -> Path:
     """The plain SQL that installs pgqueue without `create extension`."""
     return extension_dir() / "pgqueue.sql"
+
+
+def extra(name: str) -> str:
+    """The command that installs an extra of this package: of the checkout, where it is run from one."""
+    project = Path(__file__).resolve().parents[2]
+    if (project / "pyproject.toml").is_file():
+        return f"pip install -e '{project}[{name}]'"
+    return f"pip install 'pgqueue[{name}]'"

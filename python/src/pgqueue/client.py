@@ -13,11 +13,13 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 from uuid import UUID
 
-from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, DataError
+from psycopg.rows import tuple_row
 
 from . import _calls
 from ._copy import CopyRows, copy_messages, server_moment
 from ._files import install_script
+from ._moments import decoder
 from ._styles import correction
 from .message import (
     ArchiveChange,
@@ -48,7 +50,10 @@ class _Sync:
         cursor = Cursor(self.connection, row_factory=call.row)
         # The styles that psycopg cannot read are of texts: a claim that was made must not end in an error.
         cursor.execute(call.text, call.values, binary=bool(correction(self.connection)))
-        return cursor.fetchall()
+        try:
+            return cursor.fetchall()
+        except DataError:
+            return _read(cursor, call)
 
     def _one(self, call: _calls.Bound[T]) -> T:
         (row,) = self._all(call)
@@ -153,8 +158,8 @@ class Queues(_Sync):
     def maintain_archive(self) -> list[ArchiveChange]:
         """Look after the archive, and return what was done: days made ahead, days dropped that nobody wants any more.
 
-        Sweeps do the same but for the dropping. To be called once a day, by whatever calls things, in a transaction
-        of its own; it keeps no acknowledgement waiting.
+        Claims do the same by the way but for the dropping, and receives but for the emptying. To be called once a day,
+        by whatever calls things, in a transaction of its own; it keeps no acknowledgement waiting.
         """
         return self._all(_calls.maintain_archive())
 
@@ -414,6 +419,7 @@ class Queue(_Sync):
         Raises `QueueNotFound`; `PayloadTooLarge` and `InvalidArgument`, which name the row (1 is the first);
         and what PostgreSQL says of JSON that it cannot store, such as a NUL character.
         """
+        rows = _calls.many("rows", rows)
         if not self.connection.autocommit:
             self.get_queue()  # Begins the caller's transaction: the one below is a savepoint in it.
         with self.connection.transaction():
@@ -764,7 +770,10 @@ class _Async:
     async def _all(self, call: _calls.Bound[T]) -> list[T]:
         cursor = AsyncCursor(self.connection, row_factory=call.row)
         await cursor.execute(call.text, call.values, binary=bool(correction(self.connection)))
-        return await cursor.fetchall()
+        try:
+            return await cursor.fetchall()
+        except DataError:
+            return _read(cursor, call)
 
     async def _one(self, call: _calls.Bound[T]) -> T:
         (row,) = await self._all(call)
@@ -987,6 +996,7 @@ class AsyncQueue(_Async):
         )
 
     async def enqueue_copy(self, rows: Iterable[Any] | AsyncIterable[Any]) -> int:
+        rows = _calls.many("rows", rows)
         if not self.connection.autocommit:
             await self.get_queue()  # Begins the caller's transaction: the one below is a savepoint in it.
         async with self.connection.transaction():
@@ -1189,6 +1199,11 @@ class AsyncQueue(_Async):
         return await self._one(_calls.next_due_at(self.name))
 
 
+def _read(cursor: Any, call: _calls.Bound[T]) -> list[T]:
+    """The rows of a cursor that has met a moment which Python does not have."""
+    return decoder(cursor).load_rows(0, cursor.pgresult.ntuples, call.row(cursor))
+
+
 async def _each(rows: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
     if isinstance(rows, AsyncIterable):
         async for row in rows:
@@ -1211,7 +1226,7 @@ def install(connection: Connection[Any]) -> None:
     """
     script = install_script().read_text("utf8")
     settings = re.findall(r"(?m)^set local (\w+)", script)
-    cursor = Cursor(connection)
+    cursor = Cursor(connection, row_factory=tuple_row)
     before = [(name, cursor.execute("select current_setting(%s)", [name]).fetchone()) for name in settings]
     # Its own begin and commit are for psql. As one query it is a transaction also in autocommit mode.
     cursor.execute(re.sub(r"(?m)^(begin|commit);$", "", script).encode())

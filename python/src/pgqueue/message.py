@@ -53,6 +53,8 @@ class QueueInfo:
 class Message:
     """A message. `attempt_count` includes the attempt in progress.
 
+    A moment that Python does not have, such as infinity, is the first or the last that it has.
+
     `body` is None where the message carries a JSON `payload`; a payload that is None beside it is JSON null.
     `claim_token` is None unless the message is claimed.
     """

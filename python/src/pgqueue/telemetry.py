@@ -4,7 +4,6 @@ The context travels in the headers of a message (`traceparent`, `tracestate`, as
 `opentelemetry-api` is not installed (`pip install pgqueue[otel]`), everything here does nothing.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,6 +46,8 @@ def instrument(consumer: "AnyConsumer") -> "AnyConsumer":
 
 
 def _traced(handler: Callable[[Any], Any], queue_name: str) -> Callable[[Any], Any]:
+    from .consumer.opener import is_async  # here, so that who only sends does without it
+
     tracer = trace.get_tracer("pgqueue")
 
     def span(argument: "Delivery | list[Delivery]") -> Any:
@@ -69,7 +70,7 @@ def _traced(handler: Callable[[Any], Any], queue_name: str) -> Callable[[Any], A
             f"process {queue_name}", context=context, kind=SpanKind.CONSUMER, attributes=attributes, links=links
         )
 
-    if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__):
+    if is_async(handler):
 
         @wraps(handler)
         async def handle_async(argument: Any) -> Any:

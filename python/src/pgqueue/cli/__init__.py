@@ -1,5 +1,6 @@
 """`pgqueue`: the command line. A command is a function in one of the rooms; here they get their places."""
 
+import codecs
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import typer
 
 from . import access, archive, dead, messages, queues, send, serve, spark, topics, work
 from .frame import Dsn, Session, command
+from .show import spelt_out
 
 __all__ = ["app", "main"]
 
@@ -118,12 +120,13 @@ command(app)(queues.doctor)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    codecs.register_error("pgqueue", spelt_out)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it is closed: not even a connection shall be what is written to
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
         stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a character shows its code
+            stream.reconfigure(errors="pgqueue")  # an encoding that lacks a character has its code
     try:
         app(None if arguments is None else list(arguments), prog_name="pgqueue")
     except SystemExit as end:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import Annotated, Any, Concatenate, Final, ParamSpec, TextIO, TypeVar
+from typing import IO, Annotated, Any, Concatenate, Final, ParamSpec, TextIO, TypeVar
 from urllib.parse import unquote
 
 import psycopg
@@ -199,9 +199,19 @@ class _Moments(TimestamptzLoader):
             return bytes(data).decode()
 
 
+class _Console(Console):
+    """Where its reader has gone, rich would end whatever prints: a handler that logs, or the pump."""
+
+    def on_broken_pipe(self) -> None:
+        if self.file is sys.stdout:
+            raise BrokenPipeError
+        self.quiet = True  # The results are worth the work, also where nobody reads what is said beside them.
+        _forget(self.file)
+
+
 def _console(file: TextIO) -> Console:
     is_seen = file.isatty()  # by a person: FORCE_COLOR may colour files, too, but nothing moves there
-    return Console(
+    return _Console(
         file=file,
         width=None if is_seen else _WIDE,
         force_interactive=None if is_seen else False,
@@ -324,7 +334,7 @@ def _run(session: Session, function: Callable[..., None], values: dict[str, Any]
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # as under `| head`
-        _forget_output()
+        _forget(sys.stdout)
         raise typer.Exit(128 + signal.SIGPIPE) from None
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
@@ -333,10 +343,10 @@ def _run(session: Session, function: Callable[..., None], values: dict[str, Any]
         try:
             sys.stdout.flush()
         except OSError:  # such as a full disk, which is told
-            _forget_output()
+            _forget(sys.stdout)
         raise typer.Exit(status) from None
 
 
-def _forget_output() -> None:
+def _forget(stream: IO[str]) -> None:
     """Let what could not be written go, lest Python complains of it at the end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any, Self
 from uuid import UUID
 
@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["RawJson", "ago", "content", "json_line", "moment", "period", "printable", "table"]
+__all__ = ["RawJson", "ago", "content", "json_line", "moment", "period", "printable", "spelt_out", "table"]
 
 # Control characters, and those that reverse or break a line: they could forge what is seen.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -41,6 +41,13 @@ def _escaped(found: re.Match[str]) -> str:
     return f"\\u{ord(found[0]):04x}"
 
 
+def spelt_out(error: UnicodeError) -> tuple[str, int]:
+    """What an encoding lacks, as JSON escapes it, which stays the same JSON: a handler for `codecs`."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
 def json_line(record: Any) -> str:
     """A record as JSON on one line: durations in seconds, moments in UTC, bytes in base64."""
     if is_dataclass(record) and not isinstance(record, type):
@@ -61,7 +68,7 @@ def _json(value: Any) -> str:
             seconds = value.total_seconds()
             return json.dumps(int(seconds) if seconds.is_integer() else seconds)
         case datetime():
-            return json.dumps(value.astimezone(UTC).isoformat())
+            return json.dumps(_in(UTC, value).isoformat())
         case UUID():
             return json.dumps(str(value))
         case bytes():
@@ -124,7 +131,15 @@ def content(payload: object, body: bytes | None) -> str:
 
 def moment(at: datetime | str) -> str:
     """A moment, in local time; one that Python does not know is a text."""
-    return at if isinstance(at, str) else f"{at.astimezone():%Y-%m-%d %H:%M:%S}"
+    return at if isinstance(at, str) else f"{_in(None, at):%Y-%m-%d %H:%M:%S}"
+
+
+def _in(zone: tzinfo | None, at: datetime) -> datetime:
+    """A moment in a zone, None for the local one; as it is where that is beyond the years that Python has."""
+    try:
+        return at.astimezone(zone)
+    except (OverflowError, ValueError):
+        return at
 
 
 def ago(at: datetime | str | float | None) -> str:

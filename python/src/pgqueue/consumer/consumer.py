@@ -17,7 +17,7 @@ from .opener import is_async, unwrapped
 from .policy import Decision, Failure, Retries
 from .pump import Pump
 from .settings import Mode, Settings, checked_concurrency
-from .steps import AsyncWorkers, ThreadWorkers
+from .steps import AsyncWorkers, ThreadWorkers, Workers
 
 __all__ = ["AsyncConsumer", "Consumer"]
 
@@ -75,6 +75,7 @@ class _Base:
         )
         self._stats = ConsumerStats()
         self._core: Core | None = None
+        self._workers: Workers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stops = 0
         self._runs_in: int | None = None  # the process: what is forked has no thread of it
@@ -158,6 +159,11 @@ class _Base:
             self._stops = 0  # It has ended just now, by itself or by somebody else's word: the next run shall run.
 
     @property
+    def _waits_for_caller(self) -> bool:
+        """Whether the end waits for who calls this."""
+        return self._workers is not None and self._workers.are_asking()
+
+    @property
     def _busy(self) -> bool:
         return self._runs_in == os.getpid()
 
@@ -175,16 +181,17 @@ class _Base:
         self._loop = asyncio.get_running_loop()
         self._core = core = Core(self._settings, self._stats)
         if threads:
-            name = f"pgqueue-{self.queue_name}"
-            pump = Pump(core, ThreadWorkers(core.opener, lambda: self.concurrency, name))
+            self._workers = ThreadWorkers(core.opener, lambda: self.concurrency, f"pgqueue-{self.queue_name}")
         else:
-            pump = Pump(core, AsyncWorkers(core.opener, lambda: self.concurrency))
+            self._workers = AsyncWorkers(core.opener, lambda: self.concurrency)
+        pump = Pump(core, self._workers)
         self._heed()
         try:
             await pump.run(ready)
         finally:
             self._loop = None
             self._core = None
+            self._workers = None
 
 
 class Consumer(_Base):
@@ -286,7 +293,7 @@ class Consumer(_Base):
         self._raise_failure()
 
     def stop(self, force: bool = False, timeout: timedelta | None = None) -> None:
-        """Stop, and return when it has: from any thread but a handler's.
+        """Stop, and return when it has; at once where that would wait for the caller, who is a handler or a callback.
 
         Running handlers may go on for `timeout`, by default the grace period, or not at all with `force`: then
         `delivery.cancelled` becomes true, and their messages are back at once, without an attempt counted. Does
@@ -294,6 +301,8 @@ class Consumer(_Base):
         """
         if self._busy:
             self._end(force, timeout)
+            if self._waits_for_caller:
+                return
         elif self._runs_in is not None:
             return  # It runs in the process that this one was forked from.
         self._ended.wait()
@@ -373,13 +382,15 @@ class AsyncConsumer(_Base):
             task.result()
 
     async def stop(self, force: bool = False, timeout: timedelta | None = None) -> None:
-        """Stop, and return when it has.
+        """Stop, and return when it has; at once where that would wait for the caller, who is a handler.
 
         Running handlers may go on for `timeout`, by default the grace period, or not at all with `force`: then they are
         cancelled, and their messages are back at once, without an attempt counted. Does nothing if nothing runs.
         """
         if self._busy:
             self._end(force, timeout)
+            if self._waits_for_caller:
+                return
             await self._ended.wait()
         task, self._task = self._task, None
         if task is not None:

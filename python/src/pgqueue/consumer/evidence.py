@@ -54,7 +54,7 @@ def text_of(error: object, limit: int = _MESSAGE) -> str:
     """What an exception, or whatever was given as a text, says, even if it cannot say it."""
     try:
         return clean(str(error), limit)
-    except Exception as fault:
+    except BaseException as fault:  # SystemExit, too: it would end the consumer.
         return f"<no text: str() raised {type_name(fault)}>"
 
 
@@ -62,7 +62,7 @@ def stack_of(error: BaseException, limit: int = _STACK) -> str:
     """The traceback of an exception and its causes."""
     try:
         return clean("".join(traceback.format_exception(error)), limit)
-    except Exception as fault:
+    except BaseException as fault:
         return f"<no traceback: formatting it raised {type_name(fault)}>"
 
 

@@ -292,10 +292,11 @@ class Leases:
     async def flush(self) -> None:
         """Send what is to be settled. Raises `psycopg.Error`: what was not settled is kept then."""
         async with self._turn:
-            await self._post()
+            # They come first: where a disk is full they go on, and make room for what is given back.
             acks, self._acks, self._ack_count = self._acks, {}, 0
             if acks:
                 await self._acknowledge([result for results in acks.values() for result in results])
+            await self._post()
 
     async def look(self, most: int, wanted: int) -> tuple[int, list[Any]]:
         """Look for up to `most` messages, and claim up to `wanted` of them, in one go.

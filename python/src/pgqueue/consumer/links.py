@@ -8,14 +8,14 @@ from typing import Any, Generic, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection, AsyncCursor, Connection, generators
-from psycopg.adapt import Transformer
 from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.rows import BaseRowFactory
 
 from .._calls import Bound
+from .._moments import decoder
 from .._styles import correction
-from .opener import Opener, as_trouble
+from .opener import Opener, OwnAsyncCursor, as_trouble
 from .seats import shut
 
 __all__ = [
@@ -78,13 +78,12 @@ def salvage(cursor: Any, row: BaseRowFactory[T]) -> list[T | Unreadable]:
     result = cursor.pgresult
     columns = {(result.fname(place) or b"").decode(): place for place in range(result.nfields)}
     number, token, attempt = (columns[name] for name in ("id", "claim_token", "attempt_count"))
-    decoder = Transformer(cursor)
-    decoder.set_pgresult(result)
+    reader = decoder(cursor)
     make = row(cursor)
     rows: list[T | Unreadable] = []
     for place in range(result.ntuples):
         try:
-            rows.append(decoder.load_row(place, make))
+            rows.append(reader.load_row(place, make))
         except Exception as error:
             text = result.get_value(place, token)
             rows.append(
@@ -153,10 +152,12 @@ def begin_of(connection: Connection[Any] | AsyncConnection[Any]) -> bytes:
 
 def is_idle(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
     """Whether a connection is open, as far as is known, in no transaction, may still write, and can be understood."""
+    told = connection.pgconn.parameter_status
     return (
         not is_broken(connection)
         and connection.pgconn.transaction_status == TransactionStatus.IDLE
-        and connection.pgconn.parameter_status(b"default_transaction_read_only") != b"on"
+        and told(b"default_transaction_read_only") != b"on"
+        and told(b"in_hot_standby") != b"on"  # The server that writes may be back, at another address of the conninfo.
         and not correction(connection)
     )
 
@@ -199,7 +200,7 @@ class Link:
         """Execute a statement. Raises `psycopg.Error`; a statement that takes too long is one that failed."""
         async with self._turn:
             connection = await self._open()
-            cursor = AsyncCursor(connection, row_factory=call.row)
+            cursor = OwnAsyncCursor(connection, row_factory=call.row)
             timer = asyncio.get_running_loop().call_later(self.deadline, self._give_up, connection)
             try:
                 await cursor.execute(call.text, call.values)

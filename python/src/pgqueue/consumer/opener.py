@@ -19,6 +19,7 @@ from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
 from psycopg.adapt import AdaptersMap
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import scalar_row
+from psycopg.types.array import ListBinaryDumper, ListDumper
 
 from .._styles import correction
 
@@ -38,6 +39,14 @@ _DEFAULTS = {
 
 # How connections adapted values when they came.
 _adapters: WeakKeyDictionary[Connection[Any] | AsyncConnection[Any], AdaptersMap] = WeakKeyDictionary()
+
+
+def _own(adapters: AdaptersMap) -> AdaptersMap:
+    """A copy that lists are arrays for, also where the user has them sent as JSON."""
+    own = AdaptersMap(adapters)
+    own.register_dumper(list, ListBinaryDumper)
+    own.register_dumper(list, ListDumper)
+    return own
 
 
 class OwnCursor(Cursor[Any]):
@@ -80,7 +89,7 @@ class Opener:
             if not made.autocommit:
                 made.commit()
                 made.autocommit = True
-            _adapters[made] = AdaptersMap(made.adapters)
+            _adapters[made] = _own(made.adapters)
             if corrected := correction(made):
                 OwnCursor(made).execute(corrected)
         except BaseException:
@@ -97,7 +106,7 @@ class Opener:
             if not connection.autocommit:
                 await connection.commit()
                 await connection.set_autocommit(True)
-            _adapters[connection] = AdaptersMap(connection.adapters)
+            _adapters[connection] = _own(connection.adapters)
             if corrected := correction(connection):
                 await OwnAsyncCursor(connection).execute(corrected)
             if self.proxied is None:
@@ -194,8 +203,10 @@ async def in_thread(function: Callable[[], T], unwanted: Callable[[T], None] = l
         try:
             result = context.run(function)
         except BaseException as error:
+            # Of a StopIteration a future does not tell: it would be waited for without end.
+            told = RuntimeError("StopIteration was raised") if isinstance(error, StopIteration) else error
             with suppress(InvalidStateError):
-                future.set_exception(error)
+                future.set_exception(told)
             return
         try:
             future.set_result(result)

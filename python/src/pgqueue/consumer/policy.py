@@ -25,6 +25,9 @@ class Retry(Exception):
     `TypeError` for one that is no timedelta.
     """
 
+    after: timedelta | None = None  # also of a subclass that does not call this class
+    error: str | None = None
+
     def __init__(self, after: timedelta | None = None, error: str | None = None) -> None:
         super().__init__(error if error is not None else "try again")
         if after is not None and not timedelta(0) <= as_duration("after", after) <= _LONGEST_AFTER:
@@ -38,6 +41,8 @@ class Reject(Exception):
 
     Its reason there is `rejected`, and `reason` begins its `last_error`.
     """
+
+    reason: str = ""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -72,6 +72,9 @@ class Workers(Protocol):
     def sever(self, connection: Any) -> Any:
         """Cut a connection, as a step of a script."""
 
+    def are_asking(self) -> bool:
+        """Whether a handler asks, or who tells of events: he would wait for himself."""
+
     async def close(self) -> None:
         """Close idle connections and dismiss idle threads."""
 
@@ -93,17 +96,19 @@ class AsyncWorkers:
         self._opener = opener
         self._most = most
         self._stack: Stack[AsyncConnection[Any]] = Stack()
+        self._calling: set[asyncio.Task[Any] | None] = set()
         self._closed = False
 
     async def call(self, step: Run) -> Answer:
         """Call a function of the user's, and await what it returns if that can be awaited."""
         process = os.getpid()
+        task = asyncio.current_task()
+        self._calling.add(task)
         try:
             value = step.function(step.argument)
             if hasattr(value, "__await__"):
                 value = await value
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             return Answer(error=error)  # Something that it waited for was cancelled, not it.
@@ -111,6 +116,8 @@ class AsyncWorkers:
             answer = Answer(error=error)
         else:
             answer = _answered(value)
+        finally:
+            self._calling.discard(task)
         _end_child(process, answer)
         return answer
 
@@ -178,6 +185,10 @@ class AsyncWorkers:
         """Cut a connection, as a step of a script."""
         return in_thread(lambda: sever(connection))
 
+    def are_asking(self) -> bool:
+        """Whether a handler asks."""
+        return asyncio.current_task() in self._calling
+
     async def close(self) -> None:
         """Close idle connections; one that is still in use is closed after that."""
         self._closed = True
@@ -199,7 +210,7 @@ class ThreadWorkers:
         self._guard = threading.Lock()
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle = 0
-        self._threads = 0
+        self._threads = {threading.current_thread()}  # that of the pump, too
         self._closed = False
 
     async def call(self, step: Run) -> Answer:
@@ -230,12 +241,12 @@ class ThreadWorkers:
             if self._idle > 0:
                 self._idle -= 1
             else:
-                thread = threading.Thread(target=self._serve, name=f"{self._name}-{self._threads + 1}", daemon=True)
+                thread = threading.Thread(target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True)
                 try:
                     thread.start()
-                    self._threads += 1
+                    self._threads.add(thread)
                 except RuntimeError as error:  # The process may have no more of them.
-                    if not self._threads:
+                    if len(self._threads) == 1:
                         raise OSError(str(error)) from error
                     self._idle -= 1  # The next that becomes idle is spoken for.
         self._orders.put(order)
@@ -315,6 +326,10 @@ class ThreadWorkers:
     def sever(self, connection: Any) -> Any:
         """Cut a connection, as a step of a script."""
         sever(connection)
+
+    def are_asking(self) -> bool:
+        """Whether a handler asks, or a callback, or who interrupts the pump as a signal handler does."""
+        return threading.current_thread() in self._threads
 
     async def close(self) -> None:
         """Close idle connections and dismiss the threads; one that never returns ends with the process."""
