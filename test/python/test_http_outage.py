@@ -278,16 +278,28 @@ def test_a_signal_lets_requests_and_tasks_end(site: Site, tmp_path: Path) -> Non
         assert rows == [("completed",)]
 
 
-def test_so_does_the_end_of_its_terminal(site: Site, tmp_path: Path) -> None:
-    with serving(site.configuration(tmp_path), tmp_path) as web, ThreadPoolExecutor(1) as threads:
-        name = new_name()
-        web.create(name)
-        waiting = threads.submit(web.post, f"/v1/queues/{name}/claim", {"wait_seconds": 20})
-        with psycopg.connect(site.target, autocommit=True) as connection:
-            web.until(lambda: connection.execute("select from pg_stat_activity where query like 'listen %'").fetchall())
-        web.command.signal(signal.SIGHUP)
-        assert waiting.result().json() == {"messages": []}
-        assert web.command.end().status == 0
+@pytest.mark.parametrize("by_nohup", [False, True], ids=["plain", "nohup"])
+def test_so_does_the_end_of_its_terminal(site: Site, tmp_path: Path, by_nohup: bool) -> None:
+    # As who began the tests may have done it by nohup.
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if by_nohup else signal.SIG_DFL)
+    try:
+        server = serving(site.configuration(tmp_path), tmp_path)
+        with server as web, ThreadPoolExecutor(1) as threads:
+            name = new_name()
+            web.create(name)
+            wait = {"wait_seconds": 1 if by_nohup else 20}
+            waiting = threads.submit(web.post, f"/v1/queues/{name}/claim", wait)
+            with psycopg.connect(site.target, autocommit=True) as connection:
+                listening = "select from pg_stat_activity where query like 'listen %'"
+                web.until(lambda: connection.execute(listening).fetchall())
+            web.command.signal(signal.SIGHUP)
+            assert waiting.result().json() == {"messages": []}
+            if by_nohup:
+                assert web.get("/healthz").status_code == 200
+                web.command.signal(signal.SIGTERM)
+            assert web.command.end().status == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_signal_does_not_wait(site: Site, tmp_path: Path) -> None:
