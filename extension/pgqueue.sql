@@ -900,10 +900,13 @@ comment on function pgqueue._keeps_snapshot() is
 
 create function pgqueue._is_first_statement()
 returns boolean
-language sql stable parallel safe
-as $$ select statement_timestamp() - transaction_timestamp() < interval '5 ms' $$;
+language sql volatile
+as $$
+    select statement_timestamp() - transaction_timestamp() < interval '5 ms'
+        and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
+$$;
 comment on function pgqueue._is_first_statement() is
-'Whether the transaction began with this statement or just before, and so may commit right behind it. Not by equality: a driver sends a statement as several messages, each of which has a time of its own.';
+'Whether the transaction began with this statement or just before, and so may commit right behind it. Not by equality: a driver sends a statement as several messages, each of which has a time of its own. Not who begins in the same query, or receives: he goes on with his work.';
 -- Registers: sequences used as words of shared memory that survive a crash. A sequence is updated in
 -- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs
 -- time, never a message.
@@ -3048,10 +3051,9 @@ begin
         if pgqueue._file_messages(at, 1000) = 1000 then
             perform setval('pgqueue.archive_look', pgqueue._micros(at + interval '1 s'));
         end if;
-        -- A day is locked against who reads the whole archive until the caller commits: not where that may take long, as
-        -- it does where he has just begun, or receives. Nor by a clock that may have jumped: what it says must have held
-        -- for an hour.
-        if pgqueue._is_first_statement() and current_query() !~* e'\\m(begin|start|receive)\\M'
+        -- A day is locked against who reads the whole archive until the caller commits: not where that may take
+        -- long. Nor by a clock that may have jumped: what it says must have held for an hour.
+        if pgqueue._is_first_statement()
             and since_look between interval '0' and interval '1 day'
         then
             select d into day from pgqueue._unwanted_days(at) d where not pgqueue._is_empty_day(d) limit 1;

@@ -306,10 +306,9 @@ begin
         if pgqueue._file_messages(at, 1000) = 1000 then
             perform setval('pgqueue.archive_look', pgqueue._micros(at + interval '1 s'));
         end if;
-        -- A day is locked against who reads the whole archive until the caller commits: not where that may take long, as
-        -- it does where he has just begun, or receives. Nor by a clock that may have jumped: what it says must have held
-        -- for an hour.
-        if pgqueue._is_first_statement() and current_query() !~* e'\\m(begin|start|receive)\\M'
+        -- A day is locked against who reads the whole archive until the caller commits: not where that may take
+        -- long. Nor by a clock that may have jumped: what it says must have held for an hour.
+        if pgqueue._is_first_statement()
             and since_look between interval '0' and interval '1 day'
         then
             select d into day from pgqueue._unwanted_days(at) d where not pgqueue._is_empty_day(d) limit 1;

@@ -23,7 +23,10 @@ comment on function pgqueue._keeps_snapshot() is
 
 create or replace function pgqueue._is_first_statement()
 returns boolean
-language sql stable parallel safe
-as $$ select statement_timestamp() - transaction_timestamp() < interval '5 ms' $$;
+language sql volatile
+as $$
+    select statement_timestamp() - transaction_timestamp() < interval '5 ms'
+        and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
+$$;
 comment on function pgqueue._is_first_statement() is
-'Whether the transaction began with this statement or just before, and so may commit right behind it. Not by equality: a driver sends a statement as several messages, each of which has a time of its own.';
+'Whether the transaction began with this statement or just before, and so may commit right behind it. Not by equality: a driver sends a statement as several messages, each of which has a time of its own. Not who begins in the same query, or receives: he goes on with his work.';
