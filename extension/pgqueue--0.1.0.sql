@@ -2171,7 +2171,12 @@ comment on function pgqueue._revisit(pgqueue.queues, bigint[], timestamptz, int)
 create function pgqueue._head(s pgqueue.sweeps)
 returns bigint
 language sql immutable parallel safe
-as $$ select upper(d) from unnest(s.dead_ids) as d limit 1 $$;
+-- Where the first of the ranges ends. Without a query of its own it becomes part of who asks.
+as $$
+    select coalesce(
+        lower(int8multirange(int8range(lower(s.dead_ids), upper(s.dead_ids))) - s.dead_ids), upper(s.dead_ids)
+    )
+$$;
 comment on function pgqueue._head(pgqueue.sweeps) is
 'The lowest id at which a message may live, those in returns aside.';
 
@@ -5835,21 +5840,28 @@ comment on function pgqueue.purge_expired(text, int) is
 'Removes up to batch_size (1 to 1000000) messages that have expired and are not in flight, to the dead letters where the queue has dead_letter_expired, and returns how many: call it until it returns less than batch_size. Reads the queue unless pgqueue.messages has an index on expires_at: doctor prints the statement. Claims pass over expired messages in any case. Raises 22023, PQ001.';
 -- How many messages wait, without touching one.
 
-create function pgqueue._held(xmax xid, snapshot pg_snapshot)
+create function pgqueue._is_under_way(xid xid, snapshot pg_snapshot)
 returns boolean
 language sql stable parallel safe
 as $$
     -- A transaction that began behind the snapshot, or one that the snapshot saw running. Ids of
     -- transactions are compared as rows store them, in 32 bits.
-    select xmax <> '0' and (
-        ((xmax::text::bigint - pg_snapshot_xmax(snapshot)::text::bigint) & 4294967295) < 2147483648
+    select
+        ((xid::text::bigint - pg_snapshot_xmax(snapshot)::text::bigint) & 4294967295) < 2147483648
         or exists (
             select from pg_snapshot_xip(snapshot) as x
-            where x::text::bigint & 4294967295 = xmax::text::bigint
+            where x::text::bigint & 4294967295 = xid::text::bigint
         )
-    )
 $$;
-comment on function pgqueue._held(xid, pg_snapshot) is
+comment on function pgqueue._is_under_way(xid, pg_snapshot) is
+'Whether a transaction had not ended when the snapshot was taken.';
+
+create function pgqueue._held(xmax xid)
+returns boolean
+language sql stable parallel safe
+-- Short enough to become part of who asks: most rows are held by nobody, and need no call to tell.
+as $$ select xmax <> '0' and pgqueue._is_under_way(xmax, pg_current_snapshot()) $$;
+comment on function pgqueue._held(xid) is
 'Whether another transaction holds a row, judged by the row''s xmax: reading takes no lock. Shared row locks and savepoints may be misjudged.';
 
 create function pgqueue._returned(
@@ -5906,7 +5918,7 @@ begin
     from (
         select from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at <= at and (s.expires_at is null or s.expires_at > at)
-            and not pgqueue._held(s.xmax, pg_current_snapshot())
+            and not pgqueue._held(s.xmax)
         order by s.due_at limit max_records
     ) r;
     if total < max_records then
@@ -5921,7 +5933,7 @@ begin
             ) w
             where w.visible_at <= at and w.attempt_count < w.max_attempts
                 and (w.expires_at is null or w.expires_at > at)
-                and not pgqueue._held(w.held_by, pg_current_snapshot())
+                and not pgqueue._held(w.held_by)
             limit max_records - total
         ) r;
         total := total + ready;
@@ -5932,14 +5944,15 @@ begin
             count(*) filter (
                 where w.visible_at <= at and w.attempt_count < w.max_attempts
                     and (w.expires_at is null or w.expires_at > at)
-                    and not pgqueue._held(w.held_by, pg_current_snapshot())
+                    and not pgqueue._held(w.held_by)
             ),
             exists (select from pgqueue.returns c where c.queue_name = q.name)
         into examined, ready, some_came_back
         from (
             select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
             from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name) and m.id < fresh
+            where m.queue_name = q.name and m.id < fresh
+                and m.id >= (select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = q.name)
             order by m.id limit 400
         ) w;
         total := total + ready;
@@ -5954,7 +5967,7 @@ begin
         from pgqueue.messages m, pgqueue._keys(q.name, ids) k
         where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
-            and not pgqueue._held(m.xmax, pg_current_snapshot());
+            and not pgqueue._held(m.xmax);
         total := total + ready;
     end if;
     return least(total, max_records);

@@ -215,7 +215,12 @@ comment on function pgqueue._revisit(pgqueue.queues, bigint[], timestamptz, int)
 create or replace function pgqueue._head(s pgqueue.sweeps)
 returns bigint
 language sql immutable parallel safe
-as $$ select upper(d) from unnest(s.dead_ids) as d limit 1 $$;
+-- Where the first of the ranges ends. Without a query of its own it becomes part of who asks.
+as $$
+    select coalesce(
+        lower(int8multirange(int8range(lower(s.dead_ids), upper(s.dead_ids))) - s.dead_ids), upper(s.dead_ids)
+    )
+$$;
 comment on function pgqueue._head(pgqueue.sweeps) is
 'The lowest id at which a message may live, those in returns aside.';
 

@@ -13,7 +13,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 from clients import connect, is_empty, wait_for
-from consumers import SECOND, THREADS, Form, Step, beside, each, prepare, waits
+from consumers import SECOND, THREADS, Form, Step, beside, each, each_plain, prepare, waits
 from psycopg.rows import scalar_row
 
 from pgqueue import AsyncConsumer, Consumer, Message
@@ -641,6 +641,24 @@ def test_while_messages_follow_one_another_each_costs_one_look(
         after = run.consumer.stats
     assert after.waits <= before.waits + 1  # The first word comes from the listener itself.
     assert after.peeks <= before.peeks + 35
+
+
+@each_plain
+def test_acknowledgements_wait_for_company(
+    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
+) -> None:
+    monkeypatch.setattr(leases, "_COMPANY_SECONDS", 60.0)  # Only a stop ends it.
+    queue = prepare(connection, name)
+
+    async def work(step: Step) -> None:
+        pass
+
+    with form.consuming(database, name, work) as run:
+        for number in range(5):
+            queue.enqueue(number)
+            wait_for(lambda number=number: number in run.returned)
+        stats = queue.stats()
+    assert (stats.inflight_messages, is_empty(connection, name)) == (5, True)
 
 
 @each

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -275,6 +276,19 @@ def test_evidence_is_bounded_and_fit_to_be_stored(text: str, headers: Any, bulk:
     if bulk < 60_000:
         own = {name: value for name, value in (one.headers or {}).items() if name not in words}
         assert len(json.dumps(own | words, ensure_ascii=False).encode("utf8", "replace")) <= 65_536
+
+
+def test_a_stack_that_could_not_be_formatted_at_once_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    formatted = traceback.format_exception
+    faults: list[BaseException] = [SystemError("AST constructor recursion depth mismatch")]
+
+    def form(error: BaseException) -> list[str]:
+        if faults:
+            raise faults.pop()  # as Python 3.11 does now and then, where another thread parses source
+        return formatted(error)
+
+    monkeypatch.setattr(traceback, "format_exception", form)
+    assert "KeyError: 'x'" in evidence(message(), raised(KeyError("x")), "c", dies=True)["pgqueue.stack_trace"]
 
 
 def test_a_deep_stack_is_cut() -> None:

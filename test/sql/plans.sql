@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(57);
+select plan(58);
 
 -- Buffers of one call: about twice what was measured where it is most, on PostgreSQL 15. A walk over the queue costs 1,000, and some
 -- walks more with a sweep, which for its part may look after the archive.
@@ -137,6 +137,35 @@ $$;
 select pg_temp.keeps_short('short_shared', false, false);
 select pg_temp.keeps_short('short_dedicated', true, false);
 select pg_temp.keeps_short('short_archived', true, true);
+
+-- What is asked of each row is part of the query: a call for each would cost more than all else.
+set local track_functions = 'all';
+create function pg_temp.functions_called() returns table (name text, calls bigint) language sql
+as $$ select funcname || '(' || pg_get_function_identity_arguments(funcid) || ')', calls from pg_stat_xact_user_functions where schemaname = 'pgqueue' $$;
+create function pg_temp.called_by_verbs(queue text, number int) returns void language plpgsql as $$
+declare
+    ids bigint[];
+    token uuid;
+begin
+    perform pgqueue.create_queue(queue);
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[3 * number]));
+    perform pgqueue.peek(queue, 10000);
+    perform pgqueue.browse(queue, max_messages => 10000);
+    perform pgqueue.stats(queue);
+    select array_agg(id), min(claim_token::text)::uuid into ids, token from pgqueue.claim(queue, number);
+    perform pgqueue.extend_batch(queue, ids, token, '1 min');
+    select array_agg(id) filter (where not lost), min(claim_token::text)::uuid into ids, token from pgqueue.exchange(queue, ids, token, number);
+    perform pgqueue.ack_batch(queue, ids, token);
+    perform pgqueue.receive(queue, number);
+end;
+$$;
+select pg_temp.called_by_verbs('called_one', 1);
+create temporary table called_before on commit drop as select * from pg_temp.functions_called();
+select pg_temp.called_by_verbs('called_many', 100);
+select is_empty(
+    'select a.name, a.calls from pg_temp.functions_called() a left join called_before b using (name) where a.calls > 2 * coalesce(b.calls, 0) + 10',
+    'no function is called for each message'
+);
 
 select * from finish();
 rollback;

@@ -61,7 +61,11 @@ def text_of(error: object, limit: int = _MESSAGE) -> str:
 def stack_of(error: BaseException, limit: int = _STACK) -> str:
     """The traceback of an exception and its causes."""
     try:
-        return clean("".join(traceback.format_exception(error)), limit)
+        try:
+            lines = traceback.format_exception(error)
+        except SystemError:  # Python 3.11, which parses source for its carets, and in one thread at a time only.
+            lines = traceback.format_exception(error)
+        return clean("".join(lines), limit)
     except BaseException as fault:
         return f"<no traceback: formatting it raised {type_name(fault)}>"
 

@@ -91,8 +91,6 @@ class Jobs:
         self.running.discard(job)
         self._core.stats.running = len(self.running)
         self._core.signal()
-        if not self.running:
-            self.leases.hurry()
 
     # Lease mode
 

@@ -112,7 +112,7 @@ class Leases:
         self._unsure: dict[int, Held] = {}  # acknowledged when the connection broke: perhaps already done
         self._turn = asyncio.Lock()
         self._mail = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._enough = asyncio.Event()
         self._sooner = asyncio.Event()
         self._beats_at = math.inf
         self._portion = _MOST_CLAIMS
@@ -253,7 +253,7 @@ class Leases:
         self._ack_count += 1
         self._mail.set()
         if self._ack_count >= _MOST_ACKS:
-            self._hurry.set()
+            self._enough.set()
 
     def send(self, statement: Bound[Any], result: Result | None, plain: Bound[Any] | None = None) -> None:
         """Settle a message by a statement that answers whether it was still ours; else by `plain`."""
@@ -261,11 +261,6 @@ class Leases:
             result.held.sent = True
         self._letters.append(_Letter(statement, plain, result))
         self._mail.set()
-
-    def hurry(self) -> None:
-        """Send what there is: no company is to be expected."""
-        if self._ack_count or self._letters:
-            self._hurry.set()
 
     @property
     def is_settled(self) -> bool:
@@ -278,11 +273,11 @@ class Leases:
             await self._mail.wait()
             try:
                 async with asyncio.timeout(_COMPANY_SECONDS):
-                    await self._hurry.wait()
+                    await self._enough.wait()
             except TimeoutError:
                 pass
             self._mail.clear()
-            self._hurry.clear()
+            self._enough.clear()
             try:
                 await self.flush()
             except (psycopg.Error, OSError):

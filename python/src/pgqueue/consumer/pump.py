@@ -197,8 +197,6 @@ class Pump:
 
     async def _pause(self, until: float) -> None:
         """Wait for word of a message."""
-        if not self._jobs.running:
-            self._leases.hurry()
         await self._core.until(self._is_called, until)
 
     def _is_called(self) -> bool:

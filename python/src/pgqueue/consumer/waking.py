@@ -199,9 +199,7 @@ class Ears:
                         failures = 0
                         self.listening = True
                         self._woken()  # What was sent before is not notified.
-                        async with aclosing(connection.notifies()) as notifications:
-                            async for _ in notifications:
-                                self._woken()
+                        await self._hear(connection)
                     self._warn("LISTEN brings no notifications, as through a pooler by transaction")
                     failures += 6
                 except (psycopg.Error, OSError) as error:
@@ -227,6 +225,32 @@ class Ears:
                 heard = heard or notification.channel == probe
         await connection.execute(sql.SQL("unlisten {}").format(sql.Identifier(probe)))
         return heard
+
+    async def _hear(self, connection: AsyncConnection[Any]) -> None:
+        """Tell of notifications, until the connection breaks: raises `psycopg.Error` then.
+
+        Those that come together are told once; psycopg's own way of hearing costs more than to be woken.
+        """
+        loop = asyncio.get_running_loop()
+        number, broken = connection.fileno(), loop.create_future()
+
+        def hear() -> None:
+            heard = False
+            try:
+                connection.pgconn.consume_input()
+                while connection.pgconn.notifies():
+                    heard = True
+            except psycopg.Error as error:
+                loop.remove_reader(number)
+                broken.set_exception(error)
+            if heard:
+                self._woken()
+
+        loop.add_reader(number, hear)
+        try:
+            await broken
+        finally:
+            loop.remove_reader(number)
 
     def _warn(self, text: str) -> None:
         level = logging.DEBUG if self._warned else logging.WARNING
