@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import psycopg
 from psycopg import AsyncConnection, sql
@@ -200,8 +200,9 @@ class Ears:
                         self.listening = True
                         self._woken()  # What was sent before is not notified.
                         await self._hear(connection)
-                    self._warn("LISTEN brings no notifications, as through a pooler by transaction")
-                    failures += 6
+                    else:
+                        failures += 6
+                        self._warn("LISTEN brings no notifications, as through a pooler by transaction")
                 except (psycopg.Error, OSError) as error:
                     self._warn(f"stopped listening: {str(error).strip()}")
                 finally:
@@ -226,13 +227,14 @@ class Ears:
         await connection.execute(sql.SQL("unlisten {}").format(sql.Identifier(probe)))
         return heard
 
-    async def _hear(self, connection: AsyncConnection[Any]) -> None:
+    async def _hear(self, connection: AsyncConnection[Any]) -> NoReturn:
         """Tell of notifications, until the connection breaks: raises `psycopg.Error` then.
 
         Those that come together are told once; psycopg's own way of hearing costs more than to be woken.
         """
         loop = asyncio.get_running_loop()
-        number, broken = connection.fileno(), loop.create_future()
+        number = connection.fileno()
+        broken: asyncio.Future[psycopg.Error] = loop.create_future()
 
         def hear() -> None:
             heard = False
@@ -242,13 +244,13 @@ class Ears:
                     heard = True
             except psycopg.Error as error:
                 loop.remove_reader(number)
-                broken.set_exception(error)
+                broken.set_result(error)
             if heard:
                 self._woken()
 
         loop.add_reader(number, hear)
         try:
-            await broken
+            raise await broken
         finally:
             loop.remove_reader(number)
 
