@@ -858,7 +858,7 @@ as $$
 begin
     raise exception using
         errcode = code,
-        message = format('row %s of partition %s: %s', row_number, partition, error),
+        message = format('row %s of partition %s: %s', row_number, coalesce(partition::text, 'unknown'), error),
         detail = 'Nothing was sent.',
         hint = hint;
 end;
@@ -2183,9 +2183,9 @@ comment on function pgqueue._head(pgqueue.sweeps) is
 create function pgqueue._head_of(queue_name text)
 returns bigint
 language sql stable
-as $$ select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = _head_of.queue_name $$;
+as $$ select coalesce((select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = _head_of.queue_name), 1) $$;
 comment on function pgqueue._head_of(text) is
-'The lowest id at which a message of the queue may live, those in returns aside.';
+'The lowest id at which a message of the queue may live, those in returns aside; 1 where nothing is known.';
 
 create function pgqueue._widest(ids int8multirange)
 returns int8multirange
@@ -2811,14 +2811,16 @@ create function pgqueue._mark_archive(queue_name text, archive_for interval)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
 as $$
 declare
     mark constant text := pgqueue._archive_mark(queue_name);
 begin
-    if archive_for is null and to_regclass(mark) is not null then
-        execute format('drop sequence %s', mark);
-    elsif archive_for is not null and to_regclass(mark) is null then
-        execute format('create sequence %s', mark);
+    -- Without a look: who had to wait for another who altered the queue may still have an old one in his cache. These ask anew.
+    if archive_for is null then
+        execute format('drop sequence if exists %s', mark);
+    else
+        execute format('create sequence if not exists %s', mark);
         perform pgqueue._keep_private(mark::regclass);
     end if;
 end;
@@ -3730,7 +3732,7 @@ declare
 begin
     return picks || array(
         select m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= coalesce(pgqueue._head_of(q.name), 0) and m.id <= up_to_id
+        where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name) and m.id <= up_to_id
             and m.id <> all (picks) and m.visible_at <= at and m.attempt_count < m.max_attempts
             and (m.expires_at is null or m.expires_at > at)
         order by m.id limit wanted - cardinality(picks) for update skip locked
@@ -4668,18 +4670,11 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    address text := q.name;
+    address constant text := coalesce(pgqueue._address((pgqueue._transport_of(q)).relation), q.name);
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
-    -- By the catalog, as a snapshot may be older than an expose_transport.
-    if to_regclass(pgqueue._row_of_transport(q)) is not null then
-        select pgqueue._address(t.relation) into address from pgqueue.transports t where t.queue_name = q.name;
-        if not found then
-            perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
-        end if;
-    end if;
     insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)
-    values (subscribe.topic, q.name, q.name, coalesce(address, q.name))
+    values (subscribe.topic, q.name, q.name, address)
     on conflict do nothing;
     return found;
 end;
@@ -4741,6 +4736,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     names text[] collate "C";
+    queue_ids bigint[];
     smallest pgqueue.queues;
     sent int;
 begin
@@ -4750,17 +4746,18 @@ begin
     end if;
     perform pgqueue._check_enqueue(delay, expires_in);
 
-    names := pgqueue._subscribers((topic || base_topics) collate "C");
+    select array_agg(q.name order by q.name), array_agg(q.queue_id) into names, queue_ids
+    from pgqueue.queues q
+    where q.name = any ((select pgqueue._subscribers((topic || base_topics) collate "C"))::text[]);
     -- One after the other, by name. Who waited here for a drop_queue finds that the queue is gone, or another one of
-    -- its name, which nobody has subscribed; a snapshot may be older still, but the catalog knows.
+    -- its name, whatever that is subscribed to; a snapshot may be older still, but the catalog knows.
     perform pgqueue._hold_queue(n) from unnest(names) as n;
     select
         array_agg(q.name order by q.name), min(q.max_payload_bytes),
         coalesce((array_agg(q.name order by q.max_payload_bytes))[1], '')
     into names, smallest.max_payload_bytes, smallest.name
     from pgqueue.queues q
-    where q.name = any (names) and pg_relation_filenode(q.fresh_register) is not null
-        and exists (select from pgqueue.subscriptions s where s.queue_name = q.name);
+    where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_register) is not null;
     if headers is null or jsonb_typeof(headers) = 'object' then
         headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
     end if;
@@ -5047,6 +5044,25 @@ language sql immutable parallel safe
 as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
 comment on function pgqueue._row_of_transport(pgqueue.queues) is
 'The table that holds the row of transports of an exposed queue, and nothing else.';
+
+create function pgqueue._transport_of(q pgqueue.queues, out relation regclass, out seq_register regclass)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- By the name of its table, for which the catalog is asked anew: the cache of who had to wait for an expose_transport
+    -- may be older than that, and so may a snapshot.
+    execute format('select t.relation, t.seq_register from %s t', pgqueue._row_of_transport(q)) into relation, seq_register;
+    if relation is null then
+        perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
+    end if;
+exception when undefined_table then
+    -- It is not exposed.
+    null;
+end;
+$$;
+comment on function pgqueue._transport_of(pgqueue.queues) is
+'The relation and the sequence of a queue that is held, as of now; nulls where it is not exposed. Raises 40001 where it was exposed behind the snapshot.';
 
 create function pgqueue._learn_head(t pgqueue.transports, partition regclass)
 returns pgqueue.transports
@@ -5389,10 +5405,10 @@ declare
     seq_register regclass;
     index regclass;
 begin
-    if to_regclass(pgqueue._row_of_transport(q)) is null then
+    select t.relation, t.seq_register into relation, seq_register from pgqueue._transport_of(q) t;
+    if relation is null then
         return false;
     end if;
-    execute format('select t.relation, t.seq_register from %s t', pgqueue._row_of_transport(q)) into relation, seq_register;
     -- Somebody may have dropped it, or an index.
     if exists (select from pg_class c where c.oid = relation) then
         execute format('drop view %s', relation);
@@ -5844,14 +5860,17 @@ create function pgqueue._is_under_way(xid xid, snapshot pg_snapshot)
 returns boolean
 language sql stable parallel safe
 as $$
-    -- A transaction that began behind the snapshot, or one that the snapshot saw running. Ids of
-    -- transactions are compared as rows store them, in 32 bits.
+    -- A transaction that began behind the snapshot, or one that the snapshot saw running, or what it does not tell of: a
+    -- subtransaction and, on a standby, any. Ids of transactions are compared as rows store them, in 32 bits.
     select
         ((xid::text::bigint - pg_snapshot_xmax(snapshot)::text::bigint) & 4294967295) < 2147483648
         or exists (
             select from pg_snapshot_xip(snapshot) as x
             where x::text::bigint & 4294967295 = xid::text::bigint
         )
+        or pg_xact_status(greatest(3, pg_snapshot_xmax(snapshot)::text::bigint
+            - ((pg_snapshot_xmax(snapshot)::text::bigint - xid::text::bigint) & 4294967295))::text::xid8)
+            is not distinct from 'in progress'
 $$;
 comment on function pgqueue._is_under_way(xid, pg_snapshot) is
 'Whether a transaction had not ended when the snapshot was taken.';
@@ -5862,7 +5881,7 @@ language sql stable parallel safe
 -- Short enough to become part of who asks: most rows are held by nobody, and need no call to tell.
 as $$ select xmax <> '0' and pgqueue._is_under_way(xmax, pg_current_snapshot()) $$;
 comment on function pgqueue._held(xid) is
-'Whether another transaction holds a row, judged by the row''s xmax: reading takes no lock. Shared row locks and savepoints may be misjudged.';
+'Whether another transaction holds a row, judged by the row''s xmax: reading takes no lock. Shared row locks may be misjudged.';
 
 create function pgqueue._returned(
     queue_name text, within int8multirange, wanted int, out ids bigint[], out stand_for bigint
@@ -5952,7 +5971,7 @@ begin
             select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
             from pgqueue.messages m
             where m.queue_name = q.name and m.id < fresh
-                and m.id >= (select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = q.name)
+                and m.id >= coalesce((select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = q.name), 1)
             order by m.id limit 400
         ) w;
         total := total + ready;

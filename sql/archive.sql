@@ -43,14 +43,16 @@ create or replace function pgqueue._mark_archive(queue_name text, archive_for in
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
 as $$
 declare
     mark constant text := pgqueue._archive_mark(queue_name);
 begin
-    if archive_for is null and to_regclass(mark) is not null then
-        execute format('drop sequence %s', mark);
-    elsif archive_for is not null and to_regclass(mark) is null then
-        execute format('create sequence %s', mark);
+    -- Without a look: who had to wait for another who altered the queue may still have an old one in his cache. These ask anew.
+    if archive_for is null then
+        execute format('drop sequence if exists %s', mark);
+    else
+        execute format('create sequence if not exists %s', mark);
         perform pgqueue._keep_private(mark::regclass);
     end if;
 end;

@@ -261,7 +261,7 @@ as $$
 begin
     raise exception using
         errcode = code,
-        message = format('row %s of partition %s: %s', row_number, partition, error),
+        message = format('row %s of partition %s: %s', row_number, coalesce(partition::text, 'unknown'), error),
         detail = 'Nothing was sent.',
         hint = hint;
 end;

@@ -4,14 +4,17 @@ create or replace function pgqueue._is_under_way(xid xid, snapshot pg_snapshot)
 returns boolean
 language sql stable parallel safe
 as $$
-    -- A transaction that began behind the snapshot, or one that the snapshot saw running. Ids of
-    -- transactions are compared as rows store them, in 32 bits.
+    -- A transaction that began behind the snapshot, or one that the snapshot saw running, or what it does not tell of: a
+    -- subtransaction and, on a standby, any. Ids of transactions are compared as rows store them, in 32 bits.
     select
         ((xid::text::bigint - pg_snapshot_xmax(snapshot)::text::bigint) & 4294967295) < 2147483648
         or exists (
             select from pg_snapshot_xip(snapshot) as x
             where x::text::bigint & 4294967295 = xid::text::bigint
         )
+        or pg_xact_status(greatest(3, pg_snapshot_xmax(snapshot)::text::bigint
+            - ((pg_snapshot_xmax(snapshot)::text::bigint - xid::text::bigint) & 4294967295))::text::xid8)
+            is not distinct from 'in progress'
 $$;
 comment on function pgqueue._is_under_way(xid, pg_snapshot) is
 'Whether a transaction had not ended when the snapshot was taken.';
@@ -22,7 +25,7 @@ language sql stable parallel safe
 -- Short enough to become part of who asks: most rows are held by nobody, and need no call to tell.
 as $$ select xmax <> '0' and pgqueue._is_under_way(xmax, pg_current_snapshot()) $$;
 comment on function pgqueue._held(xid) is
-'Whether another transaction holds a row, judged by the row''s xmax: reading takes no lock. Shared row locks and savepoints may be misjudged.';
+'Whether another transaction holds a row, judged by the row''s xmax: reading takes no lock. Shared row locks may be misjudged.';
 
 create or replace function pgqueue._returned(
     queue_name text, within int8multirange, wanted int, out ids bigint[], out stand_for bigint
@@ -112,7 +115,7 @@ begin
             select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
             from pgqueue.messages m
             where m.queue_name = q.name and m.id < fresh
-                and m.id >= (select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = q.name)
+                and m.id >= coalesce((select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = q.name), 1)
             order by m.id limit 400
         ) w;
         total := total + ready;

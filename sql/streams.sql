@@ -236,7 +236,7 @@ declare
 begin
     return picks || array(
         select m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= coalesce(pgqueue._head_of(q.name), 0) and m.id <= up_to_id
+        where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name) and m.id <= up_to_id
             and m.id <> all (picks) and m.visible_at <= at and m.attempt_count < m.max_attempts
             and (m.expires_at is null or m.expires_at > at)
         order by m.id limit wanted - cardinality(picks) for update skip locked

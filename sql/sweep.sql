@@ -227,9 +227,9 @@ comment on function pgqueue._head(pgqueue.sweeps) is
 create or replace function pgqueue._head_of(queue_name text)
 returns bigint
 language sql stable
-as $$ select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = _head_of.queue_name $$;
+as $$ select coalesce((select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = _head_of.queue_name), 1) $$;
 comment on function pgqueue._head_of(text) is
-'The lowest id at which a message of the queue may live, those in returns aside.';
+'The lowest id at which a message of the queue may live, those in returns aside; 1 where nothing is known.';
 
 create or replace function pgqueue._widest(ids int8multirange)
 returns int8multirange

@@ -91,18 +91,11 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    address text := q.name;
+    address constant text := coalesce(pgqueue._address((pgqueue._transport_of(q)).relation), q.name);
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
-    -- By the catalog, as a snapshot may be older than an expose_transport.
-    if to_regclass(pgqueue._row_of_transport(q)) is not null then
-        select pgqueue._address(t.relation) into address from pgqueue.transports t where t.queue_name = q.name;
-        if not found then
-            perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
-        end if;
-    end if;
     insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)
-    values (subscribe.topic, q.name, q.name, coalesce(address, q.name))
+    values (subscribe.topic, q.name, q.name, address)
     on conflict do nothing;
     return found;
 end;
@@ -164,6 +157,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     names text[] collate "C";
+    queue_ids bigint[];
     smallest pgqueue.queues;
     sent int;
 begin
@@ -173,17 +167,18 @@ begin
     end if;
     perform pgqueue._check_enqueue(delay, expires_in);
 
-    names := pgqueue._subscribers((topic || base_topics) collate "C");
+    select array_agg(q.name order by q.name), array_agg(q.queue_id) into names, queue_ids
+    from pgqueue.queues q
+    where q.name = any ((select pgqueue._subscribers((topic || base_topics) collate "C"))::text[]);
     -- One after the other, by name. Who waited here for a drop_queue finds that the queue is gone, or another one of
-    -- its name, which nobody has subscribed; a snapshot may be older still, but the catalog knows.
+    -- its name, whatever that is subscribed to; a snapshot may be older still, but the catalog knows.
     perform pgqueue._hold_queue(n) from unnest(names) as n;
     select
         array_agg(q.name order by q.name), min(q.max_payload_bytes),
         coalesce((array_agg(q.name order by q.max_payload_bytes))[1], '')
     into names, smallest.max_payload_bytes, smallest.name
     from pgqueue.queues q
-    where q.name = any (names) and pg_relation_filenode(q.fresh_register) is not null
-        and exists (select from pgqueue.subscriptions s where s.queue_name = q.name);
+    where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_register) is not null;
     if headers is null or jsonb_typeof(headers) = 'object' then
         headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
     end if;

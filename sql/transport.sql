@@ -246,6 +246,25 @@ as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
 comment on function pgqueue._row_of_transport(pgqueue.queues) is
 'The table that holds the row of transports of an exposed queue, and nothing else.';
 
+create or replace function pgqueue._transport_of(q pgqueue.queues, out relation regclass, out seq_register regclass)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- By the name of its table, for which the catalog is asked anew: the cache of who had to wait for an expose_transport
+    -- may be older than that, and so may a snapshot.
+    execute format('select t.relation, t.seq_register from %s t', pgqueue._row_of_transport(q)) into relation, seq_register;
+    if relation is null then
+        perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
+    end if;
+exception when undefined_table then
+    -- It is not exposed.
+    null;
+end;
+$$;
+comment on function pgqueue._transport_of(pgqueue.queues) is
+'The relation and the sequence of a queue that is held, as of now; nulls where it is not exposed. Raises 40001 where it was exposed behind the snapshot.';
+
 create or replace function pgqueue._learn_head(t pgqueue.transports, partition regclass)
 returns pgqueue.transports
 language plpgsql volatile
@@ -587,10 +606,10 @@ declare
     seq_register regclass;
     index regclass;
 begin
-    if to_regclass(pgqueue._row_of_transport(q)) is null then
+    select t.relation, t.seq_register into relation, seq_register from pgqueue._transport_of(q) t;
+    if relation is null then
         return false;
     end if;
-    execute format('select t.relation, t.seq_register from %s t', pgqueue._row_of_transport(q)) into relation, seq_register;
     -- Somebody may have dropped it, or an index.
     if exists (select from pg_class c where c.oid = relation) then
         execute format('drop view %s', relation);

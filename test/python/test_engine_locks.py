@@ -1,10 +1,16 @@
-"""What looks at all queues holds none of them: locks of thousands would fill the lock table of the server."""
+"""What looks at all queues holds none of them: locks of thousands would fill the lock table of the server.
 
+Who had to wait for a lock goes by what there is then.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
 import pytest
-from clients import connect
+from clients import connect, wait_for
 
 import pgqueue
 
@@ -29,3 +35,84 @@ def test_who_looks_at_all_queues_holds_none(
                 [name],
             )
             assert registers.fetchone() == (0,)
+
+
+def waits(connection: psycopg.Connection[Any], other: psycopg.Connection[Any]) -> bool:
+    """Whether another session waits for a lock."""
+    seen = connection.execute("select cardinality(pg_blocking_pids(%s)) > 0", (other.info.backend_pid,)).fetchone()
+    return seen == (True,)
+
+
+@pytest.mark.parametrize(("first", "second"), [("1 day", "0"), ("0", "1 day")])
+def test_who_waited_to_alter_a_queue_sees_whether_it_archives_by_now(
+    connection: psycopg.Connection[Any], database: str, name: str, first: str, second: str
+) -> None:
+    # A session remembers what there was of a name, and hears of changes with its locks: it has all of those already.
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue()
+    connection.execute("select pgqueue.create_queue(%s)", (f"{name}-2",))
+    with connect(database) as admin, connect(database) as watcher, ThreadPoolExecutor(1) as pool:
+        alter = "select pgqueue.alter_queue(%s, archive_for => %s)"
+        admin.execute(alter, (name, second))
+        admin.execute(alter, (name, second))
+        with admin.transaction():
+            admin.execute("select pgqueue.alter_queue(%s, max_attempts => 3)", (f"{name}-2",))
+            with connection.transaction():
+                connection.execute(alter, (name, first))
+                altered = pool.submit(admin.execute, alter, (name, second))
+                wait_for(lambda: waits(watcher, admin))
+            altered.result()
+    queue.enqueue(1)
+    (message,) = queue.claim()
+    assert queue.ack(message.id, message.claim_token)
+    archived = connection.execute("select count(*) from pgqueue.archived_messages where queue_name = %s", (name,))
+    assert archived.fetchone() == (int(second != "0"),)
+
+
+@pytest.mark.parametrize(("change", "address"), [("expose_transport", '"public"."{}"'), ("unexpose_transport", "{}")])
+def test_who_waited_to_subscribe_notes_the_address_that_the_queue_has_by_now(
+    connection: psycopg.Connection[Any], database: str, name: str, change: str, address: str
+) -> None:
+    other = f"{name}-2"
+    connection.execute("select pgqueue.create_queue(n) from unnest(%s::text[]) as n", ([name, other],))
+    if change == "unexpose_transport":
+        connection.execute("select pgqueue.expose_transport(%s)", (name,))
+    with connect(database) as subscriber, connect(database) as watcher, ThreadPoolExecutor(1) as pool:
+        subscribe = "select pgqueue.subscribe(%s, %s)"
+        subscriber.execute(subscribe, ("first", name))
+        with subscriber.transaction():
+            with connection.transaction():
+                connection.execute(f"select pgqueue.{change}(%s)", (name,))
+                subscriber.execute(subscribe, ("first", other))
+                subscribed = pool.submit(subscriber.execute, subscribe, ("second", name))
+                wait_for(lambda: waits(watcher, subscriber))
+            assert subscribed.result().fetchone() == (True,)
+    noted = connection.execute("select queue_address from pgqueue.subscriptions where queue_name = %s", (name,))
+    assert noted.fetchall() == [(address.format(name),)] * 2
+
+
+@contextmanager
+def patient(connection: psycopg.Connection[Any]) -> Iterator[None]:
+    """Half a second is short for a test that looks on."""
+    change = "alter function pgqueue.unexpose_transport(text) set lock_timeout = "
+    connection.execute(f"{change} '1 min'")
+    try:
+        yield
+    finally:
+        connection.execute(f"{change} '500 ms'")
+
+
+def test_who_waited_to_take_a_relation_away_finds_it(
+    connection: psycopg.Connection[Any], database: str, name: str
+) -> None:
+    connection.execute("select pgqueue.create_queue(n) from unnest(%s::text[]) as n", ([name, f"{name}-2"],))
+    with patient(connection), connect(database) as admin, connect(database) as watcher, ThreadPoolExecutor(1) as pool:
+        unexpose = "select pgqueue.unexpose_transport(%s)"
+        assert admin.execute(unexpose, (name,)).fetchone() == (False,)
+        with admin.transaction():
+            admin.execute("select pgqueue.get_queue(%s)", (f"{name}-2",))
+            with connection.transaction():
+                connection.execute("select pgqueue.expose_transport(%s)", (name,))
+                unexposed = pool.submit(admin.execute, unexpose, (name,))
+                wait_for(lambda: waits(watcher, admin))
+            assert unexposed.result().fetchone() == (True,)

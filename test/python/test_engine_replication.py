@@ -1,7 +1,8 @@
-"""Logical replication of all tables hinders no verb, and who subscribes can take over."""
+"""Logical replication hinders no verb, and who subscribes can take over. A standby counts as the primary does."""
 
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -120,3 +121,38 @@ def test_all_tables_are_published_and_who_subscribes_takes_over(logical: Embedde
 
             wait_for(all_of_it, 5)
             assert len(got) == len(set(got)) == sum(name == queue for name, _ in there) + 1
+
+
+def test_a_peek_at_a_standby_leaves_out_what_is_held_on_the_primary(logical: EmbeddedServer, tmp_path: Path) -> None:
+    standby = tmp_path / "standby"
+    source = make_conninfo(logical.dsn, dbname="peeked")
+    with connect(logical.dsn) as maintenance:
+        maintenance.execute("create database peeked")
+    with connect(source) as connection, connect(source) as consumer:
+        connection.execute("create extension pgqueue")
+        connection.execute("select pgqueue.create_queue('peeked')")
+        connection.execute("select pgqueue.enqueue_batch('peeked', '{1,2,3}')")
+        subprocess.run(
+            [logical.bindir / "pg_basebackup", "-d", logical.dsn, "-D", standby, "-R", "-X", "stream", "-c", "fast"],
+            check=True,
+        )
+        with (
+            EmbeddedServer(durable=False, data_dir=standby) as server,
+            connect(make_conninfo(server.dsn, dbname="peeked")) as looker,
+        ):
+
+            def peeked() -> Any:
+                """What a peek at the standby counts, when it has all that was committed."""
+                connection.execute("create table if not exists peeks ()")
+                connection.execute("insert into peeks default values")
+                here = connection.execute("select pg_current_wal_lsn()").fetchone()
+                wait_for(
+                    lambda: looker.execute("select pg_last_wal_replay_lsn() >= %s::pg_lsn", here).fetchone() == (True,)
+                )
+                return looker.execute("select pgqueue.peek('peeked')").fetchone()
+
+            assert peeked() == (3,)
+            with consumer.transaction(force_rollback=True):
+                consumer.execute("select pgqueue.receive('peeked', 2)")
+                assert peeked() == (1,)
+            assert peeked() == (3,)

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(47);
+select plan(51);
 
 create function pg_temp.counts(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -50,6 +50,8 @@ begin
     return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': a claim has passed by what is in flight');
     perform pg_temp.pass('31 s');
     return next is(pgqueue.peek(queue), 1, queue || ': peek counts a claim that ran out');
+    delete from pgqueue.sweeps w where w.queue_name = queue;
+    return next is(pgqueue.peek(queue), 1, queue || ': also where what sweeps have learnt is lost');
     perform pgqueue.purge_queue(queue);
 
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[1000]));
@@ -68,6 +70,8 @@ begin
     return next is(pgqueue.peek(queue), 0, queue || ': what came back and was claimed is not counted');
     perform pg_temp.pass('31 s');
     return next is(pgqueue.peek(queue), 1, queue || ': until its claim has run out');
+    delete from pgqueue.sweeps w where w.queue_name = queue;
+    return next is(pgqueue.peek(queue), 1, queue || ': and then once, whatever is known of where it lies');
 end;
 $$;
 select pg_temp.counts('peek_shared', false);

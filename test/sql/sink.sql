@@ -5,7 +5,7 @@ create or replace function pgqueue._now() returns timestamptz language sql volat
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 
-select plan(140);
+select plan(141);
 
 -- What a call raises: code and message.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
@@ -247,6 +247,7 @@ select is(pgqueue.sweep_staged('25 h'), 1::bigint, 'a sweep removes what nobody 
 select is(pgqueue.sweep_staged(), 2::bigint, 'and what was staged a day ago');
 select is(pg_temp.left_over(pg_temp.run(30)) || pg_temp.left_over(pg_temp.run(31)), '{0,0,1,1}', 'and nothing else');
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{2}'')', pg_temp.run(30), :'old')), format('PQ010 run %s staged 2 messages in partition unknown, and 0 are there', pg_temp.run(30)), 'who was swept away is told so');
+select is(pg_temp.raised(format('insert into pgqueue.staged_messages (token, row_number, payloads) values (%L, 1, array[null]::jsonb[])', pg_temp.run(30))), '22023 row 1 of partition unknown: invalid payload: null', 'who stages under a token that is gone is told what is wrong all the same');
 
 -- Forgetting.
 select pgqueue.sink_commit(pg_temp.run(40 + v), '{}', '{}', 'app', v) from unnest(array[1, 2, 4, 5]) v;

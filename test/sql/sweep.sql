@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(84);
+select plan(88);
 
 create function pg_temp.sweeps(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -137,6 +137,8 @@ begin
     perform pgqueue.claim(queue);
     delete from pgqueue.sweeps s where s.queue_name = queue;
     perform pg_temp.pass('31 s');
+    return next is((select s.ready_messages from pgqueue.stats(queue) s), 1::bigint, queue || ': who looks sees all without the row in sweeps');
+    return next ok(pgqueue.next_due_at(queue) <= pgqueue._now(), queue || ': so does who asks when to come back');
     return next is((select c.id from pgqueue.claim(queue) c), new_id, queue || ': without its row in sweeps a lapsed message is found all the same');
     return next ok(exists (select from pgqueue.sweeps s where s.queue_name = queue), queue || ': and the row is there again');
 end;
