@@ -20,6 +20,7 @@ from commands import COMMAND, Done, environment, in_process, run, running, termi
 from psycopg import sql
 
 import pgqueue
+import pgqueue.cli
 from pgqueue.cli import app
 from pgqueue.cli.show import period
 from pgqueue.cli.values import duration
@@ -171,6 +172,14 @@ def test_arguments_are_sent_and_stay_the_json_that_they_are(cli: Callable[..., D
     assert cli("send", orders.name, "1").out == f"message {orders.browse()[-1].id} sent to {orders.name}\n"
 
 
+def test_in_an_argument_of_several_lines_the_line_is_told(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    for words in (["send", orders.name], ["publish", orders.name]):
+        done = cli(*words, '{\n  "a": 1,\n  "b": }')
+        assert done.status == 2
+        assert "not JSON: Expecting value at line 3 column 8\n" in done.err
+    assert payloads(orders) == []
+
+
 def test_lines_of_json_are_sent_from_standard_input(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     lines = b'\xef\xbb\xbf{"a": 1}\r\n\n  \n"two"\n[3]'
     done = cli("send", orders.name, "--json", stdin=lines)
@@ -239,6 +248,17 @@ def test_a_bad_line_is_named_and_nothing_is_sent(
     assert done.err.startswith(f"pgqueue: {file}:1502: {reason}")
     assert "Nothing was sent." in done.err.splitlines()[-1]
     assert "Traceback" not in done.err
+    assert payloads(orders) == []
+
+
+@pytest.mark.parametrize("options", [[], ["--body"]])
+def test_a_file_that_cannot_be_read_to_its_end_is_named(
+    cli: Callable[..., Done], orders: pgqueue.Queue, tmp_path: Path, options: list[str]
+) -> None:
+    (tmp_path / "good").write_text("1\n")
+    unreadable = "/proc/self/mem"
+    done = cli("send", orders.name, *options, "--file", str(tmp_path / "good"), "--file", unreadable)
+    assert done == (1, "", f"pgqueue: {unreadable}: Input/output error\nhint: Nothing was sent.\n")
     assert payloads(orders) == []
 
 
@@ -697,6 +717,18 @@ def test_a_full_disk_is_told_once(database: str, orders: pgqueue.Queue) -> None:
     assert (done.returncode, done.stderr) == (1, b"pgqueue: [Errno 28] No space left on device\n")
 
 
+def test_results_are_worth_the_work_where_remarks_have_no_room(tmp_path: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*COMMAND, "create", "orders"],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            env=environment(PGQUEUE_HOME=tmp_path / "home"),
+            text=True,
+        )
+    assert (done.returncode, done.stdout[:14]) == (0, "queue orders: ")
+
+
 def test_an_interrupt_ends_any_command_with_its_status(
     database: str, orders: pgqueue.Queue, connection: psycopg.Connection[Any], tmp_path: Path
 ) -> None:
@@ -709,6 +741,14 @@ def test_an_interrupt_ends_any_command_with_its_status(
                 command.wait_for(lambda: connection.execute(waits).fetchone() == (1,))
                 command.signal(signal.SIGINT)
                 assert command.end() == (130, "", "")
+
+
+def test_an_interrupt_before_there_is_a_command_has_that_status_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def app(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pgqueue.cli, "app", app)
+    assert pgqueue.cli.main(["list"]) == 130
 
 
 def test_the_encoding_of_other_clients_is_not_that_of_commands(database: str, orders: pgqueue.Queue) -> None:
@@ -849,6 +889,12 @@ def test_an_id_beyond_all_ids_is_an_error_of_the_database(cli: Callable[..., Don
     done = cli("dead", "redrive", orders.name, str(2**64))
     assert done.status == 1
     assert "Traceback" not in done.err
+    for beyond in (2**64, -(2**63) - 1):
+        done = cli("dead", "show", orders.name, "--", str(beyond))
+        assert (done.status, done.out) == (1, "")
+        assert done.err.startswith(f"pgqueue: invalid id: {beyond}; must be an integer from {-(2**63)} to {2**63 - 1}")
+    for none in (2**63 - 1, -(2**63)):
+        assert cli("dead", "show", orders.name, "--", str(none)).status == 3
 
 
 def test_the_database_is_that_of_the_option_then_of_pgqueue_dsn_then_of_libpq(

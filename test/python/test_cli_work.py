@@ -1,12 +1,17 @@
 """`pgqueue work`, in processes of its own: what it runs, what it shows, and how it stops."""
 
+import errno
+import io
 import json
+import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -15,6 +20,7 @@ from clients import wait_for
 from commands import ANSI, COMMAND, Done, environment, in_process, run, running, terminal
 
 import pgqueue
+import pgqueue.cli
 
 HANDLERS = '''
 import asyncio, functools, logging, threading, time
@@ -54,6 +60,9 @@ def fail_once(delivery):
 def log(delivery):
     logging.getLogger("orders").warning("at work")
     print("done", flush=True)
+
+def measure(delivery):
+    logging.getLogger("orders").warning("measured", extra={"rate": float("nan"), "share": 0.5})
 
 def where(delivery):
     print("in", threading.current_thread() is threading.main_thread(), flush=True)
@@ -262,6 +271,21 @@ def test_failures_are_logged_with_message_and_attempt(
         assert f" message_id={number} attempt=3" in done.err
 
 
+def test_log_lines_are_json_whatever_is_logged(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+    orders.enqueue(1)
+    done = work(orders, "measure", "--until-empty", "--quiet", "--log-json", dsn=database, cwd=shop)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    (measured,) = [
+        record
+        for record in (json.loads(line, parse_constant=refuse) for line in done.err.splitlines())
+        if record["text"] == "measured"
+    ]
+    assert (measured["rate"], measured["share"]) == ("nan", 0.5)
+
+
 # Handlers and values that cannot be
 
 
@@ -394,6 +418,25 @@ def test_it_goes_on_where_nobody_reads_its_log(database: str, orders: pgqueue.Qu
         command.kill()
         command.wait()
         command.stdout.close()
+
+
+def test_who_is_forced_to_end_ends_also_where_nothing_more_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else threads that do not stop would hold the process."""
+
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    ended: list[int] = []
+    stop = pgqueue.cli.work._Stop(SimpleNamespace(request_stop=lambda: None), SimpleNamespace(signals=0))
+    stop(signal.SIGINT)
+    stop(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "_exit", ended.append)
+        patch.setattr(sys, "stdout", Full())
+        patch.setattr(sys, "stderr", Full())
+        stop.leave_if_forced()
+    assert ended == [128 + signal.SIGTERM]
 
 
 def test_a_third_signal_waits_for_nothing(database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from served import ADMIN
 from pgqueue.http import Service, Settings, create_app
 from pgqueue.http.body import read_json, size_of
 from pgqueue.http.databases import Databases
-from pgqueue.http.models import DirectMessage
+from pgqueue.http.models import Ack, DirectMessage
 from pgqueue.http.passwords import hash_password
 
 # As text, of any form that JSON allows: Python would write most of them otherwise.
@@ -204,6 +204,40 @@ async def test_any_depth_is_read_or_refused(web: httpx.AsyncClient) -> None:
 def test_a_whole_number_may_be_written_in_any_way(text: str) -> None:
     message = DirectMessage.model_validate(read_json(f'{{"payload": 1, "delay_seconds": {text}}}'))
     assert message.delay_seconds in (0, 30)
+
+
+TOKEN = "00000000-0000-0000-0000-000000000000"
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "field", "limit"),
+    [
+        ("ack", {"id": 1, "claim_token": "token"}, "claim_token", "a UUID"),
+        ("ack", {"id": 1, "claim_token": "x" * 36}, "claim_token", "a UUID"),
+        ("ack", {"id": 1, "claim_token": None}, "claim_token", "a UUID"),
+        ("ack", {"id": "1", "claim_token": TOKEN}, "id", "a whole number"),
+        ("ack", {"id": 2**63, "claim_token": TOKEN}, "id", f"at most {2**63 - 1}"),
+        ("ack-batch", {"ids": 1, "claim_token": TOKEN}, "ids", "a list"),
+        ("claim", {"claimed_by": 1}, "claimed_by", "a string"),
+        ("claim", {"claimed_by": "\ud800"}, "claimed_by", "a string of Unicode characters"),
+        ("messages", {"messages": [1]}, "messages[0]", "a JSON object"),
+        ("messages", {"messages": [{"payload": 1, "headers": []}]}, "messages[0].headers", "a JSON object"),
+    ],
+    ids=str,
+)
+async def test_what_a_field_must_be_is_told(
+    web: httpx.AsyncClient, verb: str, body: dict[str, Any], field: str, limit: str
+) -> None:
+    status, error = await refusal(web, f"/v1/queues/q/{verb}", json.dumps(body))
+    assert (status, error["code"], error["field"], error["limit"]) == (422, "invalid", field, limit)
+    assert error["message"] == f"{field} is invalid; must be {limit}"
+
+
+@pytest.mark.parametrize("text", ["9007199254740993.0", "9.007199254740993e15", "9223372036854775807.0"])
+def test_no_id_becomes_another_one(text: str) -> None:
+    """As a float it would."""
+    ack = Ack.model_validate(read_json(f'{{"id": {text}, "claim_token": "{TOKEN}"}}'))
+    assert ack.id in (9007199254740993, 9223372036854775807)
 
 
 @pytest.mark.parametrize("text", ["30.5", "1e131071", "1e-5", "9" * 5000], ids=len)

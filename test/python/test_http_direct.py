@@ -174,6 +174,15 @@ def test_headers_over_64_kb_and_other_limits_of_the_database_are_told(
     assert code(queue.post("messages", {"messages": [{"payload": "x" * 20}]}), 413) == "payload_too_large"
 
 
+def test_what_people_are_told_is_stored_without_what_postgresql_cannot_store(queue: DirectQueue) -> None:
+    queue.send(1)
+    (claimed,) = queue.claim(claimed_by="a\0b")
+    assert claimed["claimed_by"] == "ab"
+    settled = {"id": claimed["id"], "claim_token": claimed["claim_token"], "delay_seconds": 0, "error": "c\0d"}
+    assert queue.post("nack", settled).status_code == 200
+    assert queue.claim()[0]["last_error"] == "cd"
+
+
 def test_any_json_passes_as_it_was_written(queue: DirectQueue) -> None:
     text = '[1.10, 1e400, null, "\\u00e9", {"a": {}}]'
     body = f'{{"messages": [{{"payload": {text}}}, {{"payload": null}}, {{"payload": false}}]}}'

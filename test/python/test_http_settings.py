@@ -1,6 +1,7 @@
 """The configuration file and the passwords in it; `pgqueue serve` by its options."""
 
 import asyncio
+import os
 import re
 import signal
 import time
@@ -129,6 +130,27 @@ def test_hashes_are_salted_and_fit_into_the_file() -> None:
     assert done.out.strip() != HASH
     settings = Settings.of(GOOD | {"users": {"admin": {"password_hash": done.out.strip()}}})
     assert asyncio.run(Authenticator(settings.users).user(basic("admin", "password"))) == "admin"
+
+
+def test_a_password_that_nobody_could_send_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = commands.run("serve", "--hash-password", stdin=b"\xff\n", PYTHONIOENCODING="utf-8:strict")
+    assert asked == (2, "", "pgqueue: the password is not valid UTF-8\n")
+    asked = commands.run("serve", "--hash-password", stdin=b"\xff\n", PYTHONIOENCODING="utf-8:surrogateescape")
+    assert asked == (2, "", "pgqueue: the password is not valid UTF-8\n")
+    served = commands.run("serve", "--dsn", "host=/nowhere", PGQUEUE_PASSWORD=os.fsdecode(b"\xff"))
+    assert served == (2, "", "pgqueue: PGQUEUE_PASSWORD is not valid UTF-8\n")
+    monkeypatch.setenv("TEST_PASSWORD", os.fsdecode(b"\xff"))
+    with pytest.raises(SettingsError, match=r"users\.admin\.password_env: .* not valid UTF-8"):
+        Settings.of(GOOD | {"users": {"admin": {"password_env": "TEST_PASSWORD"}}})
+
+
+def test_an_empty_password_is_refused_also_at_a_terminal() -> None:
+    assert commands.run("serve", "--hash-password", stdin=b"\n").err == "pgqueue: the password is empty\n"
+    with commands.terminal("serve", "--hash-password") as screen:
+        screen.wait_for("Password: ")
+        screen.type("\x04")
+        assert screen.end() == 2
+        assert "pgqueue: the password is empty" in screen.seen
 
 
 def test_a_file_that_cannot_be_used_ends_the_command(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import codecs
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 
 from . import access, archive, dead, messages, queues, send, serve, spark, topics, work
-from .frame import Dsn, Session, command
+from .frame import Dsn, Session, command, forget
 from .show import spelt_out
 
 __all__ = ["app", "main"]
@@ -131,4 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app(None if arguments is None else list(arguments), prog_name="pgqueue")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
+    except KeyboardInterrupt:  # before there is a command, or behind it
+        return 128 + signal.SIGINT
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:  # Python would end with a status of its own
+            forget(sys.stderr)
     return 0

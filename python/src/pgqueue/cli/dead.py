@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .._calls import as_integer
 from ..message import DeadMessage
 from .frame import Failure, Session, Status
 from .show import content, moment, printable
@@ -41,8 +42,9 @@ def show(
 
     The exit status is 3 where there is none of this id.
     """
+    before = max(as_integer("id", 64, id) - 1, -(2**63))
     with session.queue(queue) as verbs:
-        found = [letter for letter in verbs.browse_dead_messages(1, id - 1) if letter.id == id]
+        found = [letter for letter in verbs.browse_dead_messages(1, before) if letter.id == id]
     if not found:
         raise Failure(f"queue {queue} has no dead letter {id}", "pgqueue dead list shows them.", Status.NO)
     if session.json:

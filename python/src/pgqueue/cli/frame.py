@@ -31,7 +31,7 @@ from ..embedded import EmbeddedServerError, default_home, given_server, shared_s
 from ..errors import QueueExists, QueueNotFound
 from .show import RawJson, json_line, printable, table
 
-__all__ = ["COMMON", "Dsn", "Failure", "Session", "Status", "command", "connected", "explain"]
+__all__ = ["COMMON", "Dsn", "Failure", "Session", "Status", "command", "connected", "explain", "forget"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -202,11 +202,19 @@ class _Moments(TimestamptzLoader):
 class _Console(Console):
     """Where its reader has gone, rich would end whatever prints: a handler that logs, or the pump."""
 
+    def print(self, *objects: Any, **how: Any) -> None:
+        try:
+            super().print(*objects, **how)
+        except OSError:  # such as a full disk
+            if self.file is sys.stdout:
+                raise
+            del self._buffer[:]  # else it grows, and all of it is tried again each time
+
     def on_broken_pipe(self) -> None:
         if self.file is sys.stdout:
             raise BrokenPipeError
         self.quiet = True  # The results are worth the work, also where nobody reads what is said beside them.
-        _forget(self.file)
+        forget(self.file)
 
 
 def _console(file: TextIO) -> Console:
@@ -299,7 +307,8 @@ class _Command(typer.core.TyperCommand):
         except Exception as error:
             takes = any(parameter.param_type_name == "argument" for parameter in self.params)
             if takes and getattr(error, "option_name", None) and not getattr(error, "possibilities", None):
-                error.message += " What begins with a hyphen and is no option comes behind --."  # type: ignore[attr-defined]
+                said = error.message.rstrip(".")  # type: ignore[attr-defined]
+                error.message = f"{said}. What begins with a hyphen and is no option comes behind --."  # type: ignore[attr-defined]
             raise
 
 
@@ -334,7 +343,7 @@ def _run(session: Session, function: Callable[..., None], values: dict[str, Any]
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # as under `| head`
-        _forget(sys.stdout)
+        forget(sys.stdout)
         raise typer.Exit(128 + signal.SIGPIPE) from None
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
@@ -343,10 +352,10 @@ def _run(session: Session, function: Callable[..., None], values: dict[str, Any]
         try:
             sys.stdout.flush()
         except OSError:  # such as a full disk, which is told
-            _forget(sys.stdout)
+            forget(sys.stdout)
         raise typer.Exit(status) from None
 
 
-def _forget(stream: IO[str]) -> None:
+def forget(stream: IO[str]) -> None:
     """Let what could not be written go, lest Python complains of it at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -103,7 +103,7 @@ def send(
                 expires_in=expires_in,
             )
 
-        inputs = chain(given, (each for path in paths for each in _read(path, body, meter)))
+        inputs = chain(given, (each for path in paths for each in _inputs(path, body, meter)))
         shipment = _Shipment(session, connection, enqueue)
         shipment.send(inputs, commit_every)
     if session.json:
@@ -220,8 +220,15 @@ def _path(name: str) -> Path | None:
     return path
 
 
-def _read(path: Path | None, body: bool, meter: "_Meter") -> Iterator[Input]:
+def _inputs(path: Path | None, body: bool, meter: "_Meter") -> Iterator[Input]:
     name = "standard input" if path is None else str(path)
+    try:
+        yield from _read(path, name, body, meter)
+    except OSError as error:  # which has no name where it comes in the midst of a file
+        raise Bad(f"{name}: {error.strerror}") from error
+
+
+def _read(path: Path | None, name: str, body: bool, meter: "_Meter") -> Iterator[Input]:
     with nullcontext(sys.stdin.buffer) if path is None else path.open("rb") as lines:
         if body:
             content = lines.read()

@@ -90,7 +90,6 @@ def _tell(session: Session, host: str, port: int) -> None:
 def _own(session: Session, conninfo: str, role: Role) -> "Settings":
     """Settings for one who has no file."""
     from .. import http
-    from ..http.passwords import hash_password
 
     password = os.environ.get("PGQUEUE_PASSWORD")
     if not password:
@@ -102,16 +101,33 @@ def _own(session: Session, conninfo: str, role: Role) -> "Settings":
     return http.Settings(
         control_dsn=conninfo,
         services={"local": http.Service("local", conninfo, (database,))},
-        users={"admin": hash_password(password)},
+        users={"admin": _hash(password, "PGQUEUE_PASSWORD")},
     )
 
 
-def _print_hash(session: Session) -> None:
+def _hash(password: str, name: str) -> str:
     from ..http.passwords import hash_password
 
+    try:
+        return hash_password(password)
+    except UnicodeEncodeError:
+        raise _not_unicode(name) from None
+
+
+def _not_unicode(name: str) -> Failure:
+    return Failure(f"{name} is not valid UTF-8", status=Status.USAGE)
+
+
+def _print_hash(session: Session) -> None:
     if sys.stdin is None:
         raise Failure("standard input is closed, and has no password", status=Status.USAGE)
-    password = getpass("Password: ") if sys.stdin.isatty() else sys.stdin.readline().rstrip("\n")
+    try:
+        password = getpass("Password: ") if sys.stdin.isatty() else sys.stdin.readline().rstrip("\n")
+    except EOFError:  # Ctrl-D
+        password = ""
+    except UnicodeDecodeError:
+        raise _not_unicode("the password") from None
     if not password:
         raise Failure("the password is empty", status=Status.USAGE)
-    session.say(hash_password(password), password_hash=hash_password(password))
+    hashed = _hash(password, "the password")
+    session.say(hashed, password_hash=hashed)

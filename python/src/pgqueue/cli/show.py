@@ -2,10 +2,11 @@
 
 import base64
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import UTC, date, datetime, timedelta, tzinfo
 from typing import Any, Self
 from uuid import UUID
 
@@ -69,6 +70,10 @@ def _json(value: Any) -> str:
             return json.dumps(int(seconds) if seconds.is_integer() else seconds)
         case datetime():
             return json.dumps(_in(UTC, value).isoformat())
+        case date():
+            return json.dumps(value.isoformat())
+        case float() if not math.isfinite(value):  # JSON has no number for it
+            return json.dumps(str(value))
         case UUID():
             return json.dumps(str(value))
         case bytes():

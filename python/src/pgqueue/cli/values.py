@@ -73,7 +73,8 @@ def document(text: str) -> Jsonb:
     try:
         json.loads(text, parse_constant=_no_constant, parse_int=len, parse_float=len)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} at column {error.colno}") from None
+        line = f"line {error.lineno} " if error.lineno > 1 else ""  # an argument may have several
+        raise ValueError(f"{error.msg} at {line}column {error.colno}") from None
     except RecursionError:
         pass  # deep, but perhaps not too deep for the server
     return Jsonb(text, dumps=str)

@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -201,8 +202,9 @@ class _Stop:
     def leave_if_forced(self) -> None:
         """End the process where threads that did not stop would hold it."""
         if len(self._signals) > 1:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError):
+                    stream.flush()
             os._exit(128 + self._signals[-1])
 
 

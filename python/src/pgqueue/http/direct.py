@@ -161,7 +161,8 @@ class _Claiming:
 
     async def _effect(self, queue: AsyncQueue) -> Answer:
         body = self._body
-        claimed = await queue.claim(body.max_messages, _seconds(body.visibility_timeout_seconds), body.claimed_by)
+        timeout = _seconds(body.visibility_timeout_seconds)
+        claimed = await queue.claim(body.max_messages, timeout, _storable(body.claimed_by))
         if not claimed:
             raise _NothingReady  # so that the answer is not kept: who asks again may get some
         self._on.count("claimed", len(claimed))

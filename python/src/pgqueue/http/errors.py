@@ -131,11 +131,13 @@ def _limit(kind: str, context: Mapping[str, Any], message: str) -> str:
             return "true or false"
         case "string_type":
             return "a string"
-        case "dict_type":
+        case "string_unicode":
+            return "a string of Unicode characters"
+        case "dict_type" | "model_type" | "model_attributes_type":
             return "a JSON object"
         case "list_type":
             return "a list"
-        case "uuid_type" | "uuid_parsing":
+        case "uuid_type" | "uuid_parsing" | "is_instance_of":  # of UUID, which no other is asked to be
             return "a UUID"
     return message
 

@@ -1,6 +1,8 @@
 """The bodies of requests and responses, as seed and OpenAPI have them. Limits are checked here, strictly."""
 
+from contextlib import suppress
 from datetime import datetime
+from decimal import Decimal
 from typing import Annotated, Any, Final, Literal
 from uuid import UUID
 
@@ -43,7 +45,10 @@ class _Request(BaseModel):
 
 
 def _uuid(value: object) -> object:
-    return UUID(value) if isinstance(value, str) and len(value) == 36 else value
+    if isinstance(value, str) and len(value) == 36:
+        with suppress(ValueError):
+            return UUID(value)
+    return value
 
 
 Token = Annotated[UUID, BeforeValidator(_uuid)]
@@ -51,7 +56,10 @@ Token = Annotated[UUID, BeforeValidator(_uuid)]
 
 def _whole(value: object) -> object:
     if isinstance(value, Number):
-        value = float(value)
+        number = float(value)
+        if 2**53 <= abs(number) <= 2 * MAX_ID and (exact := Decimal(value.text)) == exact.to_integral_value():
+            return int(exact)  # what a float makes of it may be another id
+        value = number
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

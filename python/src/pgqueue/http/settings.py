@@ -208,4 +208,7 @@ def _user(name: str, given: Any) -> str:
     password = _secret(f"{place}.password", given, "password")
     if not password:
         raise SettingsError(f"{place}: must have password_hash or password_env")
-    return hash_password(password)
+    try:
+        return hash_password(password)
+    except UnicodeEncodeError:
+        raise SettingsError(f"{place}.password_env: what the variable has is not valid UTF-8") from None
