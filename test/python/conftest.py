@@ -1,6 +1,7 @@
 """A server and a database for the whole run, a queue name for each test, and one client in two forms."""
 
 import asyncio
+import gc
 import inspect
 import os
 import secrets
@@ -54,6 +55,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError(
             "tests are not grouped: --dist loadgroup is missing, or pytest too new for pytest-xdist"
         )
+    # What is there now stays to the end. Tests collect garbage hundreds of times, and would look through all of it.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

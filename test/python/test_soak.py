@@ -362,7 +362,7 @@ def proven(plan: Plan, home: Path) -> dict[str, Any]:
 
 
 def test_nothing_is_lost_and_every_message_ends_processed_or_dead(seed: int, tmp_path: Path) -> None:
-    figures = proven(soak.everything(seed, seconds=16), tmp_path)
+    figures = proven(soak.everything(seed, seconds=10), tmp_path)
     assert figures["restarts"] == 1
     assert figures["pins"] >= 1
     assert figures["pauses"] >= 1
@@ -376,7 +376,7 @@ def test_effects_happen_exactly_once_under_kills(mode: str, seed: int, tmp_path:
     options |= {"concurrency": 4, "peek_delay": 0.2}
     plan = Plan(
         seed,
-        seconds=8,
+        seconds=5,
         rate=140,
         processes=[(flavour, [("orders", options)]) for flavour in ("sync", "async", "sync", "async")],
         exactly_once={"orders": True},
@@ -400,7 +400,7 @@ def test_a_consumer_that_commits_its_work_before_the_acknowledgement_is_found_ou
     for attempt in range(5):
         plan = Plan(
             seed + attempt,
-            seconds=8,
+            seconds=5,
             rate=100,
             processes=[("naive", [("orders", {"careless": True})])] * 4,
             exactly_once={"orders": True},
