@@ -432,7 +432,7 @@ $$;
 comment on function pgqueue.alter_queue(
     text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval, interval
 ) is
-'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. A new archive_for holds for what was archived before, too; 0 ends archiving, and what was archived is kept as long as was promised; an expires_after_idle of 0 keeps the queue for good. Raises 22023, PQ001, and PQ004 where archiving is to begin or end for the relation of a transport while a longer transaction uses it.';
+'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. A new archive_for holds for what was archived before, too, though a transaction that is under way may not hear of it before it ends; 0 ends archiving, and what was archived is kept as long as was promised; an expires_after_idle of 0 keeps the queue for good. Raises 22023, PQ001, and PQ004 where archiving is to begin or end for the relation of a transport while a longer transaction uses it.';
 
 create or replace function pgqueue.drop_queue(queue_name text)
 returns bigint

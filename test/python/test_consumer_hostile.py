@@ -1,10 +1,11 @@
 """What handlers, their functions and their payloads may do to a consumer: it costs the message, and nothing else."""
 
 import asyncio
+import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -486,7 +487,25 @@ class Quits(Exception):
         raise SystemExit(3)
 
 
+class Curious(logging.Handler):
+    """Asks exceptions for their text, as formatters do that make JSON of them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.format(record)
+        if record.exc_info:
+            str(record.exc_info[1])
+
+
+@pytest.fixture
+def curious() -> Iterator[None]:
+    handler = Curious()
+    logging.getLogger("pgqueue.consumer").addHandler(handler)
+    yield
+    logging.getLogger("pgqueue.consumer").removeHandler(handler)
+
+
 @each
+@pytest.mark.usefixtures("curious")
 def test_exceptions_that_are_made_carelessly_cost_their_message_an_attempt_and_nobody_else(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:

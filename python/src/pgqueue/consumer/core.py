@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import psycopg
@@ -143,9 +144,15 @@ class Core:
 
     def log(self, level: int, text: str, error: BaseException | None = None, **extra: Any) -> None:
         """Log about the queue; `extra` says more, by name."""
-        if logger.isEnabledFor(level):
-            extra["queue"] = self.settings.queue_name
-            logger.log(level, "%s: %s", self.settings.queue_name, text, exc_info=error, extra=extra)
+        if not logger.isEnabledFor(level):
+            return
+        name = extra["queue"] = self.settings.queue_name
+        try:
+            logger.log(level, "%s: %s", name, text, exc_info=error, extra=extra)
+        except (Exception, SystemExit) as fault:
+            # Whoever formats it asks the exception for its text, and gets what that raises: it must not end the pump.
+            with suppress(Exception, SystemExit):
+                logger.log(level, "%s: %s (to log it raised %s)", name, text, type(fault).__name__, extra=extra)
 
     def critical(self, error: BaseException | None, text: str) -> None:
         """Report what a person should know."""
