@@ -661,6 +661,29 @@ def test_acknowledgements_wait_for_company(
     assert (stats.inflight_messages, is_empty(connection, name)) == (5, True)
 
 
+@each_plain
+def test_a_listener_that_is_gone_is_missed_at_once(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    listening = "application_name = %s and query ilike 'unlisten%%'"  # the last that it says before it waits
+
+    def listeners() -> set[int]:
+        found = connection.execute(f"select pid from pg_stat_activity where {listening}", (name,))
+        return {pid for (pid,) in found}
+
+    async def work(step: Step) -> None:
+        pass
+
+    with form.consuming(database, name, work, peek_delay=600 * SECOND) as run:
+        (lost,) = wait_for(listeners)
+        wait_for(lambda: waits(connection, name))
+        connection.execute("select pg_terminate_backend(%s)", (lost,))
+        wait_for(lambda: listeners() - {lost})
+        queue.enqueue(1)
+        wait_for(lambda: run.returned == [1])
+
+
 @each
 def test_what_nobody_announces_is_found_when_it_is_quiet(
     form: Form, database: str, connection: Connection, name: str
