@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from conftest import Client
 from psycopg import sql
-from psycopg.types.json import Json, Jsonb
+from psycopg.types.json import Json, Jsonb, set_json_loads
 
 import pgqueue
 from pgqueue import _calls
@@ -108,6 +108,33 @@ def test_moments_that_python_does_not_have_cost_nobody_his_claim(client: Client,
     assert queue.reject(second.id, second.claim_token)
     assert queue.browse("inflight")[0].expires_at == queue.browse_dead_messages()[0].expires_at == first.expires_at
     assert queue.ack(first.id, first.claim_token)
+
+
+@pytest.mark.parametrize("style", ["ISO", "German"])  # as text, and as binary
+def test_json_that_python_cannot_read_costs_nobody_his_claim(client: Client, queue: Any, style: str) -> None:
+    client.connection.execute(f"set datestyle = '{style}'")
+    for payload in ("1e5000", "[" * 3000 + "]" * 3000):
+        queue.enqueue(Jsonb(payload, dumps=str))
+    queue.enqueue(3, headers=Jsonb('{"n": 1e5000}', dumps=str))
+    queue.enqueue(4)
+    messages = queue.claim(4)
+    large, deep, _, plain = [message.payload for message in messages]
+    assert (large.text, type(large.error)) == ("1" + "0" * 5000, ValueError)
+    assert (deep.text, type(deep.error)) == ("[" * 3000 + "]" * 3000, RecursionError)
+    assert messages[2].headers.text == '{"n": 1' + "0" * 5000 + "}"
+    assert (messages[2].payload, plain, messages[3].headers) == (3, 4, None)
+    assert [type(message.payload) for message in queue.browse("inflight")] == [pgqueue.UnreadableJson] * 2 + [int] * 2
+    sent = queue.enqueue(Jsonb(large.text, dumps=str))
+    assert queue.ack_batch([message.id for message in messages], messages[0].claim_token) == 4
+    (received,) = queue.receive()
+    assert (received.id, received.payload.text) == (sent, large.text)
+
+
+def test_a_reader_of_json_that_fails_costs_nobody_his_claim(client: Client, queue: Any) -> None:
+    queue.enqueue({"a": 1})
+    set_json_loads({b"{}": {}}.__getitem__, client.connection)
+    (message,) = queue.claim()
+    assert (message.payload.text, type(message.payload.error)) == ('{"a": 1}', KeyError)
 
 
 def test_every_setting_arrives(client: Client, name: str) -> None:

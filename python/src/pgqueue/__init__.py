@@ -31,6 +31,7 @@ from .message import (
     Stream,
     StreamBatch,
     Subscription,
+    UnreadableJson,
 )
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ __all__ = [
     "StreamOutOfStep",
     "StreamPoisoned",
     "Subscription",
+    "UnreadableJson",
     "install",
 ]
 

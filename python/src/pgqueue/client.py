@@ -13,13 +13,13 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 from uuid import UUID
 
-from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, DataError
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
 from psycopg.rows import tuple_row
 
 from . import _calls
 from ._copy import CopyRows, copy_messages, server_moment
+from ._decoding import lenient_decoder
 from ._files import install_script
-from ._moments import decoder
 from ._styles import correction
 from .message import (
     ArchiveChange,
@@ -52,8 +52,8 @@ class _Sync:
         cursor.execute(call.text, call.values, binary=bool(correction(self.connection)))
         try:
             return cursor.fetchall()
-        except DataError:
-            return _read(cursor, call)
+        except Exception as error:
+            return _read(cursor, call, error)
 
     def _one(self, call: _calls.Bound[T]) -> T:
         (row,) = self._all(call)
@@ -772,8 +772,8 @@ class _Async:
         await cursor.execute(call.text, call.values, binary=bool(correction(self.connection)))
         try:
             return await cursor.fetchall()
-        except DataError:
-            return _read(cursor, call)
+        except Exception as error:
+            return _read(cursor, call, error)
 
     async def _one(self, call: _calls.Bound[T]) -> T:
         (row,) = await self._all(call)
@@ -1199,9 +1199,11 @@ class AsyncQueue(_Async):
         return await self._one(_calls.next_due_at(self.name))
 
 
-def _read(cursor: Any, call: _calls.Bound[T]) -> list[T]:
-    """The rows of a cursor that has met a moment which Python does not have."""
-    return decoder(cursor).load_rows(0, cursor.pgresult.ntuples, call.row(cursor))
+def _read(cursor: Any, call: _calls.Bound[T], error: Exception) -> list[T]:
+    """The rows of a cursor that has met something Python does not have, or cannot read."""
+    if cursor.pgresult is None:
+        raise error
+    return lenient_decoder(cursor).load_rows(0, cursor.pgresult.ntuples, call.row(cursor))
 
 
 async def _each(rows: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:

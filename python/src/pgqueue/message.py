@@ -21,6 +21,7 @@ __all__ = [
     "Stream",
     "StreamBatch",
     "Subscription",
+    "UnreadableJson",
 ]
 
 
@@ -50,10 +51,23 @@ class QueueInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class UnreadableJson:
+    """A payload, or headers, that PostgreSQL stores and Python cannot read, in their place: the text, and why.
+
+    Whole numbers of more than 4,300 digits are such, and what is nested a thousand deep. The message can be settled
+    as any other.
+    """
+
+    text: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """A message. `attempt_count` includes the attempt in progress.
 
-    A moment that Python does not have, such as infinity, is the first or the last that it has.
+    A moment that Python does not have, such as infinity, is the first or the last that it has; JSON that it cannot
+    read is an `UnreadableJson`.
 
     `body` is None where the message carries a JSON `payload`; a payload that is None beside it is JSON null.
     `claim_token` is None unless the message is claimed.

@@ -13,7 +13,7 @@ from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.rows import BaseRowFactory
 
 from .._calls import Bound
-from .._moments import decoder
+from .._decoding import decoder
 from .._styles import correction
 from .opener import Opener, OwnAsyncCursor, as_trouble
 from .seats import shut
