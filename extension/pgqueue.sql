@@ -552,7 +552,7 @@ create index subscriptions_queue_name on pgqueue.subscriptions (queue_name, topi
 comment on table pgqueue.subscriptions is
 'Which queue has a copy of what is published to which topic, or to the topics that a pattern matches.';
 comment on column pgqueue.subscriptions.endpoint is
-'Whose subscription it is: the queue, unless a transport that shares the queue said otherwise.';
+'Whose subscription it is: an endpoint of a transport, or, with pgqueue: before its name, the queue that subscribe was called for.';
 comment on column pgqueue.subscriptions.queue_address is
 'The queue as a transport addresses it.';
 
@@ -1455,28 +1455,29 @@ create function pgqueue._empty(q pgqueue.queues, dropping boolean)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
+    picks bigint[];
     n bigint;
     removed bigint;
 begin
     -- In the order in which a claim takes them: what is scheduled, then messages, by id.
+    picks := array(select s.id from pgqueue.scheduled_messages s where s.queue_name = q.name order by s.id for update);
     delete from pgqueue.scheduled_messages s
-    where s.queue_name = q.name and s.id = any (array(
-        select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
+    using pgqueue._keys(q.name, picks) k
+    where pgqueue._is_at(s.queue_name, s.id, q.name, k.names, k.ids, k.id);
     get diagnostics removed = row_count;
-    if q.dedicated and not dropping and pgqueue._keeps_snapshot() then
-        -- To truncate would take what the snapshot does not show, and not be counted.
-        delete from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (array(
-            select c.id from pgqueue.messages c where c.queue_name = q.name order by c.id for update));
-        get diagnostics n = row_count;
-    elsif q.dedicated then
+    if q.dedicated and (dropping or not pgqueue._keeps_snapshot()) then
         n := pgqueue._empty_partition(q, dropping);
     else
-        delete from pgqueue.messages_shared m
-        where m.queue_name = q.name and m.id = any (array(
-            select c.id from pgqueue.messages_shared c where c.queue_name = q.name order by c.id for update));
+        -- Also a table of its own where to truncate would take what the snapshot does not show, and not be counted.
+        picks := array(select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
+        delete from pgqueue.messages m
+        using pgqueue._keys(q.name, picks) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
         get diagnostics n = row_count;
     end if;
     removed := removed + n;
@@ -1599,7 +1600,8 @@ comment on function pgqueue.resume_queue(text) is
 -- Messages are found by their ids with these two alone, in functions that have enable_seqscan and
 -- enable_bitmapscan off:
 -- `from pgqueue._keys(name, ids) k where pgqueue._is_at(m.queue_name, m.id, name, k.names, k.ids, k.id)`.
--- Both are inlined, and leave a plain `m.queue_name = name and m.id = any (ids)`.
+-- Both are inlined, and leave a plain `m.queue_name = name and m.id = any (ids)`. A bitmap that work_mem does not hold
+-- would have each row compared with each id: of millions for hours.
 
 create function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
 returns setof record
@@ -3063,6 +3065,7 @@ begin
         if pgqueue._is_first_statement()
             and since_look between interval '0' and interval '1 day'
         then
+            delete from pgqueue.archive_promises p where p.ends_at <= at;
             select d into day from pgqueue._unwanted_days(at) d where not pgqueue._is_empty_day(d) limit 1;
             if found then
                 perform pgqueue._empty_day(day);
@@ -3075,7 +3078,7 @@ begin
 end;
 $$;
 comment on function pgqueue._tend_archive(timestamptz) is
-'The look of a sweep after the archive: makes the days ahead, files what is unfiled, empties a day that nobody wants any more, unless it may be long until the commit. Waits for nobody, and never fails.';
+'The look of a sweep after the archive: makes the days ahead, files what is unfiled, forgets promises that are over and empties a day that nobody wants any more, unless it may be long until the commit. Waits for nobody, and never fails.';
 
 create function pgqueue._drop_days(days date[])
 returns setof date
@@ -4656,7 +4659,8 @@ declare
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
     insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)
-    values (subscribe.topic, q.name, q.name, address)
+    -- No queue's name alone: a transport may have an endpoint that is called like a queue which is not its own.
+    values (subscribe.topic, q.name, 'pgqueue:' || q.name, address)
     on conflict do nothing;
     return found;
 end;
@@ -4730,7 +4734,7 @@ begin
 
     select array_agg(q.name order by q.name), array_agg(q.queue_id) into names, queue_ids
     from pgqueue.queues q
-    where q.name = any ((select pgqueue._subscribers((topic || base_topics) collate "C"))::text[]);
+    where q.name = any ((select pgqueue._subscribers((topic || array(select unnest(base_topics))) collate "C"))::text[]);
     -- One after the other, by name. Who waited here for a drop_queue finds that the queue is gone, or another one of
     -- its name, whatever that is subscribed to; a snapshot may be older still, but the catalog knows.
     perform pgqueue._hold_queue(n) from unnest(names) as n;
@@ -5501,7 +5505,7 @@ begin
 end;
 $$;
 comment on function pgqueue.expose_subscriptions(text, text) is
-'Makes a relation over all subscriptions, in schema_name under table_name, on which an NServiceBus transport works as on its own table, and returns its address. Its columns are queueaddress, endpoint and topic; an address is what expose_transport returned, or a queue''s name, and what leads to no queue is refused with PQ001. Who may insert there has any queue sent what any other is sent. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on. Raises 22023, 42501, and 42P07 where the name is taken.';
+'Makes a relation over all subscriptions, in schema_name under table_name, on which an NServiceBus transport works as on its own table, and returns its address. Its columns are queueaddress, endpoint and topic; an address is what expose_transport returned, or a queue''s name, and what leads to no queue is refused with PQ001. An endpoint has a topic once, whichever relation it says so in: two systems on one database need endpoints of different names. Who may insert there has any queue sent what any other is sent. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on. Raises 22023, 42501, and 42P07 where the name is taken.';
 
 create function pgqueue._hide_subscriptions(relation regclass)
 returns boolean
@@ -5705,21 +5709,34 @@ create function pgqueue.redrive(
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    picks bigint[];
     redriven int;
 begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
     end if;
+    if ids is null then
+        picks := array(
+            select d.id from pgqueue.dead_messages d
+            where d.queue_name = q.name
+            order by d.id limit max_messages for update skip locked);
+    else
+        picks := array(
+            select d.id from pgqueue.dead_messages d, pgqueue._keys(q.name, ids) k
+            where pgqueue._is_at(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
+            order by d.id limit max_messages for update of d skip locked);
+    end if;
     with revived as (
         delete from pgqueue.dead_messages d
-        where d.queue_name = q.name and d.id = any (array(
-            select c.id from pgqueue.dead_messages c
-            where c.queue_name = q.name and (redrive.ids is null or c.id = any (redrive.ids))
-            order by c.id limit redrive.max_messages for update skip locked))
+        using pgqueue._keys(q.name, picks) k
+        where pgqueue._is_at(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
         returning d.*
     )
     insert into pgqueue.scheduled_messages (
@@ -5745,8 +5762,12 @@ create function pgqueue.purge_dead_messages(queue_name text, ids bigint[] defaul
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
+    picks bigint[];
     purged bigint;
 begin
     -- What a queue never delivered outlives it.
@@ -5755,12 +5776,20 @@ begin
     then
         perform pgqueue._find_queue(queue_name);
     end if;
+    if ids is null then
+        picks := array(
+            select d.id from pgqueue.dead_messages d
+            where d.queue_name = purge_dead_messages.queue_name collate "C"
+            order by d.id for update);
+    else
+        picks := array(
+            select d.id from pgqueue.dead_messages d, pgqueue._keys(purge_dead_messages.queue_name collate "C", ids) k
+            where pgqueue._is_at(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
+            order by d.id for update of d);
+    end if;
     delete from pgqueue.dead_messages d
-    where d.queue_name = purge_dead_messages.queue_name collate "C" and d.id = any (array(
-        select c.id from pgqueue.dead_messages c
-        where c.queue_name = purge_dead_messages.queue_name collate "C"
-            and (purge_dead_messages.ids is null or c.id = any (purge_dead_messages.ids))
-        order by c.id for update));
+    using pgqueue._keys(purge_dead_messages.queue_name collate "C", picks) k
+    where pgqueue._is_at(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
     get diagnostics purged = row_count;
     return purged;
 end;
@@ -5773,36 +5802,42 @@ create function pgqueue.purge_expired(queue_name text, batch_size int default 10
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    picks bigint[];
+    scheduled_picks bigint[];
     purged int;
 begin
     if batch_size is null or batch_size not between 1 and 1000000 then
         perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
     end if;
     -- A message in flight is left to its consumer, who may still be about to acknowledge it.
+    picks := array(
+        select m.id from pgqueue.messages m
+        where m.queue_name = q.name and m.expires_at <= at and m.visible_at <= at
+            -- The same again, as the index of a transport's relation has it.
+            and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
+        order by m.expires_at limit batch_size for update skip locked);
+    scheduled_picks := array(
+        select s.id from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.expires_at <= at
+        order by s.expires_at limit batch_size - cardinality(picks) for update skip locked);
     with gone as (
         delete from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (array(
-            select c.id from pgqueue.messages c
-            where c.queue_name = q.name and c.expires_at <= at and c.visible_at <= at
-                -- The same again, as the index of a transport's relation has it.
-                and c.expires_at at time zone 'UTC' <= at at time zone 'UTC'
-            order by c.expires_at limit purge_expired.batch_size for update skip locked))
+        using pgqueue._keys(q.name, picks) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         returning
             m.id, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     ),
     gone_scheduled as (
         delete from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.id = any (array(
-            select c.id from pgqueue.scheduled_messages c
-            where c.queue_name = q.name and c.expires_at <= at
-            order by c.expires_at
-            limit purge_expired.batch_size - (select count(*) from gone)
-            for update skip locked))
+        using pgqueue._keys(q.name, scheduled_picks) k
+        where pgqueue._is_at(s.queue_name, s.id, q.name, k.names, k.ids, k.id)
         returning
             s.id, s.enqueued_at, s.attempt_count, s.max_attempts, s.expires_at, s.message_id,
             s.payload, s.body, s.headers, s.claimed_by, s.last_error, s.transport_headers

@@ -313,6 +313,7 @@ begin
         if pgqueue._is_first_statement()
             and since_look between interval '0' and interval '1 day'
         then
+            delete from pgqueue.archive_promises p where p.ends_at <= at;
             select d into day from pgqueue._unwanted_days(at) d where not pgqueue._is_empty_day(d) limit 1;
             if found then
                 perform pgqueue._empty_day(day);
@@ -325,7 +326,7 @@ begin
 end;
 $$;
 comment on function pgqueue._tend_archive(timestamptz) is
-'The look of a sweep after the archive: makes the days ahead, files what is unfiled, empties a day that nobody wants any more, unless it may be long until the commit. Waits for nobody, and never fails.';
+'The look of a sweep after the archive: makes the days ahead, files what is unfiled, forgets promises that are over and empties a day that nobody wants any more, unless it may be long until the commit. Waits for nobody, and never fails.';
 
 create or replace function pgqueue._drop_days(days date[])
 returns setof date

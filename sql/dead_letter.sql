@@ -39,21 +39,34 @@ create or replace function pgqueue.redrive(
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    picks bigint[];
     redriven int;
 begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
     end if;
+    if ids is null then
+        picks := array(
+            select d.id from pgqueue.dead_messages d
+            where d.queue_name = q.name
+            order by d.id limit max_messages for update skip locked);
+    else
+        picks := array(
+            select d.id from pgqueue.dead_messages d, pgqueue._keys(q.name, ids) k
+            where pgqueue._is_at(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
+            order by d.id limit max_messages for update of d skip locked);
+    end if;
     with revived as (
         delete from pgqueue.dead_messages d
-        where d.queue_name = q.name and d.id = any (array(
-            select c.id from pgqueue.dead_messages c
-            where c.queue_name = q.name and (redrive.ids is null or c.id = any (redrive.ids))
-            order by c.id limit redrive.max_messages for update skip locked))
+        using pgqueue._keys(q.name, picks) k
+        where pgqueue._is_at(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
         returning d.*
     )
     insert into pgqueue.scheduled_messages (
@@ -79,8 +92,12 @@ create or replace function pgqueue.purge_dead_messages(queue_name text, ids bigi
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
+    picks bigint[];
     purged bigint;
 begin
     -- What a queue never delivered outlives it.
@@ -89,12 +106,20 @@ begin
     then
         perform pgqueue._find_queue(queue_name);
     end if;
+    if ids is null then
+        picks := array(
+            select d.id from pgqueue.dead_messages d
+            where d.queue_name = purge_dead_messages.queue_name collate "C"
+            order by d.id for update);
+    else
+        picks := array(
+            select d.id from pgqueue.dead_messages d, pgqueue._keys(purge_dead_messages.queue_name collate "C", ids) k
+            where pgqueue._is_at(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
+            order by d.id for update of d);
+    end if;
     delete from pgqueue.dead_messages d
-    where d.queue_name = purge_dead_messages.queue_name collate "C" and d.id = any (array(
-        select c.id from pgqueue.dead_messages c
-        where c.queue_name = purge_dead_messages.queue_name collate "C"
-            and (purge_dead_messages.ids is null or c.id = any (purge_dead_messages.ids))
-        order by c.id for update));
+    using pgqueue._keys(purge_dead_messages.queue_name collate "C", picks) k
+    where pgqueue._is_at(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
     get diagnostics purged = row_count;
     return purged;
 end;

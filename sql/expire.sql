@@ -4,36 +4,42 @@ create or replace function pgqueue.purge_expired(queue_name text, batch_size int
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    picks bigint[];
+    scheduled_picks bigint[];
     purged int;
 begin
     if batch_size is null or batch_size not between 1 and 1000000 then
         perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
     end if;
     -- A message in flight is left to its consumer, who may still be about to acknowledge it.
+    picks := array(
+        select m.id from pgqueue.messages m
+        where m.queue_name = q.name and m.expires_at <= at and m.visible_at <= at
+            -- The same again, as the index of a transport's relation has it.
+            and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
+        order by m.expires_at limit batch_size for update skip locked);
+    scheduled_picks := array(
+        select s.id from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.expires_at <= at
+        order by s.expires_at limit batch_size - cardinality(picks) for update skip locked);
     with gone as (
         delete from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (array(
-            select c.id from pgqueue.messages c
-            where c.queue_name = q.name and c.expires_at <= at and c.visible_at <= at
-                -- The same again, as the index of a transport's relation has it.
-                and c.expires_at at time zone 'UTC' <= at at time zone 'UTC'
-            order by c.expires_at limit purge_expired.batch_size for update skip locked))
+        using pgqueue._keys(q.name, picks) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         returning
             m.id, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     ),
     gone_scheduled as (
         delete from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.id = any (array(
-            select c.id from pgqueue.scheduled_messages c
-            where c.queue_name = q.name and c.expires_at <= at
-            order by c.expires_at
-            limit purge_expired.batch_size - (select count(*) from gone)
-            for update skip locked))
+        using pgqueue._keys(q.name, scheduled_picks) k
+        where pgqueue._is_at(s.queue_name, s.id, q.name, k.names, k.ids, k.id)
         returning
             s.id, s.enqueued_at, s.attempt_count, s.max_attempts, s.expires_at, s.message_id,
             s.payload, s.body, s.headers, s.claimed_by, s.last_error, s.transport_headers

@@ -1,7 +1,8 @@
 -- Messages are found by their ids with these two alone, in functions that have enable_seqscan and
 -- enable_bitmapscan off:
 -- `from pgqueue._keys(name, ids) k where pgqueue._is_at(m.queue_name, m.id, name, k.names, k.ids, k.id)`.
--- Both are inlined, and leave a plain `m.queue_name = name and m.id = any (ids)`.
+-- Both are inlined, and leave a plain `m.queue_name = name and m.id = any (ids)`. A bitmap that work_mem does not hold
+-- would have each row compared with each id: of millions for hours.
 
 create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
 returns setof record

@@ -493,28 +493,29 @@ create or replace function pgqueue._empty(q pgqueue.queues, dropping boolean)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
+    picks bigint[];
     n bigint;
     removed bigint;
 begin
     -- In the order in which a claim takes them: what is scheduled, then messages, by id.
+    picks := array(select s.id from pgqueue.scheduled_messages s where s.queue_name = q.name order by s.id for update);
     delete from pgqueue.scheduled_messages s
-    where s.queue_name = q.name and s.id = any (array(
-        select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
+    using pgqueue._keys(q.name, picks) k
+    where pgqueue._is_at(s.queue_name, s.id, q.name, k.names, k.ids, k.id);
     get diagnostics removed = row_count;
-    if q.dedicated and not dropping and pgqueue._keeps_snapshot() then
-        -- To truncate would take what the snapshot does not show, and not be counted.
-        delete from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (array(
-            select c.id from pgqueue.messages c where c.queue_name = q.name order by c.id for update));
-        get diagnostics n = row_count;
-    elsif q.dedicated then
+    if q.dedicated and (dropping or not pgqueue._keeps_snapshot()) then
         n := pgqueue._empty_partition(q, dropping);
     else
-        delete from pgqueue.messages_shared m
-        where m.queue_name = q.name and m.id = any (array(
-            select c.id from pgqueue.messages_shared c where c.queue_name = q.name order by c.id for update));
+        -- Also a table of its own where to truncate would take what the snapshot does not show, and not be counted.
+        picks := array(select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
+        delete from pgqueue.messages m
+        using pgqueue._keys(q.name, picks) k
+        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
         get diagnostics n = row_count;
     end if;
     removed := removed + n;

@@ -366,7 +366,7 @@ create index subscriptions_queue_name on pgqueue.subscriptions (queue_name, topi
 comment on table pgqueue.subscriptions is
 'Which queue has a copy of what is published to which topic, or to the topics that a pattern matches.';
 comment on column pgqueue.subscriptions.endpoint is
-'Whose subscription it is: the queue, unless a transport that shares the queue said otherwise.';
+'Whose subscription it is: an endpoint of a transport, or, with pgqueue: before its name, the queue that subscribe was called for.';
 comment on column pgqueue.subscriptions.queue_address is
 'The queue as a transport addresses it.';
 

@@ -95,7 +95,8 @@ declare
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
     insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)
-    values (subscribe.topic, q.name, q.name, address)
+    -- No queue's name alone: a transport may have an endpoint that is called like a queue which is not its own.
+    values (subscribe.topic, q.name, 'pgqueue:' || q.name, address)
     on conflict do nothing;
     return found;
 end;
@@ -169,7 +170,7 @@ begin
 
     select array_agg(q.name order by q.name), array_agg(q.queue_id) into names, queue_ids
     from pgqueue.queues q
-    where q.name = any ((select pgqueue._subscribers((topic || base_topics) collate "C"))::text[]);
+    where q.name = any ((select pgqueue._subscribers((topic || array(select unnest(base_topics))) collate "C"))::text[]);
     -- One after the other, by name. Who waited here for a drop_queue finds that the queue is gone, or another one of
     -- its name, whatever that is subscribed to; a snapshot may be older still, but the catalog knows.
     perform pgqueue._hold_queue(n) from unnest(names) as n;

@@ -720,7 +720,7 @@ begin
 end;
 $$;
 comment on function pgqueue.expose_subscriptions(text, text) is
-'Makes a relation over all subscriptions, in schema_name under table_name, on which an NServiceBus transport works as on its own table, and returns its address. Its columns are queueaddress, endpoint and topic; an address is what expose_transport returned, or a queue''s name, and what leads to no queue is refused with PQ001. Who may insert there has any queue sent what any other is sent. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on. Raises 22023, 42501, and 42P07 where the name is taken.';
+'Makes a relation over all subscriptions, in schema_name under table_name, on which an NServiceBus transport works as on its own table, and returns its address. Its columns are queueaddress, endpoint and topic; an address is what expose_transport returned, or a queue''s name, and what leads to no queue is refused with PQ001. An endpoint has a topic once, whichever relation it says so in: two systems on one database need endpoints of different names. Who may insert there has any queue sent what any other is sent. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on. Raises 22023, 42501, and 42P07 where the name is taken.';
 
 create or replace function pgqueue._hide_subscriptions(relation regclass)
 returns boolean

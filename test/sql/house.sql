@@ -1,5 +1,5 @@
 begin;
-select plan(41);
+select plan(42);
 
 create temp view functions as
 select p.oid, p.oid::regprocedure::text as signature, p.proname, p.prosrc, p.proconfig, p.proacl, p.prosecdef, p.proisstrict, p.provolatile, l.lanname,
@@ -126,6 +126,10 @@ select has_column('pgqueue', 'queues', c::name, format('queues has the column %s
 select is_empty($$ select f.signature from functions f join pg_proc p on p.oid = f.oid
     where (p.proconfig @> '{enable_sort=off}' or p.proname in ('stats', 'doctor')) and not p.proconfig @> '{jit=off}' $$,
     'nothing is compiled where a table is large, or where the cost of a sort is what forbids it');
+
+select is_empty($$ select f.signature from functions f where f.prosrc like '%pgqueue._is_at(%' and (f.proname !~ '^_' or f.proname = '_empty')
+    and not coalesce(f.proconfig, '{}') @> '{enable_seqscan=off,enable_bitmapscan=off}' $$,
+    'verbs that look messages up by id never compare each with each');
 
 select lives_ok($$ lock table pgqueue.messages in access exclusive mode $$, 'nobody else uses the messages while a table is attached');
 select lives_ok($$ select pgqueue.create_queue('house', dedicated => true) $$, 'a dedicated queue is made');

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(58);
+select plan(62);
 
 -- Buffers of one call: about twice what was measured where it is most, on PostgreSQL 15. A walk over the queue costs 1,000, and some
 -- walks more with a sweep, which for its part may look after the archive.
@@ -166,6 +166,21 @@ select is_empty(
     'select a.name, a.calls from pg_temp.functions_called() a left join called_before b using (name) where a.calls > 2 * coalesce(b.calls, 0) + 10',
     'no function is called for each message'
 );
+
+
+-- What removes many looks each up once. Compared with each other, these would take minutes.
+set local work_mem = '64kB';
+set local statement_timeout = '10 s';
+select pgqueue.create_queue('many') is not null as made \gset
+insert into pgqueue.messages (queue_name, payload) select 'many', to_jsonb(repeat('x', 300)) from generate_series(1, 80000);
+insert into pgqueue.scheduled_messages (queue_name, payload, due_at) select 'many', to_jsonb(repeat('x', 300)), '2030-02-01' from generate_series(1, 80000);
+insert into pgqueue.dead_messages (queue_name, id, payload, attempt_count, max_attempts, enqueued_at, reason)
+select 'many', nextval('pgqueue.message_id'), to_jsonb(repeat('x', 300)), 1, 1, '2029-01-01', 'rejected' from generate_series(1, 80000);
+select is(pgqueue.purge_queue('many'), 160000::bigint, 'a queue is purged of many messages');
+select is(pgqueue.redrive('many', 70000), 70000, 'many dead letters are redriven');
+select is(pgqueue.purge_dead_messages('many'), 10000::bigint, 'the others are purged');
+update pgqueue.scheduled_messages set expires_at = '2029-01-01' where queue_name = 'many';
+select is(pgqueue.purge_expired('many', 1000000), 70000, 'what has expired is, too');
 
 select * from finish();
 rollback;

@@ -5,7 +5,7 @@ create or replace function pgqueue._now() returns timestamptz language sql volat
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 
-select plan(104);
+select plan(106);
 
 -- What matches.
 create temp table subjects (pattern text, topic text, matches boolean);
@@ -65,6 +65,8 @@ select is((select count(*) from pgqueue.claim('two', 10)), 2::bigint, 'the copie
 select is(pgqueue.publish('orders.new', '1', base_topics => '{orders.paid,a.cancelled}'), 3, 'an event goes by all its names');
 select is((select array_agg(m.queue_name::text order by m.id) from pgqueue.messages m where m.headers ->> 'pgqueue.topic' = 'orders.new'), '{one,three,two}', 'one copy a queue, in the order of their names');
 select is((select pgqueue.publish('orders.paid', '1', base_topics => '{}')), 2, 'no further names are no names');
+select is((select pgqueue.publish('orders.new', '1', base_topics => '{{orders.paid,x},{a.cancelled,y}}')), 3, 'names of two dimensions are names');
+select is((select pgqueue.publish('orders.new', '1', base_topics => '[5:6]={orders.paid,a.cancelled}')), 3, 'from whatever number they are counted');
 savepoint sent;
 select is((select pgqueue.publish('orders.paid', '"rolled back"')), 2, 'what is published');
 rollback to sent;

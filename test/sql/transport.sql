@@ -1,7 +1,7 @@
 begin;
 -- Files take turns: this one attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(178);
+select plan(182);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -262,6 +262,12 @@ select is(pg_temp.addresses('{Ns.Event,System.Object}'), '{"\"public\".\"Sub.Scr
 select lives_ok($$ select pg_temp.enrol('transport-pub', 'Sub.Scriber', 'Ns.Event') $$, 'an endpoint moves');
 select is(pgqueue.publish('Ns.Event', '1'), 1, 'two endpoints that share a queue share a copy');
 select lives_ok($$ delete from public."SubscriptionRouting" where Endpoint = 'Sub.Scriber' and Topic = 'Ns.Event' $$, 'a transport unsubscribes');
+select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Named') $$, 'an endpoint may be called like a queue that is not its own');
+select is(pgqueue.subscribe('Ns.Named', 'transport-pub'), true, 'which subscribes all the same');
+select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Event') $$, 'also to what the queue was subscribed to first');
+select is((select array_agg(l.topic || ' ' || l.queue_name) from pgqueue.list_subscriptions('transport-pub') l), '{"Ns.Event transport-pub","Ns.Named transport-pub"}', 'which stays subscribed');
+select count(pgqueue.unsubscribe('Ns.Named', n)) as ended from unnest(array['transport-pub', 'transport-sub']) n \gset
+select pgqueue.unsubscribe('Ns.Event', 'transport-sub') as ended \gset
 select is((select array_agg(l.queue_name) from pgqueue.list_subscriptions() l where l.topic = 'Ns.Event'), '{transport-pub}', 'and the other one stays');
 select lives_ok($$ select pgqueue.expose_transport('transport-pub') $$, 'a queue that gets a table');
 select is(pg_temp.addresses('{Ns.Event}'), '{"\"public\".\"transport-pub\""}', 'is found there');
