@@ -355,6 +355,12 @@ def test_values_are_refused_before_anything_runs(shop: Path, options: list[str])
     assert "Traceback" not in done.err
 
 
+@pytest.mark.parametrize("options", [["--concurrency", "0"], ["--prefetch", "x"], ["--mode", "steal"]], ids=" ".join)
+def test_what_is_refused_is_repeated(shop: Path, options: list[str]) -> None:
+    done = run("work", "orders", "orders.tasks:note", *options, cwd=shop, PGQUEUE_DSN="host=/nowhere")
+    assert f"Error: Invalid value for '{options[0]}': '{options[1]}'" in done.err
+
+
 # Stopping
 
 

@@ -300,8 +300,12 @@ def test_what_there_is_not_is_not_found(queue: DirectQueue) -> None:
         ("purge-dead-letters", {}),
     ]:
         assert code(nobody.post(verb, body), 404) == "queue_not_found"
-    assert code(nobody.web.get(f"{nobody.path}/stats"), 404) == "queue_not_found"
-    assert code(nobody.web.get(f"{nobody.path}/dead-letters"), 404) == "queue_not_found"
+        error = nobody.post(verb, body).json()["error"]
+        assert (error["field"], error["value"]) == ("queue_name", nobody.name)
+    for page in ("stats", "dead-letters"):
+        answer = nobody.web.get(f"{nobody.path}/{page}")
+        assert code(answer, 404) == "queue_not_found"
+        assert (answer.json()["error"]["field"], answer.json()["error"]["value"]) == ("queue_name", nobody.name)
     assert code(DirectQueue(queue.web, "pgqueue-http-tasks").post("claim", {}), 404) == "queue_not_found"
 
 

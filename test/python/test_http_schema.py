@@ -55,6 +55,9 @@ def test_the_schema_is_valid(web: Server) -> None:
     assert paths == {base, f"{base}/{{queue_name}}", f"{base}/{{queue_name}}/messages", f"{base}/{{queue_name}}/stats"}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
+            names = {parameter["name"] for parameter in operation.get("parameters", [])}
+            assert method == "post" or "Idempotency-Key" not in names, (path, method)
+            assert "security" in operation or "413" in operation["responses"], (path, method)
             for status, response in operation["responses"].items():
                 if int(status) >= 400:
                     body = response["content"]["application/json"]["schema"]

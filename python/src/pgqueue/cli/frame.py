@@ -302,7 +302,8 @@ class _Command(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except typer.BadParameter:
+        except typer.BadParameter as error:
+            error.message = _with_value(error)
             raise
         except Exception as error:
             takes = any(parameter.param_type_name == "argument" for parameter in self.params)
@@ -310,6 +311,14 @@ class _Command(typer.core.TyperCommand):
                 said = error.message.rstrip(".")  # type: ignore[attr-defined]
                 error.message = f"{said}. What begins with a hyphen and is no option comes behind --."  # type: ignore[attr-defined]
             raise
+
+
+def _with_value(error: typer.BadParameter) -> str:
+    """What is wrong with a parameter, with the value that was given: of what Typer checks it says the rule alone."""
+    faults = getattr(error.__cause__, "errors", None)
+    given = str(faults()[0]["input"]) if faults else ""
+    said = error.message.removeprefix("Value error, ")
+    return said if not faults or repr(given) in said else f"{printable(given)[:100]!r}: {said}"
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[Concatenate[Session, P], None]], None]:

@@ -154,6 +154,7 @@ def dead_letter_report(
             f"{kind['died_from']:%Y-%m-%d %H:%M}",
             kind["error"],
         ],
+        "no dead letters",
     )
 
 

@@ -97,7 +97,9 @@ IdempotencyKey = Annotated[Key | None, Depends(_key_of)]
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The errors of a route, for OpenAPI: those named, and those that any route may have."""
-    return {each: {"description": _ERRORS[each], "model": ErrorBody} for each in sorted({401, 422, 503, *statuses})}
+    return {
+        each: {"description": _ERRORS[each], "model": ErrorBody} for each in sorted({401, 413, 422, 503, *statuses})
+    }
 
 
 def is_name(text: str) -> bool:

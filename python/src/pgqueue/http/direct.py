@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Annotated, Any, Final
 
@@ -13,6 +13,7 @@ from psycopg import AsyncConnection
 
 from .._calls import prepare_wait_and_look
 from ..client import AsyncQueue
+from ..errors import QueueNotFound
 from ..message import Message
 from .body import JsonRequest, JsonRoute
 from .context import Context, Given, IdempotencyKey, errors, is_name, queue_not_found, reply
@@ -61,13 +62,16 @@ class Target:
     service: Service
     database: str
     name: str
-    key: Key | None
+    key: Key | None = None
 
     @asynccontextmanager
     async def queue(self, keyed: bool = False) -> AsyncIterator[AsyncQueue]:
         """The queue, on a connection; `keyed` if answers are to be kept in its database."""
         async with self.context.databases.target(self.service, self.database, prepare=keyed) as connection:
-            yield AsyncQueue(connection, self.name)
+            try:
+                yield AsyncQueue(connection, self.name)
+            except QueueNotFound:
+                raise queue_not_found(self.name) from None
 
     def count(self, operation: str, number: int) -> None:
         """Count messages."""
@@ -82,7 +86,6 @@ class Target:
 
 async def _target(
     context: Given,
-    key: IdempotencyKey,
     queue_name: str,
     service_id: Annotated[str | None, Query(description="By default the server's first service")] = None,
     database_name: Annotated[str | None, Query(description="By default the service's")] = None,
@@ -91,10 +94,17 @@ async def _target(
     if not is_name(queue_name) or queue_name == context.settings.tasks.queue:
         raise queue_not_found(queue_name)
     database = service.default_database if database_name is None else database_name
-    return Target(context, service, database, queue_name, key)
+    return Target(context, service, database, queue_name)
 
 
-On = Annotated[Target, Depends(_target)]
+Seen = Annotated[Target, Depends(_target)]
+
+
+async def _keyed(seen: Seen, key: IdempotencyKey) -> Target:
+    return replace(seen, key=key)
+
+
+On = Annotated[Target, Depends(_keyed)]
 
 
 @router.post("/messages", status_code=201, response_model=MessageIds, responses=_FAULTS)
@@ -237,7 +247,7 @@ async def extend(on: On, body: Extend) -> Response:
 
 
 @router.get("/stats", response_model=DirectStats, responses=errors(404, 422))
-async def stats(on: On) -> Response:
+async def stats(on: Seen) -> Response:
     """The depth of a queue, cheap on a deep one."""
     async with on.queue() as queue:
         return reply(Answer(200, to_json(await queue.stats())))
@@ -245,7 +255,7 @@ async def stats(on: On) -> Response:
 
 @router.get("/dead-letters", response_model=DeadLetters, responses=errors(404, 422))
 async def dead_letters(
-    on: On,
+    on: Seen,
     max_messages: Annotated[int, Query(ge=1, le=100)] = 100,
     after_id: Annotated[int, Query(ge=0, le=MAX_ID)] = 0,
 ) -> Response:

@@ -159,7 +159,7 @@ def of_database(error: BaseException) -> ApiError:
     said = (error.diag.message_primary or "") if isinstance(error, psycopg.Error) else ""
     match error:
         case QueueNotFound():
-            return ApiError(404, "queue_not_found", said)
+            return ApiError(404, "queue_not_found", said, "queue_name")
         case QueueExists():
             return ApiError(409, "queue_exists", said)
         case QueueBusy():
@@ -169,7 +169,8 @@ def of_database(error: BaseException) -> ApiError:
         case InvalidArgument():
             return ApiError(422, "invalid", said)
         case psycopg.errors.InvalidSchemaName() | psycopg.errors.UndefinedFunction():
-            return ApiError(404, "queue_not_found", "there is no queue in this database: pgqueue is not installed")
+            message = "there is no queue in this database: pgqueue is not installed"
+            return ApiError(404, "queue_not_found", message, "database_name")
         case psycopg.errors.QueryCanceled():
             return ApiError(503, "timeout", "the database took too long", headers={"Retry-After": "1"})
         case psycopg.DataError():

@@ -24,7 +24,10 @@ async def healthz() -> Response:
     responses={200: {"content": {"text/plain": {}}}, 503: errors()[503]},
 )
 async def readyz(context: Given) -> Response:
-    """Whether requests can be served: the control database answers, the agent works, and nobody told it to stop."""
+    """Whether requests can be served: the control database answers, the agent works, and nobody told it to stop.
+
+    Asks for no password, and says no more than that.
+    """
     if context.stopping.is_set():
         raise ApiError(503, "stopping", "the server is told to stop")
     try:
