@@ -1,6 +1,7 @@
 """Predicates, dead letters by what they died of, and messages once more: chosen clearly, and sent once."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import functions as F
 
 from pgqueue import Queue
+from pgqueue.spark.options import OptionError
 from pgqueue.spark.pipelines import (
     PredicateError,
     again,
@@ -25,6 +27,7 @@ from pgqueue.spark.pipelines import (
     redrive_where,
     replay,
 )
+from pgqueue.spark.sink import commit_name
 
 Connection = psycopg.Connection[Any]
 BODY = b"\0\xff" * 1000
@@ -164,7 +167,8 @@ def test_a_version_of_a_redrive_is_done_once_though_letters_die_again(
     spark: Any, database: str, connection: Connection, queue: Queue
 ) -> None:
     # A write, or a replay, that goes by the same name is something else.
-    connection.execute("select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', %s, 1)", [queue.name])
+    for other in (queue.name, *(commit_name(app, queue.name) for app in (queue.name, f"redrive {queue.name}"))):
+        connection.execute("select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', %s, 1)", [other])
     (first,) = die(queue, "boom")
     done = redrive_where(spark, queue.name, "true", dsn=database, app_id=queue.name)
     assert (done.redriven, done.was_done) == (1, False)
@@ -175,10 +179,22 @@ def test_a_version_of_a_redrive_is_done_once_though_letters_die_again(
     assert dead(queue) == [first]
     assert redrive_where(spark, queue.name, "true", dsn=database, app_id=queue.name, version=2).redriven == 1
     # And for each queue by itself.
-    other = Queue(connection, f"{queue.name}-other")
-    other.create_queue(max_attempts=1)
-    die(other, "boom")
-    assert redrive_where(spark, other.name, "true", dsn=database, app_id=queue.name).redriven == 1
+    second = Queue(connection, f"{queue.name}-other")
+    second.create_queue(max_attempts=1)
+    die(second, "boom")
+    assert redrive_where(spark, second.name, "true", dsn=database, app_id=queue.name).redriven == 1
+
+
+@pytest.mark.parametrize(("app_id", "version"), [("", 1), ("x" * 257, 1), ("a\0b", 1), ("a", -1), ("a", 2**63)])
+def test_what_names_no_version_is_refused_before_anything_is_read(
+    spark: Any, database: str, queue: Queue, app_id: str, version: int
+) -> None:
+    for call in (
+        lambda: redrive_where(spark, queue.name, "true", dsn=database, app_id=app_id, version=version),
+        lambda: replay(spark, "/nowhere", queue.name, dsn=database, app_id=app_id, version=version),
+    ):
+        with pytest.raises(OptionError, match=r"invalid option txn(AppId|Version)"):
+            call()
 
 
 def test_a_letter_that_died_anew_since_it_was_read_was_chosen_by_nobody(
@@ -242,6 +258,14 @@ def test_a_replay_is_sent_once(spark: Any, database: str, connection: Connection
     # Another version is meant.
     assert replay(spark, parquet, target.name, where, dsn=database, version=2).was_done is False
     assert len(target.claim(100)) == 4
+
+
+def test_of_replays_at_the_same_time_one_sends(spark: Any, database: str, queue: Queue, parquet: str) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(replay, spark, parquet, queue.name, "id > 0", dsn=database) for _ in range(2)]
+        found = [call.result() for call in calls]
+    assert queue.peek() == found[0].chosen == found[1].chosen > 0
+    assert {one.sent for one in found} == {found[0].chosen}
 
 
 def test_the_same_choice_in_other_words_is_the_same_replay(

@@ -1,5 +1,6 @@
 """Finished messages to Parquet: each once, by queue and UTC day, whatever crashes, commits late or runs twice."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -320,6 +321,26 @@ def test_a_note_about_another_database_is_not_believed(spark: Any, database: str
     (tmp_path / f"_pgqueue/.{queue.name}.json.crc").unlink()
     (done,) = archive_to_parquet(spark, str(tmp_path), dsn=database, queues=[queue.name])
     assert (done.since, done.written) == (None, 0)
+
+
+def test_a_note_of_a_clock_that_was_set_back_since_is_not_believed(
+    spark: Any, database: str, queue: Queue, tmp_path: Path
+) -> None:
+    work(queue)
+    run(spark, database, queue, tmp_path)
+    note = tmp_path / f"_pgqueue/{queue.name}.json"
+    told = json.loads(note.read_text())
+    told["settled"] = (datetime.fromisoformat(told["settled"]) + timedelta(days=1)).isoformat()
+    note.write_text(json.dumps(told))
+    (tmp_path / f"_pgqueue/.{queue.name}.json.crc").unlink()
+    work(queue)
+    for expected in (1, 0):
+        assert run(spark, database, queue, tmp_path) == expected
+
+
+def test_a_path_that_cannot_be_made_is_named(spark: Any, database: str, queue: Queue) -> None:
+    with pytest.raises(OSError, match="file:/proc/nowhere cannot be made"):
+        run(spark, database, queue, Path("/proc/nowhere"))
 
 
 def test_a_note_that_a_crash_left_with_the_checksum_of_another_is_none(

@@ -24,6 +24,8 @@ from pgqueue.demo import spark as demo
 from pgqueue.spark import pipelines
 from pgqueue.spark.pipelines import local_session
 
+FILE = str(Path(__file__))
+
 
 @pytest.fixture
 def queue(database: str, name: str) -> Any:
@@ -83,6 +85,8 @@ def test_a_report_says_where_it_is(database: str, queue: Queue, tmp_path: Path) 
         (("redrive-where", "QUEUE", "--where", "cast(last_error as int) = 1"), 1, "cannot be cast to"),
         (("redrive-where", "nobody", "--where", "true"), 1, "'nobody' does not exist"),
         (("summarize-flights", "PATH", "--queue", "nobody"), 1, "'nobody' does not exist"),
+        (("archive-to-parquet", "/proc/nowhere", "--queue", "QUEUE"), 1, "file:/proc/nowhere cannot be made"),
+        (("flow-report", "PATH", "--queue", "QUEUE", "--parquet", FILE), 1, "pgqueue: Encountered error while reading"),
         (("replay", "PATH", "QUEUE", "--since", "yesterday"), 2, "'yesterday' is not a moment"),
         (("replay", "PATH", "QUEUE", "--since", "0001-01-01T00:00+14:00"), 2, "is not a moment"),
     ],

@@ -19,9 +19,11 @@ from pgqueue import Queue
 from pgqueue.spark.options import OptionError
 from pgqueue.spark.pipelines import (
     archive_to_parquet,
+    charts,
     dead_letter_report,
     flow_metrics,
     flow_report,
+    page,
     read_dead_letters,
     read_finished,
 )
@@ -233,10 +235,10 @@ def test_the_page_asks_nobody_and_believes_no_message() -> None:
     windows = [measure(queue, MIDNIGHT), measure(queue, MIDNIGHT + 3 * hour, 0, None)]
     letters = [Letters(queue, "rejected", "</td><img src=//evil.example/x>\x1b[2J\x9b \u202e", 3, MIDNIGHT)]
     text = render(Flow(hour, [measure(queue, None)], windows, letters, MIDNIGHT, "Read from <archive>"))
-    page = Page(text)
-    assert page.open == []
-    assert page.asked == []
-    assert not {"script", "img", "link", "iframe", "object"} & set(page.tags)
+    found = Page(text)
+    assert found.open == []
+    assert found.asked == []
+    assert not {"script", "img", "link", "iframe", "object"} & set(found.tags)
     assert not re.search(r"url\(|@import|https?://", text)
     # Nothing that HTML has no character for; and what reverses a text ends with its cell.
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
@@ -247,6 +249,23 @@ def test_the_page_asks_nobody_and_believes_no_message() -> None:
     # The hours between, in which nothing happened, are there.
     assert text.count("2026-07-01 0") >= 4
     assert text.count('<rect class="hint"') == 4 * 4
+
+
+def test_a_chart_has_room_for_its_labels_and_for_what_took_less_than_no_time() -> None:
+    assert [charts.share(5.0), charts.share(12.3456), charts.seconds(2e8), charts.count(999.6)] == [
+        "500 %",
+        "1,235 %",
+        "2,315 d",
+        "1,000",
+    ]
+    # An em is 11 pixels, and a digit less than two thirds of it, in any face.
+    labels = [show(10.0**power) for show in (charts.count, charts.share, charts.seconds) for power in range(-6, 3)]
+    assert max(map(len, labels)) * 11 * 0.64 + 5 <= charts.LEFT
+    hour = timedelta(hours=1)
+    late = charts.Series("p50", "low", [-5.0, 1.0])
+    (points,) = re.findall('points="([^"]*)"', charts.lines([MIDNIGHT, MIDNIGHT + hour], hour, [late], charts.seconds))
+    base = charts.HEIGHT - charts.BOTTOM
+    assert [float(point.split(",")[1]) for point in points.split()] == [base, charts.TOP]
 
 
 def test_a_picture_has_no_thing_for_each_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,6 +279,44 @@ def test_a_picture_has_no_thing_for_each_window(tmp_path: Path, monkeypatch: pyt
     (figure,) = drawn
     assert [len(axes.patches) + len(axes.lines) for axes in figure.axes] == [2, 2, 3, 3]
     assert all(axes.get_legend().get_bbox_to_anchor().y0 == axes.bbox.y1 for axes in figure.axes)
+
+
+def test_a_picture_shows_its_time_from_nothing_on_and_its_whole_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    dates = pytest.importorskip("matplotlib.dates")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    hour = timedelta(hours=1)
+    # One window; none but dead letters; what was claimed before it was sent, by clocks that differ.
+    for finished, wait, lowest in ((10, 0.5, 0), (0, None, 0), (10, -2.0, -2)):
+        draw(
+            Flow(
+                hour, [measure("q" * 128, None)], [measure("q" * 128, MIDNIGHT, finished, wait)], [], MIDNIGHT, "Read"
+            ),
+            tmp_path,
+        )
+        figure = drawn.pop()
+        assert [axes.get_xlim() for axes in figure.axes] == [tuple(dates.date2num([MIDNIGHT, MIDNIGHT + hour]))] * 4
+        assert [axes.get_ylim()[0] for axes in figure.axes] == [0, 0, lowest, 0]
+        title = figure.get_suptitle()
+        assert (title.replace("\n", ""), max(map(len, title.splitlines()))) == ("q" * 128, 90)
+
+
+def test_of_very_many_queues_the_busiest_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hour = timedelta(hours=1)
+    names = [f"q{number}" for number in range(1000)]
+    totals = [measure(name, None, finished) for finished, name in enumerate(names)]
+    flow = Flow(hour, totals, [measure(name, MIDNIGHT) for name in names], [], MIDNIGHT, "Read")
+    text = render(flow)
+    assert [name for name in names if f"<h2>{name}</h2>" in text] == names[-100:]
+    assert all(f">{name}</td>" in text for name in names)
+    assert "The 100 busiest of 1,000 queues are drawn." in text
+    figures = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr(figures.Figure, "savefig", lambda *_, **__: None)
+    monkeypatch.setattr(page, "_DRAWN", 2)
+    assert [picture.stem for picture in draw(flow, tmp_path)] == names[-2:]
 
 
 def test_a_page_about_nothing_says_so() -> None:

@@ -25,6 +25,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
+from pgqueue.spark import register
 from pgqueue.spark import sink as sink_module
 from pgqueue.spark.options import WRITE, OptionError, parse
 from pgqueue.spark.sink import QueueArrowWriter, QueueStreamArrowWriter, Staged
@@ -282,7 +283,9 @@ def test_a_listening_consumer_is_woken(sink: Sink) -> None:
         ('"\0"', r"row 3 of partition 2: invalid line: invalid byte sequence.*0x00|row 3 of partition 2"),
         ("{", r"row 3 of partition 2: invalid payload: invalid input syntax for type json"),
         ("", r"row 3 of partition 2: invalid payload: invalid input syntax for type json"),
+        ("[" * 1000000, r"row 3 of partition 2: invalid payload: stack depth limit exceeded$"),
     ],
+    ids=["nul escaped", "nul", "cut off", "empty", "deep"],
 )
 def test_what_is_no_json_names_its_row(sink: Sink, value: str, message: str) -> None:
     with pytest.raises(pgqueue.InvalidArgument, match=message):
@@ -435,6 +438,15 @@ def test_a_row_names_a_queue_that_is_there(sink: Sink, given: str | None, error:
     good, bad = batch(kinds, (sink.name, "1")), batch(kinds, (sink.name, "2"), (given, "3"))
     with pytest.raises((pgqueue.InvalidArgument, pgqueue.QueueNotFound), match=error):
         sink.write(sink.writer(kinds, queue=""), good, bad)
+    assert sink.staged() == 0
+
+
+def test_a_queue_s_name_that_is_no_text_is_shown(sink: Sink) -> None:
+    names = pa.Array.from_buffers(pa.string(), 2, pa.array([sink.name.encode(), b"\xff"], pa.binary()).buffers())
+    rows = pa.record_batch([names, pa.array(["1", "2"])], ["queue_name", "payload"])
+    kinds = schema(queue_name=t.StringType(), payload=t.StringType())
+    with pytest.raises(pgqueue.QueueNotFound, match=r"queue E'\\\\xff' does not exist"):
+        sink.write(sink.writer(kinds, queue=""), rows)
     assert sink.staged() == 0
 
 
@@ -765,6 +777,19 @@ def test_a_data_frame_is_sent(spark: Any, sink: Sink, save: Callable[..., None])
     save(frame.selectExpr("id", "named_struct('at', current_timestamp(), 'tags', array('x')) as more"))
     assert sorted(payload["id"] for payload in sink.sent()) == sorted([*range(1000)] * 2)
     assert sink.staged() == 0
+
+
+def test_any_thread_writes_once_it_has_registered_the_session(
+    spark: Any, sink: Sink, save: Callable[..., None]
+) -> None:
+    def write() -> None:
+        register(spark)
+        save(spark.range(3).selectExpr("to_json(struct(id)) as payload"))
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(write), threads.submit(write)]:
+            done.result()
+    assert sorted(payload["id"] for payload in sink.sent()) == [0, 0, 1, 1, 2, 2]
 
 
 def test_tasks_that_fail_are_tried_again(spark: Any, sink: Sink, save: Callable[..., None], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The streaming source under every failure, driven by an engine that takes Spark's steps."""
 
 import gc
+import json
 import os
 import socket
 import threading
@@ -24,9 +25,6 @@ from pgqueue.spark.links import connect
 from pgqueue.spark.options import OptionError
 
 Start = Callable[..., Engine]
-
-# Beside those that share a session: these need none.
-pytestmark = pytest.mark.xdist_group("processes")
 
 
 @pytest.fixture
@@ -348,12 +346,36 @@ def test_11_a_checkpoint_that_was_rolled_back_ends_the_query(
     assert left(orders) == 0
 
 
-def test_11_a_checkpoint_of_another_stream_ends_the_query(orders: pgqueue.Queue, start: Start) -> None:
+@pytest.mark.parametrize("is_new", [True, False])
+def test_11_a_checkpoint_of_another_stream_ends_the_query(orders: pgqueue.Queue, start: Start, is_new: bool) -> None:
+    """Also one from before its first batch, which says of no message where it was."""
+    if not is_new:
+        orders.enqueue_batch([1, 2])
+    with start().begin() as engine:
+        engine.drain()
+        checkpoint = engine.checkpoint.copy()
+        if is_new:
+            checkpoint.offsets, checkpoint.done = [json.dumps(engine.start)], 1
+    said = f"the checkpoint is that of stream s of queue {orders.name}, not of stream other of queue {orders.name}"
+    with pytest.raises(OptionError, match=said):
+        start(on=checkpoint, streamId="other").begin().trigger()
+    sent = orders.enqueue(3)
+    assert [ids(rows) for rows in start(on=checkpoint, streamId="other", failOnDataLoss="false").begin().drain()] == [
+        [sent]
+    ]
+
+
+def test_11_a_checkpoint_that_says_nothing_of_its_queue_is_told_by_its_batches(
+    orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint
+) -> None:
     orders.enqueue_batch([1, 2])
     with start().begin() as engine:
         engine.drain()
+    known = json.loads(checkpoint.offsets[0])
+    checkpoint.offsets = [json.dumps({name: known[name] for name in ("seq", "token", "messages")})]
     with pytest.raises(pgqueue.StreamOutOfStep):
-        start(streamId="other").begin().trigger()
+        start(on=checkpoint.copy(), streamId="other").begin().trigger()
+    assert start().begin().trigger() is None
 
 
 def test_what_the_database_refuses_is_told_in_a_few_lines_and_by_the_names_of_options(
@@ -562,11 +584,12 @@ def test_the_first_offset_is_asked_for_twice_and_again_when_batch_0_is_replayed(
 ) -> None:
     sent = orders.enqueue_batch([1, 2])
     engine = start()
-    assert engine.reader.initialOffset() == engine.reader.initialOffset() == {"seq": 0, "token": None}
+    first = {"seq": 0, "token": None, "queue": orders.name, "stream": "s"}
+    assert engine.reader.initialOffset() == engine.reader.initialOffset() == first
     with engine.begin(), pytest.raises(Died):
         engine.trigger(dies="behind the sink")
     again = start()
-    assert again.reader.initialOffset() == {"seq": 0, "token": None}
+    assert again.reader.initialOffset() == first
     assert ids(again.begin().sink[0][1]) == sent
 
 
@@ -653,6 +676,27 @@ def test_a_heartbeat_keeps_a_batch_beyond_its_lease(
 
     wait_for(lambda: len(found := ends()) == 3 and min(found) > first)
     assert len(engine.run(end)) == 2
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), psycopg.OperationalError("gone")])
+def test_a_heartbeat_goes_on_whatever_came_between(
+    orders: pgqueue.Queue, start: Start, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    orders.enqueue_batch([1, 2])
+    failures = iter([error, error])
+
+    def fail_at_first(*given: Any, **named: Any) -> psycopg.Connection[Any]:
+        if threading.current_thread().name == "pgqueue heartbeat" and (failure := next(failures, None)):
+            raise failure
+        return connect(*given, **named)
+
+    monkeypatch.setattr("pgqueue.spark.driver.connect", fail_at_first)
+    engine = start(leaseDuration="1 min", heartbeatInterval="0.1 s").begin()
+    engine.plan()
+    first = stream(orders).claimed_until
+    assert first is not None
+    wait_for(lambda: (stream(orders).claimed_until or first) > first)
+    assert next(failures, None) is None
 
 
 def test_a_heartbeat_keeps_what_the_driver_before_had_claimed(orders: pgqueue.Queue, start: Start) -> None:
@@ -763,7 +807,7 @@ def test_a_paused_queue_gives_nothing_but_ends_no_query(
 
 def test_a_checkpoint_of_something_else_is_named(start: Start) -> None:
     engine = start()
-    for offset in ({"topic": 3}, {"seq": 1, "token": "no"}, {"seq": None, "token": None}):
+    for offset in ({"topic": 3}, {"seq": 1, "token": "no"}, {"seq": 1, "token": 5}, {"seq": None, "token": None}):
         with pytest.raises(OptionError, match="the checkpoint is not one of format pgqueue"):
             engine.reader.latestOffset(offset, engine.limit)
 

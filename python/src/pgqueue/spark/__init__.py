@@ -15,6 +15,7 @@ except ImportError as error:
 
 from .options import OPTIONS, Option, OptionError
 from .source import PgQueueDataSource
+from .threads import activate
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -23,5 +24,9 @@ __all__ = ["OPTIONS", "Option", "OptionError", "PgQueueDataSource", "register"]
 
 
 def register(spark: "SparkSession") -> None:
-    """Make format `pgqueue` known to a session. Only needed where Spark does not find it by itself."""
+    """Make format `pgqueue` known to a session, and that session to the calling thread.
+
+    Only needed where Spark does not find it by itself, as in a thread that writes and has not made the session.
+    """
     spark.dataSource.register(PgQueueDataSource)
+    activate(spark)

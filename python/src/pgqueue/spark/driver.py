@@ -156,7 +156,8 @@ class StreamDriver:
                     batches = Queue(connection, options.queue).stream_extend(options.stream_id, self.epoch, lease)
             except StreamFenced:
                 return  # The next call of the driver raises it.
-            except psycopg.Error as error:
+            except Exception as error:
+                # Of the system, too, as where no file descriptor is left: without a beat the batch is lost.
                 _log.warning("heartbeat of stream %s failed: %s", options.stream_id, error)
                 pause = interval / 4
             else:

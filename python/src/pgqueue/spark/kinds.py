@@ -19,11 +19,14 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def connection_string(value: str) -> str:
-    """A connection string that libpq can read."""
+    """A connection string that libpq can read, and whose password, if it has one, Spark knows as one."""
     try:
-        conninfo_to_dict(value)
+        password = conninfo_to_dict(value).get("password")
     except ProgrammingError:
         raise ValueError from None
+    # Spark shows options in plans, but for those that have this word.
+    if password and "password" not in value.lower():
+        raise ValueError
     return text(10000)(value)
 
 

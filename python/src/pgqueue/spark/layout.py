@@ -46,9 +46,13 @@ class Layout:
         if self.queue is not None:
             yield self.queue, batch
             return
-        names = batch.column("queue_name")
+        # As bytes: it may be no text at all, and then it is no queue's name either.
+        names = batch.column("queue_name").cast(pa.string()).cast(pa.binary())
         for name in names.unique().to_pylist():
-            yield name, batch.filter(names.is_null() if name is None else pc.equal(names, name))
+            if name is None:
+                yield None, batch.filter(names.is_null())
+            else:
+                yield name.decode(errors="backslashreplace"), batch.filter(pc.equal(names, name))
 
     def values(self, batch: pa.RecordBatch) -> dict[str, pa.Array]:
         """What the messages of a batch have: JSON as text, bytes, text, durations.

@@ -79,12 +79,14 @@ _MOMENT = "a moment in ISO 8601, such as 2026-01-31 or 2026-01-31T12:00:00Z, in 
 SOURCE_OPTIONS = (
     Option(
         "dsn",
-        "a connection string of libpq, such as 'host=db dbname=app' or postgresql://db/app",
+        "a connection string of libpq, such as 'host=db dbname=app' or postgresql://db/app, without user:password@,"
+        " which Spark would show in plans",
         connection_string,
         (READ, STREAM, WRITE),
         "The database: a connection string of libpq. Without it that of PGQUEUE_DSN, else of the libpq variables"
         " (PGHOST and so on), as the driver has them. Keep passwords out of it: in a service file or ~/.pgpass of the"
-        " workers, or in PGQUEUE_DSN or PGPASSWORD of the driver, which Spark shows nowhere.",
+        " workers, or in PGQUEUE_DSN or PGPASSWORD of the driver, which Spark shows nowhere. Plans show options, but"
+        " for those in which Spark finds the word password (spark.redaction.regex).",
         secret=True,
     ),
     Option(

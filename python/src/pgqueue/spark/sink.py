@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 _log = logging.getLogger("pgqueue.spark")
 _PIECE_BYTES = 4 * 1024 * 1024
+# Of a text that is no JSON, and of one that is nested too deeply.
+_REFUSALS = (psycopg.DataError, psycopg.errors.StatementTooComplex)
 _LINE = re.compile(r"COPY staged_messages, line (\d+), column (payloads|headers)")
 
 
@@ -246,7 +248,7 @@ class _Staging:
         try:
             with self._connection.cursor().copy(copy_statement(columns)) as copy:
                 copy.write(copied(columns, rows, token, first))
-        except psycopg.DataError as error:
+        except _REFUSALS as error:
             # Spark shows an error with all that led to it.
             raise self._located(error, values, rows, first) from None
         self.counts[token] += piece.num_rows
@@ -264,9 +266,7 @@ class _Staging:
             said = error if isinstance(error, InvalidArgument) else f"invalid {_no_text(piece)}: {error}"
             raise InvalidArgument(f"row {first} of partition {self._partition}: {said}") from None
 
-    def _located(
-        self, error: psycopg.DataError, values: dict[str, pa.Array], rows: list[range], first: int
-    ) -> Exception:
+    def _located(self, error: psycopg.Error, values: dict[str, pa.Array], rows: list[range], first: int) -> Exception:
         """What the server says of a text that is no JSON, with its row: it names only a hundred of them."""
         found = _LINE.search(error.diag.context or "")
         if found is None:
@@ -278,7 +278,7 @@ class _Staging:
             value = values[target][place].cast(pa.binary()).as_py()
             try:
                 self._connection.execute("select convert_from(%s, 'UTF8')::jsonb", [value])
-            except psycopg.DataError as refused:
+            except _REFUSALS as refused:
                 said = filter(None, (refused.diag.message_primary or str(refused), refused.diag.message_detail))
                 return InvalidArgument(
                     f"row {first + place} of partition {self._partition}: invalid {target}: {': '.join(said)}"

@@ -29,10 +29,11 @@ class PgQueueDataSource(DataSource):
 
         spark.readStream.format("pgqueue").option("queue", "orders").option("streamId", "to-lake").load()
 
-    A query has one checkpoint, not copied, shared or rolled back: one that is ends with an error, as does a batch
-    whose messages others took while the query was down for longer (`failOnDataLoss`). Without its checkpoint a query
-    goes on behind what was acknowledged, and may read the last batch twice. A batch that fails every time ends the
-    query after `maxReplays`: `pgqueue.stream_skip` takes it, or some of its messages, to the dead letters.
+    A query has one checkpoint, not copied, shared or rolled back: one that is ends with an error, as does a batch whose
+    messages others took while the query was down for longer (`failOnDataLoss`). A copy that goes on all the same is
+    still the same query to its sink, which discards the batches whose numbers it has written. Without its checkpoint a
+    query goes on behind what was acknowledged, and may read the last batch twice. A batch that fails every time ends
+    the query after `maxReplays`: `pgqueue.stream_skip` takes it, or some of its messages, to the dead letters.
     `Trigger.AvailableNow` ends at what had been sent when it began; the deprecated `Trigger.Once` leaves its batch
     reserved, until its next run acknowledges it. `foreachBatch` may read its batch several times. A stream that is
     joined with itself is loaded twice, each time under a `streamId` of its own, and each message is in one of them.

@@ -58,7 +58,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
         """Where a query without a checkpoint begins: behind what the stream has acknowledged."""
         stream = self._stream.opened
-        return _offset(stream.acked_seq, stream.acked_token)
+        return self._offset(stream.acked_seq, stream.acked_token)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """The most messages in a batch, unless the trigger has another limit."""
@@ -74,7 +74,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         A batch that was claimed by a driver that died before it could note it is adopted.
         """
         options = self._options
-        seq, token = _position(start)
+        seq, token = self._position(start)
         driver = self._stream
         batches = driver.call(
             lambda queue: queue.stream_claim(
@@ -91,13 +91,13 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         )
         self._acked_seq = seq
         driver.has_batch = bool(batches)
-        return _offset(batches[0].seq, batches[0].claim_token, batches[0].messages) if batches else start
+        return self._offset(batches[0].seq, batches[0].claim_token, batches[0].messages) if batches else start
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Begin to read the batch that is named by end, for the first time or again."""
         options = self._options
-        seq, token = _position(end)
-        if token is None or (seq, token) == _position(start):
+        seq, token = self._position(end)
+        if token is None or (seq, token) == self._position(start):
             return []
         driver = self._stream
         batch = driver.call(
@@ -110,7 +110,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def commit(self, end: dict[str, Any]) -> None:
         """Acknowledge a batch, if that has not been done."""
-        seq, token = _position(end)
+        seq, token = self._position(end)
         if token is None or seq <= self._acked_seq:
             return
         driver = self._stream
@@ -141,6 +141,28 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         most: int = self._options.max_messages_per_trigger
         return min(limit.max_rows, most) if isinstance(limit, ReadMaxRows) else most
 
+    def _offset(self, seq: int, token: UUID | None, messages: int | None = None) -> dict[str, Any]:
+        offset = {"seq": seq, "token": None if token is None else str(token)}
+        # Before its first batch a stream has no token, and is told by its names.
+        offset |= {"queue": self._options.queue, "stream": self._options.stream_id}
+        return offset if messages is None else offset | {"messages": messages}
+
+    def _position(self, offset: dict[str, Any]) -> tuple[int, UUID | None]:
+        try:
+            token = offset["token"]
+            position = int(offset["seq"]), None if token is None else UUID(token)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise OptionError(f"the checkpoint is not one of format pgqueue: its offset is {offset!r}") from None
+        options = self._options
+        named = offset.get("queue", options.queue), offset.get("stream", options.stream_id)
+        if options.fail_on_data_loss and named != (options.queue, options.stream_id):
+            raise OptionError(
+                f"the checkpoint is that of stream {named[1]} of queue {named[0]}, not of stream {options.stream_id} of"
+                f" queue {options.queue}: use a new checkpoint, or go on with what there is by option"
+                " failOnDataLoss=false"
+            )
+        return position
+
     # In the workers.
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -162,16 +184,3 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 return
             except psycopg.Error as error:
                 patience.wait(error)
-
-
-def _offset(seq: int, token: UUID | None, messages: int | None = None) -> dict[str, Any]:
-    offset = {"seq": seq, "token": None if token is None else str(token)}
-    return offset if messages is None else offset | {"messages": messages}
-
-
-def _position(offset: dict[str, Any]) -> tuple[int, UUID | None]:
-    try:
-        token = offset["token"]
-        return int(offset["seq"]), None if token is None else UUID(token)
-    except (KeyError, TypeError, ValueError):
-        raise OptionError(f"the checkpoint is not one of format pgqueue: its offset is {offset!r}") from None

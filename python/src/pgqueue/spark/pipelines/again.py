@@ -13,7 +13,9 @@ from pyspark.sql import functions as F
 
 from ...client import Queue
 from ..links import connect, conninfo
+from ..options import WRITE, parse
 from ..sink import commit_name
+from ..threads import activate
 from .archive import read_archive
 from .files import Folder
 from .predicates import matching
@@ -97,14 +99,17 @@ def replay(
             that chooses, so that the same replay is done once.
         version: Another one sends the messages once more.
 
-    Raises PredicateError; PySparkException, and then nothing was sent.
+    Raises PredicateError; OptionError; PySparkException, and then nothing was sent.
     """
     names = None if queues is None else sorted({*queues})
     since, until = since and in_utc(since), until and in_utc(until)
+    if app_id is not None:
+        _check_name(queue, app_id, version)
     name = app_id if app_id is not None else _digest(str(Folder(spark, path)), queue, where, names, since, until)
     found = matching(read_archive(spark, path, queues=names, since=since, until=until), where)
     dsn = conninfo(dsn)
     was_done, sent = _known(dsn, commit_name(name, queue), version)
+    activate(spark)
     found = found.select("payload", "body", "headers", "message_id").persist()
     try:
         chosen = found.count()
@@ -153,9 +158,11 @@ def redrive_where(
             `producer`, too.
         version: Its version.
 
-    Raises PredicateError; QueueNotFound; PySparkException, and then nothing was redriven.
+    Raises PredicateError; OptionError; QueueNotFound; PySparkException, and then nothing was redriven.
     """
     dsn = conninfo(dsn)
+    if app_id is not None:
+        _check_name(queue, app_id, version)
     found = matching(read_dead_letters(spark, [queue], dsn=dsn), where)
     chosen = found.select("id", F.unix_micros("died_at").alias("died_at")).collect()
     values = {
@@ -171,6 +178,11 @@ def redrive_where(
         return Redriven(len(chosen), row[0], False)
 
 
+def _check_name(queue: str, app_id: str, version: int) -> None:
+    """Raise OptionError for what names no write, before anything is read."""
+    parse({"queue": queue, "txnAppId": app_id, "txnVersion": str(version)}, WRITE)
+
+
 def _send(found: DataFrame, dsn: str, queue: str, app_id: str, version: int) -> None:
     (
         found.write.format("pgqueue")
@@ -182,8 +194,8 @@ def _send(found: DataFrame, dsn: str, queue: str, app_id: str, version: int) -> 
 
 def _enter(connection: psycopg.Connection[Any], app_id: str, version: int) -> bool:
     """Enter a version into the ledger, in the transaction of the work; false if it is there."""
-    # A commit of no messages.
-    values = {"run": uuid4(), "app_id": f"redrive {app_id}", "version": version}
+    # A commit of no messages, under a name that no write has: those end in that of a queue.
+    values = {"run": uuid4(), "app_id": f"{app_id}, redrive", "version": version}
     (row,) = connection.execute(_ENTER, values).fetchall()
     return bool(row[0])
 

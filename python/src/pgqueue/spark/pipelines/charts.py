@@ -12,7 +12,7 @@ __all__ = ["Series", "bars", "count", "lines", "seconds", "share"]
 # A chart is about as wide as it is shown, so that its letters keep their size.
 WIDTH: Final = 420
 HEIGHT: Final = 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 44, 10, 22
+LEFT, RIGHT, TOP, BOTTOM = 62, 44, 10, 22
 _PLOT_WIDTH: Final = WIDTH - LEFT - RIGHT
 _PLOT_HEIGHT: Final = HEIGHT - TOP - BOTTOM
 _LOG_FROM: Final = 50.0  # a highest value that is so many times the lowest is drawn on a logarithmic scale
@@ -31,13 +31,13 @@ def count(value: float) -> str:
     """A number of messages: 950, 12k, 3.4M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.3g}"
+            return f"{_digits(value / size)}{letter}"
+    return _digits(value)
 
 
 def share(value: float) -> str:
     """A part of a whole in percent."""
-    return f"{value * 100:.3g} %"
+    return f"{_digits(value * 100)} %"
 
 
 def seconds(value: float) -> str:
@@ -46,8 +46,12 @@ def seconds(value: float) -> str:
         return "0 s"
     for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")):
         if value >= size * (2 if size > 1 else 1):
-            return f"{value / size:.3g} {unit}"
-    return f"{value * 1e6:.3g} µs"
+            return f"{_digits(value / size)} {unit}"
+    return f"{_digits(value * 1e6)} µs"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def bars(starts: Sequence[datetime], window: timedelta, series: Sequence[Series], show: Callable[[float], str]) -> str:
@@ -109,7 +113,7 @@ class _Linear:
         self._top = max(math.ceil(highest / self._step - 1e-9), 1) * self._step
 
     def y(self, value: float) -> float:
-        return TOP + _PLOT_HEIGHT * (1 - value / self._top)
+        return TOP + _PLOT_HEIGHT * (1 - max(value, 0) / self._top)
 
     def grid(self, show: Callable[[float], str]) -> list[str]:
         steps = range(round(self._top / self._step) + 1)

@@ -28,8 +28,12 @@ class Folder:
         return re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", str(self))
 
     def make(self) -> None:
-        """Make it where it is missing: for who writes. A reader whose path is misspelt is to be told so."""
-        self._fs.mkdirs(self._root)
+        """Make it where it is missing: for who writes. A reader whose path is misspelt is to be told so.
+
+        Raises OSError where it cannot be made.
+        """
+        if not self._fs.mkdirs(self._root):
+            raise OSError(f"{self} cannot be made")
 
     def read(self, name: str) -> str | None:
         """The text of a file; None where there is none, or its checksum is that of another text.

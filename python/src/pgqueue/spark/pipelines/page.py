@@ -11,6 +11,7 @@ from .charts import Series, bars, count, lines, seconds, share
 
 __all__ = ["Flow", "Letters", "Measure", "render"]
 
+_DRAWN: Final = 100  # queues at most: each takes as much as a small page, and a second for its picture
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
@@ -54,6 +55,12 @@ class Flow:
     letters: Sequence[Letters]
     made_at: datetime
     places: str
+
+    def drawn(self) -> list[str]:
+        """The queues that have charts: all, or of very many the busiest."""
+        busiest = sorted(self.totals, key=lambda total: -total.finished - total.dead)[:_DRAWN]
+        names = {total.queue_name for total in busiest}
+        return [total.queue_name for total in self.totals if total.queue_name in names]
 
     def of(self, queue: str) -> list[Measure]:
         """The windows of a queue, the empty ones between them included."""
@@ -119,8 +126,11 @@ def render(flow: Flow) -> str:
         f"<p>{period}. {escape(flow.places)}, {flow.made_at:%Y-%m-%d %H:%M:%S} UTC.</p>",
         "<h2>Queues</h2>",
         _totals(flow),
-        *(_queue(flow, total.queue_name) for total in flow.totals),
     ]
+    drawn = flow.drawn()
+    if len(drawn) < len(flow.totals):
+        body.append(f"<p>The {len(drawn)} busiest of {len(flow.totals):,} queues are drawn.</p>")
+    body += [_queue(flow, queue) for queue in drawn]
     if flow.letters:
         body += ["<h2>Dead letters, by what they died of</h2>", _letters(flow.letters)]
     return (

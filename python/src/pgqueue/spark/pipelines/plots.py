@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, timedelta
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from .page import Flow, Measure
@@ -15,32 +16,46 @@ __all__ = ["draw"]
 
 _BLUES = {"p50": "#86b6ef", "p95": "#2a78d6", "p99": "#104281"}
 _RED = "#d03b3b"
+_TITLE = 90  # letters in a line
 
 
 def draw(flow: Flow, directory: Path) -> list[Path]:
-    """Draw the charts of each queue into `directory`, as QUEUE.png; returns the files. Raises ImportError."""
+    """Draw the charts of each queue that has some into `directory`, as QUEUE.png; returns the files.
+
+    Raises ImportError.
+    """
     from matplotlib import dates
     from matplotlib.figure import Figure
 
     drawn: list[Path] = []
-    for queue in dict.fromkeys(total.queue_name for total in flow.totals):
+    for queue in flow.drawn():
         found = flow.of(queue)
         if not found:
             continue
         figure = Figure(figsize=(11, 6.5), layout="constrained")
-        figure.suptitle(queue)
+        figure.suptitle(fill(queue, _TITLE))
         for axes, kind in zip(figure.subplots(2, 2).flat, ("rate", "failures", "wait", "processing"), strict=True):
             _tell_time(dates, axes)
             axes.grid(axis="y", color="#e4e3dd", linewidth=0.8)
             axes.set_axisbelow(True)
             axes.spines[["top", "right", "left"]].set_visible(False)
             _fill(axes, kind, found, flow.window)
+            _bound(axes, found, flow.window)
             # Beside the title: matplotlib would look for the best place for seconds, and warn of it.
             place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.3, "ncols": len(_BLUES)}
             axes.legend(frameon=False, fontsize="small", **place)
         drawn.append(directory / f"{queue}.png")
         figure.savefig(drawn[-1], dpi=110)
     return drawn
+
+
+def _bound(axes: Any, found: Sequence[Measure], window: timedelta) -> None:
+    """All charts of a queue are of the same time, however little there is, and show how far from nothing it is."""
+    starts = [measure.window_start for measure in found if measure.window_start is not None]
+    axes.set_xlim(starts[0], starts[-1] + window)
+    axes.set_ylim(bottom=min(axes.dataLim.ymin, 0) if math.isfinite(axes.dataLim.ymin) else 0)
+    for line in axes.lines:
+        line.set_clip_on(False)
 
 
 def _tell_time(dates: Any, axes: "Axes") -> None:

@@ -48,7 +48,7 @@ def flow_report(
 ) -> FlowReport:
     """Write a report on how messages flowed through queues: `flow.html`, and a PNG for each queue.
 
-    The page is whole in itself and asks no other host for anything.
+    The page is whole in itself and asks no other host for anything. Of more than 100 queues the busiest 100 are drawn.
 
     Args:
         spark: A classic session (not Spark Connect).

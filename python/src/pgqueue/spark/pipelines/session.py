@@ -118,7 +118,7 @@ def _words(error: Exception) -> str:
     # What was raised in a worker stands behind its name, below the stack that led there.
     raised = [line for line in lines if re.match(r"(?:pgqueue|psycopg)[\w.]*\.\w+: ", line)]
     said = raised[-1].partition(": ")[2] if raised else lines[0] if lines else type(error).__name__
-    return re.sub(r"^\[[\w.]+\] |^: (?:[\w$]+\.)+[\w$]+: | SQLSTATE: \w+", "", said)
+    return re.sub(r"^(?:: (?:[\w$]+\.)+[\w$]+: )?(?:\[[\w.]+\] )?| SQLSTATE: \w+", "", said)
 
 
 @contextmanager
