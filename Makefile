@@ -122,11 +122,13 @@ test-tools: .cache/debs/ready .cache/chromium/ready .cache/postgres/ready  ## fe
 test:  ## run everything; with PG=16 the SQL suites of one major
 	@$(MAKE) --no-print-directory $(if $(PG),test-sql,test-all)
 
-# verify comes before anything that builds: it is about extension/ as committed. Tracebacks have no carets: for them
-# Python 3.11 parses source, which fails where two threads do it at once, as tests and consumers may.
+# verify comes before anything that builds: it is about extension/ as committed. Lint runs beside the SQL suites, which
+# often wait. Tracebacks have no carets: for them Python 3.11 parses source, which fails where two threads do it at
+# once, as tests and consumers may.
 test-all: setup test-tools .venv/flights .cache/java/ready
-	@$(MAKE) --no-print-directory lint verify test-sql
-	@cd python && PYTHONNODEBUGRANGES=1 ../$(python) -m pytest -c pyproject.toml --rootdir .. --numprocesses auto --dist loadgroup ../test/python ../test/upgrade
+	@$(MAKE) --no-print-directory verify
+	@$(MAKE) --no-print-directory lint & lint=$$!; $(MAKE) --no-print-directory test-sql && wait $$lint || { wait; exit 1; }
+	@cd python && PYTHONNODEBUGRANGES=1 ../$(python) -m pytest -c pyproject.toml --rootdir .. --numprocesses auto --dist loadgroup --no-loadscope-reorder ../test/python ../test/upgrade
 
 test-sql: build setup test-tools
 	@$(harness) $(if $(PG),--pg $(PG))

@@ -9,14 +9,19 @@ base=${BASE:-docker.io/library/postgres:18-bookworm}
 image=localhost/pgqueue:test
 container=pgqueue-test-$$
 
-need() { command -v "$1" >/dev/null || { echo "$1 is needed $2 (Debian: apt-get install $1)" >&2; exit 1; }; }
+# All that is missing in one line, as whoever installs one thing would come back for the next.
+need() {
+    local why=$1 tool missing=''
+    for tool in "${@:2}"; do
+        command -v "$tool" >/dev/null || missing+=" $tool"
+    done
+    if [ -n "$missing" ]; then echo "needed $why, and missing:$missing (Debian: apt-get install$missing)" >&2; exit 1; fi
+}
 
 if docker info >/dev/null 2>&1; then
     engine=docker build=(docker build) run=(docker run)
 else
-    need buildah 'where no docker engine answers'
-    need podman 'where no docker engine answers'
-    need crun 'by podman'
+    need 'where no docker engine answers' buildah podman crun
     engine=podman build=(buildah bud --format docker) run=(podman run)
     # Without systemd it logs for every container that it cannot time the HEALTHCHECK, which is asked for below.
     podman() { command podman --log-level=fatal "$@"; }
@@ -40,7 +45,7 @@ have() { "$engine" image inspect "$1" >/dev/null 2>&1; }
 # Only as root: debootstrap makes the file system of the first image.
 make_standin() {
     if ! have localhost/debian:bookworm; then
-        need debootstrap 'where no image can be pulled'
+        need 'where no image can be pulled' debootstrap
         files=$(mktemp -d)
         mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Codename: bookworm' | head -n 1)
         debootstrap --variant=minbase bookworm "$files" "$mirror" >/dev/null

@@ -6,6 +6,7 @@ import inspect
 import os
 import secrets
 import signal
+from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from itertools import count
 from typing import Any
@@ -35,12 +36,41 @@ __all__ = ["jre", "killed", "role", "spark"]  # fixtures
 _numbers = count(1)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Spark has work for more than one processor, so what mostly waits comes beside it, what waits longest first. What
+# computes comes later, side by side, and what is short at the end.
+FIRST = (
+    "spark",
+    "test_late_commit",
+    "test_soak",
+    "test_consumer_trouble",
+    "test_http",
+    "test_consumer_hostile",
+    "test_embedded",
+    "test_consumer_connections",
+    "test_cli_work",
+    "test_demo",
+    "test_races",
+)
+
+
+def group(item: pytest.Item) -> str:
+    return "spark" if item.path.stem.startswith("test_spark") else item.path.stem
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
     """Where tests run in several processes, the tests of a file share one, and those of Spark share a JVM."""
     for item in items:
-        file = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("spark" if file.startswith("test_spark") else file))
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+    yield
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        sizes = Counter(map(group, items))
+
+        def turn(item: pytest.Item) -> tuple[int, int]:
+            place = (place for place, name in enumerate(FIRST) if group(item).startswith(name))
+            return next(place, len(FIRST)), -sizes[group(item)]
+
+        items.sort(key=turn)
 
 
 def pytest_sessionstart() -> None:
@@ -76,11 +106,12 @@ def server() -> Iterator[str]:
     else:
         with EmbeddedServer(durable=False) as embedded:
             yield embedded.dsn
+            embedded.stop(immediate=True)
 
 
 @pytest.fixture(scope="session")
 def empty_database(server: str) -> Iterator[Callable[[], str]]:
-    """Makes databases, and drops them at the end."""
+    """Makes databases, and drops them at the end; those of a private server go with it."""
     made: list[sql.Identifier] = []
     with psycopg.connect(server, autocommit=True) as maintenance:
 
@@ -91,7 +122,7 @@ def empty_database(server: str) -> Iterator[Callable[[], str]]:
             return make_conninfo(server, dbname=name)
 
         yield make
-        for database in made:
+        for database in made if os.environ.get("PGQUEUE_TEST_DSN") else ():
             maintenance.execute(sql.SQL("drop database {} with (force)").format(database))
 
 

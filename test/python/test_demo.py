@@ -95,7 +95,7 @@ def test_an_interrupt_cleans_up(empty_database: Callable[[], str], how: signal.S
     dsn = empty_database()
     with (tmp_path / "out").open("w+") as output:
         demo = subprocess.Popen(
-            [*COMMAND[:-1], "100000"], env=environment(PGQUEUE_DSN=dsn), stdout=output, stderr=subprocess.STDOUT
+            [*COMMAND[:-1], "30000"], env=environment(PGQUEUE_DSN=dsn), stdout=output, stderr=subprocess.STDOUT
         )
         deadline = time.monotonic() + 60
         while "SIGKILL" not in (tmp_path / "out").read_text() and time.monotonic() < deadline:

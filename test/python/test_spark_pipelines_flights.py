@@ -14,9 +14,6 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-# Beside those that share a session, and as long as half of them.
-pytestmark = pytest.mark.xdist_group("processes")
-
 MESSAGES = 300_000
 
 # What the pipeline has to come to, as PostgreSQL works it out.

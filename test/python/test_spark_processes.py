@@ -22,9 +22,6 @@ from pgqueue import Queue
 from pgqueue.spark import java
 from pgqueue.spark.java import JavaNotFoundError, find_java
 
-# Beside those that share a session: as they need none of theirs.
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 @pytest.fixture
 def queue(database: str, name: str) -> Iterator[Queue]:
