@@ -172,21 +172,6 @@ $$;
 comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
 'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body (raw bytes) is given, of at most the queue''s max_payload_bytes, as JSON text; headers is a JSON object of at most 64 KB. delay (0 to 10 years) postpones the first delivery; expires_in (0 to 10 years) is when the message loses its worth and is dropped; both count from now, not from the start of the transaction. message_id is the sender''s own name for the message and is not checked for uniqueness. Raises 22023, PQ001, PQ003.';
 
-create or replace function pgqueue._check_length(argument text, given int, expected int)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if given <> expected then
-        perform pgqueue._raise_invalid(argument, format('%s elements', given),
-            format('null or as long as the messages are many: %s elements', expected));
-    end if;
-end;
-$$;
-comment on function pgqueue._check_length(text, int, int) is
-'Raises 22023 for an array that is given and has another length than expected.';
-
 create or replace function pgqueue.enqueue_batch(
     queue_name text,
     payloads jsonb[] default null,
@@ -213,10 +198,14 @@ begin
         perform pgqueue._raise_invalid('payloads', payloads::text,
             'an array of at least one message, or bodies in its place');
     end if;
-    perform pgqueue._check_length('bodies', cardinality(bodies), n);
-    perform pgqueue._check_length('headers', cardinality(headers), n);
-    perform pgqueue._check_length('message_ids', cardinality(message_ids), n);
-    perform pgqueue._check_length('delays', cardinality(delays), n);
+    perform pgqueue._raise_invalid(a.argument, format('%s elements', a.given),
+        format('null or as long as the messages are many: %s elements', n))
+    from (
+        values
+            ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
+            ('message_ids', cardinality(message_ids)), ('delays', cardinality(delays))
+    ) as a (argument, given)
+    where a.given <> n;
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(d, null) from unnest(delays) as d
     where not pgqueue._is_within(d, '0', '3652.5 days');
