@@ -358,7 +358,7 @@ def throughput(server: EmbeddedServer, options: argparse.Namespace, console: Con
             costs: dict[str, list[list[int]]] = {"sync": [], "async": []}
             for number in range(options.rounds):
                 for system in rates if number % 2 == 0 else reversed(rates):
-                    database.fill(int(20_000 * (seconds + 2)))
+                    database.fill(int(40_000 * (seconds + 2)))
                     if system == "raw":
                         rate = raw(database.dsn, "lease" if more else mode, concurrency, seconds)
                     else:
