@@ -21,11 +21,22 @@ import pgqueue
 HEADERS = '{"NServiceBus.CorrelationId":"c","NServiceBus.ReplyToAddress":"\\"public\\".\\"replies\\""}'
 
 
+def is_at_rest(connection: psycopg.Connection[Any]) -> bool:
+    """Whether nobody is at work on messages: to expose a queue waits half a second for those who are."""
+    ((is_held,),) = connection.execute(
+        "select exists (select from pg_locks l join pg_database d on d.oid = l.database"
+        " where d.datname = current_database() and l.pid <> pg_backend_pid()"
+        " and l.relation in ('pgqueue.messages'::regclass, 'pgqueue.messages_shared'::regclass))"
+    ).fetchall()
+    return not is_held
+
+
 @pytest.fixture
-def exposed(client: Any, name: str) -> Iterator[Any]:
+def exposed(client: Any, connection: psycopg.Connection[Any], name: str) -> Iterator[Any]:
     """A new queue with its relation, through each client in turn."""
     queue = client.queue(name)
     queue.create_queue()
+    wait_for(lambda: is_at_rest(connection))
     queue.expose_transport()
     yield queue
     queue.drop_queue()
@@ -36,6 +47,7 @@ def relation(connection: psycopg.Connection[Any], name: str) -> Iterator[str]:
     """The address of the relation of a new queue."""
     queue = pgqueue.Queue(connection, name)
     queue.create_queue()
+    wait_for(lambda: is_at_rest(connection))
     yield queue.expose_transport()
     queue.drop_queue()
 
