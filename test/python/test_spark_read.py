@@ -13,15 +13,19 @@ import pytest
 pytest.importorskip("pyspark")
 
 from engines import struct
+from hypothesis import given
+from hypothesis import strategies as st
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from pyspark.errors import AnalysisException
 from pyspark.sql import datasource as filters
+from pyspark.sql.types import StructType
 
 import pgqueue
 from pgqueue.spark import register
 from pgqueue.spark import rows as rows_module
 from pgqueue.spark.options import OptionError
+from pgqueue.spark.rows import columns
 from pgqueue.spark.snapshot import IdRange, PushdownSnapshotReader
 from pgqueue.spark.source import PgQueueDataSource
 
@@ -95,6 +99,72 @@ def test_moments_that_only_postgresql_knows_are_null(
     assert row == {"enqueued_at": None, "expires_at": None}
 
 
+def test_the_first_and_the_last_moment_have_a_name(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], rows: Callable[..., Rows]
+) -> None:
+    sent = orders.enqueue_batch(list(range(5)))
+    moments = ["-infinity", "0001-01-01 BC", "0001-01-01", "9999-12-31", "9999-12-31 00:00:00.000001"]
+    for number, moment in zip(sent, moments, strict=True):
+        connection.execute(
+            "update pgqueue.messages set enqueued_at = %s::timestamp at time zone 'utc' where id = %s", [moment, number]
+        )
+    found = [row["enqueued_at"] for row in rows("enqueued_at timestamp", **SINGLE)]
+    first, last = (datetime.datetime(*day, tzinfo=datetime.UTC) for day in ((1, 1, 1), (9999, 12, 31)))
+    assert found == [None, None, first, last, None]
+
+
+TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=5)
+WHOLE = st.integers(-(2**31), 2**31 - 1)
+VALUES = {
+    "id": st.integers(-(2**63), 2**63 - 1),
+    "queue_name": st.just("orders"),
+    "payload": st.none() | TEXTS.map(json.dumps),
+    "body": st.none() | st.binary(max_size=5),
+    "headers": st.none() | st.dictionaries(TEXTS, TEXTS, max_size=1).map(json.dumps),
+    "message_id": st.none() | st.uuids().map(str),
+    "attempt_count": WHOLE,
+    "max_attempts": WHOLE,
+    "enqueued_at": st.none() | st.datetimes(timezones=st.just(datetime.UTC)),
+    "claimed_by": st.none() | TEXTS,
+    "last_error": st.none() | TEXTS,
+}
+KINDS = {"payload": "jsonb", "headers": "jsonb", "message_id": "uuid", "body": "bytea", "id": "bigint"}
+KINDS |= {"attempt_count": "int", "max_attempts": "int", "enqueued_at": "timestamptz"}
+
+
+@given(data=st.data(), names=st.lists(st.sampled_from(list(VALUES)), min_size=1, unique=True))
+def test_any_columns_of_any_rows_are_what_the_database_has(
+    database: str, data: st.DataObject, names: list[str]
+) -> None:
+    table = data.draw(st.lists(st.fixed_dictionaries({name: VALUES[name] for name in names}), max_size=7))
+    schema = StructType([field for name in names for field in columns("ready") if field.name == name])
+    typed = sql.SQL(", ").join(
+        sql.SQL(f"{{}} {KINDS.get(name, 'text')}").format(sql.Identifier(name)) for name in names
+    )
+    relation = sql.SQL("jsonb_to_recordset(%(rows)s) as found ({})").format(typed)
+    # Bytes have no form in JSON but the one in which the database reads them.
+    given_rows = json.dumps(
+        table, default=lambda value: "\\x" + value.hex() if isinstance(value, bytes) else str(value)
+    )
+    with psycopg.connect(database) as connection, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "_BATCH_ROWS", 3)
+        values = {"queue": "orders", "rows": given_rows}
+        found = [row for batch in rows_module.copy(connection, relation, values, schema) for row in batch.to_pylist()]
+        selected = sql.SQL(", ").join(
+            sql.SQL("{0}::text" if name in ("payload", "headers", "message_id") else "{0}").format(sql.Identifier(name))
+            for name in names
+        )
+        query = sql.SQL("select {} from {}").format(selected, relation)
+        expected = connection.execute(query, {"rows": given_rows}).fetchall()
+    assert [tuple(row.values()) for row in found] == expected
+
+
+def test_a_column_of_another_size_is_an_error_and_not_another_number(database: str) -> None:
+    short = sql.SQL("(select 1::smallint as id, 'text' as payload) as numbers")
+    with psycopg.connect(database) as connection, pytest.raises(TypeError, match="column id is sent in 2 bytes"):
+        list(rows_module.copy(connection, short, {}, struct("id long, payload string")))
+
+
 def test_settings_of_the_session_change_nothing(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], database: str, name: str
 ) -> None:
@@ -112,7 +182,7 @@ def test_a_row_of_nothing_is_a_row(orders: pgqueue.Queue, rows: Callable[..., Ro
     assert rows("last_error string", **SINGLE) == [{"last_error": None}] * 3
 
 
-NUMBERS = sql.SQL("(select n as id from generate_series(1, 1000) n) as numbers")
+NUMBERS = sql.SQL("(select n::bigint as id from generate_series(1, 1000) n) as numbers")
 
 
 @pytest.mark.parametrize(("limit", "most"), [("_BATCH_ROWS", 40), ("_BATCH_BYTES", 40)])
@@ -135,13 +205,15 @@ def test_a_reader_that_has_enough_ends_the_query(database: str, monkeypatch: pyt
 
 
 def test_a_query_that_fails_in_the_middle_is_an_error(database: str) -> None:
-    broken = sql.SQL("(select 1000 / (500 - n) as id from generate_series(1, 1000) n) as numbers")
+    broken = sql.SQL("(select 1000 / (500 - n)::bigint as id from generate_series(1, 1000) n) as numbers")
     with psycopg.connect(database) as connection, pytest.raises(psycopg.errors.DivisionByZero):
         list(rows_module.copy(connection, broken, {}, struct("id long")))
 
 
 def test_a_server_that_goes_in_the_middle_is_heard(database: str) -> None:
-    dies = sql.SQL("(select pg_terminate_backend(pg_backend_pid())::int as id from generate_series(1, 1000)) as dies")
+    dies = sql.SQL(
+        "(select pg_terminate_backend(pg_backend_pid())::int::bigint as id from generate_series(1, 1000)) as dies"
+    )
     with psycopg.connect(database) as connection, pytest.raises(psycopg.errors.AdminShutdown):
         list(rows_module.copy(connection, dies, {}, struct("id long")))
 
@@ -150,7 +222,7 @@ def test_a_connection_that_is_gone_is_no_matter_of_data(database: str, connectio
     with psycopg.connect(database, autocommit=True) as lost:
         connection.execute("select pg_terminate_backend(%s, 5000)", [lost.info.backend_pid])
         with pytest.raises(psycopg.OperationalError):
-            list(rows_module._lines(lost, b"copy (select 1) to stdout"))
+            list(rows_module._rows(lost, b"copy (select 1) to stdout with (format binary)"))
 
 
 def test_a_payload_may_be_larger_than_a_batch(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
