@@ -32,6 +32,7 @@ import tools
 from spark_report import PARTS, plot, show
 
 RESULTS = Path(__file__).parent / "results/spark.json"
+WARM_UP = 5  # rounds, in which the JVM compiles
 JAR = tools.CACHE / "debs/root/usr/share/java/postgresql.jar"
 DOCUMENT = """
     to_json(named_struct('order_id', id, 'event', 'created', 'customer', concat('customer-', id % 1000),
@@ -89,14 +90,14 @@ class Database:
 def take_turns(
     systems: dict[str, Callable[[], float]], rounds: int, console: Console, unit: int
 ) -> dict[str, list[float]]:
-    """Rows per second of each system by round, behind one round that warms up; in the opposite order every other."""
+    """Rows per second of each system by round, behind those that warm up; in the opposite order every other."""
     rates: dict[str, list[float]] = {name: [] for name in systems}
-    for number in range(rounds + 1):
+    for number in range(1 - WARM_UP, rounds + 1):
         for name in systems if number % 2 else reversed(systems):
             rate = unit / systems[name]()
-            if number:
+            if number > 0:
                 rates[name].append(round(rate))
-            console.print(f"[dim]round {number or 'to warm up'}, {name}: {rate:,.0f}/s")
+            console.print(f"[dim]round {number if number > 0 else 'to warm up'}, {name}: {rate:,.0f}/s")
     return rates
 
 
@@ -149,16 +150,16 @@ def sink(database: Database, options: argparse.Namespace, console: Console) -> d
 
 
 def read(database: Database, options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """The same columns of the same messages in two partitions, to nowhere."""
-    rows = options.rows
+    """The same columns of the same messages in two partitions, to nowhere, from `spark.read` on."""
+    rows = options.read_rows
     database.fill(rows)
     ((low, high),) = database.connection.execute("select min(id), max(id) from pgqueue.messages").fetchall()
     columns = COLUMNS.replace("payload", "payload::text").replace("headers", "headers::text")
     query = f"(select {columns.replace('message_id', 'message_id::text')} from pgqueue.messages) as messages"
 
-    def timed(frame: Any) -> float:
+    def timed(load: Callable[[], Any]) -> float:
         start = time.monotonic()
-        frame.write.format("noop").mode("overwrite").save()
+        load().write.format("noop").mode("overwrite").save()
         return time.monotonic() - start
 
     def ours() -> Any:
@@ -173,9 +174,9 @@ def read(database: Database, options: argparse.Namespace, console: Console) -> d
     halves = {"partitionColumn": "id", "lowerBound": str(low), "upperBound": str(high), "numPartitions": "2"}
     assert ours().count() == rows
     systems = {
-        "pgqueue": lambda: timed(ours()),
-        "jdbc": lambda: timed(jdbc(**halves)),
-        "jdbc, one partition": lambda: timed(jdbc()),
+        "pgqueue": lambda: timed(ours),
+        "jdbc": lambda: timed(lambda: jdbc(**halves)),
+        "jdbc, one partition": lambda: timed(jdbc),
     }
     return {"rows": rows, **take_turns(systems, options.rounds, console, rows)}
 
@@ -312,8 +313,9 @@ def main() -> None:
     """Measure what the command line names, or print what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {PARTS}")
-    parser.add_argument("--rounds", type=int, default=5, help="besides one that warms up (5)")
-    parser.add_argument("--rows", type=int, default=300_000, help="written, read, copied in a round (300,000)")
+    parser.add_argument("--rounds", type=int, default=5, help="besides those that warm up (5)")
+    parser.add_argument("--rows", type=int, default=300_000, help="written, copied in a round (300,000)")
+    parser.add_argument("--read-rows", type=int, default=1_000_000, help="read in a round (1,000,000)")
     parser.add_argument("--backlog", type=int, default=400_000, help="messages of a stream (400,000)")
     parser.add_argument("--batch", type=int, default=20_000, help="messages of a micro-batch (20,000)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="where the JSON goes")
