@@ -130,13 +130,15 @@ begin
         perform pgqueue._look_at(queue_name);
     end if;
     return query
-    select s.topic, s.queue_name, s.subscribed_at from pgqueue.subscriptions s
+    -- A queue may have subscribed by itself, and as the address of endpoints.
+    select s.topic, s.queue_name, min(s.subscribed_at) from pgqueue.subscriptions s
     where list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name collate "C"
+    group by s.topic, s.queue_name
     order by s.topic, s.queue_name;
 end;
 $$;
 comment on function pgqueue.list_subscriptions(text) is
-'Returns the subscriptions of a queue, or all, by topic and queue. Raises PQ001.';
+'Returns the subscriptions of a queue, or all, by topic and queue, each once and since when, whoever made it: the queue itself, or endpoints of a transport. Raises PQ001.';
 
 create or replace function pgqueue.publish(
     topic text,

@@ -1,7 +1,7 @@
 begin;
 -- Files take turns: this one attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(182);
+select plan(183);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -261,6 +261,7 @@ select is(pgqueue.subscribe('Ns.Event', 'transport-pub'), true, 'a queue without
 select is(pg_temp.addresses('{Ns.Event,System.Object}'), '{"\"public\".\"Sub.Scriber\"",transport-pub}', 'a transport finds the addresses of a topic');
 select lives_ok($$ select pg_temp.enrol('transport-pub', 'Sub.Scriber', 'Ns.Event') $$, 'an endpoint moves');
 select is(pgqueue.publish('Ns.Event', '1'), 1, 'two endpoints that share a queue share a copy');
+select is((select array_agg(l.topic || ' ' || l.queue_name) from pgqueue.list_subscriptions('transport-pub') l), '{"Ns.Event transport-pub"}', 'which is listed once');
 select lives_ok($$ delete from public."SubscriptionRouting" where Endpoint = 'Sub.Scriber' and Topic = 'Ns.Event' $$, 'a transport unsubscribes');
 select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Named') $$, 'an endpoint may be called like a queue that is not its own');
 select is(pgqueue.subscribe('Ns.Named', 'transport-pub'), true, 'which subscribes all the same');
