@@ -3,6 +3,7 @@
 JSON is text in Spark; a UUID is one, too.
 """
 
+import sys
 from array import array as machine_array
 from collections.abc import Iterator
 from typing import Any
@@ -115,13 +116,14 @@ def copy(
 ) -> Iterator[pa.RecordBatch]:
     """Read the columns of a schema from rows, a relation whose placeholders are named as values, into Arrow batches.
 
-    All rows are those of one queue, `values["queue"]`. To be called in a transaction of its own.
+    All rows are those of one queue, `values["queue"]`. To be called in a transaction of its own, on a connection whose
+    encoding is UTF-8.
     """
     # As Spark compares them with what it expects.
-    tuples = Tuples(to_arrow_schema(schema, timezone="UTC"), _PRESENT, {"queue_name": values.get("queue", "")})
+    tuples = Tuples(to_arrow_schema(schema, timezone="UTC"), _PRESENT, {"queue_name": values["queue"]})
     statement = sql.SQL("copy (select {} from {}) to stdout with (format binary)").format(tuples.columns(), rows)
-    # To compile what is done to a row takes longer than to do it.
-    connection.execute("set local jit to off")
+    # Moments that name no time zone are those of UTC. To compile what is done to a row takes longer than to do it.
+    connection.execute("set local timezone to 'UTC'; set local jit to off")
     query = psycopg.ClientCursor(connection).mogrify(statement, values).encode(connection.info.encoding)
     for data, bounds in _rows(connection, query):
         yield tuples.batch(data, bounds)
@@ -137,8 +139,9 @@ def _rows(connection: psycopg.Connection[Any], query: bytes) -> Iterator[tuple[b
     if result is None or result.status != ExecStatus.COPY_OUT:
         raise _error(connection, result)
     get = link.get_copy_data
-    size = len(END) + 1
     ahead = len(BEGIN)
+    # Of the row, of the end, or less where there was an error.
+    size = sys.maxsize
     try:
         while size > len(END):
             data = bytearray()
@@ -149,6 +152,8 @@ def _rows(connection: psycopg.Connection[Any], query: bytes) -> Iterator[tuple[b
                 if ahead:
                     # What begins a COPY comes with the first row, or with the end.
                     size, row, ahead = size - ahead, row[ahead:], 0
+                    if not size:
+                        continue
                 if size <= len(END):
                     break
                 data += row

@@ -30,7 +30,7 @@ _HIGHER, _LOWER = (1, 0) if sys.byteorder == "little" else (0, 1)
 
 
 class Tuples:
-    """How the columns of a schema travel: numbers and moments, which then are never null, and texts and bytes.
+    """How the columns of a schema travel: numbers, which no table has nulls in, moments, and texts and bytes.
 
     Columns in `known` do not: each of their rows has this value. Of the others those in `present` seldom are null.
     """
@@ -50,8 +50,12 @@ class Tuples:
 
     def _sent(self, name: str) -> sql.Composable:
         kind = self._schema.field(name).type
-        moment = "coalesce({}, '-infinity')" if pa.types.is_timestamp(kind) else "{}"
-        return sql.SQL("{}::text" if pa.types.is_string(kind) else moment).format(sql.Identifier(name))
+        form = "{}"
+        if pa.types.is_string(kind):
+            form = "{}::text"
+        elif pa.types.is_timestamp(kind):
+            form = "coalesce({}, '-infinity')"
+        return sql.SQL(form).format(sql.Identifier(name))
 
     def batch(self, data: bytearray, bounds: "machine_array[int]") -> pa.RecordBatch:
         """The rows in data, each from one bound to the next. Raises ArrowInvalid for a text that is not UTF-8."""
@@ -74,10 +78,10 @@ class _Rows:
         self._data = data
         self._rows = pa.Array.from_buffers(pa.binary(), self.count, [None, pa.py_buffer(bounds), data])
         self._ends = _numbers(bounds[1:])
-        self._place = _plus(_numbers(bounds[:-1]), 2)
+        self._places = _plus(_numbers(bounds[:-1]), 2)
 
     def fixed(self, kinds: Mapping[str, pa.DataType]) -> dict[str, pa.Array]:
-        """The first columns, none of which is null. Raises TypeError for one of another size."""
+        """The first columns. Raises TypeError for a null, and for one of another size."""
         arrays: dict[str, pa.Array] = {}
         if not kinds:
             return arrays
@@ -85,8 +89,9 @@ class _Rows:
         words = _words(pc.binary_slice(self._rows, 2, 2 + 4 * width), width * self.count)
         place = 0
         for name, kind in kinds.items():
-            if words[place] != 4 * _WORDS[kind]:
-                raise TypeError(f"column {name} is sent in {words[place]} bytes, which is no {kind}")
+            # Else what follows would be looked for where it is not.
+            if words[place::width] != machine_array("i", [4 * _WORDS[kind]]) * self.count:
+                raise TypeError(f"column {name} has values that are null, or no {kind}")
             values = words[place + 1 :: width]
             if _WORDS[kind] > 1:
                 both = machine_array("i", bytes(8 * self.count))
@@ -94,30 +99,33 @@ class _Rows:
                 values = both
             arrays[name] = _moments(values, kind) if pa.types.is_timestamp(kind) else _numbers(values, kind)
             place += 1 + _WORDS[kind]
-        self._place = _plus(self._place, 4 * width)
+        self._places = _plus(self._places, 4 * width)
         return arrays
 
     def are_null(self, columns: int) -> bool:
         """Whether what is left of each row are so many columns that are null, which have a length of -1."""
         size = 4 * columns
-        if not pc.all(pc.equal(_plus(self._place, size), self._ends)).as_py():
+        if not pc.all(pc.equal(_plus(self._places, size), self._ends)).as_py():
             return False
         return bool(pc.all(pc.equal(pc.binary_slice(self._rows, -size), b"\xff" * size)).as_py())
 
     def text(self) -> pa.Array:
         """The next column, as bytes."""
-        begins = _plus(self._place, 4)
-        lengths = _numbers(_words(self._cut(self._place, begins), self.count))
-        self._place = pc.add(begins, pc.max_element_wise(lengths, pa.scalar(0, _INT)))
-        found = self._cut(begins, self._place)
+        begins = _plus(self._places, 4)
+        lengths = _numbers(_words(self._cut(self._places, begins), self.count))
+        self._places = pc.add(begins, pc.max_element_wise(lengths, pa.scalar(0, _INT)))
+        found = self._cut(begins, self._places)
         return found if pc.min(lengths).as_py() >= 0 else pc.if_else(pc.greater_equal(lengths, 0), found, None)
 
     def _cut(self, begins: pa.Array, ends: pa.Array) -> pa.Array:
-        """What lies between two places in each row: every other piece, where all are cut at both."""
-        places = machine_array("i", bytes(8 * self.count + 4))
-        places[:-1:2], places[1::2] = _values(begins), _values(ends)
-        places[-1] = places[-2]
-        pieces = pa.Array.from_buffers(pa.binary(), 2 * self.count, [None, pa.py_buffer(places), self._data])
+        """What lies between two places in each row.
+
+        Cut at both of each row all bytes are pieces, of which every other one is copied; no loop could be as fast.
+        """
+        cuts = machine_array("i", bytes(8 * self.count + 4))
+        cuts[:-1:2], cuts[1::2] = _values(begins), _values(ends)
+        cuts[-1] = cuts[-2]
+        pieces = pa.Array.from_buffers(pa.binary(), 2 * self.count, [None, pa.py_buffer(cuts), self._data])
         return pieces.take(_evens(self.count))
 
 
