@@ -185,7 +185,7 @@ class SnapshotReader(DataSourceReader):
             return
         values = self._values | {"first": partition.first, "last": partition.last, "at": partition.at}
         with connect(self._conninfo) as connection:
-            # One snapshot of all tables, as messages move from one to another; a union would cost a tenth more.
+            # One snapshot of all tables, as messages move from one to another.
             connection.isolation_level = IsolationLevel.REPEATABLE_READ
             for relation in _RELATIONS[self._options.source]:
                 rows: sql.Composable = sql.SQL("({}) as found").format(sql.SQL(relation))
