@@ -202,11 +202,11 @@ create table pgqueue.queues (
     created_at timestamptz not null default clock_timestamp(),
     updated_at timestamptz not null default clock_timestamp(),
     queue_id bigint not null default nextval('pgqueue.queue_id'),
-    fresh_register regclass not null,
-    swept_register regclass not null,
-    sweep_register regclass not null,
-    due_register regclass not null,
-    waiting_register regclass not null,
+    fresh_from_id regclass not null,
+    sweep_resume_id regclass not null,
+    next_sweep_at regclass not null,
+    first_due_at regclass not null,
+    waiting_until regclass not null,
     archive_for interval,
     expires_after_idle interval,
     constraint queues_pkey primary key (name),
@@ -232,15 +232,15 @@ comment on column pgqueue.queues.archive_for is
 'How long at least what was acknowledged stays in archived_messages; null: it does not get there.';
 comment on column pgqueue.queues.expires_after_idle is
 'How long the queue stays though nobody uses it and it holds no message; null: for good.';
-comment on column pgqueue.queues.fresh_register is
+comment on column pgqueue.queues.fresh_from_id is
 'Register: no message below this id was never claimed, but for late commits. A hint.';
-comment on column pgqueue.queues.swept_register is
+comment on column pgqueue.queues.sweep_resume_id is
 'Register: the id from which the next sweep goes on. A hint.';
-comment on column pgqueue.queues.sweep_register is
+comment on column pgqueue.queues.next_sweep_at is
 'Register: when the next sweep is due, in microseconds since 1970. A hint.';
-comment on column pgqueue.queues.due_register is
+comment on column pgqueue.queues.first_due_at is
 'Register: when the first scheduled message is due, in microseconds since 1970. A hint.';
-comment on column pgqueue.queues.waiting_register is
+comment on column pgqueue.queues.waiting_until is
 'Register: until when a consumer waits for a notification, in microseconds since 1970. A hint.';
 
 create sequence pgqueue.message_id;
@@ -393,8 +393,8 @@ alter table pgqueue.unfiled_messages replica identity full;
 comment on table pgqueue.unfiled_messages is
 'Archived messages of days that had no partition, so that no acknowledgement fails for want of one: sweeps and maintain_archive file them.';
 
-create sequence pgqueue.archive_look;
-comment on sequence pgqueue.archive_look is
+create sequence pgqueue.next_archive_check_at;
+comment on sequence pgqueue.next_archive_check_at is
 'Register: when a sweep looks after the partitions of the archive again, in microseconds since 1970. A hint; never called where nothing is archived.';
 
 create table pgqueue.archive_promises (
@@ -406,33 +406,33 @@ alter table pgqueue.archive_promises replica identity full;
 comment on table pgqueue.archive_promises is
 'Queues that were dropped, or archive no longer: until ends_at, what they archived is kept as long as they said.';
 
-create table pgqueue.returns (
+create table pgqueue.requeued_messages (
     queue_name text collate "C" not null,
     check_at timestamptz not null,
     id bigint not null
 );
-create index returns_check_at on pgqueue.returns (queue_name, check_at, id);
-alter table pgqueue.returns replica identity full;
-comment on table pgqueue.returns is
+create index requeued_messages_check_at on pgqueue.requeued_messages (queue_name, check_at, id);
+alter table pgqueue.requeued_messages replica identity full;
+comment on table pgqueue.requeued_messages is
 'Scheduled messages that came due went back to messages under their old id, which the sweep may have left behind for good: where it looks beside its walk.';
 
-create table pgqueue.sweeps (
+create table pgqueue.sweep_state (
     queue_name text collate "C" not null,
-    dead_ids int8multirange not null default '{(,1)}',
+    vacant_ids int8multirange not null default '{(,1)}',
     settled_id bigint not null default 0,
     bound_id bigint not null default 0,
     writers text[] not null default '{}',
-    noted_at timestamptz not null default '1970-01-01 00:00+00',
-    learnt_at timestamptz not null default '1970-01-01 00:00+00',
-    constraint sweeps_pkey primary key (queue_name)
+    bound_at timestamptz not null default '1970-01-01 00:00+00',
+    recorded_at timestamptz not null default '1970-01-01 00:00+00',
+    constraint sweep_state_pkey primary key (queue_name)
 ) with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
-comment on table pgqueue.sweeps is
+comment on table pgqueue.sweep_state is
 'What sweeps have learnt about each queue; written at most once a second. A row, not a register: it must be dumped with the messages it speaks of.';
-comment on column pgqueue.sweeps.dead_ids is
-'Ids at which no message lives and none will appear but by way of returns: a sweep skips them.';
-comment on column pgqueue.sweeps.settled_id is
+comment on column pgqueue.sweep_state.vacant_ids is
+'Ids at which no message lives and none will appear but by way of requeued_messages: a sweep skips them.';
+comment on column pgqueue.sweep_state.settled_id is
 'No transaction that took an id up to this one is running any more.';
-comment on column pgqueue.sweeps.bound_id is
+comment on column pgqueue.sweep_state.bound_id is
 'Becomes settled_id once none of writers runs any more: the highest id taken before they were listed.';
 
 create table pgqueue.streams (
@@ -572,7 +572,7 @@ comment on column pgqueue.transports.head is
 comment on column pgqueue.transports.next_at is
 'When advance_transport is due again.';
 comment on column pgqueue.transports.settled_seq is
-'No transaction that took a transport_seq up to this one is running any more; bound_seq and writers as in sweeps.';
+'No transaction that took a transport_seq up to this one is running any more; bound_seq and writers as in sweep_state.';
 -- What pg_dump has to carry: every table and sequence of the extension that holds data.
 -- Registers, dedicated partitions and the days of the archive are made later, by functions, and dumped as they are.
 select pg_extension_config_dump('pgqueue.queue_id', '');
@@ -584,10 +584,10 @@ select pg_extension_config_dump('pgqueue.scheduled_messages', '');
 select pg_extension_config_dump('pgqueue.dead_messages', '');
 select pg_extension_config_dump('pgqueue.archived_messages', '');
 select pg_extension_config_dump('pgqueue.unfiled_messages', '');
-select pg_extension_config_dump('pgqueue.archive_look', '');
+select pg_extension_config_dump('pgqueue.next_archive_check_at', '');
 select pg_extension_config_dump('pgqueue.archive_promises', '');
-select pg_extension_config_dump('pgqueue.returns', '');
-select pg_extension_config_dump('pgqueue.sweeps', '');
+select pg_extension_config_dump('pgqueue.requeued_messages', '');
+select pg_extension_config_dump('pgqueue.sweep_state', '');
 select pg_extension_config_dump('pgqueue.streams', '');
 select pg_extension_config_dump('pgqueue.subscriptions', '');
 select pg_extension_config_dump('pgqueue.transports', '');
@@ -806,7 +806,7 @@ begin
     raise exception using
         errcode = 'PQ008',
         message = format('stream %L of queue %L has lost %s of %s messages of batch %s: %s',
-            s.stream_name, s.queue_name, cardinality(lost), cardinality(s.ids), s.acked_seq + 1, pgqueue._some(lost)),
+            s.stream_name, s.queue_name, cardinality(lost), cardinality(s.ids), s.acked_seq + 1, pgqueue._format_ids(lost)),
         detail = format('Reserved at %s until %s.', s.claimed_at, s.claimed_until),
         hint = 'The reservation ran out and others were given them, or they were purged. Go on without them by fail_on_data_loss => false, or by pgqueue.stream_skip; reserve for longer, or extend more often.';
 end;
@@ -823,7 +823,7 @@ begin
     raise exception using
         errcode = 'PQ009',
         message = format('stream %L of queue %L gives batch %s up after %s replays: messages %s',
-            s.stream_name, s.queue_name, s.acked_seq + 1, s.replays, pgqueue._some(s.ids)),
+            s.stream_name, s.queue_name, s.acked_seq + 1, s.replays, pgqueue._format_ids(s.ids)),
         hint = format('Move it, or those of its ids that are the cause, to the dead letters: select pgqueue.stream_skip(%L, %L, %s); or allow more replays.',
             s.queue_name, s.stream_name, s.acked_seq + 1);
 end;
@@ -866,14 +866,14 @@ $$;
 comment on function pgqueue._raise_in_row(text, int, int, text, text) is
 'Raises an error of one message again, with the row it is about.';
 
-create function pgqueue._some(ids bigint[])
+create function pgqueue._format_ids(ids bigint[])
 returns text
 language sql immutable parallel safe
 as $$
     select array_to_string(ids[:20], ', ')
         || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
 $$;
-comment on function pgqueue._some(bigint[]) is
+comment on function pgqueue._format_ids(bigint[]) is
 'The first 20 ids, and how many more there are, for a message.';
 
 create function pgqueue._raise_role_not_found(role_name name)
@@ -902,18 +902,18 @@ as $$ select clock_timestamp() $$;
 comment on function pgqueue._now() is
 'The time of day. Not now(), which stands still in a transaction and would start claims and delays in the past.';
 
-create function pgqueue._after(moment timestamptz, span interval)
+create function pgqueue._add_interval(moment timestamptz, span interval)
 returns timestamptz
 language sql stable parallel safe
 as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
-comment on function pgqueue._after(timestamptz, interval) is
+comment on function pgqueue._add_interval(timestamptz, interval) is
 'The moment that lies a span later. A day is 24 hours: added as a day it would be 23 or 25 where the clocks of the session''s TimeZone change.';
 
-create function pgqueue._keeps_snapshot()
+create function pgqueue._has_fixed_snapshot()
 returns boolean
 language sql stable parallel safe
 as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
-comment on function pgqueue._keeps_snapshot() is
+comment on function pgqueue._has_fixed_snapshot() is
 'Whether all statements of the transaction see what its first one saw, and nothing that others have committed since.';
 
 create function pgqueue._is_first_statement()
@@ -929,18 +929,18 @@ comment on function pgqueue._is_first_statement() is
 -- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs
 -- time, never a message.
 
-create function pgqueue._micros(moment timestamptz)
+create function pgqueue._to_micros(moment timestamptz)
 returns bigint
 language sql stable parallel safe
 as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
-comment on function pgqueue._micros(timestamptz) is
+comment on function pgqueue._to_micros(timestamptz) is
 'A moment as a register holds it: microseconds since 1970, exact until the year 2106, then to two microseconds. Stable as date_part is: an immutable function could not be inlined.';
 
-create function pgqueue._moment(micros bigint)
+create function pgqueue._from_micros(micros bigint)
 returns timestamptz
 language sql stable parallel safe
 as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
-comment on function pgqueue._moment(bigint) is
+comment on function pgqueue._from_micros(bigint) is
 'What a register holds, as a moment.';
 
 create function pgqueue._create_register(queue_id bigint, role text)
@@ -950,18 +950,18 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     execute format('create sequence pgqueue.%I', format('queue_%s_%s', queue_id, role));
-    perform pgqueue._keep_private(format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass);
+    perform pgqueue._revoke_default_privileges(format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass);
     return format('pgqueue.%I', format('queue_%s_%s', queue_id, role))::regclass;
 end;
 $$;
 comment on function pgqueue._create_register(bigint, text) is
 'Creates a register. It is named by number: a queue''s name may be longer than an identifier.';
 
-create function pgqueue._value_of(register regclass)
+create function pgqueue._register_value(register regclass)
 returns bigint
 language sql volatile
 as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
-comment on function pgqueue._value_of(regclass) is
+comment on function pgqueue._register_value(regclass) is
 'What a register holds. One that holds nothing, as where sequences were not restored or replicated with the tables, begins anew at 1.';
 -- How long a message waits after a failed attempt, where the consumer does not say.
 
@@ -979,7 +979,7 @@ $$;
 comment on function pgqueue._backoff(pgqueue.queues, int) is
 'backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter.';
 -- Queues: made, changed, looked up, paused, emptied and dropped. Every verb learns its queue from
--- _find_queue, so that whatever must hold for a queue has one place to be checked.
+-- _get_locked_queue, so that whatever must hold for a queue has one place to be checked.
 
 create function pgqueue._lock_key(queue_name text)
 returns bigint
@@ -988,14 +988,14 @@ as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
 comment on function pgqueue._lock_key(text) is
 'The advisory lock that users of a queue share and that create_queue and drop_queue take alone.';
 
-create function pgqueue._hold_queue(queue_name text)
+create function pgqueue._lock_queue(queue_name text)
 returns boolean
 language sql volatile
 as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
-comment on function pgqueue._hold_queue(text) is
+comment on function pgqueue._lock_queue(text) is
 'Keeps the queue from being dropped until the transaction ends; false for a null name. Locks in this order everywhere: this one, then message rows by id.';
 
-create function pgqueue._refuse_queue(queue_name text)
+create function pgqueue._refuse_missing_queue(queue_name text)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1003,9 +1003,9 @@ as $$
 begin
     -- A queue that was made behind the snapshot is there, though it cannot be seen: an index knows. What this inserts
     -- where there is none goes with the error.
-    if pgqueue._keeps_snapshot() and queue_name collate "C" ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
+    if pgqueue._has_fixed_snapshot() and queue_name collate "C" ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
         begin
-            insert into pgqueue.sweeps (queue_name) values (_refuse_queue.queue_name) on conflict do nothing;
+            insert into pgqueue.sweep_state (queue_name) values (_refuse_missing_queue.queue_name) on conflict do nothing;
         exception when serialization_failure then
             perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
         end;
@@ -1013,10 +1013,10 @@ begin
     perform pgqueue._raise_queue_not_found(queue_name);
 end;
 $$;
-comment on function pgqueue._refuse_queue(text) is
+comment on function pgqueue._refuse_missing_queue(text) is
 'Raises PQ001, or 40001 where there is such a queue now, but the transaction cannot see it.';
 
-create function pgqueue._check_snapshot(object text)
+create function pgqueue._require_current_snapshot(object text)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1024,7 +1024,7 @@ as $$
 declare
     snapshot constant pg_snapshot := pg_current_snapshot();
 begin
-    if not pgqueue._keeps_snapshot() then
+    if not pgqueue._has_fixed_snapshot() then
         return;
     end if;
     if not exists (select from pg_snapshot_xip(snapshot) as x where pg_xact_status(x) = 'committed') then
@@ -1040,10 +1040,10 @@ begin
     perform pgqueue._raise_stale_snapshot(object);
 end;
 $$;
-comment on function pgqueue._check_snapshot(text) is
+comment on function pgqueue._require_current_snapshot(text) is
 'For who must see all that there is of the object, behind the lock that keeps others from adding to it. Raises 40001 where the transaction keeps a snapshot and anybody has committed since: whether that concerned the object nobody can tell.';
 
-create function pgqueue._find_queue(queue_name text)
+create function pgqueue._get_locked_queue(queue_name text)
 returns pgqueue.queues
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1053,21 +1053,21 @@ declare
 begin
     -- The lock first, the row second, each on its own snapshot: who waited for a drop_queue sees
     -- that the queue is gone, and nobody writes into a queue while it is being dropped.
-    if not pgqueue._hold_queue(queue_name) then
+    if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     select * into q from pgqueue.queues where queues.name = queue_name collate "C";
     -- The snapshot of a repeatable read may be older than a drop_queue: the catalog knows better.
-    if not found or pg_relation_filenode(q.fresh_register) is null then
-        perform pgqueue._refuse_queue(queue_name);
+    if not found or pg_relation_filenode(q.fresh_from_id) is null then
+        perform pgqueue._refuse_missing_queue(queue_name);
     end if;
     return q;
 end;
 $$;
-comment on function pgqueue._find_queue(text) is
+comment on function pgqueue._get_locked_queue(text) is
 'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001, or 40001 where it is there, but was made behind the snapshot.';
 
-create function pgqueue._look_at(queue_name text)
+create function pgqueue._get_unlocked_queue(queue_name text)
 returns pgqueue.queues
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -1082,10 +1082,10 @@ begin
     return q;
 end;
 $$;
-comment on function pgqueue._look_at(text) is
+comment on function pgqueue._get_unlocked_queue(text) is
 'The queue of that name, for who only looks: holds nothing and waits for nobody. Raises PQ001.';
 
-create function pgqueue._is_there(q pgqueue.queues)
+create function pgqueue._try_lock_existing_queue(q pgqueue.queues)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1093,13 +1093,13 @@ as $$
 begin
     return pg_try_advisory_xact_lock_shared(pgqueue._lock_key(q.name))
         and exists (select from pgqueue.queues c where c.name = q.name and c.queue_id = q.queue_id)
-        and pg_relation_filenode(q.fresh_register) is not null;
+        and pg_relation_filenode(q.fresh_from_id) is not null;
 end;
 $$;
-comment on function pgqueue._is_there(pgqueue.queues) is
+comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
 'Whether the queue is there still, and kept from being dropped until the transaction ends; false, without waiting, while it is being dropped.';
 
-create function pgqueue._public(q pgqueue.queues)
+create function pgqueue._public_queue(q pgqueue.queues)
 returns pgqueue.queue
 language sql stable
 as $$
@@ -1109,10 +1109,10 @@ as $$
         q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle
     )::pgqueue.queue
 $$;
-comment on function pgqueue._public(pgqueue.queues) is
+comment on function pgqueue._public_queue(pgqueue.queues) is
 'A queue''s row without what is internal.';
 
-create function pgqueue._is_within(span interval, least_span interval, most_span interval)
+create function pgqueue._is_interval_between(span interval, least_span interval, most_span interval)
 returns boolean
 language sql immutable parallel safe
 as $$
@@ -1121,7 +1121,7 @@ as $$
     select span between least_span and most_span
         and date_part('epoch', span) between date_part('epoch', least_span) and date_part('epoch', most_span)
 $$;
-comment on function pgqueue._is_within(interval, interval, interval) is
+comment on function pgqueue._is_interval_between(interval, interval, interval) is
 'Whether an interval lies within bounds, as it compares and as it counts; null for null.';
 
 create function pgqueue._check_visibility_timeout(visibility_timeout interval)
@@ -1130,7 +1130,7 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if not pgqueue._is_within(visibility_timeout, '1 s', '43200 s') then
+    if not pgqueue._is_interval_between(visibility_timeout, '1 s', '43200 s') then
         perform pgqueue._raise_invalid(
             'visibility_timeout', visibility_timeout::text, 'an interval from 1 second to 12 hours (43200 s)');
     end if;
@@ -1155,10 +1155,10 @@ begin
     if q.max_payload_bytes is null or q.max_payload_bytes not between 1 and 104857600 then
         perform pgqueue._raise_invalid('max_payload_bytes', q.max_payload_bytes::text, 'an integer from 1 to 104857600 (100 MB)');
     end if;
-    if q.backoff_base is null or not pgqueue._is_within(q.backoff_base, '0', '30 days') then
+    if q.backoff_base is null or not pgqueue._is_interval_between(q.backoff_base, '0', '30 days') then
         perform pgqueue._raise_invalid('backoff_base', q.backoff_base::text, 'an interval from 0 to 30 days');
     end if;
-    if q.backoff_max is null or not pgqueue._is_within(q.backoff_max, '0', '30 days') then
+    if q.backoff_max is null or not pgqueue._is_interval_between(q.backoff_max, '0', '30 days') then
         perform pgqueue._raise_invalid('backoff_max', q.backoff_max::text, 'an interval from 0 to 30 days');
     end if;
     if q.backoff_factor is null or q.backoff_factor not between 1 and 100 then
@@ -1167,10 +1167,10 @@ begin
     if q.backoff_jitter is null or q.backoff_jitter not between 0 and 1 then
         perform pgqueue._raise_invalid('backoff_jitter', q.backoff_jitter::text, 'a number from 0 to 1');
     end if;
-    if not pgqueue._is_within(q.archive_for, '1 day', '3652.5 days') then
+    if not pgqueue._is_interval_between(q.archive_for, '1 day', '3652.5 days') then
         perform pgqueue._raise_invalid('archive_for', q.archive_for::text, 'an interval from 1 day to 10 years (3652.5 days)');
     end if;
-    if not pgqueue._is_within(q.expires_after_idle, '1 s', '3652.5 days') then
+    if not pgqueue._is_interval_between(q.expires_after_idle, '1 s', '3652.5 days') then
         perform pgqueue._raise_invalid('expires_after_idle', q.expires_after_idle::text,
             'an interval from 1 s to 10 years (3652.5 days), or null for never');
     end if;
@@ -1236,18 +1236,18 @@ begin
     -- Looked up before the lock, which would wait for those who use an existing queue, and again
     -- behind it: one creator at a time, and none beside a drop.
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
-    if not found or pg_relation_filenode(q.fresh_register) is null then
+    if not found or pg_relation_filenode(q.fresh_from_id) is null then
         begin
             perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
             select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
             if not found then
                 -- First of all, as this fails where there is a queue of this name that the snapshot does not show.
-                insert into pgqueue.sweeps (queue_name) values (create_queue.queue_name) on conflict do nothing;
+                insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
                 q.queue_id := nextval('pgqueue.queue_id');
                 if dedicated then
                     perform pgqueue._create_partition(queue_name, q.queue_id);
                 end if;
-            elsif pg_relation_filenode(q.fresh_register) is null then
+            elsif pg_relation_filenode(q.fresh_from_id) is null then
                 perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
             end if;
         exception
@@ -1263,15 +1263,15 @@ begin
         end if;
         if q.expires_after_idle is not null then
             -- Who asks for it uses it.
-            perform setval(q.sweep_register, pgqueue._micros(pgqueue._now()));
+            perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now()));
         end if;
-        return pgqueue._public(q);
+        return pgqueue._public_queue(q);
     end if;
 
     insert into pgqueue.queues (
         name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes,
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
-        fresh_register, swept_register, sweep_register, due_register, waiting_register, archive_for,
+        fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for,
         expires_after_idle
     )
     values (
@@ -1279,26 +1279,26 @@ begin
         create_queue.dlq_enabled, create_queue.dead_letter_expired, create_queue.max_payload_bytes,
         create_queue.backoff_base, create_queue.backoff_factor, create_queue.backoff_max, create_queue.backoff_jitter,
         create_queue.dedicated, pgqueue._now(), pgqueue._now(), q.queue_id,
-        pgqueue._create_register(q.queue_id, 'fresh'),
-        pgqueue._create_register(q.queue_id, 'swept'),
-        pgqueue._create_register(q.queue_id, 'sweep'),
-        pgqueue._create_register(q.queue_id, 'due'),
-        pgqueue._create_register(q.queue_id, 'waiting'),
+        pgqueue._create_register(q.queue_id, 'fresh_from_id'),
+        pgqueue._create_register(q.queue_id, 'sweep_resume_id'),
+        pgqueue._create_register(q.queue_id, 'next_sweep_at'),
+        pgqueue._create_register(q.queue_id, 'first_due_at'),
+        pgqueue._create_register(q.queue_id, 'waiting_until'),
         create_queue.archive_for,
         create_queue.expires_after_idle
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
-        q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
+        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ]) as r;
     if q.archive_for is not null then
-        perform pgqueue._begin_archive(q);
+        perform pgqueue._start_archiving(q);
     end if;
     -- Not in a transaction that may go on for long, and hold what it dropped.
     if pgqueue._is_first_statement() then
         perform pgqueue._drop_idle_queues(10, false);
     end if;
-    return pgqueue._public(q);
+    return pgqueue._public_queue(q);
 end;
 $$;
 comment on function pgqueue.create_queue(
@@ -1331,13 +1331,13 @@ begin
             partition, split_part(option, '=', 1), split_part(option, '=', 2));
     end loop;
     execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', queue_name));
-    perform pgqueue._keep_private(format('pgqueue.%I', partition)::regclass);
+    perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
 end;
 $$;
 comment on function pgqueue._create_partition(text, bigint) is
 'Gives a queue a partition of its own, with the settings of messages_shared. Named by number: the name may be longer than an identifier.';
 
-create function pgqueue._partition(q pgqueue.queues)
+create function pgqueue._partition_of(q pgqueue.queues)
 returns regclass
 language sql stable
 as $$
@@ -1346,7 +1346,7 @@ as $$
         else 'pgqueue.messages_shared'::regclass
     end
 $$;
-comment on function pgqueue._partition(pgqueue.queues) is
+comment on function pgqueue._partition_of(pgqueue.queues) is
 'The partition that holds a queue''s messages.';
 
 create function pgqueue.alter_queue(
@@ -1368,7 +1368,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q pgqueue.queues := pgqueue._find_queue(queue_name);
+    q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     q.visibility_timeout := coalesce(alter_queue.visibility_timeout, q.visibility_timeout);
@@ -1381,7 +1381,7 @@ begin
     q.backoff_max := coalesce(alter_queue.backoff_max, q.backoff_max);
     q.backoff_jitter := coalesce(alter_queue.backoff_jitter, q.backoff_jitter);
     if alter_queue.archive_for = '0' then
-        perform pgqueue._end_archive(q);
+        perform pgqueue._stop_archiving(q);
         q.archive_for := null;
     else
         q.archive_for := coalesce(alter_queue.archive_for, q.archive_for);
@@ -1397,16 +1397,16 @@ begin
     where queues.name = queue_name collate "C"
     returning * into q;
     if alter_queue.archive_for <> '0' then
-        perform pgqueue._begin_archive(q);
+        perform pgqueue._start_archiving(q);
     end if;
     if alter_queue.archive_for is not null and q.dedicated then
         if q.archive_for is null then
             -- Whether it is exposed, and its relation archives, a snapshot may not show any more.
-            perform pgqueue._check_snapshot(format('queue %L', queue_name));
+            perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
         end if;
-        perform pgqueue._archive_transport(q);
+        perform pgqueue._sync_archive_trigger(q);
     end if;
-    return pgqueue._public(q);
+    return pgqueue._public_queue(q);
 end;
 $$;
 comment on function pgqueue.alter_queue(
@@ -1426,9 +1426,9 @@ begin
     -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone. Not for long:
     -- a transaction that sits on the queue would let everybody wait behind this one.
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    q := pgqueue._find_queue(queue_name);
-    perform pgqueue._check_snapshot(format('queue %L', queue_name));
-    return pgqueue._drop(q);
+    q := pgqueue._get_locked_queue(queue_name);
+    perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
+    return pgqueue._drop_queue(q);
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(queue_name, 'drop_queue');
     return null;
@@ -1437,7 +1437,7 @@ $$;
 comment on function pgqueue.drop_queue(text) is
 'Drops a queue with all its messages, the dead ones too, its streams and its subscriptions, and returns how many messages those were. Only delayed messages that are not due yet and were never claimed are kept, as their senders count on a delivery that is still to come: they become dead letters under the name of the queue, with reason queue_dropped, the moment they were due in last_error, and no expiry. browse_dead_messages and purge_dead_messages find them there, and redrive sends them once there is a queue of that name again. Where the queue has no dead letters they go, too, as they do after purge_queue. What it archived is kept, under its name, as long as its archive_for said. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
 
-create function pgqueue._drop(q pgqueue.queues)
+create function pgqueue._drop_queue(q pgqueue.queues)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1448,28 +1448,28 @@ declare
 begin
     delete from pgqueue.queues where queues.name = q.name;
     delete from pgqueue.subscriptions where subscriptions.queue_name = q.name;
-    perform pgqueue._conceal(q);
+    perform pgqueue._unexpose(q);
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
-        perform pgqueue._bury_delayed(q);
+        perform pgqueue._dead_letter_delayed(q);
     end if;
-    removed := removed + pgqueue._empty(q, true);
-    delete from pgqueue.sweeps where sweeps.queue_name = q.name;
+    removed := removed + pgqueue._remove_messages(q, true);
+    delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     delete from pgqueue.streams where streams.queue_name = q.name;
-    perform pgqueue._end_archive(q);
+    perform pgqueue._stop_archiving(q);
     foreach register in array array[
-        q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
+        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ] loop
         execute format('drop sequence %s', register);
     end loop;
     return removed;
 end;
 $$;
-comment on function pgqueue._drop(pgqueue.queues) is
+comment on function pgqueue._drop_queue(pgqueue.queues) is
 'Drops a queue that is held alone, and returns how many messages went with it.';
 
-create function pgqueue._empty(q pgqueue.queues, dropping boolean)
+create function pgqueue._remove_messages(q pgqueue.queues, dropping boolean)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1485,37 +1485,37 @@ begin
     -- In the order in which a claim takes them: what is scheduled, then messages, by id.
     picks := array(select s.id from pgqueue.scheduled_messages s where s.queue_name = q.name order by s.id for update);
     delete from pgqueue.scheduled_messages s
-    using pgqueue._keys(q.name, picks) k
-    where pgqueue._is_at(s.queue_name, s.id, q.name, k.names, k.ids, k.id);
+    using pgqueue._lookup_keys(q.name, picks) k
+    where pgqueue._matches_key(s.queue_name, s.id, q.name, k.names, k.ids, k.id);
     get diagnostics removed = row_count;
-    if q.dedicated and (dropping or not pgqueue._keeps_snapshot()) then
-        n := pgqueue._empty_partition(q, dropping);
+    if q.dedicated and (dropping or not pgqueue._has_fixed_snapshot()) then
+        n := pgqueue._truncate_or_drop_partition(q, dropping);
     else
         -- Also a table of its own where to truncate would take what the snapshot does not show, and not be counted.
         picks := array(select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
         delete from pgqueue.messages m
-        using pgqueue._keys(q.name, picks) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+        using pgqueue._lookup_keys(q.name, picks) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
         get diagnostics n = row_count;
     end if;
     removed := removed + n;
     if dropping then
-        delete from pgqueue.returns r where r.queue_name = q.name;
+        delete from pgqueue.requeued_messages r where r.queue_name = q.name;
     end if;
     return removed;
 end;
 $$;
-comment on function pgqueue._empty(pgqueue.queues, boolean) is
+comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
 'Removes the messages of a queue, with dropping also a dedicated table, and returns how many.';
 
-create function pgqueue._empty_partition(q pgqueue.queues, dropping boolean)
+create function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
 as $$
 declare
-    partition constant regclass := pgqueue._partition(q);
+    partition constant regclass := pgqueue._partition_of(q);
     removed bigint;
 begin
     -- The parent first, as every statement on messages does. lock_timeout is shorter than deadlock_timeout,
@@ -1532,7 +1532,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue._empty_partition(pgqueue.queues, boolean) is
+comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean) is
 'Truncates or drops a dedicated table and returns how many messages it held. Raises PQ004 rather than hold up others while it waits.';
 
 create function pgqueue.purge_queue(queue_name text)
@@ -1542,7 +1542,7 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
 as $$
 begin
-    return pgqueue._empty(pgqueue._find_queue(queue_name), false);
+    return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
 exception when lock_not_available then
     -- Less than deadlock_timeout: a purge gives way before a consumer that settles several messages would.
     perform pgqueue._raise_queue_busy(queue_name, 'purge_queue');
@@ -1558,7 +1558,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return pgqueue._public(pgqueue._look_at(queue_name));
+    return pgqueue._public_queue(pgqueue._get_unlocked_queue(queue_name));
 end;
 $$;
 comment on function pgqueue.get_queue(text) is
@@ -1571,7 +1571,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     return query
-    select l.* from pgqueue.queues q cross join lateral pgqueue._public(q) l order by q.name;
+    select l.* from pgqueue.queues q cross join lateral pgqueue._public_queue(q) l order by q.name;
 end;
 $$;
 comment on function pgqueue.list_queues() is
@@ -1583,7 +1583,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._find_queue(queue_name);
+    perform pgqueue._get_locked_queue(queue_name);
     -- Also where there is nothing to change: what the snapshot shows may have been changed since, which fails.
     perform from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     update pgqueue.queues
@@ -1601,7 +1601,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q pgqueue.queues := pgqueue._find_queue(queue_name);
+    q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     resumed boolean;
 begin
     perform from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
@@ -1617,42 +1617,42 @@ comment on function pgqueue.resume_queue(text) is
 'Ends a pause and wakes waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 -- Messages are found by their ids with these two alone, in functions that have enable_seqscan and
 -- enable_bitmapscan off:
--- `from pgqueue._keys(name, ids) k where pgqueue._is_at(m.queue_name, m.id, name, k.names, k.ids, k.id)`.
+-- `from pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name, k.names, k.ids, k.id)`.
 -- Both are inlined, and leave a plain `m.queue_name = name and m.id = any (ids)`. A bitmap that work_mem does not hold
 -- would have each row compared with each id: of millions for hours.
 
-create function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
+create function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
 returns setof record
 language sql immutable parallel safe
 as $$ select ids, null::bigint, null::text[] $$;
-comment on function pgqueue._keys(text, bigint[]) is
-'What _is_at compares messages with: a row that has all ids or, before PostgreSQL 17, a row for each, in their order.';
+comment on function pgqueue._lookup_keys(text, bigint[]) is
+'What _matches_key compares messages with: a row that has all ids or, before PostgreSQL 17, a row for each, in their order.';
 
-create function pgqueue._is_at(
+create function pgqueue._matches_key(
     queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
 )
 returns boolean
 language sql immutable parallel safe
 as $$ select queue_name = name and id = any (key_ids) $$;
-comment on function pgqueue._is_at(text, bigint, text, text[], bigint[], bigint) is
-'Whether a message of the queue of this name has an id that _keys returned.';
+comment on function pgqueue._matches_key(text, bigint, text, text[], bigint[], bigint) is
+'Whether a message of the queue of this name has an id that _lookup_keys returned.';
 
-create function pgqueue._has_fit_keys()
+create function pgqueue._has_current_key_lookup()
 returns boolean
 language sql stable
 as $$
-    select (select count(*) from pgqueue._keys('', '{1,2}'))
+    select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
         = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
 $$;
-comment on function pgqueue._has_fit_keys() is
-'Whether _keys is as the major version of the server wants it: pg_upgrade, or a dump of what is no extension, may have brought another.';
+comment on function pgqueue._has_current_key_lookup() is
+'Whether _lookup_keys is as the major version of the server wants it: pg_upgrade, or a dump of what is no extension, may have brought another.';
 
 -- Before PostgreSQL 17 a plan may read a queue from end to end, with `id = any` as a filter. It does so if it was
 -- made while the queue was small, and a session keeps it. So there each id is looked up by a join. What would let the
 -- planner walk all the same is kept from it: the name is compared with an array, so that to read the whole index in
 -- order gains nothing, and with two expressions, which prunes partitions but asks no index. Other scans are off in the
 -- verbs.
-create function pgqueue._fit_keys()
+create function pgqueue._install_key_lookup()
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1661,12 +1661,12 @@ declare
     joins constant boolean := current_setting('server_version_num')::int < 170000;
 begin
     execute format(
-        'create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[])'
+        'create or replace function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])'
         ' returns setof record language sql immutable parallel safe as %L',
         case when joins then ' select null::bigint[], i, array[queue_name] from unnest(ids) as i order by i '
             else ' select ids, null::bigint, null::text[] ' end);
     execute format(
-        'create or replace function pgqueue._is_at('
+        'create or replace function pgqueue._matches_key('
         'queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint)'
         ' returns boolean language sql immutable parallel safe as %L',
         case when joins then
@@ -1674,16 +1674,16 @@ begin
             else ' select queue_name = name and id = any (key_ids) ' end);
 end;
 $$;
-comment on function pgqueue._fit_keys() is
-'Has _keys and _is_at be as the major version of the server wants them.';
+comment on function pgqueue._install_key_lookup() is
+'Has _lookup_keys and _matches_key be as the major version of the server wants them.';
 
-do $$ begin perform pgqueue._fit_keys(); end $$;
+do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
-create function pgqueue._without(ids bigint[], others bigint[])
+create function pgqueue._array_except(ids bigint[], others bigint[])
 returns bigint[]
 language sql immutable parallel safe
 as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
-comment on function pgqueue._without(bigint[], bigint[]) is
+comment on function pgqueue._array_except(bigint[], bigint[]) is
 'The ids that are not among the others, in order.';
 -- A message enters: at once into messages, with a delay into scheduled_messages, always in the
 -- caller's transaction.
@@ -1729,10 +1729,10 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if delay is null or not pgqueue._is_within(delay, '0', '3652.5 days') then
+    if delay is null or not pgqueue._is_interval_between(delay, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
-    if not pgqueue._is_within(expires_in, '0', '3652.5 days') then
+    if not pgqueue._is_interval_between(expires_in, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years (3652.5 days), or null for never');
     end if;
 end;
@@ -1740,7 +1740,7 @@ $$;
 comment on function pgqueue._check_enqueue(interval, interval) is
 'Raises 22023 for a delay or an expires_in that is out of bounds.';
 
-create function pgqueue._schedule_by(q pgqueue.queues, due_at timestamptz)
+create function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1748,19 +1748,19 @@ as $$
 begin
     -- Who prepares to wait knows by this lock that somebody sends; it comes before the look at the register.
     lock table only pgqueue.messages in row exclusive mode;
-    if pgqueue._micros(due_at) < pg_sequence_last_value(q.due_register) then
-        perform setval(q.due_register, pgqueue._micros(due_at));
+    if pgqueue._to_micros(due_at) < pg_sequence_last_value(q.first_due_at) then
+        perform setval(q.first_due_at, pgqueue._to_micros(due_at));
     end if;
-    if to_regclass(pgqueue._row_of_transport(q)) is not null then
+    if to_regclass(pgqueue._transport_table(q)) is not null then
         -- Who reads the relation waits for this moment, which a clock that was wrong may have put off.
-        execute format('update %s set next_at = ''-infinity'' where next_at > $1', pgqueue._row_of_transport(q))
+        execute format('update %s set next_at = ''-infinity'' where next_at > $1', pgqueue._transport_table(q))
         using pgqueue._now() + interval '1 min';
     end if;
     -- Who waits may sleep past this moment.
     perform pgqueue._wake_waiting(q, pgqueue._now());
 end;
 $$;
-comment on function pgqueue._schedule_by(pgqueue.queues, timestamptz) is
+comment on function pgqueue._announce_due(pgqueue.queues, timestamptz) is
 'Lets claims look for scheduled messages from this moment on, and consumers that wait reckon with it.';
 
 create function pgqueue._enqueue(
@@ -1778,7 +1778,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     new_id bigint;
 begin
     perform pgqueue._check_enqueue(delay, expires_in);
@@ -1788,16 +1788,16 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         values (
-            q.name, pgqueue._after(at, delay), at, q.max_attempts, pgqueue._after(at, expires_in), message_id, payload, body, headers
+            q.name, pgqueue._add_interval(at, delay), at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers
         )
         returning scheduled_messages.id into new_id;
-        perform pgqueue._schedule_by(q, pgqueue._after(at, delay));
+        perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay));
     else
         insert into pgqueue.messages (
             queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         values (
-            q.name, at, at, q.max_attempts, pgqueue._after(at, expires_in), message_id, payload, body, headers
+            q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers
         )
         returning messages.id into new_id;
         perform pgqueue._wake_waiting(q, at);
@@ -1826,7 +1826,7 @@ declare
     at constant timestamptz := pgqueue._now();
     new_id bigint;
 begin
-    if not pgqueue._hold_queue(queue_name) then
+    if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     -- The common message in one statement, as every further one, and every expression, costs a transaction
@@ -1837,9 +1837,9 @@ begin
     where q.name = enqueue.queue_name collate "C"
         and case
             -- The snapshot of a repeatable read may be older than a drop_queue, and to read a register that is gone fails.
-            when pg_relation_filenode(q.waiting_register) is null then false
-            when pg_sequence_last_value(q.waiting_register) <= pgqueue._micros(at) then true
-            when pg_sequence_last_value(q.waiting_register) <= pgqueue._micros(at + interval '24 h')
+            when pg_relation_filenode(q.waiting_until) is null then false
+            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) then true
+            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at + interval '24 h')
                 then pg_notify(pgqueue.channel(q.name), '') is not null
         end
         and enqueue.body is null and enqueue.delay = interval '0' and enqueue.expires_in is null
@@ -1876,7 +1876,7 @@ set plan_cache_mode = force_generic_plan
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     n constant int := coalesce(cardinality(payloads), cardinality(bodies), 0);
     ids bigint[];
     due_at timestamptz;
@@ -1895,7 +1895,7 @@ begin
     where a.given <> n;
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(d, null) from unnest(delays) as d
-    where not pgqueue._is_within(d, '0', '3652.5 days');
+    where not pgqueue._is_interval_between(d, '0', '3652.5 days');
     perform pgqueue._check_content(q, c.payload, c.body, c.headers)
     from unnest(payloads, bodies, headers) as c (payload, body, headers)
     where c.payload is null or c.body is not null or c.headers is not null
@@ -1909,7 +1909,7 @@ begin
         id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
     )
     select
-        u.id, q.name, at, at, q.max_attempts, pgqueue._after(at, expires_in), u.message_id, u.payload, u.body, u.headers
+        u.id, q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), u.message_id, u.payload, u.body, u.headers
     from unnest(ids, payloads, bodies, headers, message_ids, delays) as u (id, payload, body, headers, message_id, delay)
     where coalesce(u.delay, enqueue_batch.delay) = interval '0';
     if found then
@@ -1922,8 +1922,8 @@ begin
                 id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
             )
             select
-                d.id, q.name, pgqueue._after(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
-                pgqueue._after(at, expires_in), d.message_id, d.payload, d.body, d.headers
+                d.id, q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
+                pgqueue._add_interval(at, expires_in), d.message_id, d.payload, d.body, d.headers
             -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
             from (
                 select u.id, u.payload, u.body, u.headers, u.message_id, w.delay,
@@ -1937,7 +1937,7 @@ begin
         )
         select min(d.due_at) into due_at from delayed d;
         if due_at is not null then
-            perform pgqueue._schedule_by(q, due_at);
+            perform pgqueue._announce_due(q, due_at);
         end if;
     end if;
     return query select i from unnest(ids) as i;
@@ -1949,7 +1949,7 @@ comment on function pgqueue.enqueue_batch(text, jsonb[], interval, jsonb[], inte
 -- committed late, what came due, what spent its attempts, what expired. The walk goes on where the last
 -- one stopped and stays within a budget, so that a pile of dead rows slows nobody down.
 
-create function pgqueue._writers()
+create function pgqueue._running_writers()
 returns text[]
 language sql volatile
 as $$
@@ -1966,10 +1966,10 @@ as $$
             )
     )
 $$;
-comment on function pgqueue._writers() is
+comment on function pgqueue._running_writers() is
 'The transactions that have written to messages and run: prepared ones too, through the parent or straight into a partition.';
 
-create function pgqueue._promote(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
+create function pgqueue._promote_due(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1995,7 +1995,7 @@ begin
                 returning s.*
             ),
             noted as (
-                insert into pgqueue.returns (queue_name, check_at, id)
+                insert into pgqueue.requeued_messages (queue_name, check_at, id)
                 select q.name, at, d.id from due d
             ),
             moved as (
@@ -2013,7 +2013,7 @@ begin
             select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into picks from moved m;
         exception when disk_full then
             -- What is ready is handed out all the same: to acknowledge it takes no room, and makes some.
-            perform setval(q.due_register, pgqueue._micros(at + interval '1 s'));
+            perform setval(q.first_due_at, pgqueue._to_micros(at + interval '1 s'));
             return '{}'::bigint[];
         end;
 
@@ -2022,25 +2022,25 @@ begin
         where s.queue_name = q.name and s.due_at >= since
         order by s.due_at limit 1;
     end if;
-    next_due := coalesce(pgqueue._micros(next_due_at), 9223372036854775807);
-    if next_due is distinct from pg_sequence_last_value(q.due_register) then
-        perform setval(q.due_register, next_due);
+    next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
+    if next_due is distinct from pg_sequence_last_value(q.first_due_at) then
+        perform setval(q.first_due_at, next_due);
     end if;
     return picks;
 end;
 $$;
-comment on function pgqueue._promote(pgqueue.queues, timestamptz, int, timestamptz) is
-'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Every one is noted in returns: its id may lie where no walk comes by any more.';
+comment on function pgqueue._promote_due(pgqueue.queues, timestamptz, int, timestamptz) is
+'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Every one is noted in requeued_messages: its id may lie where no walk comes by any more.';
 
-create function pgqueue._bury(q pgqueue.queues, ids bigint[], at timestamptz)
+create function pgqueue._dead_letter_spent(q pgqueue.queues, ids bigint[], at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     spent_ids constant bigint[] := array(
-        select m.id from pgqueue.messages m, pgqueue._keys(q.name, ids) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
+        select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
             and (m.attempt_count >= m.max_attempts or m.expires_at <= at)
         for update of m skip locked);
 begin
@@ -2050,8 +2050,8 @@ begin
     begin
         with gone as (
             delete from pgqueue.messages m
-            using pgqueue._keys(q.name, spent_ids) k
-            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            using pgqueue._lookup_keys(q.name, spent_ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             returning m.*
         )
         insert into pgqueue.dead_messages (
@@ -2075,10 +2075,10 @@ begin
     end;
 end;
 $$;
-comment on function pgqueue._bury(pgqueue.queues, bigint[], timestamptz) is
+comment on function pgqueue._dead_letter_spent(pgqueue.queues, bigint[], timestamptz) is
 'Removes those of the messages that are not claimed and have spent their attempts or expired, to the dead letters where the queue wants that.';
 
-create function pgqueue._take(
+create function pgqueue._lock_ready(
     q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
 )
 returns bigint[]
@@ -2087,18 +2087,18 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     return array(
-        select m.id from pgqueue.messages m, pgqueue._keys(q.name, ids) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and m.visible_at <= at
+        select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and m.visible_at <= at
             and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
         -- By id, as the index is asked for the ids in their order; to say so would cost a sort.
         limit wanted for update of m skip locked
     );
 end;
 $$;
-comment on function pgqueue._take(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
+comment on function pgqueue._lock_ready(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
 'Locks up to wanted of the messages that are ready, not held by another and not taken already, and returns their ids.';
 
-create function pgqueue._forget(q pgqueue.queues, watched bigint[], seen_at timestamptz)
+create function pgqueue._prune_requeued(q pgqueue.queues, watched bigint[], seen_at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2107,20 +2107,20 @@ begin
     -- A row here was written together with its message. If this one snapshot shows the row but not
     -- the message, the message has left for good, or come back again with a row of its own.
     -- (An array rather than a join, which could be planned to read the whole queue.)
-    delete from pgqueue.returns r
+    delete from pgqueue.requeued_messages r
     where r.ctid = any (array(
-        select c.ctid from pgqueue.returns c
+        select c.ctid from pgqueue.requeued_messages c
         where c.queue_name = q.name and c.check_at <= seen_at and c.id = any (watched)
             and c.id <> all (array(
-                select m.id from pgqueue.messages m, pgqueue._keys(q.name, watched) k
-                where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)))
+                select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, watched) k
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)))
         order by c.check_at, c.id limit 1000 for update skip locked));
 end;
 $$;
-comment on function pgqueue._forget(pgqueue.queues, bigint[], timestamptz) is
-'Removes from returns those of the messages noted up to a moment that have left.';
+comment on function pgqueue._prune_requeued(pgqueue.queues, bigint[], timestamptz) is
+'Removes from requeued_messages those of the messages noted up to a moment that have left.';
 
-create function pgqueue._revisit(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
+create function pgqueue._sweep_requeued(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2137,18 +2137,18 @@ begin
         select array_agg(w.id), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)]
         into watched, seen_at, seen_id
         from (
-            select r.check_at, r.id from pgqueue.returns r
+            select r.check_at, r.id from pgqueue.requeued_messages r
             where r.queue_name = q.name and (r.check_at, r.id) > (seen_at, seen_id)
             order by r.check_at, r.id limit 1000
         ) w;
         exit when watched is null;
-        perform pgqueue._forget(q, watched, seen_at);
+        perform pgqueue._prune_requeued(q, watched, seen_at);
         ready := array(
-            select distinct m.id from pgqueue.messages m, pgqueue._keys(q.name, watched) k
-            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
+            select distinct m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, watched) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
         if ready <> '{}' then
-            perform pgqueue._bury(q, ready, at);
-            picks := picks || pgqueue._take(q, ready, taken || picks, at, wanted - cardinality(picks));
+            perform pgqueue._dead_letter_spent(q, ready, at);
+            picks := picks || pgqueue._lock_ready(q, ready, taken || picks, at, wanted - cardinality(picks));
         end if;
         exit when cardinality(watched) < 1000 or cardinality(picks) >= wanted
             or pgqueue._now() > at + interval '50 ms';
@@ -2156,29 +2156,35 @@ begin
     return picks;
 end;
 $$;
-comment on function pgqueue._revisit(pgqueue.queues, bigint[], timestamptz, int) is
+comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int) is
 'Looks at the messages that came back from scheduled_messages: buries what is spent, forgets what has left, returns up to wanted ids that are ready again, locked.';
 
-create function pgqueue._head(s pgqueue.sweeps)
+create function pgqueue._first_possible_id(s pgqueue.sweep_state)
 returns bigint
 language sql immutable parallel safe
 -- Where the first of the ranges ends. Without a query of its own it becomes part of who asks.
 as $$
     select coalesce(
-        lower(int8multirange(int8range(lower(s.dead_ids), upper(s.dead_ids))) - s.dead_ids), upper(s.dead_ids)
+        lower(int8multirange(int8range(lower(s.vacant_ids), upper(s.vacant_ids))) - s.vacant_ids), upper(s.vacant_ids)
     )
 $$;
-comment on function pgqueue._head(pgqueue.sweeps) is
-'The lowest id at which a message may live, those in returns aside.';
+comment on function pgqueue._first_possible_id(pgqueue.sweep_state) is
+'The lowest id at which a message may live, those in requeued_messages aside.';
 
-create function pgqueue._head_of(queue_name text)
+create function pgqueue._first_possible_id_of(queue_name text)
 returns bigint
 language sql stable
-as $$ select coalesce((select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = _head_of.queue_name), 1) $$;
-comment on function pgqueue._head_of(text) is
-'The lowest id at which a message of the queue may live, those in returns aside; 1 where nothing is known.';
+as $$
+    select coalesce(
+        (
+            select pgqueue._first_possible_id(s) from pgqueue.sweep_state s
+            where s.queue_name = _first_possible_id_of.queue_name
+        ), 1)
+$$;
+comment on function pgqueue._first_possible_id_of(text) is
+'The lowest id at which a message of the queue may live, those in requeued_messages aside; 1 where nothing is known.';
 
-create function pgqueue._widest(ids int8multirange)
+create function pgqueue._widest_ranges(ids int8multirange)
 returns int8multirange
 language sql immutable parallel safe
 as $$
@@ -2190,16 +2196,16 @@ as $$
         limit 64
     ) w
 $$;
-comment on function pgqueue._widest(int8multirange) is
+comment on function pgqueue._widest_ranges(int8multirange) is
 'The first and the 63 widest of the ranges.';
 
-create function pgqueue._learn(q pgqueue.queues, at timestamptz, fresh bigint)
+create function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh bigint)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    s pgqueue.sweeps;
+    s pgqueue.sweep_state;
     bound bigint;
     writers text[];
     waited boolean := false;
@@ -2210,10 +2216,10 @@ declare
     live bigint[];
 begin
     -- A snapshot that is older than the look at the writers proves nothing.
-    if pgqueue._keeps_snapshot() then
+    if pgqueue._has_fixed_snapshot() then
         return false;
     end if;
-    select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name for update skip locked;
+    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name for update skip locked;
     if not found then
         return false;
     end if;
@@ -2223,25 +2229,25 @@ begin
     -- once all of those have ended, every id up to that reading is decided, and what was decided to be a
     -- message is visible to the statements below.
     bound := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
-    writers := pgqueue._writers();
+    writers := pgqueue._running_writers();
     -- A prepared transaction gets another name when the server restarts: one of that kind which was not
     -- noted may be any of those that were.
     s.writers := s.writers || array(
         select w from unnest(writers) as w where w like '-1/%' and w <> all (s.writers));
     if not s.writers && writers then
         -- One of them was still there at a look in between.
-        waited := s.learnt_at > s.noted_at;
+        waited := s.recorded_at > s.bound_at;
         s.settled_id := s.bound_id;
         s.bound_id := bound;
         s.writers := writers;
-        s.noted_at := at;
+        s.bound_at := at;
     end if;
 
     <<walk>>
     for stretch in
         select r
         from unnest(
-            int8multirange(int8range(pgqueue._head(s), greatest(pgqueue._head(s), least(s.settled_id + 1, fresh)))) - s.dead_ids
+            int8multirange(int8range(pgqueue._first_possible_id(s), greatest(pgqueue._first_possible_id(s), least(s.settled_id + 1, fresh)))) - s.vacant_ids
         ) as r
     loop
         from_id := lower(stretch);
@@ -2254,7 +2260,7 @@ begin
                 order by m.id limit 1000);
             -- Nothing to be learnt where messages lie close.
             exit walk when cardinality(live) = 1000;
-            s.dead_ids := s.dead_ids + (
+            s.vacant_ids := s.vacant_ids + (
                 int8multirange(int8range(from_id, below_id))
                 - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
             );
@@ -2265,17 +2271,17 @@ begin
     end loop;
 
     begin
-        update pgqueue.sweeps
-        set dead_ids = pgqueue._widest(s.dead_ids), settled_id = s.settled_id, bound_id = s.bound_id,
-            writers = s.writers, noted_at = s.noted_at, learnt_at = at
-        where sweeps.queue_name = q.name;
+        update pgqueue.sweep_state
+        set vacant_ids = pgqueue._widest_ranges(s.vacant_ids), settled_id = s.settled_id, bound_id = s.bound_id,
+            writers = s.writers, bound_at = s.bound_at, recorded_at = at
+        where sweep_state.queue_name = q.name;
     exception when disk_full then
         return false;
     end;
     return waited;
 end;
 $$;
-comment on function pgqueue._learn(pgqueue.queues, timestamptz, bigint) is
+comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigint) is
 'Learns at which ids below fresh no message can appear any more, for sweeps to skip. True if that had to wait for a transaction that wrote for long.';
 
 create function pgqueue._sweep(
@@ -2286,9 +2292,9 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    s pgqueue.sweeps;
+    s pgqueue.sweep_state;
     head bigint;
-    pos bigint := pgqueue._value_of(q.swept_register);
+    pos bigint := pgqueue._register_value(q.sweep_resume_id);
     start bigint;
     goal bigint;
     started_at timestamptz;
@@ -2301,39 +2307,39 @@ declare
     is_quick boolean;
 begin
     -- Who comes by while this sweep is at it leaves it alone.
-    perform setval(q.sweep_register, pgqueue._micros(at + interval '50 ms'));
+    perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
     -- Once an hour somebody's sweep looks after the archive. A look that is further off was set by a clock that was wrong.
-    if pg_sequence_last_value('pgqueue.archive_look') - pgqueue._micros(at) not between 1 and 3600000000 then
-        perform pgqueue._tend_archive(at);
+    if pg_sequence_last_value('pgqueue.next_archive_check_at') - pgqueue._to_micros(at) not between 1 and 3600000000 then
+        perform pgqueue._archive_housekeeping(at);
     end if;
 
-    select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name;
+    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     if not found then
         -- Somebody has deleted it: nothing is known, so everything is walked again.
-        insert into pgqueue.sweeps (queue_name) values (q.name) on conflict do nothing returning * into s;
+        insert into pgqueue.sweep_state (queue_name) values (q.name) on conflict do nothing returning * into s;
         if not found then
             return picks;
         end if;
     end if;
-    if (s.settled_id < fresh - 1 or pgqueue._head(s) < least(s.settled_id + 1, fresh))
+    if (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh))
         and (
             -- Where the last round was quick there is little to be skipped: a queue that many others share the
             -- machine with is swept by almost every claim, and learning would be most of what that costs.
-            at - s.learnt_at not between interval '0' and case pos when 1 then interval '30 s' else interval '1 s' end
+            at - s.recorded_at not between interval '0' and case pos when 1 then interval '30 s' else interval '1 s' end
             -- Somebody writes for long: the end is noticed at once.
-            or s.writers <> '{}' and s.learnt_at > s.noted_at and not s.writers && pgqueue._writers()
+            or s.writers <> '{}' and s.recorded_at > s.bound_at and not s.writers && pgqueue._running_writers()
         )
     then
-        if pgqueue._learn(q, at, fresh) then
+        if pgqueue._record_vacant_ids(q, at, fresh) then
             -- One that wrote for long may have left messages anywhere above the head: start over there.
             pos := 0;
         end if;
-        select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name;
+        select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     end if;
 
     started_at := pgqueue._now();
     -- A full round from where the last sweep stopped, unless the messages suffice or the time runs out first.
-    head := pgqueue._head(s);
+    head := pgqueue._first_possible_id(s);
     if pos < head or pos >= fresh then
         pos := head;
     end if;
@@ -2344,8 +2350,8 @@ begin
             where m.queue_name = q.name and m.id >= fresh - 4096 and m.id < fresh and m.visible_at <= at
             order by m.id limit 1000);
         if ready <> '{}' then
-            perform pgqueue._bury(q, ready, at);
-            picks := picks || pgqueue._take(q, ready, picks, at, wanted - cardinality(picks));
+            perform pgqueue._dead_letter_spent(q, ready, at);
+            picks := picks || pgqueue._lock_ready(q, ready, picks, at, wanted - cardinality(picks));
         end if;
     end if;
     start := pos;
@@ -2353,12 +2359,12 @@ begin
     <<round>>
     loop
         if pos = head then
-            picks := picks || pgqueue._revisit(q, picks, at, wanted - cardinality(picks));
+            picks := picks || pgqueue._sweep_requeued(q, picks, at, wanted - cardinality(picks));
             if cardinality(picks) < wanted then
-                picks := picks || pgqueue._promote(q, at, wanted - cardinality(picks), '-infinity');
+                picks := picks || pgqueue._promote_due(q, at, wanted - cardinality(picks), '-infinity');
             end if;
         end if;
-        for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.dead_ids) as r loop
+        for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.vacant_ids) as r loop
             pos := lower(stretch);
             while pos < upper(stretch) loop
                 exit round when cardinality(picks) >= wanted;
@@ -2376,8 +2382,8 @@ begin
                 end if;
                 pos := below_id;
                 if ready is not null then
-                    perform pgqueue._bury(q, ready, at);
-                    picks := picks || pgqueue._take(q, ready, picks, at, wanted - cardinality(picks));
+                    perform pgqueue._dead_letter_spent(q, ready, at);
+                    picks := picks || pgqueue._lock_ready(q, ready, picks, at, wanted - cardinality(picks));
                     if cardinality(picks) >= wanted then
                         -- Where the next sweep goes on.
                         pos := picks[cardinality(picks)] + 1;
@@ -2393,12 +2399,12 @@ begin
 
     -- At 1 where the whole round was quick: the next one may as well begin at the head.
     is_quick := cardinality(picks) < wanted and pgqueue._now() < started_at + interval '500 us';
-    perform setval(q.swept_register, case when is_quick then 1 else greatest(pos, 1) end);
+    perform setval(q.sweep_resume_id, case when is_quick then 1 else greatest(pos, 1) end);
     if cardinality(picks) >= wanted then
         -- There may be more: the next claim goes on from here.
-        perform setval(q.sweep_register, 1);
+        perform setval(q.next_sweep_at, 1);
     else
-        perform setval(q.sweep_register, pgqueue._micros(
+        perform setval(q.next_sweep_at, pgqueue._to_micros(
             pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')));
     end if;
     return picks;
@@ -2409,14 +2415,14 @@ comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, b
 -- A message is lent: hidden for a while, its attempt counted, its claim fenced by a token.
 -- A claim starts where the never-claimed messages begin; what lies below is the sweep's.
 
-create function pgqueue._pick(q pgqueue.queues, at timestamptz, wanted int)
+create function pgqueue._claim_candidates(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    now_micros constant bigint := pgqueue._micros(at);
-    fresh bigint := pgqueue._value_of(q.fresh_register);
+    now_micros constant bigint := pgqueue._to_micros(at);
+    fresh bigint := pgqueue._register_value(q.fresh_from_id);
     due bigint;
     next_sweep bigint;
     picks bigint[] := '{}'::bigint[];
@@ -2428,12 +2434,12 @@ begin
         return picks;
     end if;
 
-    due := pgqueue._value_of(q.due_register);
+    due := pgqueue._register_value(q.first_due_at);
     if due <= now_micros then
-        picks := pgqueue._promote(q, at, wanted, pgqueue._moment(due - 1));
+        picks := pgqueue._promote_due(q, at, wanted, pgqueue._from_micros(due - 1));
     end if;
     -- A turn that is further off than any sweep may take was set by a clock that was wrong.
-    next_sweep := pgqueue._value_of(q.sweep_register);
+    next_sweep := pgqueue._register_value(q.next_sweep_at);
     if next_sweep > now_micros + 15000000 then
         next_sweep := 0;
     end if;
@@ -2451,7 +2457,7 @@ begin
         );
         last_id := found_ids[cardinality(found_ids)];
         if last_id >= fresh then
-            fresh := setval(q.fresh_register, last_id + 1);
+            fresh := setval(q.fresh_from_id, last_id + 1);
         end if;
         picks := picks || found_ids;
     end if;
@@ -2464,7 +2470,7 @@ begin
         where m.queue_name = q.name and m.id >= fresh
         order by m.id desc limit 1;
         if found then
-            fresh := setval(q.fresh_register, last_id);
+            fresh := setval(q.fresh_from_id, last_id);
             swept := false;
         end if;
         if not swept then
@@ -2474,23 +2480,25 @@ begin
     return picks;
 end;
 $$;
-comment on function pgqueue._pick(pgqueue.queues, timestamptz, int) is
+comment on function pgqueue._claim_candidates(pgqueue.queues, timestamptz, int) is
 'The ids of up to wanted messages that are ready, locked for the caller to claim or take.';
 
-create function pgqueue._grab(queue_name text, max_messages int, visibility_timeout interval)
+create function pgqueue._claim_candidates_fast(
+    queue_name text, max_messages int, visibility_timeout interval
+)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     at timestamptz;
-    fresh_register regclass;
+    fresh_from_id regclass;
     fresh bigint;
     plain boolean;
     picks bigint[];
     q pgqueue.queues;
 begin
-    if not pgqueue._hold_queue(queue_name) then
+    if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
 
@@ -2498,37 +2506,37 @@ begin
     -- The common case in few steps, as every expression costs a transaction its preparation: the arguments are
     -- good, nothing is paused, due or to be swept, and enough is ready above fresh. All else is done below.
     select
-        w.fresh_register, pg_sequence_last_value(w.fresh_register),
+        w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
         w.paused_at is null and max_messages between 1 and 10000
-            and coalesce(pgqueue._is_within(_grab.visibility_timeout, '1 s', '43200 s'), true)
-            and pg_sequence_last_value(w.due_register) > pgqueue._micros(at)
-            and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 15000000
-    into fresh_register, fresh, plain
+            and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
+            and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
+            and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between 1 and 15000000
+    into fresh_from_id, fresh, plain
     from pgqueue.queues w
-    where w.name = queue_name collate "C" and pg_relation_filenode(w.fresh_register) is not null;
+    where w.name = queue_name collate "C" and pg_relation_filenode(w.fresh_from_id) is not null;
     if plain then
         picks := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = _grab.queue_name collate "C" and m.id >= fresh and m.visible_at <= at
+            where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh and m.visible_at <= at
                 and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
             order by m.id limit max_messages for update skip locked
         );
         -- Null, and the register as it was, where fewer were found.
-        fresh := setval(fresh_register, picks[max_messages] + 1);
+        fresh := setval(fresh_from_id, picks[max_messages] + 1);
         if fresh is not null then
             return picks;
         end if;
     end if;
 
-    q := pgqueue._find_queue(queue_name);
+    q := pgqueue._get_locked_queue(queue_name);
     if max_messages is null or max_messages not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
     end if;
     perform pgqueue._check_visibility_timeout(visibility_timeout);
-    return pgqueue._pick(q, at, max_messages);
+    return pgqueue._claim_candidates(q, at, max_messages);
 end;
 $$;
-comment on function pgqueue._grab(text, int, interval) is
+comment on function pgqueue._claim_candidates_fast(text, int, interval) is
 'The ids of up to max_messages messages that are ready, locked for the caller to claim or take; raises what claim raises.';
 
 create function pgqueue.claim(
@@ -2547,12 +2555,12 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    picks constant bigint[] := pgqueue._grab(queue_name, max_messages, visibility_timeout);
+    picks constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
 begin
     return query
     update pgqueue.messages m
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
-    set visible_at = pgqueue._after((select pgqueue._now()), coalesce(
+    set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
             claim.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name collate "C"))),
         attempt_count = m.attempt_count + 1,
@@ -2560,8 +2568,8 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = claim.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._keys(claim.queue_name collate "C", picks) k
-    where pgqueue._is_at(m.queue_name, m.id, claim.queue_name collate "C", k.names, k.ids, k.id)
+    from pgqueue._lookup_keys(claim.queue_name collate "C", picks) k
+    where pgqueue._matches_key(m.queue_name, m.id, claim.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;
@@ -2581,26 +2589,26 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    picks constant bigint[] := pgqueue._grab(queue_name, max_messages, null);
+    picks constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, null);
     at timestamptz;
     is_filed boolean;
 begin
-    if pgqueue._hold_unarchived(queue_name) then
+    if pgqueue._lock_queue_without_archive(queue_name) then
         return query
         delete from pgqueue.messages m
-        using pgqueue._keys(receive.queue_name collate "C", picks) k
-        where pgqueue._is_at(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(receive.queue_name collate "C", picks) k
+        where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
         returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
             m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
         return;
     end if;
     at := pgqueue._now();
-    is_filed := coalesce(pgqueue._has_day(pgqueue._day(at)), false);
+    is_filed := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
     return query
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._keys(receive.queue_name collate "C", picks) k
-        where pgqueue._is_at(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(receive.queue_name collate "C", picks) k
+        where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
         returning m.*
     ),
     done as (
@@ -2653,12 +2661,12 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_visibility_timeout(visibility_timeout);
     update pgqueue.messages m
-    set visible_at = pgqueue._after(pgqueue._now(), coalesce(extend.visibility_timeout, q.visibility_timeout))
+    set visible_at = pgqueue._add_interval(pgqueue._now(), coalesce(extend.visibility_timeout, q.visibility_timeout))
     where m.queue_name = q.name and m.id = extend.id
         and m.claim_token = extend.claim_token and m.claimed_attempt = m.attempt_count;
     return found;
@@ -2678,7 +2686,7 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
     if ids is null then
         perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
@@ -2687,9 +2695,9 @@ begin
     perform pgqueue._check_visibility_timeout(visibility_timeout);
     return query
     update pgqueue.messages m
-    set visible_at = pgqueue._after((select pgqueue._now()), coalesce(extend_batch.visibility_timeout, q.visibility_timeout))
-    from pgqueue._keys(q.name, ids) k
-    where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+    set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(extend_batch.visibility_timeout, q.visibility_timeout))
+    from pgqueue._lookup_keys(q.name, ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and m.claim_token = extend_batch.claim_token and m.claimed_attempt = m.attempt_count
     returning m.id;
 end;
@@ -2707,18 +2715,18 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    if pgqueue._hold_unarchived(queue_name) then
+    if pgqueue._lock_queue_without_archive(queue_name) then
         delete from pgqueue.messages m
         where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
             and m.claim_token = ack.claim_token and m.claimed_attempt = m.attempt_count;
         if found then
             return true;
         end if;
-    elsif pgqueue._archive(queue_name, array[id], claim_token) <> '{}' then
+    elsif pgqueue._ack_to_archive(queue_name, array[id], claim_token) <> '{}' then
         return true;
     end if;
     perform pgqueue._check_claim(id, claim_token);
-    perform pgqueue._find_queue(queue_name);
+    perform pgqueue._get_locked_queue(queue_name);
     return false;
 end;
 $$;
@@ -2736,21 +2744,21 @@ as $$
 declare
     acked int;
 begin
-    if pgqueue._hold_unarchived(queue_name) then
+    if pgqueue._lock_queue_without_archive(queue_name) then
         delete from pgqueue.messages m
-        using pgqueue._keys(ack_batch.queue_name collate "C", ids) k
-        where pgqueue._is_at(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
             and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
         get diagnostics acked = row_count;
     else
-        acked := cardinality(pgqueue._archive(queue_name, ids, claim_token));
+        acked := cardinality(pgqueue._ack_to_archive(queue_name, ids, claim_token));
     end if;
     if acked = 0 then
         if ids is null then
             perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
         end if;
         perform pgqueue._check_claim(0, claim_token);
-        perform pgqueue._find_queue(queue_name);
+        perform pgqueue._get_locked_queue(queue_name);
     end if;
     return acked;
 end;
@@ -2761,65 +2769,65 @@ comment on function pgqueue.ack_batch(text, bigint[], uuid) is
 -- of its day (UTC), which goes as a whole. Days are made ahead, by whoever switches archiving on, by a sweep once an
 -- hour, and by maintain_archive; a message whose day has none is filed later. No acknowledgement waits or fails.
 
-create function pgqueue._day(moment timestamptz)
+create function pgqueue._utc_day(moment timestamptz)
 returns date
 language sql immutable parallel safe
 as $$ select (moment at time zone 'UTC')::date $$;
-comment on function pgqueue._day(timestamptz) is
+comment on function pgqueue._utc_day(timestamptz) is
 'The day of UTC in which a moment lies, whatever the TimeZone of the session.';
 
-create function pgqueue._day_table(day date)
+create function pgqueue._day_partition_name(day date)
 returns text
 language sql stable parallel safe
 as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
-comment on function pgqueue._day_table(date) is
+comment on function pgqueue._day_partition_name(date) is
 'The name of the partition that a day of the archive has, or would have.';
 
-create function pgqueue._has_day(day date)
+create function pgqueue._has_day_partition(day date)
 returns boolean
 language sql volatile
 as $$
-    select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_table(day))) = 'pgqueue.archived_messages'::regclass
+    select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
 $$;
-comment on function pgqueue._has_day(date) is
+comment on function pgqueue._has_day_partition(date) is
 'Whether a day of the archive has its partition. By the catalog as it is now, not as an old snapshot has it; null or false if not.';
 
-create function pgqueue._archive_mark(queue_name text)
+create function pgqueue._archive_marker(queue_name text)
 returns text
 language sql immutable parallel safe
 as $$ select 'pgqueue.archives_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
-comment on function pgqueue._archive_mark(text) is
+comment on function pgqueue._archive_marker(text) is
 'The name of the sequence that exists while a queue archives.';
 
-create function pgqueue._hold_unarchived(queue_name text)
+create function pgqueue._lock_queue_without_archive(queue_name text)
 returns boolean
 language sql volatile
-as $$ select pgqueue._hold_queue(queue_name) and to_regclass(pgqueue._archive_mark(queue_name)) is null $$;
-comment on function pgqueue._hold_unarchived(text) is
-'Holds the queue as _hold_queue does, and says whether it keeps no archive; false for a null name. One expression, as each costs an acknowledgement its preparation; by the cache of the catalog, as a look at the row costs ten times as much.';
+as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
+comment on function pgqueue._lock_queue_without_archive(text) is
+'Holds the queue as _lock_queue does, and says whether it keeps no archive; false for a null name. One expression, as each costs an acknowledgement its preparation; by the cache of the catalog, as a look at the row costs ten times as much.';
 
-create function pgqueue._mark_archive(queue_name text, archive_for interval)
+create function pgqueue._set_archive_marker(queue_name text, archive_for interval)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set client_min_messages = warning
 as $$
 declare
-    mark constant text := pgqueue._archive_mark(queue_name);
+    mark constant text := pgqueue._archive_marker(queue_name);
 begin
     -- Without a look: who had to wait for another who altered the queue may still have an old one in his cache. These ask anew.
     if archive_for is null then
         execute format('drop sequence if exists %s', mark);
     else
         execute format('create sequence if not exists %s', mark);
-        perform pgqueue._keep_private(mark::regclass);
+        perform pgqueue._revoke_default_privileges(mark::regclass);
     end if;
 end;
 $$;
-comment on function pgqueue._mark_archive(text, interval) is
+comment on function pgqueue._set_archive_marker(text, interval) is
 'Has the mark of a queue say whether it archives.';
 
-create function pgqueue._archive(queue_name text, ids bigint[], claim_token uuid)
+create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2828,14 +2836,14 @@ declare
     at constant timestamptz := pgqueue._now();
     acked bigint[];
 begin
-    if not coalesce(pgqueue._has_day(pgqueue._day(at)), false) then
-        return pgqueue._archive_unfiled(queue_name, ids, claim_token, at);
+    if not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false) then
+        return pgqueue._ack_to_unfiled(queue_name, ids, claim_token, at);
     end if;
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._keys(_archive.queue_name collate "C", ids) k
-        where pgqueue._is_at(m.queue_name, m.id, _archive.queue_name collate "C", k.names, k.ids, k.id)
-            and m.claim_token = _archive.claim_token and m.claimed_attempt = m.attempt_count
+        using pgqueue._lookup_keys(_ack_to_archive.queue_name collate "C", ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_archive.queue_name collate "C", k.names, k.ids, k.id)
+            and m.claim_token = _ack_to_archive.claim_token and m.claimed_attempt = m.attempt_count
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error
@@ -2847,10 +2855,10 @@ begin
     return coalesce(acked, '{}');
 end;
 $$;
-comment on function pgqueue._archive(text, bigint[], uuid) is
+comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
 'Acknowledges messages of one claim: moves them to the archive, in one statement, and returns the ids of those that were still the caller''s.';
 
-create function pgqueue._archive_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
+create function pgqueue._ack_to_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2860,9 +2868,9 @@ declare
 begin
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._keys(_archive_unfiled.queue_name collate "C", ids) k
-        where pgqueue._is_at(m.queue_name, m.id, _archive_unfiled.queue_name collate "C", k.names, k.ids, k.id)
-            and m.claim_token = _archive_unfiled.claim_token and m.claimed_attempt = m.attempt_count
+        using pgqueue._lookup_keys(_ack_to_unfiled.queue_name collate "C", ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_unfiled.queue_name collate "C", k.names, k.ids, k.id)
+            and m.claim_token = _ack_to_unfiled.claim_token and m.claimed_attempt = m.attempt_count
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error
@@ -2874,24 +2882,24 @@ begin
     return coalesce(acked, '{}');
 end;
 $$;
-comment on function pgqueue._archive_unfiled(text, bigint[], uuid, timestamptz) is
+comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
 'The same where the day has no partition.';
 
-create function pgqueue._unwanted_before(at timestamptz)
+create function pgqueue._archive_expiry(at timestamptz)
 returns timestamptz
 language sql stable
 as $$
-    select coalesce(min(pgqueue._after(at, -w.archive_for)), at)
+    select coalesce(min(pgqueue._add_interval(at, -w.archive_for)), at)
     from (
         select q.archive_for from pgqueue.queues q where q.archive_for is not null
         union all
         select p.archive_for from pgqueue.archive_promises p where p.ends_at > at
     ) w
 $$;
-comment on function pgqueue._unwanted_before(timestamptz) is
+comment on function pgqueue._archive_expiry(timestamptz) is
 'What was acknowledged before this moment no queue wants to have kept any more, nor does one that was dropped.';
 
-create function pgqueue._unwanted_days(at timestamptz)
+create function pgqueue._expired_days(at timestamptz)
 returns setof date
 language sql stable
 as $$
@@ -2902,19 +2910,19 @@ as $$
         join pg_catalog.pg_class c on c.oid = i.inhrelid
         where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
     ) d
-    where d.day < pgqueue._day(pgqueue._unwanted_before(at))
+    where d.day < pgqueue._utc_day(pgqueue._archive_expiry(at))
     order by d.day
 $$;
-comment on function pgqueue._unwanted_days(timestamptz) is
+comment on function pgqueue._expired_days(timestamptz) is
 'The days of the archive, oldest first, that ended before anybody would miss them.';
 
-create function pgqueue._make_day(day date)
+create function pgqueue._create_day_partition(day date)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    partition constant text := pgqueue._day_table(day);
+    partition constant text := pgqueue._day_partition_name(day);
 begin
     -- Made by itself and attached then, which hinders nobody who writes or reads; made as a partition it would lock
     -- everybody out.
@@ -2923,22 +2931,22 @@ begin
     execute format('alter table pgqueue.%I replica identity full', partition);
     execute format('comment on table pgqueue.%I is %L', partition,
         format('Messages that were acknowledged on %s (UTC).', to_char(day, 'YYYY-MM-DD')));
-    perform pgqueue._keep_private(format('pgqueue.%I', partition)::regclass);
+    perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
     execute format('alter table only pgqueue.archived_messages attach partition pgqueue.%I for values from (%L) to (%L)',
         partition, to_char(day, 'YYYY-MM-DD') || ' 00:00:00+00', to_char(day + 1, 'YYYY-MM-DD') || ' 00:00:00+00');
 end;
 $$;
-comment on function pgqueue._make_day(date) is
+comment on function pgqueue._create_day_partition(date) is
 'Makes the partition of a day of the archive.';
 
-create function pgqueue._make_days(at timestamptz)
+create function pgqueue._create_missing_days(at timestamptz)
 returns setof date
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    today constant date := pgqueue._day(at);
-    unwanted_before constant timestamptz := pgqueue._unwanted_before(at);
+    today constant date := pgqueue._utc_day(at);
+    unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
     day date;
 begin
     -- Eight days ahead: a queue that is used once a week never finds the archive unprepared.
@@ -2946,18 +2954,18 @@ begin
         select today + n from generate_series(0, 8) as n
         where exists (select from pgqueue.queues q where q.archive_for is not null)
         union
-        select pgqueue._day(u.finished_at) from pgqueue.unfiled_messages u
+        select pgqueue._utc_day(u.finished_at) from pgqueue.unfiled_messages u
         where u.finished_at >= unwanted_before and u.finished_at < at + interval '8 days'
         order by 1
     loop
-        if to_regclass('pgqueue.' || pgqueue._day_table(day)) is null then
-            perform pgqueue._make_day(day);
+        if to_regclass('pgqueue.' || pgqueue._day_partition_name(day)) is null then
+            perform pgqueue._create_day_partition(day);
             return next day;
         end if;
     end loop;
 end;
 $$;
-comment on function pgqueue._make_days(timestamptz) is
+comment on function pgqueue._create_missing_days(timestamptz) is
 'Makes, behind a lock that keeps others from doing so, the days of the archive that are missing, those of unfiled messages and, where any queue archives, today and eight days ahead, and returns them.';
 
 create function pgqueue._file_messages(at timestamptz, max_messages int)
@@ -2966,7 +2974,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    unwanted_before constant timestamptz := pgqueue._unwanted_before(at);
+    unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
     filed int;
 begin
     -- What lies ahead was acknowledged under a clock that was wrong, and waits until its day has come.
@@ -2974,12 +2982,12 @@ begin
         delete from pgqueue.unfiled_messages u
         where u.ctid = any (array(
             select c.ctid from pgqueue.unfiled_messages c
-            where c.finished_at < unwanted_before or pgqueue._has_day(pgqueue._day(c.finished_at))
+            where c.finished_at < unwanted_before or pgqueue._has_day_partition(pgqueue._utc_day(c.finished_at))
             limit max_messages for update skip locked))
         returning u.*
     )
     insert into pgqueue.archived_messages
-    select g.* from gone g where pgqueue._has_day(pgqueue._day(g.finished_at));
+    select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at));
     get diagnostics filed = row_count;
     return filed;
 end;
@@ -2987,7 +2995,7 @@ $$;
 comment on function pgqueue._file_messages(timestamptz, int) is
 'Moves up to so many unfiled messages into the partitions of their days, where those have one, forgets what nobody wants any more, and returns how many it moved.';
 
-create function pgqueue._begin_archive(q pgqueue.queues)
+create function pgqueue._start_archiving(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2996,38 +3004,38 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
-    perform pgqueue._mark_archive(q.name, q.archive_for);
+    perform pgqueue._set_archive_marker(q.name, q.archive_for);
     begin
-        perform setval('pgqueue.archive_look', pgqueue._micros(at + interval '1 h'));
+        perform setval('pgqueue.next_archive_check_at', pgqueue._to_micros(at + interval '1 h'));
         -- The lock of who makes days concerns nobody else.
         lock table only pgqueue.archived_messages in share update exclusive mode;
-        perform pgqueue._make_days(at);
+        perform pgqueue._create_missing_days(at);
     exception when lock_not_available then
         -- Somebody else is at it.
         return;
     end;
 end;
 $$;
-comment on function pgqueue._begin_archive(pgqueue.queues) is
+comment on function pgqueue._start_archiving(pgqueue.queues) is
 'Prepares the archive for a queue that begins to keep what it acknowledges.';
 
-create function pgqueue._end_archive(q pgqueue.queues)
+create function pgqueue._stop_archiving(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._mark_archive(q.name, null);
+    perform pgqueue._set_archive_marker(q.name, null);
     if q.archive_for is not null then
         insert into pgqueue.archive_promises (queue_name, archive_for, ends_at)
-        values (q.name, q.archive_for, pgqueue._after(pgqueue._now(), q.archive_for));
+        values (q.name, q.archive_for, pgqueue._add_interval(pgqueue._now(), q.archive_for));
     end if;
 end;
 $$;
-comment on function pgqueue._end_archive(pgqueue.queues) is
+comment on function pgqueue._stop_archiving(pgqueue.queues) is
 'Has a queue keep nothing from now on, and notes how long what it kept was promised to last.';
 
-create function pgqueue._empty_day(day date)
+create function pgqueue._truncate_day(day date)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -3035,37 +3043,37 @@ as $$
 begin
     -- The partition alone: acknowledgements, which lock the parent and today, do not notice. And at once or not at
     -- all: a request that waits for who reads lets others wait behind it.
-    execute format('lock table only pgqueue.%I in access exclusive mode nowait', pgqueue._day_table(day));
-    execute format('truncate only pgqueue.%I', pgqueue._day_table(day));
+    execute format('lock table only pgqueue.%I in access exclusive mode nowait', pgqueue._day_partition_name(day));
+    execute format('truncate only pgqueue.%I', pgqueue._day_partition_name(day));
 end;
 $$;
-comment on function pgqueue._empty_day(date) is
+comment on function pgqueue._truncate_day(date) is
 'Removes the messages of a day of the archive. Raises 55P03 where it is being read.';
 
-create function pgqueue._is_empty_day(day date)
+create function pgqueue._is_day_empty(day date)
 returns boolean
 language sql volatile
-as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_table(day))) = 0 $$;
-comment on function pgqueue._is_empty_day(date) is
+as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
+comment on function pgqueue._is_day_empty(date) is
 'Whether a day of the archive was emptied, or never had a message.';
 
-create function pgqueue._tend_archive(at timestamptz)
+create function pgqueue._archive_housekeeping(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     since_look constant interval :=
-        at - pgqueue._moment(pg_sequence_last_value('pgqueue.archive_look')) + interval '1 h';
+        at - pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_archive_check_at')) + interval '1 h';
     day date;
 begin
     -- Set first, so that one comes by an hour, whatever becomes of him.
-    perform setval('pgqueue.archive_look', pgqueue._micros(at + interval '1 h'));
+    perform setval('pgqueue.next_archive_check_at', pgqueue._to_micros(at + interval '1 h'));
     begin
         lock table only pgqueue.archived_messages in share update exclusive mode nowait;
-        perform pgqueue._make_days(at);
+        perform pgqueue._create_missing_days(at);
         if pgqueue._file_messages(at, 1000) = 1000 then
-            perform setval('pgqueue.archive_look', pgqueue._micros(at + interval '1 s'));
+            perform setval('pgqueue.next_archive_check_at', pgqueue._to_micros(at + interval '1 s'));
         end if;
         -- A day is locked against who reads the whole archive until the caller commits: not where that may take
         -- long. Nor by a clock that may have jumped: what it says must have held for an hour.
@@ -3073,9 +3081,9 @@ begin
             and since_look between interval '0' and interval '1 day'
         then
             delete from pgqueue.archive_promises p where p.ends_at <= at;
-            select d into day from pgqueue._unwanted_days(at) d where not pgqueue._is_empty_day(d) limit 1;
+            select d into day from pgqueue._expired_days(at) d where not pgqueue._is_day_empty(d) limit 1;
             if found then
-                perform pgqueue._empty_day(day);
+                perform pgqueue._truncate_day(day);
             end if;
         end if;
     exception when others then
@@ -3084,7 +3092,7 @@ begin
     end;
 end;
 $$;
-comment on function pgqueue._tend_archive(timestamptz) is
+comment on function pgqueue._archive_housekeeping(timestamptz) is
 'The look of a sweep after the archive: makes the days ahead, files what is unfiled, forgets promises that are over and empties a day that nobody wants any more, unless it may be long until the commit. Waits for nobody, and never fails.';
 
 create function pgqueue._drop_days(days date[])
@@ -3102,7 +3110,7 @@ begin
             lock table only pgqueue.archived_messages in access exclusive mode nowait;
             foreach day in array days loop
                 begin
-                    execute format('drop table pgqueue.%I', pgqueue._day_table(day));
+                    execute format('drop table pgqueue.%I', pgqueue._day_partition_name(day));
                     return next day;
                 exception when dependent_objects_still_exist then
                     -- Somebody has a view of this day: no reason to keep the others.
@@ -3133,17 +3141,17 @@ declare
 begin
     begin
         lock table only pgqueue.archived_messages in share update exclusive mode;
-        return query select d, 'made' from pgqueue._make_days(at) d;
+        return query select d, 'made' from pgqueue._create_missing_days(at) d;
     exception when lock_not_available then
-        return next row(pgqueue._day(at), 'busy')::pgqueue.archive_change;
+        return next row(pgqueue._utc_day(at), 'busy')::pgqueue.archive_change;
         return;
     end;
     perform pgqueue._file_messages(at, null);
 
     delete from pgqueue.archive_promises p where p.ends_at <= at;
-    for day in select d from pgqueue._unwanted_days(at) d loop
+    for day in select d from pgqueue._expired_days(at) d loop
         begin
-            perform pgqueue._empty_day(day);
+            perform pgqueue._truncate_day(day);
             emptied := emptied || day;
         exception when lock_not_available then
             return next row(day, 'busy')::pgqueue.archive_change;
@@ -3169,7 +3177,7 @@ begin
     if id is null then
         perform pgqueue._raise_invalid('id', null, 'the id of a message');
     end if;
-    if not pgqueue._is_within(delay, '0', '3652.5 days') then
+    if not pgqueue._is_interval_between(delay, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years (3652.5 days), or null for the queue''s backoff');
     end if;
     if jsonb_typeof(headers) <> 'object' then
@@ -3194,7 +3202,7 @@ $$;
 comment on function pgqueue._merged_headers(jsonb, jsonb) is
 'The headers of a message with those of a failure added; its own where the two exceed 64 KB, or where its own are no object.';
 
-create function pgqueue._fail(
+create function pgqueue._retry_or_dead_letter(
     q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, given_up text
 )
 returns void
@@ -3205,7 +3213,7 @@ declare
     due_at timestamptz;
 begin
     m.last_error := coalesce(left(error, 65536), m.last_error);
-    m.headers := pgqueue._merged_headers(m.headers, _fail.headers);
+    m.headers := pgqueue._merged_headers(m.headers, _retry_or_dead_letter.headers);
 
     if given_up is not null or m.attempt_count >= m.max_attempts then
         if q.dlq_enabled then
@@ -3226,7 +3234,7 @@ begin
         return;
     end if;
 
-    due_at := pgqueue._after(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
+    due_at := pgqueue._add_interval(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
     insert into pgqueue.scheduled_messages (
         id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
         payload, body, headers, claimed_by, last_error, transport_headers
@@ -3235,10 +3243,10 @@ begin
         m.id, m.queue_name, due_at, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
         m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     );
-    perform pgqueue._schedule_by(q, due_at);
+    perform pgqueue._announce_due(q, due_at);
 end;
 $$;
-comment on function pgqueue._fail(
+comment on function pgqueue._retry_or_dead_letter(
     pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, text
 ) is
 'What becomes of a message that was taken out of messages after an attempt failed: it is scheduled, or dead. given_up is the reason why it dies whatever attempts are left, or null.';
@@ -3252,7 +3260,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     m pgqueue.messages;
 begin
     perform pgqueue._check_claim(id, claim_token);
@@ -3264,7 +3272,7 @@ begin
     if not found then
         return false;
     end if;
-    perform pgqueue._fail(q, m, at, delay, error, headers, given_up);
+    perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, given_up);
     return true;
 end;
 $$;
@@ -3336,7 +3344,7 @@ set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     m pgqueue.messages;
 begin
     perform pgqueue._check_failure(id, delay, headers);
@@ -3368,7 +3376,7 @@ begin
         end if;
     end if;
     m.attempt_count := record_failure.attempt_count;
-    perform pgqueue._fail(q, m, at, delay, error, headers, null);
+    perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, null);
     return true;
 end;
 $$;
@@ -3385,7 +3393,7 @@ set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     released int;
 begin
     if ids is null then
@@ -3394,8 +3402,8 @@ begin
     perform pgqueue._check_claim(0, claim_token);
     with given_back as (
         delete from pgqueue.messages m
-        using pgqueue._keys(q.name, ids) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and m.claim_token = release.claim_token and m.claimed_attempt = m.attempt_count
         returning m.*
     )
@@ -3410,7 +3418,7 @@ begin
     from given_back g;
     get diagnostics released = row_count;
     if released > 0 then
-        perform pgqueue._schedule_by(q, at + (1 - cardinality(ids)) * interval '1 microsecond');
+        perform pgqueue._announce_due(q, at + (1 - cardinality(ids)) * interval '1 microsecond');
     end if;
     return released;
 end;
@@ -3445,32 +3453,32 @@ begin
         if claim_token is null then
             perform pgqueue._check_claim(0, claim_token);
         end if;
-        if pgqueue._hold_unarchived(queue_name) then
+        if pgqueue._lock_queue_without_archive(queue_name) then
             with gone as (
                 delete from pgqueue.messages m
-                using pgqueue._keys(exchange.queue_name collate "C", ids) k
-                where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
+                using pgqueue._lookup_keys(exchange.queue_name collate "C", ids) k
+                where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
                     and m.claim_token = exchange.claim_token and m.claimed_attempt = m.attempt_count
                 returning m.id
             )
             select array_agg(g.id) into acked from gone g;
         else
-            acked := pgqueue._archive(queue_name, ids, claim_token);
+            acked := pgqueue._ack_to_archive(queue_name, ids, claim_token);
         end if;
         if cardinality(acked) is distinct from given then
             return query
             select
                 i, exchange.queue_name, null::jsonb, null::bytea, null::jsonb, null::uuid, null::int, null::int,
                 null::timestamptz, null::timestamptz, null::timestamptz, null::text, null::uuid, null::text, true
-            from unnest(pgqueue._without(ids, acked)) as i
+            from unnest(pgqueue._array_except(ids, acked)) as i
             where i is not null;
         end if;
     end if;
-    picks := pgqueue._grab(queue_name, max_messages, visibility_timeout);
+    picks := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
     return query
     update pgqueue.messages m
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
-    set visible_at = pgqueue._after((select pgqueue._now()), coalesce(
+    set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
             exchange.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name collate "C"))),
         attempt_count = m.attempt_count + 1,
@@ -3478,8 +3486,8 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = exchange.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._keys(exchange.queue_name collate "C", picks) k
-    where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
+    from pgqueue._lookup_keys(exchange.queue_name collate "C", picks) k
+    where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
 end;
@@ -3525,7 +3533,7 @@ comment on function pgqueue._check_batch(bigint, uuid) is
 create function pgqueue._next_epoch(epoch bigint)
 returns bigint
 language sql volatile
-as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._micros(pgqueue._now())) $$;
+as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
 comment on function pgqueue._next_epoch(bigint) is
 'The epoch that follows. By the clock, as a count would start over in a stream dropped and made again, or in a restored database, and let an old reader pass for the new one.';
 
@@ -3546,7 +3554,7 @@ $$;
 comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
 'Raises PQ006 unless the caller opened the stream last.';
 
-create function pgqueue._hold_stream(queue_name text, stream_name text)
+create function pgqueue._lock_stream(queue_name text, stream_name text)
 returns pgqueue.streams
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -3555,7 +3563,7 @@ declare
     s pgqueue.streams;
 begin
     select t.* into s from pgqueue.streams t
-    where t.queue_name = _hold_stream.queue_name collate "C" and t.stream_name = _hold_stream.stream_name collate "C"
+    where t.queue_name = _lock_stream.queue_name collate "C" and t.stream_name = _lock_stream.stream_name collate "C"
     for no key update;
     if not found then
         perform pgqueue._raise_stream_not_found(queue_name, stream_name);
@@ -3563,7 +3571,7 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._hold_stream(text, text) is
+comment on function pgqueue._lock_stream(text, text) is
 'The stream of that name, locked: behind the queue, before messages. Raises PQ005.';
 
 create function pgqueue._public_stream(s pgqueue.streams)
@@ -3591,7 +3599,7 @@ $$;
 comment on function pgqueue._open_batch(pgqueue.streams, bigint[]) is
 'The open batch of a stream, as the verbs return it.';
 
-create function pgqueue._keep_batch(s pgqueue.streams, until timestamptz)
+create function pgqueue._extend_open_batch(s pgqueue.streams, until timestamptz)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -3602,8 +3610,8 @@ begin
     with extended as (
         update pgqueue.messages m
         set visible_at = until
-        from pgqueue._keys(s.queue_name, s.ids) k
-        where pgqueue._is_at(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
+        from pgqueue._lookup_keys(s.queue_name, s.ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
             and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count
         returning m.id
     )
@@ -3611,10 +3619,10 @@ begin
     if cardinality(kept) = cardinality(s.ids) - cardinality(s.left_out) then
         return '{}'::bigint[];
     end if;
-    return pgqueue._without(s.ids, s.left_out || kept);
+    return pgqueue._array_except(s.ids, s.left_out || kept);
 end;
 $$;
-comment on function pgqueue._keep_batch(pgqueue.streams, timestamptz) is
+comment on function pgqueue._extend_open_batch(pgqueue.streams, timestamptz) is
 'Keeps the messages of the open batch until then, also where their claim ran out but nobody took them, and returns the ids of those that are lost.';
 
 create function pgqueue._settle_batch(s pgqueue.streams)
@@ -3628,11 +3636,11 @@ begin
     if s.on_ack = 'archive'
         or s.on_ack is null and (select q.archive_for is not null from pgqueue.queues q where q.name = s.queue_name)
     then
-        return cardinality(pgqueue._archive(s.queue_name, s.ids, s.claim_token));
+        return cardinality(pgqueue._ack_to_archive(s.queue_name, s.ids, s.claim_token));
     end if;
     delete from pgqueue.messages m
-    using pgqueue._keys(s.queue_name, s.ids) k
-    where pgqueue._is_at(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
+    using pgqueue._lookup_keys(s.queue_name, s.ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
         and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
     get diagnostics acked = row_count;
     return acked;
@@ -3686,7 +3694,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams;
 begin
     perform pgqueue._check_stream_name(stream_name);
@@ -3711,7 +3719,9 @@ $$;
 comment on function pgqueue.stream_open(text, text, text, text) is
 'Opens a stream of the queue, making it where there is none, and returns it with a new epoch: whoever opened it before is fenced, and gets PQ006 from then on. stream_name (as a queue''s name) is one query''s own. Reading begins behind acked_seq and acked_token where the reader has no checkpoint. opened_by is a name for humans. on_ack says what becomes of messages that are acknowledged from now on: delete, archive, which insists on the queue''s archive_for, or null for what the queue says then. Raises 22023, PQ001.';
 
-create function pgqueue._pick_up_to(q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int)
+create function pgqueue._claim_candidates_up_to(
+    q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int
+)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -3719,19 +3729,19 @@ as $$
 declare
     -- What came back may lie below the head, and behind any number of others that came back.
     returned constant bigint[] := array(
-        select distinct r.id from pgqueue.returns r where r.queue_name = q.name and r.id <= up_to_id);
-    picks constant bigint[] := pgqueue._take(q, returned, '{}', at, wanted);
+        select distinct r.id from pgqueue.requeued_messages r where r.queue_name = q.name and r.id <= up_to_id);
+    picks constant bigint[] := pgqueue._lock_ready(q, returned, '{}', at, wanted);
 begin
     return picks || array(
         select m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name) and m.id <= up_to_id
+        where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name) and m.id <= up_to_id
             and m.id <> all (picks) and m.visible_at <= at and m.attempt_count < m.max_attempts
             and (m.expires_at is null or m.expires_at > at)
         order by m.id limit wanted - cardinality(picks) for update skip locked
     );
 end;
 $$;
-comment on function pgqueue._pick_up_to(pgqueue.queues, timestamptz, bigint, int) is
+comment on function pgqueue._claim_candidates_up_to(pgqueue.queues, timestamptz, bigint, int) is
 'The ids of up to wanted messages up to an id that are ready, locked: the whole walk, for who must not miss one.';
 
 create function pgqueue._reserve(
@@ -3757,14 +3767,14 @@ begin
         wanted := least(max_messages - cardinality(ids), 10000);
         exit when wanted = 0;
         if by_walk then
-            picks := pgqueue._pick_up_to(q, pgqueue._now(), up_to_id, wanted);
+            picks := pgqueue._claim_candidates_up_to(q, pgqueue._now(), up_to_id, wanted);
             is_short := cardinality(picks) < wanted;
         else
-            picks := pgqueue._grab(q.name, wanted, visibility_timeout);
+            picks := pgqueue._claim_candidates_fast(q.name, wanted, visibility_timeout);
             is_short := cardinality(picks) < wanted;
             if up_to_id is not null and (is_short or up_to_id < any (picks)) then
                 -- What lies beyond is left to others. What does not may still have been passed over.
-                perform setval(q.fresh_register, greatest(1, least(pg_sequence_last_value(q.fresh_register), min(p))))
+                perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
                 from unnest(picks) as p
                 where p > up_to_id
                 having count(*) > 0;
@@ -3774,12 +3784,12 @@ begin
             end if;
         end if;
         if picks <> '{}' then
-            until := pgqueue._after(pgqueue._now(), span);
+            until := pgqueue._add_interval(pgqueue._now(), span);
             update pgqueue.messages m
             set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
                 claim_token = token, claimed_by = 'stream ' || s.stream_name, claimed_at = pgqueue._now()
-            from pgqueue._keys(q.name, picks) k
-            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+            from pgqueue._lookup_keys(q.name, picks) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
             ids := ids || picks;
             first_until := coalesce(first_until, until);
         end if;
@@ -3787,7 +3797,7 @@ begin
     end loop;
     if ids <> '{}' then
         s.claim_token := token;
-        s.ids := pgqueue._without(ids, '{}');
+        s.ids := pgqueue._array_except(ids, '{}');
         s.left_out := '{}';
         s.visibility_timeout := span;
         s.claimed_at := pgqueue._now();
@@ -3822,8 +3832,8 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
     lost bigint[];
     changed boolean := true;
 begin
@@ -3846,8 +3856,8 @@ begin
         if s.claim_token is not null then
             -- Claimed by one who died before he could note it, or whose answer was lost: it goes on as it is, less what
             -- others were given since. The attempt is counted already.
-            s.claimed_until := pgqueue._after(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
-            lost := pgqueue._keep_batch(s, s.claimed_until);
+            s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
+            lost := pgqueue._extend_open_batch(s, s.claimed_until);
             s.left_out := s.left_out || lost;
             if cardinality(s.left_out) < cardinality(s.ids) then
                 update pgqueue.streams t
@@ -3908,8 +3918,8 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
     at constant timestamptz := pgqueue._now();
     lost bigint[] := '{}'::bigint[];
 begin
@@ -3932,9 +3942,9 @@ begin
     end if;
 
     -- What was claimed just now needs no look; what is missing all the same is noticed by who reads it.
-    if s.begun_epoch is not null or s.claimed_until < pgqueue._after(at, s.visibility_timeout / 2) then
-        s.claimed_until := pgqueue._after(at, s.visibility_timeout);
-        lost := pgqueue._keep_batch(s, s.claimed_until);
+    if s.begun_epoch is not null or s.claimed_until < pgqueue._add_interval(at, s.visibility_timeout / 2) then
+        s.claimed_until := pgqueue._add_interval(at, s.visibility_timeout);
+        lost := pgqueue._extend_open_batch(s, s.claimed_until);
         if lost <> '{}' then
             if fail_on_data_loss then
                 perform pgqueue._raise_stream_data_lost(s, lost);
@@ -3972,7 +3982,7 @@ as $$
 declare
     -- Stable: the stream and its messages are seen in one snapshot, so that what is skipped or acknowledged
     -- meanwhile is either read in full or refused.
-    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     s pgqueue.streams;
     wanted bigint[];
     n bigint;
@@ -3996,20 +4006,20 @@ begin
         wanted := s.ids[n * partition / s.partitions + 1 : n * (partition + 1) / s.partitions];
     end if;
     if s.left_out <> '{}' then
-        wanted := pgqueue._without(wanted, s.left_out);
+        wanted := pgqueue._array_except(wanted, s.left_out);
     end if;
     return query
     select
         m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
-    from pgqueue.messages m, pgqueue._keys(q.name, wanted) k
-    where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+    from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
+    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
     get diagnostics n = row_count;
     if n < cardinality(wanted) then
-        perform pgqueue._raise_stream_data_lost(s, pgqueue._without(wanted, array(
-            select m.id from pgqueue.messages m, pgqueue._keys(q.name, wanted) k
-            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        perform pgqueue._raise_stream_data_lost(s, pgqueue._array_except(wanted, array(
+            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
                 and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count)));
     end if;
 end;
@@ -4029,8 +4039,8 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
     lost bigint[];
 begin
     perform pgqueue._check_epoch(s, epoch);
@@ -4038,8 +4048,8 @@ begin
     if s.claim_token is null then
         return;
     end if;
-    s.claimed_until := pgqueue._after(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
-    lost := pgqueue._keep_batch(s, s.claimed_until);
+    s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
+    lost := pgqueue._extend_open_batch(s, s.claimed_until);
     update pgqueue.streams t
     set claimed_until = s.claimed_until
     where t.queue_name = q.name and t.stream_name = s.stream_name;
@@ -4061,8 +4071,8 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
     acked int;
 begin
     perform pgqueue._check_epoch(s, epoch);
@@ -4102,8 +4112,8 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
     at constant timestamptz := pgqueue._now();
     wanted bigint[];
     m pgqueue.messages;
@@ -4116,18 +4126,18 @@ begin
     if seq <> s.acked_seq + 1 or s.claim_token is null then
         perform pgqueue._raise_stream_out_of_step(s, seq);
     end if;
-    wanted := pgqueue._without(s.ids, s.left_out);
+    wanted := pgqueue._array_except(s.ids, s.left_out);
     if stream_skip.ids is not null then
-        wanted := pgqueue._without(wanted, pgqueue._without(wanted, stream_skip.ids));
+        wanted := pgqueue._array_except(wanted, pgqueue._array_except(wanted, stream_skip.ids));
     end if;
     for m in
         delete from pgqueue.messages c
-        using pgqueue._keys(q.name, wanted) k
-        where pgqueue._is_at(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(q.name, wanted) k
+        where pgqueue._matches_key(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
             and c.claim_token = s.claim_token and c.claimed_attempt = c.attempt_count
         returning c.*
     loop
-        perform pgqueue._fail(
+        perform pgqueue._retry_or_dead_letter(
             q, m, at, null,
             coalesce(error, format('skipped with batch %s of stream %s after %s replays', seq, s.stream_name, s.replays)),
             null, 'rejected');
@@ -4151,7 +4161,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     if queue_name is not null then
-        perform pgqueue._look_at(queue_name);
+        perform pgqueue._get_unlocked_queue(queue_name);
     end if;
     return query
     select l.*
@@ -4169,8 +4179,8 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    s constant pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s constant pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
     released int := 0;
 begin
     if s.claim_token is not null then
@@ -4191,7 +4201,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     token constant uuid := gen_random_uuid();
 begin
     if run is null then
@@ -4255,8 +4265,8 @@ begin
                 u.headers is null
                 or jsonb_typeof(u.headers) = 'object' and octet_length(u.headers::text) <= 65536
             )
-            and (u.delay is null or pgqueue._is_within(u.delay, '0', '3652.5 days'))
-            and (u.expires_in is null or pgqueue._is_within(u.expires_in, '0', '3652.5 days'))
+            and (u.delay is null or pgqueue._is_interval_between(u.delay, '0', '3652.5 days'))
+            and (u.expires_in is null or pgqueue._is_interval_between(u.expires_in, '0', '3652.5 days'))
         ), true)
     into new.messages, new.largest_bytes, are_sound
     from unnest(new.payloads, new.bodies, new.headers, new.message_ids, new.delays, new.expires_in)
@@ -4282,20 +4292,20 @@ $$;
 comment on function pgqueue._own_attempts(uuid) is
 'What the session''s own role has staged in a run. By session_user: inside a verb, current_user is the owner.';
 
-create function pgqueue._hold_attempts(run uuid)
+create function pgqueue._lock_own_attempts(run uuid)
 returns setof pgqueue.staged_attempts
 language sql volatile
 as $$
     -- Not by way of _own_attempts: "for update" locks no row of a function.
     select a.* from pgqueue.staged_attempts a
-    where a.run = _hold_attempts.run and a.staged_by = session_user
+    where a.run = _lock_own_attempts.run and a.staged_by = session_user
     order by a.token
     for update
 $$;
-comment on function pgqueue._hold_attempts(uuid) is
+comment on function pgqueue._lock_own_attempts(uuid) is
 'The same, locked: nobody else sends them, or takes them away, until the transaction ends.';
 
-create function pgqueue._record_commit(run uuid, messages bigint, app_id text, version bigint)
+create function pgqueue._record_sink_commit(run uuid, messages bigint, app_id text, version bigint)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -4310,7 +4320,7 @@ begin
     if found then
         if exists (
             select from pgqueue.sink_commits c
-            where c.app_id = _record_commit.app_id collate "C" and c.forgotten_version >= _record_commit.version
+            where c.app_id = _record_sink_commit.app_id collate "C" and c.forgotten_version >= _record_sink_commit.version
         ) then
             perform pgqueue._raise_invalid('version', version::text,
                 format('later than those of app_id %L that sweep_staged has forgotten: nobody knows whether it was committed', app_id));
@@ -4318,7 +4328,7 @@ begin
         return true;
     end if;
     select c.* into earlier from pgqueue.sink_commits c
-    where c.app_id = _record_commit.app_id collate "C" and c.version = _record_commit.version;
+    where c.app_id = _record_sink_commit.app_id collate "C" and c.version = _record_sink_commit.version;
     -- To discard what somebody else's entry stands for would lose messages.
     if earlier.committed_by <> session_user then
         perform pgqueue._raise_invalid('app_id', app_id,
@@ -4327,10 +4337,10 @@ begin
     return false;
 end;
 $$;
-comment on function pgqueue._record_commit(uuid, bigint, text, bigint) is
+comment on function pgqueue._record_sink_commit(uuid, bigint, text, bigint) is
 'Enters a commit into the ledger; false if it is there already. Raises 22023 for another role''s, and for one so old that the ledger has forgotten it.';
 
-create function pgqueue._publish(token uuid, q pgqueue.queues, at timestamptz)
+create function pgqueue._send_staged(token uuid, q pgqueue.queues, at timestamptz)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -4349,15 +4359,15 @@ begin
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
     )
-    select q.name, at, at, q.max_attempts, pgqueue._after(at, u.expires_in), u.message_id, u.payload, u.body, u.headers
+    select q.name, at, at, q.max_attempts, pgqueue._add_interval(at, u.expires_in), u.message_id, u.payload, u.body, u.headers
     from pgqueue.staged_messages s
     cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
         as u (payload, body, headers, message_id, delay, expires_in)
-    where s.token = _publish.token and s.largest_bytes <= q.max_payload_bytes
+    where s.token = _send_staged.token and s.largest_bytes <= q.max_payload_bytes
         and coalesce(u.delay, '0') = interval '0'
     order by s.token, s.row_number;
     get diagnostics published = row_count;
-    if published = (select sum(s.messages) from pgqueue.staged_messages s where s.token = _publish.token) then
+    if published = (select sum(s.messages) from pgqueue.staged_messages s where s.token = _send_staged.token) then
         return published;
     end if;
     with sent as (
@@ -4365,36 +4375,36 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._after(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
-            pgqueue._after(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
+            q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
+            pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
         -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
         from (
             select u.*, s.row_number, row_number() over (partition by u.delay order by s.row_number, u.place) as n
             from pgqueue.staged_messages s
             cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
                 with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
-            where s.token = _publish.token and s.largest_bytes <= q.max_payload_bytes and u.delay > interval '0'
+            where s.token = _send_staged.token and s.largest_bytes <= q.max_payload_bytes and u.delay > interval '0'
         ) d
         order by d.row_number, d.place
         returning scheduled_messages.due_at
     )
     select count(*), min(t.due_at) into delayed, due_at from sent t;
     if delayed > 0 then
-        perform pgqueue._schedule_by(q, due_at);
+        perform pgqueue._announce_due(q, due_at);
     end if;
     return published + delayed;
 end;
 $$;
-comment on function pgqueue._publish(uuid, pgqueue.queues, timestamptz) is
+comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
 'Sends the messages staged under a token, in their order, and returns how many it sent; rows with one over the limit of the queue are left out.';
 
-create function pgqueue._discard(run uuid)
+create function pgqueue._discard_staged(run uuid)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    tokens constant uuid[] := array(select a.token from pgqueue._hold_attempts(run) a);
+    tokens constant uuid[] := array(select a.token from pgqueue._lock_own_attempts(run) a);
     discarded bigint;
 begin
     with gone as (delete from pgqueue.staged_messages s where s.token = any (tokens) returning s.messages)
@@ -4403,7 +4413,7 @@ begin
     return discarded;
 end;
 $$;
-comment on function pgqueue._discard(uuid) is
+comment on function pgqueue._discard_staged(uuid) is
 'Deletes what the session''s own role has staged in a run, and returns how many messages.';
 
 create function pgqueue._check_sink(
@@ -4457,20 +4467,20 @@ declare
 begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
     -- The queues first, by name; from here on none of them is dropped.
-    perform pgqueue._find_queue(n.queue_name)
+    perform pgqueue._get_locked_queue(n.queue_name)
     from (
         select distinct a.queue_name from pgqueue._own_attempts(run) a where a.token = any (tokens)
         order by a.queue_name
     ) n;
     -- Without a name of its own a run goes by its id, so that a call whose answer was lost can be repeated.
-    if not pgqueue._record_commit(
+    if not pgqueue._record_sink_commit(
         run, (select coalesce(sum(n), 0)::bigint from unnest(counts) as n), coalesce(app_id, run::text), coalesce(version, 0)
     ) then
-        perform pgqueue._discard(run);
+        perform pgqueue._discard_staged(run);
         return false;
     end if;
 
-    attempts := array(select a from pgqueue._hold_attempts(run) as a);
+    attempts := array(select a from pgqueue._lock_own_attempts(run) as a);
     -- The clock is read behind all locks: delays count from here.
     at := pgqueue._now();
     for winner in
@@ -4482,17 +4492,17 @@ begin
         if q.name is distinct from (winner.attempt).queue_name then
             select c.* into q from pgqueue.queues c where c.name = (winner.attempt).queue_name;
         end if;
-        published := pgqueue._publish((winner.attempt).token, q, at);
+        published := pgqueue._send_staged((winner.attempt).token, q, at);
         if published <> winner.expected then
             perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
             where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes
             order by s.row_number;
-            perform pgqueue._check_snapshot(format('run %s', run));
+            perform pgqueue._require_current_snapshot(format('run %s', run));
             perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
         end if;
         perform pgqueue._wake_waiting(q, pgqueue._now());
     end loop;
-    perform pgqueue._discard(run);
+    perform pgqueue._discard_staged(run);
     return true;
 end;
 $$;
@@ -4508,7 +4518,7 @@ begin
     if run is null then
         perform pgqueue._raise_invalid('run', null, 'the id of a run');
     end if;
-    return pgqueue._discard(run);
+    return pgqueue._discard_staged(run);
 end;
 $$;
 comment on function pgqueue.sink_abort(uuid) is
@@ -4526,10 +4536,10 @@ declare
     tokens uuid[];
     swept bigint;
 begin
-    if older_than is null or not pgqueue._is_within(older_than, '0', '3652.5 days') then
+    if older_than is null or not pgqueue._is_interval_between(older_than, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('older_than', older_than::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
-    if forget_after is null or not pgqueue._is_within(forget_after, '0', '3652.5 days') then
+    if forget_after is null or not pgqueue._is_interval_between(forget_after, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
     -- One sweep at a time: two would forget behind each other's back.
@@ -4537,7 +4547,7 @@ begin
     -- Whoever is being committed is locked, and stays.
     tokens := array(
         select a.token from pgqueue.staged_attempts a
-        where a.staged_at <= pgqueue._after(at, -older_than)
+        where a.staged_at <= pgqueue._add_interval(at, -older_than)
         order by a.token for update skip locked
     );
     delete from pgqueue.staged_attempts a where a.token = any (tokens);
@@ -4555,7 +4565,7 @@ begin
     forgotten as (
         delete from pgqueue.sink_commits c
         using newest n
-        where n.app_id = c.app_id and c.committed_at <= pgqueue._after(at, -forget_after)
+        where n.app_id = c.app_id and c.committed_at <= pgqueue._add_interval(at, -forget_after)
             and (c.version < n.version or c.app_id = c.run::text)
         returning c.app_id, c.version
     )
@@ -4661,8 +4671,8 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    address constant text := coalesce(pgqueue._address((pgqueue._transport_of(q)).relation), q.name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    address constant text := coalesce(pgqueue._transport_address((pgqueue._transport_of(q)).relation), q.name);
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
     insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)
@@ -4682,7 +4692,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
-    perform pgqueue._find_queue(queue_name);
+    perform pgqueue._get_locked_queue(queue_name);
     delete from pgqueue.subscriptions s
     where s.topic = unsubscribe.topic collate "C" and s.queue_name = unsubscribe.queue_name collate "C";
     return found;
@@ -4698,7 +4708,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     if queue_name is not null then
-        perform pgqueue._look_at(queue_name);
+        perform pgqueue._get_unlocked_queue(queue_name);
     end if;
     return query
     -- A queue may have subscribed by itself, and as the address of endpoints.
@@ -4746,13 +4756,13 @@ begin
     where q.name = any ((select pgqueue._subscribers((topic || array(select unnest(base_topics))) collate "C"))::text[]);
     -- One after the other, by name. Who waited here for a drop_queue finds that the queue is gone, or another one of
     -- its name, whatever that is subscribed to; a snapshot may be older still, but the catalog knows.
-    perform pgqueue._hold_queue(n) from unnest(names) as n;
+    perform pgqueue._lock_queue(n) from unnest(names) as n;
     select
         array_agg(q.name order by q.name), min(q.max_payload_bytes),
         coalesce((array_agg(q.name order by q.max_payload_bytes))[1], '')
     into names, smallest.max_payload_bytes, smallest.name
     from pgqueue.queues q
-    where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_register) is not null;
+    where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null;
     if headers is null or jsonb_typeof(headers) = 'object' then
         headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
     end if;
@@ -4763,13 +4773,13 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._after(at, delay), at, q.max_attempts, pgqueue._after(at, expires_in),
+            q.name, pgqueue._add_interval(at, delay), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
             publish.message_id, publish.payload, publish.body, publish.headers
         from pgqueue.queues q
         where q.name = any (names)
         order by q.name;
         get diagnostics sent = row_count;
-        perform pgqueue._schedule_by(q, pgqueue._after(at, delay))
+        perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay))
         from pgqueue.queues q
         where q.name = any (names);
     else
@@ -4777,7 +4787,7 @@ begin
             queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, at, at, q.max_attempts, pgqueue._after(at, expires_in),
+            q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in),
             publish.message_id, publish.payload, publish.body, publish.headers
         from pgqueue.queues q
         where q.name = any (names)
@@ -4785,7 +4795,7 @@ begin
         get diagnostics sent = row_count;
         perform pgqueue._wake(q)
         from pgqueue.queues q
-        where q.name = any (names) and pg_sequence_last_value(q.waiting_register) > pgqueue._micros(at);
+        where q.name = any (names) and pg_sequence_last_value(q.waiting_until) > pgqueue._to_micros(at);
     end if;
     return sent;
 end;
@@ -4882,7 +4892,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     headers jsonb;
     fault text;
 begin
@@ -4964,7 +4974,7 @@ $$;
 comment on function pgqueue._insert_by_sqlserver() is
 'The same for the flavor sqlserver: what comes in columns of its own becomes a header, where the headers lack it.';
 
-create function pgqueue._place_for_transport()
+create function pgqueue._assign_transport_place()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -4976,17 +4986,17 @@ begin
     return new;
 end;
 $$;
-comment on function pgqueue._place_for_transport() is
+comment on function pgqueue._assign_transport_place() is
 'Trigger of the table of an exposed queue: whoever sends, a transport finds the message at its end.';
 
-create function pgqueue._archive_taken()
+create function pgqueue._archive_deleted_by_transport()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    is_filed constant boolean := coalesce(pgqueue._has_day(pgqueue._day(at)), false);
+    is_filed constant boolean := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
 begin
     with done as (
         select
@@ -5002,18 +5012,18 @@ begin
     return null;
 end;
 $$;
-comment on function pgqueue._archive_taken() is
+comment on function pgqueue._archive_deleted_by_transport() is
 'Trigger of the table of an exposed queue that archives: what is deleted through the relation goes to the archive, as by receive.';
 
-create function pgqueue._archive_transport(q pgqueue.queues)
+create function pgqueue._sync_archive_trigger(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
 as $$
 declare
-    partition constant regclass := pgqueue._partition(q);
-    is_wanted constant boolean := q.archive_for is not null and to_regclass(pgqueue._row_of_transport(q)) is not null;
+    partition constant regclass := pgqueue._partition_of(q);
+    is_wanted constant boolean := q.archive_for is not null and to_regclass(pgqueue._transport_table(q)) is not null;
     is_there constant boolean := exists (
         select from pg_trigger g where g.tgrelid = partition and g.tgname = 'archive_taken');
 begin
@@ -5022,7 +5032,7 @@ begin
     if is_wanted and not is_there then
         execute format(
             'create or replace trigger archive_taken after delete on %s referencing old table as taken for each statement'
-            ' execute function pgqueue._archive_taken()', partition);
+            ' execute function pgqueue._archive_deleted_by_transport()', partition);
     elsif is_there and not is_wanted then
         execute format('drop trigger archive_taken on %s', partition);
     end if;
@@ -5030,14 +5040,14 @@ exception when lock_not_available then
     perform pgqueue._raise_queue_busy(q.name, 'alter_queue');
 end;
 $$;
-comment on function pgqueue._archive_transport(pgqueue.queues) is
+comment on function pgqueue._sync_archive_trigger(pgqueue.queues) is
 'Has the relation of a queue, if there is one, archive what is deleted through it, if the queue archives. Raises PQ004 where a longer transaction uses the table.';
 
-create function pgqueue._row_of_transport(q pgqueue.queues)
+create function pgqueue._transport_table(q pgqueue.queues)
 returns text
 language sql immutable parallel safe
 as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
-comment on function pgqueue._row_of_transport(pgqueue.queues) is
+comment on function pgqueue._transport_table(pgqueue.queues) is
 'The table that holds the row of transports of an exposed queue, and nothing else.';
 
 create function pgqueue._transport_of(q pgqueue.queues, out relation regclass, out seq_register regclass)
@@ -5047,7 +5057,7 @@ as $$
 begin
     -- By the name of its table, for which the catalog is asked anew: the cache of who had to wait for an expose_transport
     -- may be older than that, and so may a snapshot.
-    execute format('select t.relation, t.seq_register from %s t', pgqueue._row_of_transport(q)) into relation, seq_register;
+    execute format('select t.relation, t.seq_register from %s t', pgqueue._transport_table(q)) into relation, seq_register;
     if relation is null then
         perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
     end if;
@@ -5059,17 +5069,17 @@ $$;
 comment on function pgqueue._transport_of(pgqueue.queues) is
 'The relation and the sequence of a queue that is held, as of now; nulls where it is not exposed. Raises 40001 where it was exposed behind the snapshot.';
 
-create function pgqueue._learn_head(t pgqueue.transports, partition regclass)
+create function pgqueue._record_transport_head(t pgqueue.transports, partition regclass)
 returns pgqueue.transports
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     bound constant bigint := coalesce(pg_sequence_last_value(t.seq_register), 0);
-    writers constant text[] := pgqueue._writers();
+    writers constant text[] := pgqueue._running_writers();
     lowest bigint;
 begin
-    -- As _learn does: the sequence first, the writers second, and what a later statement does not find below is not there.
+    -- As _record_vacant_ids does: the sequence first, the writers second, and what a later statement does not find below is not there.
     t.writers := t.writers || array(select w from unnest(writers) as w where w like '-1/%' and w <> all (t.writers));
     if not t.writers && writers then
         t.settled_seq := t.bound_seq;
@@ -5083,7 +5093,7 @@ begin
     return t;
 end;
 $$;
-comment on function pgqueue._learn_head(pgqueue.transports, regclass) is
+comment on function pgqueue._record_transport_head(pgqueue.transports, regclass) is
 'What is known of a relation, with its head moved up to the lowest row that is there or may appear.';
 
 create function pgqueue._advance_transport(q pgqueue.queues)
@@ -5094,7 +5104,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     nowhere constant bigint := 9223372036854775807;
-    row_of constant text := pgqueue._row_of_transport(q);
+    row_of constant text := pgqueue._transport_table(q);
     t pgqueue.transports;
     mine pgqueue.transports;
     is_mine boolean := false;
@@ -5114,7 +5124,7 @@ begin
         return t.head;
     end if;
     -- A snapshot that is older than the look at the writers proves nothing.
-    if not pgqueue._keeps_snapshot() then
+    if not pgqueue._has_fixed_snapshot() then
         execute format(
             'select t.seq_register, t.head, t.settled_seq, t.bound_seq, t.writers from %s t'
             ' for no key update skip locked', row_of)
@@ -5124,19 +5134,19 @@ begin
     -- Ahead of time, as this very statement does not see them any more: they are not shown before they are due.
     if (is_mine or t.next_at not between at - interval '2 s' and at + interval '1 min') and exists (
         select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.due_at <= at + interval '15 s'
-    ) and pgqueue._is_there(q) then
-        perform pgqueue._promote(q, at + interval '15 s', 1000, '-infinity');
+    ) and pgqueue._try_lock_existing_queue(q) then
+        perform pgqueue._promote_due(q, at + interval '15 s', 1000, '-infinity');
     end if;
     if is_mine then
         -- What came back is noted for claims, which forget it when it has left; here there may never be one.
-        perform pgqueue._forget(q, array_agg(w.id), max(w.check_at))
+        perform pgqueue._prune_requeued(q, array_agg(w.id), max(w.check_at))
         from (
-            select r.check_at, r.id from pgqueue.returns r
+            select r.check_at, r.id from pgqueue.requeued_messages r
             where r.queue_name = q.name
             order by r.check_at, r.id limit 1000
         ) w
         having count(*) > 0;
-        t := pgqueue._learn_head(mine, pgqueue._partition(q));
+        t := pgqueue._record_transport_head(mine, pgqueue._partition_of(q));
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', row_of)
         using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
@@ -5157,13 +5167,13 @@ set enable_sort = off
 set jit = off
 as $$
 begin
-    return pgqueue._advance_transport(pgqueue._look_at(queue_name));
+    return pgqueue._advance_transport(pgqueue._get_unlocked_queue(queue_name));
 end;
 $$;
 comment on function pgqueue.advance_transport(text) is
 'Called by the relations of expose_transport themselves, once a second at most: makes ready what comes due, and returns where their statements begin to read; at the end of all numbers while the queue is paused, or where it is not exposed. Who may read such a relation needs access to this function: grant_access(role, ''transport''). Raises PQ001.';
 
-create function pgqueue._give_partition(q pgqueue.queues)
+create function pgqueue._make_dedicated(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5188,7 +5198,7 @@ begin
     update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name;
 end;
 $$;
-comment on function pgqueue._give_partition(pgqueue.queues) is
+comment on function pgqueue._make_dedicated(pgqueue.queues) is
 'Moves the messages of a queue into a partition of its own.';
 
 create function pgqueue._body_string(as_view text)
@@ -5228,7 +5238,7 @@ as $$
             format(' %s as bodystring,', pgqueue._body_string('coalesce(m.body, convert_to(m.payload::text, ''UTF8''))'))
         end,
         case when flavor = 'sqlserver' then ' m.transport_seq as rowversion,' end,
-        pgqueue._partition(q), q.name, pgqueue._row_of_transport(q))
+        pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
 $$;
 comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
 'What the relation of a transport shows: the rows that could be claimed, and expired ones, as the transport drops those itself.';
@@ -5248,13 +5258,13 @@ declare
 begin
     if q.dedicated then
         -- Who sends by plain SQL does not hold the queue, and would have no place. The trigger takes this lock anyway.
-        execute format('lock table only %s in share row exclusive mode', pgqueue._partition(q));
-        perform pgqueue._check_snapshot(format('queue %L', q.name));
+        execute format('lock table only %s in share row exclusive mode', pgqueue._partition_of(q));
+        perform pgqueue._require_current_snapshot(format('queue %L', q.name));
     else
-        perform pgqueue._give_partition(q);
+        perform pgqueue._make_dedicated(q);
         q.dedicated := true;
     end if;
-    partition := pgqueue._partition(q);
+    partition := pgqueue._partition_of(q);
     perform pgqueue._create_register(q.queue_id, 'seq');
     execute format(
         'update %s m set transport_seq = o.n, transport_id = pgqueue._transport_id(m.id),'
@@ -5274,35 +5284,35 @@ begin
         name || '_expires', partition);
     execute format(
         'create trigger place_for_transport before insert on %s for each row when (new.transport_seq is null)'
-        ' execute function pgqueue._place_for_transport(%L)', partition, register);
+        ' execute function pgqueue._assign_transport_place(%L)', partition, register);
     -- Also in a session that has triggers off, as what has no place is never received.
     execute format('alter table %s enable always trigger place_for_transport', partition);
     execute format(
         'create table %s () inherits (pgqueue.transports)'
         ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0)',
-        pgqueue._row_of_transport(q));
-    execute format('alter table %s replica identity full', pgqueue._row_of_transport(q));
-    perform pgqueue._keep_private(pgqueue._row_of_transport(q)::regclass);
+        pgqueue._transport_table(q));
+    execute format('alter table %s replica identity full', pgqueue._transport_table(q));
+    perform pgqueue._revoke_default_privileges(pgqueue._transport_table(q)::regclass);
     execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
-    perform pgqueue._keep_private(relation::regclass);
+    perform pgqueue._revoke_default_privileges(relation::regclass);
     execute format(
         'create trigger insert_by_transport instead of insert on %s for each row'
         ' execute function pgqueue.%I(%L)', relation, '_insert_by_' || flavor, q.name);
     execute format('comment on view %s is %L', relation, format('The pgqueue queue %s, for a transport.', q.name));
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
-    execute format('insert into %s (queue_name, relation, seq_register) values ($1, $2, $3)', pgqueue._row_of_transport(q))
+    execute format('insert into %s (queue_name, relation, seq_register) values ($1, $2, $3)', pgqueue._transport_table(q))
     using q.name, relation::regclass, register::regclass;
-    perform pgqueue._archive_transport(q);
+    perform pgqueue._sync_archive_trigger(q);
     update pgqueue.subscriptions s
-    set queue_address = pgqueue._address(relation::regclass)
+    set queue_address = pgqueue._transport_address(relation::regclass)
     where s.queue_name = q.name;
-    return pgqueue._address(relation::regclass);
+    return pgqueue._transport_address(relation::regclass);
 end;
 $$;
 comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
 'Makes the relation of a queue that is held alone, and gives it to a role.';
 
-create function pgqueue._address(relation regclass)
+create function pgqueue._transport_address(relation regclass)
 returns text
 language sql stable
 as $$
@@ -5310,7 +5320,7 @@ as $$
     from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     where c.oid = relation
 $$;
-comment on function pgqueue._address(regclass) is
+comment on function pgqueue._transport_address(regclass) is
 'A relation as a transport addresses it.';
 
 create function pgqueue._check_exposure(schema_name text, table_name text, flavor text)
@@ -5361,8 +5371,8 @@ declare
     address text;
 begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    q := pgqueue._find_queue(queue_name);
-    perform pgqueue._check_snapshot(format('queue %L', queue_name));
+    q := pgqueue._get_locked_queue(queue_name);
+    perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
     for_role := pgqueue._check_exposure(schema_name collate "C", coalesce(table_name, queue_name), flavor);
     if body_string is null then
         perform pgqueue._raise_invalid('body_string', null, 'true or false');
@@ -5390,7 +5400,7 @@ $$;
 comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
 'Makes a relation over the queue, in schema_name under table_name (by default the queue''s name), on which an NServiceBus transport works as on its own table, and returns its address. Its columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text where it is UTF-8; with flavor sqlserver also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; what comes with headers that are no JSON object, or without a body, goes to the dead letters as it is. A delete takes messages as receive does, to the archive where the queue has archive_for, though it does not tell a purge from a receive; who shows up are those that could be claimed, and expired ones, which the transport drops itself and nobody archives. The queue becomes dedicated. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on; who reads it needs grant_access(role, ''transport''), too. Raises 22023, PQ001, PQ004, 42501, 42P07 where the name is taken, 42710 where the queue is exposed.';
 
-create function pgqueue._conceal(q pgqueue.queues)
+create function pgqueue._unexpose(q pgqueue.queues)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5408,12 +5418,12 @@ begin
     if exists (select from pg_class c where c.oid = relation) then
         execute format('drop view %s', relation);
     end if;
-    execute format('drop table %s', pgqueue._row_of_transport(q));
-    execute format('drop trigger place_for_transport on %s', pgqueue._partition(q));
-    perform pgqueue._archive_transport(q);
+    execute format('drop table %s', pgqueue._transport_table(q));
+    execute format('drop trigger place_for_transport on %s', pgqueue._partition_of(q));
+    perform pgqueue._sync_archive_trigger(q);
     for index in
         select x.indexrelid from pg_index x join pg_class c on c.oid = x.indexrelid
-        where x.indrelid = pgqueue._partition(q) and c.relname ~ '^messages_[0-9]+_(transport_id|transport_seq|expires)$'
+        where x.indrelid = pgqueue._partition_of(q) and c.relname ~ '^messages_[0-9]+_(transport_id|transport_seq|expires)$'
     loop
         execute format('drop index %s', index);
     end loop;
@@ -5422,7 +5432,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._conceal(pgqueue.queues) is
+comment on function pgqueue._unexpose(pgqueue.queues) is
 'Takes the relation of a queue away; false if there is none.';
 
 create function pgqueue.unexpose_transport(queue_name text)
@@ -5435,9 +5445,9 @@ declare
     q pgqueue.queues;
 begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    q := pgqueue._find_queue(queue_name);
-    perform pgqueue._check_snapshot(format('queue %L', queue_name));
-    return pgqueue._conceal(q);
+    q := pgqueue._get_locked_queue(queue_name);
+    perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
+    return pgqueue._unexpose(q);
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(queue_name, 'unexpose_transport');
     return null;
@@ -5457,8 +5467,8 @@ begin
     perform pgqueue._check_topic('topic', new.topic, true);
     select t.queue_name into found_name
     from pgqueue.transports t
-    where pgqueue._address(t.relation) = new.queue_address;
-    new.queue_name := (pgqueue._find_queue(coalesce(found_name, new.queue_address))).name;
+    where pgqueue._transport_address(t.relation) = new.queue_address;
+    new.queue_name := (pgqueue._get_locked_queue(coalesce(found_name, new.queue_address))).name;
     return new;
 end;
 $$;
@@ -5482,7 +5492,7 @@ as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
 comment on function pgqueue._subscriptions_comment() is
 'By which the relations of expose_subscriptions are known.';
 
-create function pgqueue._show_subscriptions(schema_name text, table_name text, for_role name)
+create function pgqueue._create_subscriptions_relation(schema_name text, table_name text, for_role name)
 returns text
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5492,13 +5502,13 @@ declare
 begin
     execute format(
         'create view %s as select s.queue_address as queueaddress, s.endpoint, s.topic from pgqueue.subscriptions s', relation);
-    perform pgqueue._keep_private(relation::regclass);
+    perform pgqueue._revoke_default_privileges(relation::regclass);
     execute format('comment on view %s is %L', relation, pgqueue._subscriptions_comment());
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
-    return pgqueue._address(relation::regclass);
+    return pgqueue._transport_address(relation::regclass);
 end;
 $$;
-comment on function pgqueue._show_subscriptions(text, text, name) is
+comment on function pgqueue._create_subscriptions_relation(text, text, name) is
 'Makes the relation of expose_subscriptions, and gives it to a role.';
 
 create function pgqueue.expose_subscriptions(
@@ -5509,14 +5519,14 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return pgqueue._show_subscriptions(
+    return pgqueue._create_subscriptions_relation(
         schema_name, table_name, pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql'));
 end;
 $$;
 comment on function pgqueue.expose_subscriptions(text, text) is
 'Makes a relation over all subscriptions, in schema_name under table_name, on which an NServiceBus transport works as on its own table, and returns its address. Its columns are queueaddress, endpoint and topic; an address is what expose_transport returned, or a queue''s name, and what leads to no queue is refused with PQ001. An endpoint has a topic once, whichever relation it says so in: two systems on one database need endpoints of different names. Who may insert there has any queue sent what any other is sent. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on. Raises 22023, 42501, and 42P07 where the name is taken.';
 
-create function pgqueue._hide_subscriptions(relation regclass)
+create function pgqueue._drop_subscriptions_relation(relation regclass)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5531,7 +5541,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._hide_subscriptions(regclass) is
+comment on function pgqueue._drop_subscriptions_relation(regclass) is
 'Drops a relation of expose_subscriptions; false if it is none.';
 
 create function pgqueue.unexpose_subscriptions(
@@ -5548,7 +5558,7 @@ begin
     if table_name is null then
         perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
     end if;
-    return pgqueue._hide_subscriptions(to_regclass(format('%I.%I', schema_name, table_name)));
+    return pgqueue._drop_subscriptions_relation(to_regclass(format('%I.%I', schema_name, table_name)));
 end;
 $$;
 comment on function pgqueue.unexpose_subscriptions(text, text) is
@@ -5562,23 +5572,23 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    swept_at timestamptz := pgqueue._moment(pg_sequence_last_value(q.sweep_register));
+    swept_at timestamptz := pgqueue._from_micros(pg_sequence_last_value(q.next_sweep_at));
 begin
     -- Where a claim found all it wanted, or never was, the register says nothing; nor does one from a clock that was
     -- wrong. It is taken for used now, once: the next sweep is due at once, as it was.
     if swept_at not between timestamptz '1970-01-02 00:00+00' and at + interval '1 min' then
         swept_at := at;
-        perform setval(q.sweep_register, pgqueue._micros(at));
+        perform setval(q.next_sweep_at, pgqueue._to_micros(at));
     end if;
     return greatest(
-        q.created_at, q.updated_at, swept_at, least(pgqueue._moment(coalesce(pg_sequence_last_value(q.waiting_register), 1)), at),
+        q.created_at, q.updated_at, swept_at, least(pgqueue._from_micros(coalesce(pg_sequence_last_value(q.waiting_until), 1)), at),
         (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
 end;
 $$;
 comment on function pgqueue._last_used_at(pgqueue.queues, timestamptz) is
 'When somebody last claimed, received, or waited for a message of the queue, by its registers: to five seconds.';
 
-create function pgqueue._is_vacant(q pgqueue.queues)
+create function pgqueue._is_queue_empty(q pgqueue.queues)
 returns boolean
 language sql stable
 as $$
@@ -5586,10 +5596,10 @@ as $$
         and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name)
         and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name)
 $$;
-comment on function pgqueue._is_vacant(pgqueue.queues) is
+comment on function pgqueue._is_queue_empty(pgqueue.queues) is
 'Whether a queue holds no message: none ready, in flight, scheduled or dead.';
 
-create function pgqueue._holds_messages()
+create function pgqueue._has_exclusive_lock_on_messages()
 returns boolean
 language sql volatile
 as $$
@@ -5599,7 +5609,7 @@ as $$
             and l.mode = 'AccessExclusiveLock' and l.granted
     )
 $$;
-comment on function pgqueue._holds_messages() is
+comment on function pgqueue._has_exclusive_lock_on_messages() is
 'Whether the transaction keeps everybody else from messages, as one does that made a dedicated table.';
 
 create function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
@@ -5610,7 +5620,7 @@ set lock_timeout = '100 ms'
 as $$
 begin
     -- Everybody who sends or claims waits for the end of who drops a table, which may be far off.
-    if q.dedicated and not patient and not pgqueue._holds_messages() then
+    if q.dedicated and not patient and not pgqueue._has_exclusive_lock_on_messages() then
         return false;
     end if;
     -- Whoever uses it keeps it. Nobody is waited for, and nobody waits but for a queue that is gone.
@@ -5618,13 +5628,13 @@ begin
         return false;
     end if;
     select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
-    if not found or not pgqueue._is_vacant(q)
-        or pgqueue._last_used_at(q, at) > pgqueue._after(at, -q.expires_after_idle)
+    if not found or not pgqueue._is_queue_empty(q)
+        or pgqueue._last_used_at(q, at) > pgqueue._add_interval(at, -q.expires_after_idle)
     then
         -- Not by return: only an error gives the lock back before the transaction ends, which may take long.
         perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
     end if;
-    perform pgqueue._drop(q);
+    perform pgqueue._drop_queue(q);
     return true;
 exception
     when lock_not_available or dependent_objects_still_exist or sqlstate 'PQ004' then
@@ -5645,13 +5655,13 @@ declare
     q pgqueue.queues;
 begin
     -- A snapshot that is older than the lock does not show what was sent in between.
-    if pgqueue._keeps_snapshot() then
+    if pgqueue._has_fixed_snapshot() then
         return;
     end if;
     for q in
         select queues.* from pgqueue.queues
         where queues.expires_after_idle is not null
-            and queues.updated_at <= pgqueue._after(at, -queues.expires_after_idle)
+            and queues.updated_at <= pgqueue._add_interval(at, -queues.expires_after_idle)
         order by queues.name
     loop
         exit when dropped >= max_queues;
@@ -5679,7 +5689,7 @@ comment on function pgqueue.drop_idle_queues() is
 'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long, 100 at most, and returns their names: call it until it returns none. A queue in use by an open transaction stays, and in repeatable read all do, as what others sent cannot be seen there. create_queue does the same, for ten queues at most, where it is a transaction of its own, and so does expose_transport; dedicated queues go with the next that becomes dedicated: there is no need to call this, unless to be rid of them at once.';
 -- What was given up comes back, or goes for good.
 
-create function pgqueue._bury_delayed(q pgqueue.queues)
+create function pgqueue._dead_letter_delayed(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5692,7 +5702,7 @@ begin
     -- and once for all.
     for source in
         select * from (values
-            ('pgqueue.scheduled_messages'::regclass, 'due_at'), (pgqueue._partition(q), 'visible_at')
+            ('pgqueue.scheduled_messages'::regclass, 'due_at'), (pgqueue._partition_of(q), 'visible_at')
         ) as s (relation, moment)
     loop
         execute format(
@@ -5709,7 +5719,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._bury_delayed(pgqueue.queues) is
+comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
 'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';
 
 create function pgqueue.redrive(
@@ -5724,7 +5734,7 @@ set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     picks bigint[];
     redriven int;
 begin
@@ -5738,14 +5748,14 @@ begin
             order by d.id limit max_messages for update skip locked);
     else
         picks := array(
-            select d.id from pgqueue.dead_messages d, pgqueue._keys(q.name, ids) k
-            where pgqueue._is_at(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
+            select d.id from pgqueue.dead_messages d, pgqueue._lookup_keys(q.name, ids) k
+            where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
             order by d.id limit max_messages for update of d skip locked);
     end if;
     with revived as (
         delete from pgqueue.dead_messages d
-        using pgqueue._keys(q.name, picks) k
-        where pgqueue._is_at(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(q.name, picks) k
+        where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
         returning d.*
     )
     insert into pgqueue.scheduled_messages (
@@ -5759,7 +5769,7 @@ begin
     from revived r;
     get diagnostics redriven = row_count;
     if redriven > 0 then
-        perform pgqueue._schedule_by(q, at - (redriven - 1) * interval '1 microsecond');
+        perform pgqueue._announce_due(q, at - (redriven - 1) * interval '1 microsecond');
     end if;
     return redriven;
 end;
@@ -5780,10 +5790,10 @@ declare
     purged bigint;
 begin
     -- What a queue never delivered outlives it.
-    if not pgqueue._hold_queue(queue_name)
+    if not pgqueue._lock_queue(queue_name)
         or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name collate "C")
     then
-        perform pgqueue._find_queue(queue_name);
+        perform pgqueue._get_locked_queue(queue_name);
     end if;
     if ids is null then
         picks := array(
@@ -5792,13 +5802,13 @@ begin
             order by d.id for update);
     else
         picks := array(
-            select d.id from pgqueue.dead_messages d, pgqueue._keys(purge_dead_messages.queue_name collate "C", ids) k
-            where pgqueue._is_at(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
+            select d.id from pgqueue.dead_messages d, pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", ids) k
+            where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
             order by d.id for update of d);
     end if;
     delete from pgqueue.dead_messages d
-    using pgqueue._keys(purge_dead_messages.queue_name collate "C", picks) k
-    where pgqueue._is_at(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
+    using pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", picks) k
+    where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
     get diagnostics purged = row_count;
     return purged;
 end;
@@ -5816,7 +5826,7 @@ set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     picks bigint[];
     scheduled_picks bigint[];
     purged int;
@@ -5837,16 +5847,16 @@ begin
         order by s.expires_at limit batch_size - cardinality(picks) for update skip locked);
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._keys(q.name, picks) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(q.name, picks) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         returning
             m.id, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     ),
     gone_scheduled as (
         delete from pgqueue.scheduled_messages s
-        using pgqueue._keys(q.name, scheduled_picks) k
-        where pgqueue._is_at(s.queue_name, s.id, q.name, k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(q.name, scheduled_picks) k
+        where pgqueue._matches_key(s.queue_name, s.id, q.name, k.names, k.ids, k.id)
         returning
             s.id, s.enqueued_at, s.attempt_count, s.max_attempts, s.expires_at, s.message_id,
             s.payload, s.body, s.headers, s.claimed_by, s.last_error, s.transport_headers
@@ -5901,12 +5911,12 @@ $$;
 comment on function pgqueue._is_under_way(xid, pg_snapshot) is
 'Whether a transaction had not ended when the snapshot was taken.';
 
-create function pgqueue._held(xmax xid)
+create function pgqueue._is_locked(xmax xid)
 returns boolean
 language sql stable parallel safe
 -- Short enough to become part of who asks: most rows are held by nobody, and need no call to tell.
 as $$ select xmax <> '0' and pgqueue._is_under_way(xmax, pg_current_snapshot()) $$;
-comment on function pgqueue._held(xid) is
+comment on function pgqueue._is_locked(xid) is
 'Whether another transaction holds a row, judged by the row''s xmax: reading takes no lock. Shared row locks may be misjudged.';
 
 create function pgqueue._returned(
@@ -5918,7 +5928,7 @@ as $$
     with watched as (
         select distinct r.id
         from (
-            select c.id from pgqueue.returns c where c.queue_name = _returned.queue_name order by c.check_at, c.id limit 5000
+            select c.id from pgqueue.requeued_messages c where c.queue_name = _returned.queue_name order by c.check_at, c.id limit 5000
         ) r
         where r.id <@ within
     ),
@@ -5944,8 +5954,8 @@ set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_register), 1);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
     examined int;
     ready int;
     total int;
@@ -5963,7 +5973,7 @@ begin
     from (
         select from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at <= at and (s.expires_at is null or s.expires_at > at)
-            and not pgqueue._held(s.xmax)
+            and not pgqueue._is_locked(s.xmax)
         order by s.due_at limit max_records
     ) r;
     if total < max_records then
@@ -5978,7 +5988,7 @@ begin
             ) w
             where w.visible_at <= at and w.attempt_count < w.max_attempts
                 and (w.expires_at is null or w.expires_at > at)
-                and not pgqueue._held(w.held_by)
+                and not pgqueue._is_locked(w.held_by)
             limit max_records - total
         ) r;
         total := total + ready;
@@ -5989,15 +5999,15 @@ begin
             count(*) filter (
                 where w.visible_at <= at and w.attempt_count < w.max_attempts
                     and (w.expires_at is null or w.expires_at > at)
-                    and not pgqueue._held(w.held_by)
+                    and not pgqueue._is_locked(w.held_by)
             ),
-            exists (select from pgqueue.returns c where c.queue_name = q.name)
+            exists (select from pgqueue.requeued_messages c where c.queue_name = q.name)
         into examined, ready, some_came_back
         from (
             select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
             from pgqueue.messages m
             where m.queue_name = q.name and m.id < fresh
-                and m.id >= coalesce((select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = q.name), 1)
+                and m.id >= coalesce((select pgqueue._first_possible_id(s) from pgqueue.sweep_state s where s.queue_name = q.name), 1)
             order by m.id limit 400
         ) w;
         total := total + ready;
@@ -6007,12 +6017,12 @@ begin
     end if;
     if some_came_back and total < max_records then
         -- What came back lies below the head, where the above does not look.
-        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._head_of(q.name))), 400) c;
+        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), 400) c;
         select count(*) into ready
-        from pgqueue.messages m, pgqueue._keys(q.name, ids) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
-            and not pgqueue._held(m.xmax);
+            and not pgqueue._is_locked(m.xmax);
         total := total + ready;
     end if;
     return least(total, max_records);
@@ -6031,7 +6041,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
 begin
     if state is null or state not in ('ready', 'inflight', 'scheduled') then
         perform pgqueue._raise_invalid('state', state,
@@ -6086,7 +6096,7 @@ as $$
 begin
     -- What a queue never delivered outlives it.
     if not exists (select from pgqueue.dead_messages d where d.queue_name = browse_dead_messages.queue_name collate "C") then
-        perform pgqueue._look_at(queue_name);
+        perform pgqueue._get_unlocked_queue(queue_name);
     end if;
     perform pgqueue._check_page(max_messages, after_id);
     return query
@@ -6226,21 +6236,21 @@ begin
             m.id, m.visible_at, m.attempt_count, m.enqueued_at,
             m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
         from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
+        where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
         order by m.id limit 301
     ) w;
     -- Only a deep queue is held, as locks of thousands of queues would fill the lock table.
-    estimated := counted > 300 and pgqueue._is_there(q);
+    estimated := counted > 300 and pgqueue._try_lock_existing_queue(q);
     if not estimated then
         return;
     end if;
-    fresh := coalesce(pg_sequence_last_value(q.fresh_register), 1);
+    fresh := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
 
     select m.id into last_id from pgqueue.messages m
     where m.queue_name = q.name and m.id >= first_id
     order by m.id desc limit 1;
-    select int8multirange(int8range(first_id, last_id, '[]')) - s.dead_ids into stretches
-    from pgqueue.sweeps s where s.queue_name = q.name;
+    select int8multirange(int8range(first_id, last_id, '[]')) - s.vacant_ids into stretches
+    from pgqueue.sweep_state s where s.queue_name = q.name;
     -- Split at fresh: what is in flight lies below, what is ready mostly above.
     select
         sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled),
@@ -6287,12 +6297,12 @@ begin
     inflight := 0;
     scheduled := 0;
     estimated := false;
-    if not exists (select from pgqueue.returns c where c.queue_name = q.name) then
+    if not exists (select from pgqueue.requeued_messages c where c.queue_name = q.name) then
         return;
     end if;
     -- A queue that is not deep was walked from its head on, whatever sweeps skip there.
-    select case when deep then s.dead_ids else int8multirange(int8range(null, pgqueue._head(s))) end into hidden
-    from pgqueue.sweeps s where s.queue_name = q.name;
+    select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end into hidden
+    from pgqueue.sweep_state s where s.queue_name = q.name;
     select * into r from pgqueue._returned(q.name, hidden, 150);
     select
         r.stand_for * count(*) filter (where w.is_ready),
@@ -6304,8 +6314,8 @@ begin
         select
             m.visible_at, m.attempt_count, m.enqueued_at,
             m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
-        from pgqueue.messages m, pgqueue._keys(q.name, r.ids) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        from pgqueue.messages m, pgqueue._lookup_keys(q.name, r.ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w;
     estimated := r.stand_for > 1;
 end;
@@ -6449,12 +6459,12 @@ declare
     q pgqueue.queues;
 begin
     if queue_name is not null then
-        return next pgqueue._stats(pgqueue._find_queue(queue_name), at);
+        return next pgqueue._stats(pgqueue._get_locked_queue(queue_name), at);
         return;
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
         -- The snapshot may be older than a drop_queue: the catalog knows better.
-        continue when pg_relation_filenode(q.fresh_register) is null;
+        continue when pg_relation_filenode(q.fresh_from_id) is null;
         return next pgqueue._stats(q, at);
     end loop;
 end;
@@ -6491,15 +6501,15 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    until constant bigint := pgqueue._value_of(q.waiting_register);
-    longest constant bigint := pgqueue._micros(at + interval '24 h');
+    until constant bigint := pgqueue._register_value(q.waiting_until);
+    longest constant bigint := pgqueue._to_micros(at + interval '24 h');
 begin
-    if until > pgqueue._micros(at) then
+    if until > pgqueue._to_micros(at) then
         perform pgqueue._wake(q);
     end if;
     -- Nobody waits for so long: a clock that was wrong would have every enqueue notify until then.
     if until > longest then
-        perform setval(q.waiting_register, longest);
+        perform setval(q.waiting_until, longest);
     end if;
 end;
 $$;
@@ -6512,7 +6522,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._wake(pgqueue._find_queue(queue_name));
+    perform pgqueue._wake(pgqueue._get_locked_queue(queue_name));
 end;
 $$;
 comment on function pgqueue.wake(text) is
@@ -6524,7 +6534,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     due_at timestamptz;
 begin
     select least(
@@ -6532,7 +6542,7 @@ begin
         (
             select min(m.visible_at)
             from (
-                select r.id from pgqueue.returns r where r.queue_name = q.name order by r.check_at limit 1000
+                select r.id from pgqueue.requeued_messages r where r.queue_name = q.name order by r.check_at limit 1000
             ) c
             join pgqueue.messages m on m.queue_name = q.name and m.id = c.id
         ),
@@ -6540,7 +6550,7 @@ begin
             select min(m.visible_at)
             from (
                 select c.visible_at from pgqueue.messages c
-                where c.queue_name = q.name and c.id >= pgqueue._head_of(q.name)
+                where c.queue_name = q.name and c.id >= pgqueue._first_possible_id_of(q.name)
                 order by c.id limit 1000
             ) m
         )
@@ -6557,18 +6567,18 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     until timestamptz;
     due_at timestamptz;
 begin
-    if timeout is null or not pgqueue._is_within(timeout, '0', '1 day') then
+    if timeout is null or not pgqueue._is_interval_between(timeout, '0', '1 day') then
         perform pgqueue._raise_invalid('timeout', timeout::text, 'an interval from 0 to 1 day');
     end if;
     until := pgqueue._now() + timeout;
-    perform setval(q.waiting_register, greatest(pgqueue._micros(until), pg_sequence_last_value(q.waiting_register)));
+    perform setval(q.waiting_until, greatest(pgqueue._to_micros(until), pg_sequence_last_value(q.waiting_until)));
     -- Whoever is in the middle of sending looked at the register before this call, and will not notify.
     if exists (
-        select from unnest(pgqueue._writers()) as w
+        select from unnest(pgqueue._running_writers()) as w
         where w <> (select l.virtualtransaction from pg_locks l where l.pid = pg_backend_pid() limit 1)
     ) then
         until := least(until, pgqueue._now() + interval '1 s');
@@ -6623,7 +6633,7 @@ $$;
 comment on function pgqueue._horizon_holders() is
 'Who keeps vacuum from removing dead rows: open transactions, prepared ones, abandoned replication slots.';
 
-create function pgqueue._orphans()
+create function pgqueue._orphaned_messages()
 returns table (table_name text, queue_name text)
 language sql stable
 as $$
@@ -6651,7 +6661,7 @@ as $$
     where a.queue_name is not null
         and not exists (select from pgqueue.queues q where q.name = a.queue_name)
 $$;
-comment on function pgqueue._orphans() is
+comment on function pgqueue._orphaned_messages() is
 'Names under which there are messages though no such queue exists: inserted by plain SQL, or, dead ones, left when it was dropped.';
 
 create function pgqueue._missing_index(q pgqueue.queues)
@@ -6659,40 +6669,40 @@ returns text
 language sql stable
 as $$
     select pg_catalog.format(
-        'create index concurrently on %s (%s) where expires_at is not null;', pgqueue._partition(q), keys)
+        'create index concurrently on %s (%s) where expires_at is not null;', pgqueue._partition_of(q), keys)
     from (
         -- As the relation of a transport shows it, where there is one.
         select case
-            when pg_catalog.to_regclass(pgqueue._row_of_transport(q)) is not null then '(expires_at AT TIME ZONE ''UTC''::text)'
+            when pg_catalog.to_regclass(pgqueue._transport_table(q)) is not null then '(expires_at AT TIME ZONE ''UTC''::text)'
             else 'queue_name, expires_at'
         end
     ) w (keys)
     where not exists (
         select from pg_catalog.pg_index x
-        where x.indrelid = pgqueue._partition(q) and x.indisvalid
+        where x.indrelid = pgqueue._partition_of(q) and x.indisvalid
             and position(format('(%s', keys) in pg_catalog.pg_get_indexdef(x.indexrelid)) > 0
     )
 $$;
 comment on function pgqueue._missing_index(pgqueue.queues) is
 'The statement that makes the index purge_expired goes by; null where there is one.';
 
-create function pgqueue._misplaced()
+create function pgqueue._misplaced_messages()
 returns table (queue_name text, id bigint)
 language sql stable
 as $$
-    -- The first one of every stretch. A message that just came back is noted in returns by the same transaction.
+    -- The first one of every stretch. A message that just came back is noted in requeued_messages by the same transaction.
     select s.queue_name, m.id
-    from pgqueue.sweeps s
-    cross join lateral unnest(s.dead_ids) as d
+    from pgqueue.sweep_state s
+    cross join lateral unnest(s.vacant_ids) as d
     cross join lateral (
         select c.id from pgqueue.messages c
         where c.queue_name = s.queue_name and c.id >= coalesce(lower(d), 0) and c.id < upper(d)
-            and not exists (select from pgqueue.returns r where r.queue_name = c.queue_name and r.id = c.id)
+            and not exists (select from pgqueue.requeued_messages r where r.queue_name = c.queue_name and r.id = c.id)
         order by c.id limit 1
     ) m
 $$;
-comment on function pgqueue._misplaced() is
-'Messages at ids that sweeps skip and that are not noted in returns either.';
+comment on function pgqueue._misplaced_messages() is
+'Messages at ids that sweeps skip and that are not noted in requeued_messages either.';
 
 create function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding
@@ -6720,7 +6730,7 @@ begin
         (select max(m.id) from pgqueue.messages m where m.queue_name = q.name),
         (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name),
         (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name),
-        (select w.settled_id from pgqueue.sweeps w where w.queue_name = q.name));
+        (select w.settled_id from pgqueue.sweep_state w where w.queue_name = q.name));
     select t.last_value - (not t.is_called)::int into last_id from pgqueue.message_id t;
     if top_id > last_id then
         -- Set back, as by a restore of the tables alone, or ids set by hand: it goes on behind them. Not so far that ids
@@ -6730,7 +6740,7 @@ begin
             (select max(m.id) from pgqueue.messages m where m.queue_name = q.name and m.id <= reach_id),
             (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id <= reach_id),
             (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name and d.id <= reach_id),
-            (select w.settled_id from pgqueue.sweeps w where w.queue_name = q.name));
+            (select w.settled_id from pgqueue.sweep_state w where w.queue_name = q.name));
         return next row('error', q.name, 'ids_above_sequence',
             format('the queue has known the id %s, which the sequence pgqueue.message_id has not reached: messages sent now are found late or never, claims may fail, and so will the enqueue that gets the id of another message', top_id),
             case when near_id > last_id then
@@ -6740,16 +6750,16 @@ begin
                 ' update pgqueue.scheduled_messages set id = nextval(''pgqueue.message_id'') where queue_name = %1$L and id > %2$s;'
                 ' update pgqueue.dead_messages set id = nextval(''pgqueue.message_id'') where queue_name = %1$L and id > %2$s;'
                 ' select setval(%3$L, greatest(1, min(id))) from pgqueue.messages where queue_name = %1$L;',
-                q.name, last_id, q.fresh_register)
+                q.name, last_id, q.fresh_from_id)
             end)::pgqueue.finding;
         -- The figures below would be wrong.
         return;
     end if;
 
-    if to_regclass(pgqueue._row_of_transport(q)) is not null then
+    if to_regclass(pgqueue._transport_table(q)) is not null then
         execute format(
             'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register from %s t',
-            pgqueue._partition(q), pgqueue._row_of_transport(q))
+            pgqueue._partition_of(q), pgqueue._transport_table(q))
         into top_id, register;
         execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_id;
         if top_id > last_id then
@@ -6758,9 +6768,9 @@ begin
                 format(
                     'select setval(%1$L, greatest(%2$s, pg_sequence_last_value(%1$L)));'
                     ' update %3$s set transport_seq = nextval(%1$L) where transport_seq < (select t.head from %4$s t);',
-                    register, top_id, pgqueue._partition(q), pgqueue._row_of_transport(q)))::pgqueue.finding;
+                    register, top_id, pgqueue._partition_of(q), pgqueue._transport_table(q)))::pgqueue.finding;
         end if;
-        execute format('select t.next_at from %s t where t.next_at > $1', pgqueue._row_of_transport(q))
+        execute format('select t.next_at from %s t where t.next_at > $1', pgqueue._transport_table(q))
         into ahead_until using at + interval '1 min';
         if ahead_until is not null then
             return next row('warning', q.name, 'clock_ahead',
@@ -6805,14 +6815,14 @@ begin
     from (
         (
             select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
+            where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
             order by m.id limit 1000
         )
         union all
         (
             -- What came back lies below the head.
             select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at
-            from pgqueue.messages m, pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._head_of(q.name))), 1000) c
+            from pgqueue.messages m, pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), 1000) c
             where m.queue_name = q.name and m.id = any (c.ids)
         )
     ) w;
@@ -6845,12 +6855,12 @@ begin
     index_statement := pgqueue._missing_index(q);
     if shortest is not null and index_statement is not null then
         return next row('warning', q.name, 'missing_index',
-            format('messages expire, and %s has no index on expires_at: purge_expired reads the whole queue', pgqueue._partition(q)),
+            format('messages expire, and %s has no index on expires_at: purge_expired reads the whole queue', pgqueue._partition_of(q)),
             index_statement)::pgqueue.finding;
     end if;
 
-    select w.noted_at, w.writers into since, pending from pgqueue.sweeps w where w.queue_name = q.name;
-    if at - since > interval '1 min' and pending && pgqueue._writers() then
+    select w.bound_at, w.writers into since, pending from pgqueue.sweep_state w where w.queue_name = q.name;
+    if at - since > interval '1 min' and pending && pgqueue._running_writers() then
         return next row('warning', q.name, 'long_writer',
             format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps walk over all that was consumed since', at - since),
             'select pid, virtualtransaction from pg_locks where relation = ''pgqueue.messages''::regclass;')::pgqueue.finding;
@@ -6879,7 +6889,7 @@ begin
             q.name, coalesce(q.archive_for::text, 'null'), case when q.archive_for is null then 'archive' else 'delete' end),
         format('select pgqueue.alter_queue(%L, archive_for => %L);', q.name, coalesce(q.archive_for, '0'))
     from pgqueue.queues q
-    where (q.archive_for is null) <> (to_regclass(pgqueue._archive_mark(q.name)) is null)
+    where (q.archive_for is null) <> (to_regclass(pgqueue._archive_marker(q.name)) is null)
     order by q.name;
 
     select count(*), bool_or(u.finished_at > at + interval '1 day') into unfiled, is_ahead
@@ -6895,16 +6905,16 @@ begin
     end if;
 
     if exists (select from pgqueue.queues q where q.archive_for is not null)
-        and not coalesce(pgqueue._has_day(pgqueue._day(at)) and pgqueue._has_day(pgqueue._day(at) + 1), false)
+        and not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)) and pgqueue._has_day_partition(pgqueue._utc_day(at) + 1), false)
     then
         return next row('warning', null, 'missing_archive_day',
             'pgqueue.archived_messages has no partition for today or tomorrow: what is acknowledged is filed later',
             repair)::pgqueue.finding;
     end if;
 
-    select count(*), bool_and(pgqueue._is_empty_day(d)) into overdue, is_empty
-    from pgqueue._unwanted_days(at) d
-    where d < pgqueue._day(pgqueue._unwanted_before(at)) - 1;
+    select count(*), bool_and(pgqueue._is_day_empty(d)) into overdue, is_empty
+    from pgqueue._expired_days(at) d
+    where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
     if overdue > 0 and not is_empty or overdue > 30 then
         return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
             format('%s days of the archive that no queue wants any more %s', overdue,
@@ -6944,7 +6954,7 @@ begin
         case o.table_name when 'dead_messages' then 'undelivered_messages' else 'orphaned_messages' end,
         format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, o.queue_name),
         format('select pgqueue.create_queue(%L);', o.queue_name)
-    from pgqueue._orphans() o;
+    from pgqueue._orphaned_messages() o;
 
     return query
     select
@@ -6966,8 +6976,8 @@ begin
     select
         'warning', null::text, 'unfit_keys',
         'pgqueue came here from another major version of PostgreSQL, with the way in which that one finds messages by their ids: calls cost a tenth more, or read whole queues',
-        'select pgqueue._fit_keys();'
-    where not pgqueue._has_fit_keys();
+        'select pgqueue._install_key_lookup();'
+    where not pgqueue._has_current_key_lookup();
 
     return query
     select
@@ -7014,12 +7024,12 @@ begin
         format('message %s, the first, lies where no sweep looks: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
             min(m.id)),
         format(
-            'insert into pgqueue.returns (queue_name, check_at, id) select m.queue_name, ''-infinity'', m.id'
-            ' from pgqueue.sweeps s, unnest(s.dead_ids) d, pgqueue.messages m'
+            'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, ''-infinity'', m.id'
+            ' from pgqueue.sweep_state s, unnest(s.vacant_ids) d, pgqueue.messages m'
             ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id <@ d'
-            ' and not exists (select from pgqueue.returns r where r.queue_name = m.queue_name and r.id = m.id);',
+            ' and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id);',
             m.queue_name)
-    from pgqueue._misplaced() m
+    from pgqueue._misplaced_messages() m
     group by m.queue_name
     order by m.queue_name;
 
@@ -7044,7 +7054,7 @@ begin
     for q in select queues.* from pgqueue.queues order by queues.name loop
         findings := '{}';
         begin
-            if pgqueue._is_there(q) then
+            if pgqueue._try_lock_existing_queue(q) then
                 findings := array(select f from pgqueue._queue_findings(q, at, peek_delay) f);
             end if;
             -- Only an error gives the lock back before the transaction ends, and thousands would fill the lock table.
@@ -7059,7 +7069,7 @@ comment on function pgqueue.doctor(interval) is
 'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, undelivered_messages (that a dropped queue left), misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (where the owner of pgqueue may not see those of others), few_locks (for as many dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
 -- Who may do what, on one page: the verbs that a role may call are its privileges.
 
-create function pgqueue._access()
+create function pgqueue._access_matrix()
 returns table (verb text, allowed_to text[])
 language sql immutable
 as $$
@@ -7124,7 +7134,7 @@ as $$
     ('channel', '{producer,consumer,admin,raw}'::text[]),
     ('version', '{producer,consumer,admin,raw,reader}'::text[])
 $$;
-comment on function pgqueue._access() is
+comment on function pgqueue._access_matrix() is
 'Which verbs each kind of access may call. grant_access and revoke_access stay with the owner.';
 
 create function pgqueue._verbs(access text)
@@ -7132,7 +7142,7 @@ returns setof regprocedure
 language sql stable
 as $$
     select p.oid::regprocedure
-    from pgqueue._access() a
+    from pgqueue._access_matrix() a
     join pg_catalog.pg_proc p on p.proname = a.verb and p.pronamespace = 'pgqueue'::regnamespace
     where access = any (a.allowed_to)
 $$;
@@ -7227,7 +7237,7 @@ $$;
 comment on function pgqueue._apply_access(name, text) is
 'Grants what a kind of access consists of.';
 
-create function pgqueue._keep_private(relation regclass)
+create function pgqueue._revoke_default_privileges(relation regclass)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -7249,14 +7259,14 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._keep_private(regclass) is
+comment on function pgqueue._revoke_default_privileges(regclass) is
 'Takes back what the default privileges of its owner granted on a new table or sequence.';
 
-create function pgqueue._take_turns()
+create function pgqueue._serialize_grants()
 returns void
 language sql volatile
 as $$ select pg_advisory_xact_lock(pgqueue._lock_key('')) $$;
-comment on function pgqueue._take_turns() is
+comment on function pgqueue._serialize_grants() is
 'Lets grants wait for each other: PostgreSQL fails where two change the privileges of one function at once. No queue has this name.';
 
 create function pgqueue.grant_access(role_name name, access text)
@@ -7266,7 +7276,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pgqueue._check_access(role_name collate "C", access);
-    perform pgqueue._take_turns();
+    perform pgqueue._serialize_grants();
     perform pgqueue._apply_access(role_name, access);
 end;
 $$;
@@ -7288,8 +7298,8 @@ begin
     if role_name collate "C" = current_user then
         perform pgqueue._raise_invalid('role_name', role_name, 'another role than the owner of pgqueue, whose access is not granted');
     end if;
-    perform pgqueue._take_turns();
-    perform pgqueue._check_snapshot(format('the privileges of role %I', role_name));
+    perform pgqueue._serialize_grants();
+    perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
     kept := array(
         select k from unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
         where k <> access and pgqueue._has_access(role_name collate "C", k));

@@ -9,18 +9,18 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    if pgqueue._hold_unarchived(queue_name) then
+    if pgqueue._lock_queue_without_archive(queue_name) then
         delete from pgqueue.messages m
         where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
             and m.claim_token = ack.claim_token and m.claimed_attempt = m.attempt_count;
         if found then
             return true;
         end if;
-    elsif pgqueue._archive(queue_name, array[id], claim_token) <> '{}' then
+    elsif pgqueue._ack_to_archive(queue_name, array[id], claim_token) <> '{}' then
         return true;
     end if;
     perform pgqueue._check_claim(id, claim_token);
-    perform pgqueue._find_queue(queue_name);
+    perform pgqueue._get_locked_queue(queue_name);
     return false;
 end;
 $$;
@@ -38,21 +38,21 @@ as $$
 declare
     acked int;
 begin
-    if pgqueue._hold_unarchived(queue_name) then
+    if pgqueue._lock_queue_without_archive(queue_name) then
         delete from pgqueue.messages m
-        using pgqueue._keys(ack_batch.queue_name collate "C", ids) k
-        where pgqueue._is_at(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
             and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
         get diagnostics acked = row_count;
     else
-        acked := cardinality(pgqueue._archive(queue_name, ids, claim_token));
+        acked := cardinality(pgqueue._ack_to_archive(queue_name, ids, claim_token));
     end if;
     if acked = 0 then
         if ids is null then
             perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
         end if;
         perform pgqueue._check_claim(0, claim_token);
-        perform pgqueue._find_queue(queue_name);
+        perform pgqueue._get_locked_queue(queue_name);
     end if;
     return acked;
 end;

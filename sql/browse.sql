@@ -9,7 +9,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
 begin
     if state is null or state not in ('ready', 'inflight', 'scheduled') then
         perform pgqueue._raise_invalid('state', state,
@@ -64,7 +64,7 @@ as $$
 begin
     -- What a queue never delivered outlives it.
     if not exists (select from pgqueue.dead_messages d where d.queue_name = browse_dead_messages.queue_name collate "C") then
-        perform pgqueue._look_at(queue_name);
+        perform pgqueue._get_unlocked_queue(queue_name);
     end if;
     perform pgqueue._check_page(max_messages, after_id);
     return query

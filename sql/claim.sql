@@ -1,14 +1,14 @@
 -- A message is lent: hidden for a while, its attempt counted, its claim fenced by a token.
 -- A claim starts where the never-claimed messages begin; what lies below is the sweep's.
 
-create or replace function pgqueue._pick(q pgqueue.queues, at timestamptz, wanted int)
+create or replace function pgqueue._claim_candidates(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    now_micros constant bigint := pgqueue._micros(at);
-    fresh bigint := pgqueue._value_of(q.fresh_register);
+    now_micros constant bigint := pgqueue._to_micros(at);
+    fresh bigint := pgqueue._register_value(q.fresh_from_id);
     due bigint;
     next_sweep bigint;
     picks bigint[] := '{}'::bigint[];
@@ -20,12 +20,12 @@ begin
         return picks;
     end if;
 
-    due := pgqueue._value_of(q.due_register);
+    due := pgqueue._register_value(q.first_due_at);
     if due <= now_micros then
-        picks := pgqueue._promote(q, at, wanted, pgqueue._moment(due - 1));
+        picks := pgqueue._promote_due(q, at, wanted, pgqueue._from_micros(due - 1));
     end if;
     -- A turn that is further off than any sweep may take was set by a clock that was wrong.
-    next_sweep := pgqueue._value_of(q.sweep_register);
+    next_sweep := pgqueue._register_value(q.next_sweep_at);
     if next_sweep > now_micros + 15000000 then
         next_sweep := 0;
     end if;
@@ -43,7 +43,7 @@ begin
         );
         last_id := found_ids[cardinality(found_ids)];
         if last_id >= fresh then
-            fresh := setval(q.fresh_register, last_id + 1);
+            fresh := setval(q.fresh_from_id, last_id + 1);
         end if;
         picks := picks || found_ids;
     end if;
@@ -56,7 +56,7 @@ begin
         where m.queue_name = q.name and m.id >= fresh
         order by m.id desc limit 1;
         if found then
-            fresh := setval(q.fresh_register, last_id);
+            fresh := setval(q.fresh_from_id, last_id);
             swept := false;
         end if;
         if not swept then
@@ -66,23 +66,25 @@ begin
     return picks;
 end;
 $$;
-comment on function pgqueue._pick(pgqueue.queues, timestamptz, int) is
+comment on function pgqueue._claim_candidates(pgqueue.queues, timestamptz, int) is
 'The ids of up to wanted messages that are ready, locked for the caller to claim or take.';
 
-create or replace function pgqueue._grab(queue_name text, max_messages int, visibility_timeout interval)
+create or replace function pgqueue._claim_candidates_fast(
+    queue_name text, max_messages int, visibility_timeout interval
+)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     at timestamptz;
-    fresh_register regclass;
+    fresh_from_id regclass;
     fresh bigint;
     plain boolean;
     picks bigint[];
     q pgqueue.queues;
 begin
-    if not pgqueue._hold_queue(queue_name) then
+    if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
 
@@ -90,37 +92,37 @@ begin
     -- The common case in few steps, as every expression costs a transaction its preparation: the arguments are
     -- good, nothing is paused, due or to be swept, and enough is ready above fresh. All else is done below.
     select
-        w.fresh_register, pg_sequence_last_value(w.fresh_register),
+        w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
         w.paused_at is null and max_messages between 1 and 10000
-            and coalesce(pgqueue._is_within(_grab.visibility_timeout, '1 s', '43200 s'), true)
-            and pg_sequence_last_value(w.due_register) > pgqueue._micros(at)
-            and pg_sequence_last_value(w.sweep_register) - pgqueue._micros(at) between 1 and 15000000
-    into fresh_register, fresh, plain
+            and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
+            and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
+            and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between 1 and 15000000
+    into fresh_from_id, fresh, plain
     from pgqueue.queues w
-    where w.name = queue_name collate "C" and pg_relation_filenode(w.fresh_register) is not null;
+    where w.name = queue_name collate "C" and pg_relation_filenode(w.fresh_from_id) is not null;
     if plain then
         picks := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = _grab.queue_name collate "C" and m.id >= fresh and m.visible_at <= at
+            where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh and m.visible_at <= at
                 and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
             order by m.id limit max_messages for update skip locked
         );
         -- Null, and the register as it was, where fewer were found.
-        fresh := setval(fresh_register, picks[max_messages] + 1);
+        fresh := setval(fresh_from_id, picks[max_messages] + 1);
         if fresh is not null then
             return picks;
         end if;
     end if;
 
-    q := pgqueue._find_queue(queue_name);
+    q := pgqueue._get_locked_queue(queue_name);
     if max_messages is null or max_messages not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
     end if;
     perform pgqueue._check_visibility_timeout(visibility_timeout);
-    return pgqueue._pick(q, at, max_messages);
+    return pgqueue._claim_candidates(q, at, max_messages);
 end;
 $$;
-comment on function pgqueue._grab(text, int, interval) is
+comment on function pgqueue._claim_candidates_fast(text, int, interval) is
 'The ids of up to max_messages messages that are ready, locked for the caller to claim or take; raises what claim raises.';
 
 create or replace function pgqueue.claim(
@@ -139,12 +141,12 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    picks constant bigint[] := pgqueue._grab(queue_name, max_messages, visibility_timeout);
+    picks constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
 begin
     return query
     update pgqueue.messages m
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
-    set visible_at = pgqueue._after((select pgqueue._now()), coalesce(
+    set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
             claim.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name collate "C"))),
         attempt_count = m.attempt_count + 1,
@@ -152,8 +154,8 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = claim.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._keys(claim.queue_name collate "C", picks) k
-    where pgqueue._is_at(m.queue_name, m.id, claim.queue_name collate "C", k.names, k.ids, k.id)
+    from pgqueue._lookup_keys(claim.queue_name collate "C", picks) k
+    where pgqueue._matches_key(m.queue_name, m.id, claim.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;

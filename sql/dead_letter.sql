@@ -1,6 +1,6 @@
 -- What was given up comes back, or goes for good.
 
-create or replace function pgqueue._bury_delayed(q pgqueue.queues)
+create or replace function pgqueue._dead_letter_delayed(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -13,7 +13,7 @@ begin
     -- and once for all.
     for source in
         select * from (values
-            ('pgqueue.scheduled_messages'::regclass, 'due_at'), (pgqueue._partition(q), 'visible_at')
+            ('pgqueue.scheduled_messages'::regclass, 'due_at'), (pgqueue._partition_of(q), 'visible_at')
         ) as s (relation, moment)
     loop
         execute format(
@@ -30,7 +30,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._bury_delayed(pgqueue.queues) is
+comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
 'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';
 
 create or replace function pgqueue.redrive(
@@ -45,7 +45,7 @@ set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     picks bigint[];
     redriven int;
 begin
@@ -59,14 +59,14 @@ begin
             order by d.id limit max_messages for update skip locked);
     else
         picks := array(
-            select d.id from pgqueue.dead_messages d, pgqueue._keys(q.name, ids) k
-            where pgqueue._is_at(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
+            select d.id from pgqueue.dead_messages d, pgqueue._lookup_keys(q.name, ids) k
+            where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
             order by d.id limit max_messages for update of d skip locked);
     end if;
     with revived as (
         delete from pgqueue.dead_messages d
-        using pgqueue._keys(q.name, picks) k
-        where pgqueue._is_at(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(q.name, picks) k
+        where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
         returning d.*
     )
     insert into pgqueue.scheduled_messages (
@@ -80,7 +80,7 @@ begin
     from revived r;
     get diagnostics redriven = row_count;
     if redriven > 0 then
-        perform pgqueue._schedule_by(q, at - (redriven - 1) * interval '1 microsecond');
+        perform pgqueue._announce_due(q, at - (redriven - 1) * interval '1 microsecond');
     end if;
     return redriven;
 end;
@@ -101,10 +101,10 @@ declare
     purged bigint;
 begin
     -- What a queue never delivered outlives it.
-    if not pgqueue._hold_queue(queue_name)
+    if not pgqueue._lock_queue(queue_name)
         or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name collate "C")
     then
-        perform pgqueue._find_queue(queue_name);
+        perform pgqueue._get_locked_queue(queue_name);
     end if;
     if ids is null then
         picks := array(
@@ -113,13 +113,13 @@ begin
             order by d.id for update);
     else
         picks := array(
-            select d.id from pgqueue.dead_messages d, pgqueue._keys(purge_dead_messages.queue_name collate "C", ids) k
-            where pgqueue._is_at(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
+            select d.id from pgqueue.dead_messages d, pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", ids) k
+            where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
             order by d.id for update of d);
     end if;
     delete from pgqueue.dead_messages d
-    using pgqueue._keys(purge_dead_messages.queue_name collate "C", picks) k
-    where pgqueue._is_at(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
+    using pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", picks) k
+    where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
     get diagnostics purged = row_count;
     return purged;
 end;

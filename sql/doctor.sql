@@ -38,7 +38,7 @@ $$;
 comment on function pgqueue._horizon_holders() is
 'Who keeps vacuum from removing dead rows: open transactions, prepared ones, abandoned replication slots.';
 
-create or replace function pgqueue._orphans()
+create or replace function pgqueue._orphaned_messages()
 returns table (table_name text, queue_name text)
 language sql stable
 as $$
@@ -66,7 +66,7 @@ as $$
     where a.queue_name is not null
         and not exists (select from pgqueue.queues q where q.name = a.queue_name)
 $$;
-comment on function pgqueue._orphans() is
+comment on function pgqueue._orphaned_messages() is
 'Names under which there are messages though no such queue exists: inserted by plain SQL, or, dead ones, left when it was dropped.';
 
 create or replace function pgqueue._missing_index(q pgqueue.queues)
@@ -74,40 +74,40 @@ returns text
 language sql stable
 as $$
     select pg_catalog.format(
-        'create index concurrently on %s (%s) where expires_at is not null;', pgqueue._partition(q), keys)
+        'create index concurrently on %s (%s) where expires_at is not null;', pgqueue._partition_of(q), keys)
     from (
         -- As the relation of a transport shows it, where there is one.
         select case
-            when pg_catalog.to_regclass(pgqueue._row_of_transport(q)) is not null then '(expires_at AT TIME ZONE ''UTC''::text)'
+            when pg_catalog.to_regclass(pgqueue._transport_table(q)) is not null then '(expires_at AT TIME ZONE ''UTC''::text)'
             else 'queue_name, expires_at'
         end
     ) w (keys)
     where not exists (
         select from pg_catalog.pg_index x
-        where x.indrelid = pgqueue._partition(q) and x.indisvalid
+        where x.indrelid = pgqueue._partition_of(q) and x.indisvalid
             and position(format('(%s', keys) in pg_catalog.pg_get_indexdef(x.indexrelid)) > 0
     )
 $$;
 comment on function pgqueue._missing_index(pgqueue.queues) is
 'The statement that makes the index purge_expired goes by; null where there is one.';
 
-create or replace function pgqueue._misplaced()
+create or replace function pgqueue._misplaced_messages()
 returns table (queue_name text, id bigint)
 language sql stable
 as $$
-    -- The first one of every stretch. A message that just came back is noted in returns by the same transaction.
+    -- The first one of every stretch. A message that just came back is noted in requeued_messages by the same transaction.
     select s.queue_name, m.id
-    from pgqueue.sweeps s
-    cross join lateral unnest(s.dead_ids) as d
+    from pgqueue.sweep_state s
+    cross join lateral unnest(s.vacant_ids) as d
     cross join lateral (
         select c.id from pgqueue.messages c
         where c.queue_name = s.queue_name and c.id >= coalesce(lower(d), 0) and c.id < upper(d)
-            and not exists (select from pgqueue.returns r where r.queue_name = c.queue_name and r.id = c.id)
+            and not exists (select from pgqueue.requeued_messages r where r.queue_name = c.queue_name and r.id = c.id)
         order by c.id limit 1
     ) m
 $$;
-comment on function pgqueue._misplaced() is
-'Messages at ids that sweeps skip and that are not noted in returns either.';
+comment on function pgqueue._misplaced_messages() is
+'Messages at ids that sweeps skip and that are not noted in requeued_messages either.';
 
 create or replace function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding
@@ -135,7 +135,7 @@ begin
         (select max(m.id) from pgqueue.messages m where m.queue_name = q.name),
         (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name),
         (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name),
-        (select w.settled_id from pgqueue.sweeps w where w.queue_name = q.name));
+        (select w.settled_id from pgqueue.sweep_state w where w.queue_name = q.name));
     select t.last_value - (not t.is_called)::int into last_id from pgqueue.message_id t;
     if top_id > last_id then
         -- Set back, as by a restore of the tables alone, or ids set by hand: it goes on behind them. Not so far that ids
@@ -145,7 +145,7 @@ begin
             (select max(m.id) from pgqueue.messages m where m.queue_name = q.name and m.id <= reach_id),
             (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id <= reach_id),
             (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name and d.id <= reach_id),
-            (select w.settled_id from pgqueue.sweeps w where w.queue_name = q.name));
+            (select w.settled_id from pgqueue.sweep_state w where w.queue_name = q.name));
         return next row('error', q.name, 'ids_above_sequence',
             format('the queue has known the id %s, which the sequence pgqueue.message_id has not reached: messages sent now are found late or never, claims may fail, and so will the enqueue that gets the id of another message', top_id),
             case when near_id > last_id then
@@ -155,16 +155,16 @@ begin
                 ' update pgqueue.scheduled_messages set id = nextval(''pgqueue.message_id'') where queue_name = %1$L and id > %2$s;'
                 ' update pgqueue.dead_messages set id = nextval(''pgqueue.message_id'') where queue_name = %1$L and id > %2$s;'
                 ' select setval(%3$L, greatest(1, min(id))) from pgqueue.messages where queue_name = %1$L;',
-                q.name, last_id, q.fresh_register)
+                q.name, last_id, q.fresh_from_id)
             end)::pgqueue.finding;
         -- The figures below would be wrong.
         return;
     end if;
 
-    if to_regclass(pgqueue._row_of_transport(q)) is not null then
+    if to_regclass(pgqueue._transport_table(q)) is not null then
         execute format(
             'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register from %s t',
-            pgqueue._partition(q), pgqueue._row_of_transport(q))
+            pgqueue._partition_of(q), pgqueue._transport_table(q))
         into top_id, register;
         execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_id;
         if top_id > last_id then
@@ -173,9 +173,9 @@ begin
                 format(
                     'select setval(%1$L, greatest(%2$s, pg_sequence_last_value(%1$L)));'
                     ' update %3$s set transport_seq = nextval(%1$L) where transport_seq < (select t.head from %4$s t);',
-                    register, top_id, pgqueue._partition(q), pgqueue._row_of_transport(q)))::pgqueue.finding;
+                    register, top_id, pgqueue._partition_of(q), pgqueue._transport_table(q)))::pgqueue.finding;
         end if;
-        execute format('select t.next_at from %s t where t.next_at > $1', pgqueue._row_of_transport(q))
+        execute format('select t.next_at from %s t where t.next_at > $1', pgqueue._transport_table(q))
         into ahead_until using at + interval '1 min';
         if ahead_until is not null then
             return next row('warning', q.name, 'clock_ahead',
@@ -220,14 +220,14 @@ begin
     from (
         (
             select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
+            where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
             order by m.id limit 1000
         )
         union all
         (
             -- What came back lies below the head.
             select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at
-            from pgqueue.messages m, pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._head_of(q.name))), 1000) c
+            from pgqueue.messages m, pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), 1000) c
             where m.queue_name = q.name and m.id = any (c.ids)
         )
     ) w;
@@ -260,12 +260,12 @@ begin
     index_statement := pgqueue._missing_index(q);
     if shortest is not null and index_statement is not null then
         return next row('warning', q.name, 'missing_index',
-            format('messages expire, and %s has no index on expires_at: purge_expired reads the whole queue', pgqueue._partition(q)),
+            format('messages expire, and %s has no index on expires_at: purge_expired reads the whole queue', pgqueue._partition_of(q)),
             index_statement)::pgqueue.finding;
     end if;
 
-    select w.noted_at, w.writers into since, pending from pgqueue.sweeps w where w.queue_name = q.name;
-    if at - since > interval '1 min' and pending && pgqueue._writers() then
+    select w.bound_at, w.writers into since, pending from pgqueue.sweep_state w where w.queue_name = q.name;
+    if at - since > interval '1 min' and pending && pgqueue._running_writers() then
         return next row('warning', q.name, 'long_writer',
             format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps walk over all that was consumed since', at - since),
             'select pid, virtualtransaction from pg_locks where relation = ''pgqueue.messages''::regclass;')::pgqueue.finding;
@@ -294,7 +294,7 @@ begin
             q.name, coalesce(q.archive_for::text, 'null'), case when q.archive_for is null then 'archive' else 'delete' end),
         format('select pgqueue.alter_queue(%L, archive_for => %L);', q.name, coalesce(q.archive_for, '0'))
     from pgqueue.queues q
-    where (q.archive_for is null) <> (to_regclass(pgqueue._archive_mark(q.name)) is null)
+    where (q.archive_for is null) <> (to_regclass(pgqueue._archive_marker(q.name)) is null)
     order by q.name;
 
     select count(*), bool_or(u.finished_at > at + interval '1 day') into unfiled, is_ahead
@@ -310,16 +310,16 @@ begin
     end if;
 
     if exists (select from pgqueue.queues q where q.archive_for is not null)
-        and not coalesce(pgqueue._has_day(pgqueue._day(at)) and pgqueue._has_day(pgqueue._day(at) + 1), false)
+        and not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)) and pgqueue._has_day_partition(pgqueue._utc_day(at) + 1), false)
     then
         return next row('warning', null, 'missing_archive_day',
             'pgqueue.archived_messages has no partition for today or tomorrow: what is acknowledged is filed later',
             repair)::pgqueue.finding;
     end if;
 
-    select count(*), bool_and(pgqueue._is_empty_day(d)) into overdue, is_empty
-    from pgqueue._unwanted_days(at) d
-    where d < pgqueue._day(pgqueue._unwanted_before(at)) - 1;
+    select count(*), bool_and(pgqueue._is_day_empty(d)) into overdue, is_empty
+    from pgqueue._expired_days(at) d
+    where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
     if overdue > 0 and not is_empty or overdue > 30 then
         return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
             format('%s days of the archive that no queue wants any more %s', overdue,
@@ -359,7 +359,7 @@ begin
         case o.table_name when 'dead_messages' then 'undelivered_messages' else 'orphaned_messages' end,
         format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, o.queue_name),
         format('select pgqueue.create_queue(%L);', o.queue_name)
-    from pgqueue._orphans() o;
+    from pgqueue._orphaned_messages() o;
 
     return query
     select
@@ -381,8 +381,8 @@ begin
     select
         'warning', null::text, 'unfit_keys',
         'pgqueue came here from another major version of PostgreSQL, with the way in which that one finds messages by their ids: calls cost a tenth more, or read whole queues',
-        'select pgqueue._fit_keys();'
-    where not pgqueue._has_fit_keys();
+        'select pgqueue._install_key_lookup();'
+    where not pgqueue._has_current_key_lookup();
 
     return query
     select
@@ -429,12 +429,12 @@ begin
         format('message %s, the first, lies where no sweep looks: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
             min(m.id)),
         format(
-            'insert into pgqueue.returns (queue_name, check_at, id) select m.queue_name, ''-infinity'', m.id'
-            ' from pgqueue.sweeps s, unnest(s.dead_ids) d, pgqueue.messages m'
+            'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, ''-infinity'', m.id'
+            ' from pgqueue.sweep_state s, unnest(s.vacant_ids) d, pgqueue.messages m'
             ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id <@ d'
-            ' and not exists (select from pgqueue.returns r where r.queue_name = m.queue_name and r.id = m.id);',
+            ' and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id);',
             m.queue_name)
-    from pgqueue._misplaced() m
+    from pgqueue._misplaced_messages() m
     group by m.queue_name
     order by m.queue_name;
 
@@ -459,7 +459,7 @@ begin
     for q in select queues.* from pgqueue.queues order by queues.name loop
         findings := '{}';
         begin
-            if pgqueue._is_there(q) then
+            if pgqueue._try_lock_existing_queue(q) then
                 findings := array(select f from pgqueue._queue_findings(q, at, peek_delay) f);
             end if;
             -- Only an error gives the lock back before the transaction ends, and thousands would fill the lock table.

@@ -42,10 +42,10 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if delay is null or not pgqueue._is_within(delay, '0', '3652.5 days') then
+    if delay is null or not pgqueue._is_interval_between(delay, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
-    if not pgqueue._is_within(expires_in, '0', '3652.5 days') then
+    if not pgqueue._is_interval_between(expires_in, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years (3652.5 days), or null for never');
     end if;
 end;
@@ -53,7 +53,7 @@ $$;
 comment on function pgqueue._check_enqueue(interval, interval) is
 'Raises 22023 for a delay or an expires_in that is out of bounds.';
 
-create or replace function pgqueue._schedule_by(q pgqueue.queues, due_at timestamptz)
+create or replace function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -61,19 +61,19 @@ as $$
 begin
     -- Who prepares to wait knows by this lock that somebody sends; it comes before the look at the register.
     lock table only pgqueue.messages in row exclusive mode;
-    if pgqueue._micros(due_at) < pg_sequence_last_value(q.due_register) then
-        perform setval(q.due_register, pgqueue._micros(due_at));
+    if pgqueue._to_micros(due_at) < pg_sequence_last_value(q.first_due_at) then
+        perform setval(q.first_due_at, pgqueue._to_micros(due_at));
     end if;
-    if to_regclass(pgqueue._row_of_transport(q)) is not null then
+    if to_regclass(pgqueue._transport_table(q)) is not null then
         -- Who reads the relation waits for this moment, which a clock that was wrong may have put off.
-        execute format('update %s set next_at = ''-infinity'' where next_at > $1', pgqueue._row_of_transport(q))
+        execute format('update %s set next_at = ''-infinity'' where next_at > $1', pgqueue._transport_table(q))
         using pgqueue._now() + interval '1 min';
     end if;
     -- Who waits may sleep past this moment.
     perform pgqueue._wake_waiting(q, pgqueue._now());
 end;
 $$;
-comment on function pgqueue._schedule_by(pgqueue.queues, timestamptz) is
+comment on function pgqueue._announce_due(pgqueue.queues, timestamptz) is
 'Lets claims look for scheduled messages from this moment on, and consumers that wait reckon with it.';
 
 create or replace function pgqueue._enqueue(
@@ -91,7 +91,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     new_id bigint;
 begin
     perform pgqueue._check_enqueue(delay, expires_in);
@@ -101,16 +101,16 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         values (
-            q.name, pgqueue._after(at, delay), at, q.max_attempts, pgqueue._after(at, expires_in), message_id, payload, body, headers
+            q.name, pgqueue._add_interval(at, delay), at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers
         )
         returning scheduled_messages.id into new_id;
-        perform pgqueue._schedule_by(q, pgqueue._after(at, delay));
+        perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay));
     else
         insert into pgqueue.messages (
             queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         values (
-            q.name, at, at, q.max_attempts, pgqueue._after(at, expires_in), message_id, payload, body, headers
+            q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers
         )
         returning messages.id into new_id;
         perform pgqueue._wake_waiting(q, at);
@@ -139,7 +139,7 @@ declare
     at constant timestamptz := pgqueue._now();
     new_id bigint;
 begin
-    if not pgqueue._hold_queue(queue_name) then
+    if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     -- The common message in one statement, as every further one, and every expression, costs a transaction
@@ -150,9 +150,9 @@ begin
     where q.name = enqueue.queue_name collate "C"
         and case
             -- The snapshot of a repeatable read may be older than a drop_queue, and to read a register that is gone fails.
-            when pg_relation_filenode(q.waiting_register) is null then false
-            when pg_sequence_last_value(q.waiting_register) <= pgqueue._micros(at) then true
-            when pg_sequence_last_value(q.waiting_register) <= pgqueue._micros(at + interval '24 h')
+            when pg_relation_filenode(q.waiting_until) is null then false
+            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) then true
+            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at + interval '24 h')
                 then pg_notify(pgqueue.channel(q.name), '') is not null
         end
         and enqueue.body is null and enqueue.delay = interval '0' and enqueue.expires_in is null
@@ -189,7 +189,7 @@ set plan_cache_mode = force_generic_plan
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     n constant int := coalesce(cardinality(payloads), cardinality(bodies), 0);
     ids bigint[];
     due_at timestamptz;
@@ -208,7 +208,7 @@ begin
     where a.given <> n;
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(d, null) from unnest(delays) as d
-    where not pgqueue._is_within(d, '0', '3652.5 days');
+    where not pgqueue._is_interval_between(d, '0', '3652.5 days');
     perform pgqueue._check_content(q, c.payload, c.body, c.headers)
     from unnest(payloads, bodies, headers) as c (payload, body, headers)
     where c.payload is null or c.body is not null or c.headers is not null
@@ -222,7 +222,7 @@ begin
         id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
     )
     select
-        u.id, q.name, at, at, q.max_attempts, pgqueue._after(at, expires_in), u.message_id, u.payload, u.body, u.headers
+        u.id, q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), u.message_id, u.payload, u.body, u.headers
     from unnest(ids, payloads, bodies, headers, message_ids, delays) as u (id, payload, body, headers, message_id, delay)
     where coalesce(u.delay, enqueue_batch.delay) = interval '0';
     if found then
@@ -235,8 +235,8 @@ begin
                 id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
             )
             select
-                d.id, q.name, pgqueue._after(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
-                pgqueue._after(at, expires_in), d.message_id, d.payload, d.body, d.headers
+                d.id, q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
+                pgqueue._add_interval(at, expires_in), d.message_id, d.payload, d.body, d.headers
             -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
             from (
                 select u.id, u.payload, u.body, u.headers, u.message_id, w.delay,
@@ -250,7 +250,7 @@ begin
         )
         select min(d.due_at) into due_at from delayed d;
         if due_at is not null then
-            perform pgqueue._schedule_by(q, due_at);
+            perform pgqueue._announce_due(q, due_at);
         end if;
     end if;
     return query select i from unnest(ids) as i;

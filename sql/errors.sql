@@ -209,7 +209,7 @@ begin
     raise exception using
         errcode = 'PQ008',
         message = format('stream %L of queue %L has lost %s of %s messages of batch %s: %s',
-            s.stream_name, s.queue_name, cardinality(lost), cardinality(s.ids), s.acked_seq + 1, pgqueue._some(lost)),
+            s.stream_name, s.queue_name, cardinality(lost), cardinality(s.ids), s.acked_seq + 1, pgqueue._format_ids(lost)),
         detail = format('Reserved at %s until %s.', s.claimed_at, s.claimed_until),
         hint = 'The reservation ran out and others were given them, or they were purged. Go on without them by fail_on_data_loss => false, or by pgqueue.stream_skip; reserve for longer, or extend more often.';
 end;
@@ -226,7 +226,7 @@ begin
     raise exception using
         errcode = 'PQ009',
         message = format('stream %L of queue %L gives batch %s up after %s replays: messages %s',
-            s.stream_name, s.queue_name, s.acked_seq + 1, s.replays, pgqueue._some(s.ids)),
+            s.stream_name, s.queue_name, s.acked_seq + 1, s.replays, pgqueue._format_ids(s.ids)),
         hint = format('Move it, or those of its ids that are the cause, to the dead letters: select pgqueue.stream_skip(%L, %L, %s); or allow more replays.',
             s.queue_name, s.stream_name, s.acked_seq + 1);
 end;
@@ -269,14 +269,14 @@ $$;
 comment on function pgqueue._raise_in_row(text, int, int, text, text) is
 'Raises an error of one message again, with the row it is about.';
 
-create or replace function pgqueue._some(ids bigint[])
+create or replace function pgqueue._format_ids(ids bigint[])
 returns text
 language sql immutable parallel safe
 as $$
     select array_to_string(ids[:20], ', ')
         || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
 $$;
-comment on function pgqueue._some(bigint[]) is
+comment on function pgqueue._format_ids(bigint[]) is
 'The first 20 ids, and how many more there are, for a message.';
 
 create or replace function pgqueue._raise_role_not_found(role_name name)

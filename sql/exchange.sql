@@ -26,32 +26,32 @@ begin
         if claim_token is null then
             perform pgqueue._check_claim(0, claim_token);
         end if;
-        if pgqueue._hold_unarchived(queue_name) then
+        if pgqueue._lock_queue_without_archive(queue_name) then
             with gone as (
                 delete from pgqueue.messages m
-                using pgqueue._keys(exchange.queue_name collate "C", ids) k
-                where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
+                using pgqueue._lookup_keys(exchange.queue_name collate "C", ids) k
+                where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
                     and m.claim_token = exchange.claim_token and m.claimed_attempt = m.attempt_count
                 returning m.id
             )
             select array_agg(g.id) into acked from gone g;
         else
-            acked := pgqueue._archive(queue_name, ids, claim_token);
+            acked := pgqueue._ack_to_archive(queue_name, ids, claim_token);
         end if;
         if cardinality(acked) is distinct from given then
             return query
             select
                 i, exchange.queue_name, null::jsonb, null::bytea, null::jsonb, null::uuid, null::int, null::int,
                 null::timestamptz, null::timestamptz, null::timestamptz, null::text, null::uuid, null::text, true
-            from unnest(pgqueue._without(ids, acked)) as i
+            from unnest(pgqueue._array_except(ids, acked)) as i
             where i is not null;
         end if;
     end if;
-    picks := pgqueue._grab(queue_name, max_messages, visibility_timeout);
+    picks := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
     return query
     update pgqueue.messages m
     -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
-    set visible_at = pgqueue._after((select pgqueue._now()), coalesce(
+    set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
             exchange.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name collate "C"))),
         attempt_count = m.attempt_count + 1,
@@ -59,8 +59,8 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = exchange.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._keys(exchange.queue_name collate "C", picks) k
-    where pgqueue._is_at(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
+    from pgqueue._lookup_keys(exchange.queue_name collate "C", picks) k
+    where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
 end;

@@ -9,7 +9,7 @@ set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     picks bigint[];
     scheduled_picks bigint[];
     purged int;
@@ -30,16 +30,16 @@ begin
         order by s.expires_at limit batch_size - cardinality(picks) for update skip locked);
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._keys(q.name, picks) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(q.name, picks) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         returning
             m.id, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     ),
     gone_scheduled as (
         delete from pgqueue.scheduled_messages s
-        using pgqueue._keys(q.name, scheduled_picks) k
-        where pgqueue._is_at(s.queue_name, s.id, q.name, k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(q.name, scheduled_picks) k
+        where pgqueue._matches_key(s.queue_name, s.id, q.name, k.names, k.ids, k.id)
         returning
             s.id, s.enqueued_at, s.attempt_count, s.max_attempts, s.expires_at, s.message_id,
             s.payload, s.body, s.headers, s.claimed_by, s.last_error, s.transport_headers

@@ -28,12 +28,12 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_visibility_timeout(visibility_timeout);
     update pgqueue.messages m
-    set visible_at = pgqueue._after(pgqueue._now(), coalesce(extend.visibility_timeout, q.visibility_timeout))
+    set visible_at = pgqueue._add_interval(pgqueue._now(), coalesce(extend.visibility_timeout, q.visibility_timeout))
     where m.queue_name = q.name and m.id = extend.id
         and m.claim_token = extend.claim_token and m.claimed_attempt = m.attempt_count;
     return found;
@@ -53,7 +53,7 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
     if ids is null then
         perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
@@ -62,9 +62,9 @@ begin
     perform pgqueue._check_visibility_timeout(visibility_timeout);
     return query
     update pgqueue.messages m
-    set visible_at = pgqueue._after((select pgqueue._now()), coalesce(extend_batch.visibility_timeout, q.visibility_timeout))
-    from pgqueue._keys(q.name, ids) k
-    where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+    set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(extend_batch.visibility_timeout, q.visibility_timeout))
+    from pgqueue._lookup_keys(q.name, ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and m.claim_token = extend_batch.claim_token and m.claimed_attempt = m.attempt_count
     returning m.id;
 end;

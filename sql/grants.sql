@@ -1,6 +1,6 @@
 -- Who may do what, on one page: the verbs that a role may call are its privileges.
 
-create or replace function pgqueue._access()
+create or replace function pgqueue._access_matrix()
 returns table (verb text, allowed_to text[])
 language sql immutable
 as $$
@@ -65,7 +65,7 @@ as $$
     ('channel', '{producer,consumer,admin,raw}'::text[]),
     ('version', '{producer,consumer,admin,raw,reader}'::text[])
 $$;
-comment on function pgqueue._access() is
+comment on function pgqueue._access_matrix() is
 'Which verbs each kind of access may call. grant_access and revoke_access stay with the owner.';
 
 create or replace function pgqueue._verbs(access text)
@@ -73,7 +73,7 @@ returns setof regprocedure
 language sql stable
 as $$
     select p.oid::regprocedure
-    from pgqueue._access() a
+    from pgqueue._access_matrix() a
     join pg_catalog.pg_proc p on p.proname = a.verb and p.pronamespace = 'pgqueue'::regnamespace
     where access = any (a.allowed_to)
 $$;
@@ -168,7 +168,7 @@ $$;
 comment on function pgqueue._apply_access(name, text) is
 'Grants what a kind of access consists of.';
 
-create or replace function pgqueue._keep_private(relation regclass)
+create or replace function pgqueue._revoke_default_privileges(relation regclass)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -190,14 +190,14 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._keep_private(regclass) is
+comment on function pgqueue._revoke_default_privileges(regclass) is
 'Takes back what the default privileges of its owner granted on a new table or sequence.';
 
-create or replace function pgqueue._take_turns()
+create or replace function pgqueue._serialize_grants()
 returns void
 language sql volatile
 as $$ select pg_advisory_xact_lock(pgqueue._lock_key('')) $$;
-comment on function pgqueue._take_turns() is
+comment on function pgqueue._serialize_grants() is
 'Lets grants wait for each other: PostgreSQL fails where two change the privileges of one function at once. No queue has this name.';
 
 create or replace function pgqueue.grant_access(role_name name, access text)
@@ -207,7 +207,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pgqueue._check_access(role_name collate "C", access);
-    perform pgqueue._take_turns();
+    perform pgqueue._serialize_grants();
     perform pgqueue._apply_access(role_name, access);
 end;
 $$;
@@ -229,8 +229,8 @@ begin
     if role_name collate "C" = current_user then
         perform pgqueue._raise_invalid('role_name', role_name, 'another role than the owner of pgqueue, whose access is not granted');
     end if;
-    perform pgqueue._take_turns();
-    perform pgqueue._check_snapshot(format('the privileges of role %I', role_name));
+    perform pgqueue._serialize_grants();
+    perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
     kept := array(
         select k from unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
         where k <> access and pgqueue._has_access(role_name collate "C", k));

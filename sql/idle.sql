@@ -7,23 +7,23 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    swept_at timestamptz := pgqueue._moment(pg_sequence_last_value(q.sweep_register));
+    swept_at timestamptz := pgqueue._from_micros(pg_sequence_last_value(q.next_sweep_at));
 begin
     -- Where a claim found all it wanted, or never was, the register says nothing; nor does one from a clock that was
     -- wrong. It is taken for used now, once: the next sweep is due at once, as it was.
     if swept_at not between timestamptz '1970-01-02 00:00+00' and at + interval '1 min' then
         swept_at := at;
-        perform setval(q.sweep_register, pgqueue._micros(at));
+        perform setval(q.next_sweep_at, pgqueue._to_micros(at));
     end if;
     return greatest(
-        q.created_at, q.updated_at, swept_at, least(pgqueue._moment(coalesce(pg_sequence_last_value(q.waiting_register), 1)), at),
+        q.created_at, q.updated_at, swept_at, least(pgqueue._from_micros(coalesce(pg_sequence_last_value(q.waiting_until), 1)), at),
         (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
 end;
 $$;
 comment on function pgqueue._last_used_at(pgqueue.queues, timestamptz) is
 'When somebody last claimed, received, or waited for a message of the queue, by its registers: to five seconds.';
 
-create or replace function pgqueue._is_vacant(q pgqueue.queues)
+create or replace function pgqueue._is_queue_empty(q pgqueue.queues)
 returns boolean
 language sql stable
 as $$
@@ -31,10 +31,10 @@ as $$
         and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name)
         and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name)
 $$;
-comment on function pgqueue._is_vacant(pgqueue.queues) is
+comment on function pgqueue._is_queue_empty(pgqueue.queues) is
 'Whether a queue holds no message: none ready, in flight, scheduled or dead.';
 
-create or replace function pgqueue._holds_messages()
+create or replace function pgqueue._has_exclusive_lock_on_messages()
 returns boolean
 language sql volatile
 as $$
@@ -44,7 +44,7 @@ as $$
             and l.mode = 'AccessExclusiveLock' and l.granted
     )
 $$;
-comment on function pgqueue._holds_messages() is
+comment on function pgqueue._has_exclusive_lock_on_messages() is
 'Whether the transaction keeps everybody else from messages, as one does that made a dedicated table.';
 
 create or replace function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
@@ -55,7 +55,7 @@ set lock_timeout = '100 ms'
 as $$
 begin
     -- Everybody who sends or claims waits for the end of who drops a table, which may be far off.
-    if q.dedicated and not patient and not pgqueue._holds_messages() then
+    if q.dedicated and not patient and not pgqueue._has_exclusive_lock_on_messages() then
         return false;
     end if;
     -- Whoever uses it keeps it. Nobody is waited for, and nobody waits but for a queue that is gone.
@@ -63,13 +63,13 @@ begin
         return false;
     end if;
     select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
-    if not found or not pgqueue._is_vacant(q)
-        or pgqueue._last_used_at(q, at) > pgqueue._after(at, -q.expires_after_idle)
+    if not found or not pgqueue._is_queue_empty(q)
+        or pgqueue._last_used_at(q, at) > pgqueue._add_interval(at, -q.expires_after_idle)
     then
         -- Not by return: only an error gives the lock back before the transaction ends, which may take long.
         perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
     end if;
-    perform pgqueue._drop(q);
+    perform pgqueue._drop_queue(q);
     return true;
 exception
     when lock_not_available or dependent_objects_still_exist or sqlstate 'PQ004' then
@@ -90,13 +90,13 @@ declare
     q pgqueue.queues;
 begin
     -- A snapshot that is older than the lock does not show what was sent in between.
-    if pgqueue._keeps_snapshot() then
+    if pgqueue._has_fixed_snapshot() then
         return;
     end if;
     for q in
         select queues.* from pgqueue.queues
         where queues.expires_after_idle is not null
-            and queues.updated_at <= pgqueue._after(at, -queues.expires_after_idle)
+            and queues.updated_at <= pgqueue._add_interval(at, -queues.expires_after_idle)
         order by queues.name
     loop
         exit when dropped >= max_queues;

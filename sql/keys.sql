@@ -1,41 +1,41 @@
 -- Messages are found by their ids with these two alone, in functions that have enable_seqscan and
 -- enable_bitmapscan off:
--- `from pgqueue._keys(name, ids) k where pgqueue._is_at(m.queue_name, m.id, name, k.names, k.ids, k.id)`.
+-- `from pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name, k.names, k.ids, k.id)`.
 -- Both are inlined, and leave a plain `m.queue_name = name and m.id = any (ids)`. A bitmap that work_mem does not hold
 -- would have each row compared with each id: of millions for hours.
 
-create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
+create or replace function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
 returns setof record
 language sql immutable parallel safe
 as $$ select ids, null::bigint, null::text[] $$;
-comment on function pgqueue._keys(text, bigint[]) is
-'What _is_at compares messages with: a row that has all ids or, before PostgreSQL 17, a row for each, in their order.';
+comment on function pgqueue._lookup_keys(text, bigint[]) is
+'What _matches_key compares messages with: a row that has all ids or, before PostgreSQL 17, a row for each, in their order.';
 
-create or replace function pgqueue._is_at(
+create or replace function pgqueue._matches_key(
     queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
 )
 returns boolean
 language sql immutable parallel safe
 as $$ select queue_name = name and id = any (key_ids) $$;
-comment on function pgqueue._is_at(text, bigint, text, text[], bigint[], bigint) is
-'Whether a message of the queue of this name has an id that _keys returned.';
+comment on function pgqueue._matches_key(text, bigint, text, text[], bigint[], bigint) is
+'Whether a message of the queue of this name has an id that _lookup_keys returned.';
 
-create or replace function pgqueue._has_fit_keys()
+create or replace function pgqueue._has_current_key_lookup()
 returns boolean
 language sql stable
 as $$
-    select (select count(*) from pgqueue._keys('', '{1,2}'))
+    select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
         = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
 $$;
-comment on function pgqueue._has_fit_keys() is
-'Whether _keys is as the major version of the server wants it: pg_upgrade, or a dump of what is no extension, may have brought another.';
+comment on function pgqueue._has_current_key_lookup() is
+'Whether _lookup_keys is as the major version of the server wants it: pg_upgrade, or a dump of what is no extension, may have brought another.';
 
 -- Before PostgreSQL 17 a plan may read a queue from end to end, with `id = any` as a filter. It does so if it was
 -- made while the queue was small, and a session keeps it. So there each id is looked up by a join. What would let the
 -- planner walk all the same is kept from it: the name is compared with an array, so that to read the whole index in
 -- order gains nothing, and with two expressions, which prunes partitions but asks no index. Other scans are off in the
 -- verbs.
-create or replace function pgqueue._fit_keys()
+create or replace function pgqueue._install_key_lookup()
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -44,12 +44,12 @@ declare
     joins constant boolean := current_setting('server_version_num')::int < 170000;
 begin
     execute format(
-        'create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[])'
+        'create or replace function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])'
         ' returns setof record language sql immutable parallel safe as %L',
         case when joins then ' select null::bigint[], i, array[queue_name] from unnest(ids) as i order by i '
             else ' select ids, null::bigint, null::text[] ' end);
     execute format(
-        'create or replace function pgqueue._is_at('
+        'create or replace function pgqueue._matches_key('
         'queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint)'
         ' returns boolean language sql immutable parallel safe as %L',
         case when joins then
@@ -57,14 +57,14 @@ begin
             else ' select queue_name = name and id = any (key_ids) ' end);
 end;
 $$;
-comment on function pgqueue._fit_keys() is
-'Has _keys and _is_at be as the major version of the server wants them.';
+comment on function pgqueue._install_key_lookup() is
+'Has _lookup_keys and _matches_key be as the major version of the server wants them.';
 
-do $$ begin perform pgqueue._fit_keys(); end $$;
+do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
-create or replace function pgqueue._without(ids bigint[], others bigint[])
+create or replace function pgqueue._array_except(ids bigint[], others bigint[])
 returns bigint[]
 language sql immutable parallel safe
 as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
-comment on function pgqueue._without(bigint[], bigint[]) is
+comment on function pgqueue._array_except(bigint[], bigint[]) is
 'The ids that are not among the others, in order.';

@@ -9,7 +9,7 @@ begin
     if id is null then
         perform pgqueue._raise_invalid('id', null, 'the id of a message');
     end if;
-    if not pgqueue._is_within(delay, '0', '3652.5 days') then
+    if not pgqueue._is_interval_between(delay, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years (3652.5 days), or null for the queue''s backoff');
     end if;
     if jsonb_typeof(headers) <> 'object' then
@@ -34,7 +34,7 @@ $$;
 comment on function pgqueue._merged_headers(jsonb, jsonb) is
 'The headers of a message with those of a failure added; its own where the two exceed 64 KB, or where its own are no object.';
 
-create or replace function pgqueue._fail(
+create or replace function pgqueue._retry_or_dead_letter(
     q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, given_up text
 )
 returns void
@@ -45,7 +45,7 @@ declare
     due_at timestamptz;
 begin
     m.last_error := coalesce(left(error, 65536), m.last_error);
-    m.headers := pgqueue._merged_headers(m.headers, _fail.headers);
+    m.headers := pgqueue._merged_headers(m.headers, _retry_or_dead_letter.headers);
 
     if given_up is not null or m.attempt_count >= m.max_attempts then
         if q.dlq_enabled then
@@ -66,7 +66,7 @@ begin
         return;
     end if;
 
-    due_at := pgqueue._after(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
+    due_at := pgqueue._add_interval(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
     insert into pgqueue.scheduled_messages (
         id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
         payload, body, headers, claimed_by, last_error, transport_headers
@@ -75,10 +75,10 @@ begin
         m.id, m.queue_name, due_at, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
         m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     );
-    perform pgqueue._schedule_by(q, due_at);
+    perform pgqueue._announce_due(q, due_at);
 end;
 $$;
-comment on function pgqueue._fail(
+comment on function pgqueue._retry_or_dead_letter(
     pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, text
 ) is
 'What becomes of a message that was taken out of messages after an attempt failed: it is scheduled, or dead. given_up is the reason why it dies whatever attempts are left, or null.';
@@ -92,7 +92,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     m pgqueue.messages;
 begin
     perform pgqueue._check_claim(id, claim_token);
@@ -104,7 +104,7 @@ begin
     if not found then
         return false;
     end if;
-    perform pgqueue._fail(q, m, at, delay, error, headers, given_up);
+    perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, given_up);
     return true;
 end;
 $$;
@@ -176,7 +176,7 @@ set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     m pgqueue.messages;
 begin
     perform pgqueue._check_failure(id, delay, headers);
@@ -208,7 +208,7 @@ begin
         end if;
     end if;
     m.attempt_count := record_failure.attempt_count;
-    perform pgqueue._fail(q, m, at, delay, error, headers, null);
+    perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, null);
     return true;
 end;
 $$;
@@ -225,7 +225,7 @@ set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     released int;
 begin
     if ids is null then
@@ -234,8 +234,8 @@ begin
     perform pgqueue._check_claim(0, claim_token);
     with given_back as (
         delete from pgqueue.messages m
-        using pgqueue._keys(q.name, ids) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and m.claim_token = release.claim_token and m.claimed_attempt = m.attempt_count
         returning m.*
     )
@@ -250,7 +250,7 @@ begin
     from given_back g;
     get diagnostics released = row_count;
     if released > 0 then
-        perform pgqueue._schedule_by(q, at + (1 - cardinality(ids)) * interval '1 microsecond');
+        perform pgqueue._announce_due(q, at + (1 - cardinality(ids)) * interval '1 microsecond');
     end if;
     return released;
 end;

@@ -19,12 +19,12 @@ $$;
 comment on function pgqueue._is_under_way(xid, pg_snapshot) is
 'Whether a transaction had not ended when the snapshot was taken.';
 
-create or replace function pgqueue._held(xmax xid)
+create or replace function pgqueue._is_locked(xmax xid)
 returns boolean
 language sql stable parallel safe
 -- Short enough to become part of who asks: most rows are held by nobody, and need no call to tell.
 as $$ select xmax <> '0' and pgqueue._is_under_way(xmax, pg_current_snapshot()) $$;
-comment on function pgqueue._held(xid) is
+comment on function pgqueue._is_locked(xid) is
 'Whether another transaction holds a row, judged by the row''s xmax: reading takes no lock. Shared row locks may be misjudged.';
 
 create or replace function pgqueue._returned(
@@ -36,7 +36,7 @@ as $$
     with watched as (
         select distinct r.id
         from (
-            select c.id from pgqueue.returns c where c.queue_name = _returned.queue_name order by c.check_at, c.id limit 5000
+            select c.id from pgqueue.requeued_messages c where c.queue_name = _returned.queue_name order by c.check_at, c.id limit 5000
         ) r
         where r.id <@ within
     ),
@@ -62,8 +62,8 @@ set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_register), 1);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
     examined int;
     ready int;
     total int;
@@ -81,7 +81,7 @@ begin
     from (
         select from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at <= at and (s.expires_at is null or s.expires_at > at)
-            and not pgqueue._held(s.xmax)
+            and not pgqueue._is_locked(s.xmax)
         order by s.due_at limit max_records
     ) r;
     if total < max_records then
@@ -96,7 +96,7 @@ begin
             ) w
             where w.visible_at <= at and w.attempt_count < w.max_attempts
                 and (w.expires_at is null or w.expires_at > at)
-                and not pgqueue._held(w.held_by)
+                and not pgqueue._is_locked(w.held_by)
             limit max_records - total
         ) r;
         total := total + ready;
@@ -107,15 +107,15 @@ begin
             count(*) filter (
                 where w.visible_at <= at and w.attempt_count < w.max_attempts
                     and (w.expires_at is null or w.expires_at > at)
-                    and not pgqueue._held(w.held_by)
+                    and not pgqueue._is_locked(w.held_by)
             ),
-            exists (select from pgqueue.returns c where c.queue_name = q.name)
+            exists (select from pgqueue.requeued_messages c where c.queue_name = q.name)
         into examined, ready, some_came_back
         from (
             select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
             from pgqueue.messages m
             where m.queue_name = q.name and m.id < fresh
-                and m.id >= coalesce((select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = q.name), 1)
+                and m.id >= coalesce((select pgqueue._first_possible_id(s) from pgqueue.sweep_state s where s.queue_name = q.name), 1)
             order by m.id limit 400
         ) w;
         total := total + ready;
@@ -125,12 +125,12 @@ begin
     end if;
     if some_came_back and total < max_records then
         -- What came back lies below the head, where the above does not look.
-        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._head_of(q.name))), 400) c;
+        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), 400) c;
         select count(*) into ready
-        from pgqueue.messages m, pgqueue._keys(q.name, ids) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
-            and not pgqueue._held(m.xmax);
+            and not pgqueue._is_locked(m.xmax);
         total := total + ready;
     end if;
     return least(total, max_records);

@@ -1,5 +1,5 @@
 -- Queues: made, changed, looked up, paused, emptied and dropped. Every verb learns its queue from
--- _find_queue, so that whatever must hold for a queue has one place to be checked.
+-- _get_locked_queue, so that whatever must hold for a queue has one place to be checked.
 
 create or replace function pgqueue._lock_key(queue_name text)
 returns bigint
@@ -8,14 +8,14 @@ as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
 comment on function pgqueue._lock_key(text) is
 'The advisory lock that users of a queue share and that create_queue and drop_queue take alone.';
 
-create or replace function pgqueue._hold_queue(queue_name text)
+create or replace function pgqueue._lock_queue(queue_name text)
 returns boolean
 language sql volatile
 as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
-comment on function pgqueue._hold_queue(text) is
+comment on function pgqueue._lock_queue(text) is
 'Keeps the queue from being dropped until the transaction ends; false for a null name. Locks in this order everywhere: this one, then message rows by id.';
 
-create or replace function pgqueue._refuse_queue(queue_name text)
+create or replace function pgqueue._refuse_missing_queue(queue_name text)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -23,9 +23,9 @@ as $$
 begin
     -- A queue that was made behind the snapshot is there, though it cannot be seen: an index knows. What this inserts
     -- where there is none goes with the error.
-    if pgqueue._keeps_snapshot() and queue_name collate "C" ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
+    if pgqueue._has_fixed_snapshot() and queue_name collate "C" ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
         begin
-            insert into pgqueue.sweeps (queue_name) values (_refuse_queue.queue_name) on conflict do nothing;
+            insert into pgqueue.sweep_state (queue_name) values (_refuse_missing_queue.queue_name) on conflict do nothing;
         exception when serialization_failure then
             perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
         end;
@@ -33,10 +33,10 @@ begin
     perform pgqueue._raise_queue_not_found(queue_name);
 end;
 $$;
-comment on function pgqueue._refuse_queue(text) is
+comment on function pgqueue._refuse_missing_queue(text) is
 'Raises PQ001, or 40001 where there is such a queue now, but the transaction cannot see it.';
 
-create or replace function pgqueue._check_snapshot(object text)
+create or replace function pgqueue._require_current_snapshot(object text)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -44,7 +44,7 @@ as $$
 declare
     snapshot constant pg_snapshot := pg_current_snapshot();
 begin
-    if not pgqueue._keeps_snapshot() then
+    if not pgqueue._has_fixed_snapshot() then
         return;
     end if;
     if not exists (select from pg_snapshot_xip(snapshot) as x where pg_xact_status(x) = 'committed') then
@@ -60,10 +60,10 @@ begin
     perform pgqueue._raise_stale_snapshot(object);
 end;
 $$;
-comment on function pgqueue._check_snapshot(text) is
+comment on function pgqueue._require_current_snapshot(text) is
 'For who must see all that there is of the object, behind the lock that keeps others from adding to it. Raises 40001 where the transaction keeps a snapshot and anybody has committed since: whether that concerned the object nobody can tell.';
 
-create or replace function pgqueue._find_queue(queue_name text)
+create or replace function pgqueue._get_locked_queue(queue_name text)
 returns pgqueue.queues
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -73,21 +73,21 @@ declare
 begin
     -- The lock first, the row second, each on its own snapshot: who waited for a drop_queue sees
     -- that the queue is gone, and nobody writes into a queue while it is being dropped.
-    if not pgqueue._hold_queue(queue_name) then
+    if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     select * into q from pgqueue.queues where queues.name = queue_name collate "C";
     -- The snapshot of a repeatable read may be older than a drop_queue: the catalog knows better.
-    if not found or pg_relation_filenode(q.fresh_register) is null then
-        perform pgqueue._refuse_queue(queue_name);
+    if not found or pg_relation_filenode(q.fresh_from_id) is null then
+        perform pgqueue._refuse_missing_queue(queue_name);
     end if;
     return q;
 end;
 $$;
-comment on function pgqueue._find_queue(text) is
+comment on function pgqueue._get_locked_queue(text) is
 'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001, or 40001 where it is there, but was made behind the snapshot.';
 
-create or replace function pgqueue._look_at(queue_name text)
+create or replace function pgqueue._get_unlocked_queue(queue_name text)
 returns pgqueue.queues
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -102,10 +102,10 @@ begin
     return q;
 end;
 $$;
-comment on function pgqueue._look_at(text) is
+comment on function pgqueue._get_unlocked_queue(text) is
 'The queue of that name, for who only looks: holds nothing and waits for nobody. Raises PQ001.';
 
-create or replace function pgqueue._is_there(q pgqueue.queues)
+create or replace function pgqueue._try_lock_existing_queue(q pgqueue.queues)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -113,13 +113,13 @@ as $$
 begin
     return pg_try_advisory_xact_lock_shared(pgqueue._lock_key(q.name))
         and exists (select from pgqueue.queues c where c.name = q.name and c.queue_id = q.queue_id)
-        and pg_relation_filenode(q.fresh_register) is not null;
+        and pg_relation_filenode(q.fresh_from_id) is not null;
 end;
 $$;
-comment on function pgqueue._is_there(pgqueue.queues) is
+comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
 'Whether the queue is there still, and kept from being dropped until the transaction ends; false, without waiting, while it is being dropped.';
 
-create or replace function pgqueue._public(q pgqueue.queues)
+create or replace function pgqueue._public_queue(q pgqueue.queues)
 returns pgqueue.queue
 language sql stable
 as $$
@@ -129,10 +129,10 @@ as $$
         q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle
     )::pgqueue.queue
 $$;
-comment on function pgqueue._public(pgqueue.queues) is
+comment on function pgqueue._public_queue(pgqueue.queues) is
 'A queue''s row without what is internal.';
 
-create or replace function pgqueue._is_within(span interval, least_span interval, most_span interval)
+create or replace function pgqueue._is_interval_between(span interval, least_span interval, most_span interval)
 returns boolean
 language sql immutable parallel safe
 as $$
@@ -141,7 +141,7 @@ as $$
     select span between least_span and most_span
         and date_part('epoch', span) between date_part('epoch', least_span) and date_part('epoch', most_span)
 $$;
-comment on function pgqueue._is_within(interval, interval, interval) is
+comment on function pgqueue._is_interval_between(interval, interval, interval) is
 'Whether an interval lies within bounds, as it compares and as it counts; null for null.';
 
 create or replace function pgqueue._check_visibility_timeout(visibility_timeout interval)
@@ -150,7 +150,7 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if not pgqueue._is_within(visibility_timeout, '1 s', '43200 s') then
+    if not pgqueue._is_interval_between(visibility_timeout, '1 s', '43200 s') then
         perform pgqueue._raise_invalid(
             'visibility_timeout', visibility_timeout::text, 'an interval from 1 second to 12 hours (43200 s)');
     end if;
@@ -175,10 +175,10 @@ begin
     if q.max_payload_bytes is null or q.max_payload_bytes not between 1 and 104857600 then
         perform pgqueue._raise_invalid('max_payload_bytes', q.max_payload_bytes::text, 'an integer from 1 to 104857600 (100 MB)');
     end if;
-    if q.backoff_base is null or not pgqueue._is_within(q.backoff_base, '0', '30 days') then
+    if q.backoff_base is null or not pgqueue._is_interval_between(q.backoff_base, '0', '30 days') then
         perform pgqueue._raise_invalid('backoff_base', q.backoff_base::text, 'an interval from 0 to 30 days');
     end if;
-    if q.backoff_max is null or not pgqueue._is_within(q.backoff_max, '0', '30 days') then
+    if q.backoff_max is null or not pgqueue._is_interval_between(q.backoff_max, '0', '30 days') then
         perform pgqueue._raise_invalid('backoff_max', q.backoff_max::text, 'an interval from 0 to 30 days');
     end if;
     if q.backoff_factor is null or q.backoff_factor not between 1 and 100 then
@@ -187,10 +187,10 @@ begin
     if q.backoff_jitter is null or q.backoff_jitter not between 0 and 1 then
         perform pgqueue._raise_invalid('backoff_jitter', q.backoff_jitter::text, 'a number from 0 to 1');
     end if;
-    if not pgqueue._is_within(q.archive_for, '1 day', '3652.5 days') then
+    if not pgqueue._is_interval_between(q.archive_for, '1 day', '3652.5 days') then
         perform pgqueue._raise_invalid('archive_for', q.archive_for::text, 'an interval from 1 day to 10 years (3652.5 days)');
     end if;
-    if not pgqueue._is_within(q.expires_after_idle, '1 s', '3652.5 days') then
+    if not pgqueue._is_interval_between(q.expires_after_idle, '1 s', '3652.5 days') then
         perform pgqueue._raise_invalid('expires_after_idle', q.expires_after_idle::text,
             'an interval from 1 s to 10 years (3652.5 days), or null for never');
     end if;
@@ -256,18 +256,18 @@ begin
     -- Looked up before the lock, which would wait for those who use an existing queue, and again
     -- behind it: one creator at a time, and none beside a drop.
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
-    if not found or pg_relation_filenode(q.fresh_register) is null then
+    if not found or pg_relation_filenode(q.fresh_from_id) is null then
         begin
             perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
             select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
             if not found then
                 -- First of all, as this fails where there is a queue of this name that the snapshot does not show.
-                insert into pgqueue.sweeps (queue_name) values (create_queue.queue_name) on conflict do nothing;
+                insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
                 q.queue_id := nextval('pgqueue.queue_id');
                 if dedicated then
                     perform pgqueue._create_partition(queue_name, q.queue_id);
                 end if;
-            elsif pg_relation_filenode(q.fresh_register) is null then
+            elsif pg_relation_filenode(q.fresh_from_id) is null then
                 perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
             end if;
         exception
@@ -283,15 +283,15 @@ begin
         end if;
         if q.expires_after_idle is not null then
             -- Who asks for it uses it.
-            perform setval(q.sweep_register, pgqueue._micros(pgqueue._now()));
+            perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now()));
         end if;
-        return pgqueue._public(q);
+        return pgqueue._public_queue(q);
     end if;
 
     insert into pgqueue.queues (
         name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes,
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
-        fresh_register, swept_register, sweep_register, due_register, waiting_register, archive_for,
+        fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for,
         expires_after_idle
     )
     values (
@@ -299,26 +299,26 @@ begin
         create_queue.dlq_enabled, create_queue.dead_letter_expired, create_queue.max_payload_bytes,
         create_queue.backoff_base, create_queue.backoff_factor, create_queue.backoff_max, create_queue.backoff_jitter,
         create_queue.dedicated, pgqueue._now(), pgqueue._now(), q.queue_id,
-        pgqueue._create_register(q.queue_id, 'fresh'),
-        pgqueue._create_register(q.queue_id, 'swept'),
-        pgqueue._create_register(q.queue_id, 'sweep'),
-        pgqueue._create_register(q.queue_id, 'due'),
-        pgqueue._create_register(q.queue_id, 'waiting'),
+        pgqueue._create_register(q.queue_id, 'fresh_from_id'),
+        pgqueue._create_register(q.queue_id, 'sweep_resume_id'),
+        pgqueue._create_register(q.queue_id, 'next_sweep_at'),
+        pgqueue._create_register(q.queue_id, 'first_due_at'),
+        pgqueue._create_register(q.queue_id, 'waiting_until'),
         create_queue.archive_for,
         create_queue.expires_after_idle
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
-        q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
+        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ]) as r;
     if q.archive_for is not null then
-        perform pgqueue._begin_archive(q);
+        perform pgqueue._start_archiving(q);
     end if;
     -- Not in a transaction that may go on for long, and hold what it dropped.
     if pgqueue._is_first_statement() then
         perform pgqueue._drop_idle_queues(10, false);
     end if;
-    return pgqueue._public(q);
+    return pgqueue._public_queue(q);
 end;
 $$;
 comment on function pgqueue.create_queue(
@@ -351,13 +351,13 @@ begin
             partition, split_part(option, '=', 1), split_part(option, '=', 2));
     end loop;
     execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', queue_name));
-    perform pgqueue._keep_private(format('pgqueue.%I', partition)::regclass);
+    perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
 end;
 $$;
 comment on function pgqueue._create_partition(text, bigint) is
 'Gives a queue a partition of its own, with the settings of messages_shared. Named by number: the name may be longer than an identifier.';
 
-create or replace function pgqueue._partition(q pgqueue.queues)
+create or replace function pgqueue._partition_of(q pgqueue.queues)
 returns regclass
 language sql stable
 as $$
@@ -366,7 +366,7 @@ as $$
         else 'pgqueue.messages_shared'::regclass
     end
 $$;
-comment on function pgqueue._partition(pgqueue.queues) is
+comment on function pgqueue._partition_of(pgqueue.queues) is
 'The partition that holds a queue''s messages.';
 
 create or replace function pgqueue.alter_queue(
@@ -388,7 +388,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q pgqueue.queues := pgqueue._find_queue(queue_name);
+    q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
 begin
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     q.visibility_timeout := coalesce(alter_queue.visibility_timeout, q.visibility_timeout);
@@ -401,7 +401,7 @@ begin
     q.backoff_max := coalesce(alter_queue.backoff_max, q.backoff_max);
     q.backoff_jitter := coalesce(alter_queue.backoff_jitter, q.backoff_jitter);
     if alter_queue.archive_for = '0' then
-        perform pgqueue._end_archive(q);
+        perform pgqueue._stop_archiving(q);
         q.archive_for := null;
     else
         q.archive_for := coalesce(alter_queue.archive_for, q.archive_for);
@@ -417,16 +417,16 @@ begin
     where queues.name = queue_name collate "C"
     returning * into q;
     if alter_queue.archive_for <> '0' then
-        perform pgqueue._begin_archive(q);
+        perform pgqueue._start_archiving(q);
     end if;
     if alter_queue.archive_for is not null and q.dedicated then
         if q.archive_for is null then
             -- Whether it is exposed, and its relation archives, a snapshot may not show any more.
-            perform pgqueue._check_snapshot(format('queue %L', queue_name));
+            perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
         end if;
-        perform pgqueue._archive_transport(q);
+        perform pgqueue._sync_archive_trigger(q);
     end if;
-    return pgqueue._public(q);
+    return pgqueue._public_queue(q);
 end;
 $$;
 comment on function pgqueue.alter_queue(
@@ -446,9 +446,9 @@ begin
     -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone. Not for long:
     -- a transaction that sits on the queue would let everybody wait behind this one.
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    q := pgqueue._find_queue(queue_name);
-    perform pgqueue._check_snapshot(format('queue %L', queue_name));
-    return pgqueue._drop(q);
+    q := pgqueue._get_locked_queue(queue_name);
+    perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
+    return pgqueue._drop_queue(q);
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(queue_name, 'drop_queue');
     return null;
@@ -457,7 +457,7 @@ $$;
 comment on function pgqueue.drop_queue(text) is
 'Drops a queue with all its messages, the dead ones too, its streams and its subscriptions, and returns how many messages those were. Only delayed messages that are not due yet and were never claimed are kept, as their senders count on a delivery that is still to come: they become dead letters under the name of the queue, with reason queue_dropped, the moment they were due in last_error, and no expiry. browse_dead_messages and purge_dead_messages find them there, and redrive sends them once there is a queue of that name again. Where the queue has no dead letters they go, too, as they do after purge_queue. What it archived is kept, under its name, as long as its archive_for said. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
 
-create or replace function pgqueue._drop(q pgqueue.queues)
+create or replace function pgqueue._drop_queue(q pgqueue.queues)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -468,28 +468,28 @@ declare
 begin
     delete from pgqueue.queues where queues.name = q.name;
     delete from pgqueue.subscriptions where subscriptions.queue_name = q.name;
-    perform pgqueue._conceal(q);
+    perform pgqueue._unexpose(q);
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
-        perform pgqueue._bury_delayed(q);
+        perform pgqueue._dead_letter_delayed(q);
     end if;
-    removed := removed + pgqueue._empty(q, true);
-    delete from pgqueue.sweeps where sweeps.queue_name = q.name;
+    removed := removed + pgqueue._remove_messages(q, true);
+    delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     delete from pgqueue.streams where streams.queue_name = q.name;
-    perform pgqueue._end_archive(q);
+    perform pgqueue._stop_archiving(q);
     foreach register in array array[
-        q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register
+        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ] loop
         execute format('drop sequence %s', register);
     end loop;
     return removed;
 end;
 $$;
-comment on function pgqueue._drop(pgqueue.queues) is
+comment on function pgqueue._drop_queue(pgqueue.queues) is
 'Drops a queue that is held alone, and returns how many messages went with it.';
 
-create or replace function pgqueue._empty(q pgqueue.queues, dropping boolean)
+create or replace function pgqueue._remove_messages(q pgqueue.queues, dropping boolean)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -505,37 +505,37 @@ begin
     -- In the order in which a claim takes them: what is scheduled, then messages, by id.
     picks := array(select s.id from pgqueue.scheduled_messages s where s.queue_name = q.name order by s.id for update);
     delete from pgqueue.scheduled_messages s
-    using pgqueue._keys(q.name, picks) k
-    where pgqueue._is_at(s.queue_name, s.id, q.name, k.names, k.ids, k.id);
+    using pgqueue._lookup_keys(q.name, picks) k
+    where pgqueue._matches_key(s.queue_name, s.id, q.name, k.names, k.ids, k.id);
     get diagnostics removed = row_count;
-    if q.dedicated and (dropping or not pgqueue._keeps_snapshot()) then
-        n := pgqueue._empty_partition(q, dropping);
+    if q.dedicated and (dropping or not pgqueue._has_fixed_snapshot()) then
+        n := pgqueue._truncate_or_drop_partition(q, dropping);
     else
         -- Also a table of its own where to truncate would take what the snapshot does not show, and not be counted.
         picks := array(select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
         delete from pgqueue.messages m
-        using pgqueue._keys(q.name, picks) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+        using pgqueue._lookup_keys(q.name, picks) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
         get diagnostics n = row_count;
     end if;
     removed := removed + n;
     if dropping then
-        delete from pgqueue.returns r where r.queue_name = q.name;
+        delete from pgqueue.requeued_messages r where r.queue_name = q.name;
     end if;
     return removed;
 end;
 $$;
-comment on function pgqueue._empty(pgqueue.queues, boolean) is
+comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
 'Removes the messages of a queue, with dropping also a dedicated table, and returns how many.';
 
-create or replace function pgqueue._empty_partition(q pgqueue.queues, dropping boolean)
+create or replace function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
 as $$
 declare
-    partition constant regclass := pgqueue._partition(q);
+    partition constant regclass := pgqueue._partition_of(q);
     removed bigint;
 begin
     -- The parent first, as every statement on messages does. lock_timeout is shorter than deadlock_timeout,
@@ -552,7 +552,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue._empty_partition(pgqueue.queues, boolean) is
+comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean) is
 'Truncates or drops a dedicated table and returns how many messages it held. Raises PQ004 rather than hold up others while it waits.';
 
 create or replace function pgqueue.purge_queue(queue_name text)
@@ -562,7 +562,7 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
 as $$
 begin
-    return pgqueue._empty(pgqueue._find_queue(queue_name), false);
+    return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
 exception when lock_not_available then
     -- Less than deadlock_timeout: a purge gives way before a consumer that settles several messages would.
     perform pgqueue._raise_queue_busy(queue_name, 'purge_queue');
@@ -578,7 +578,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return pgqueue._public(pgqueue._look_at(queue_name));
+    return pgqueue._public_queue(pgqueue._get_unlocked_queue(queue_name));
 end;
 $$;
 comment on function pgqueue.get_queue(text) is
@@ -591,7 +591,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     return query
-    select l.* from pgqueue.queues q cross join lateral pgqueue._public(q) l order by q.name;
+    select l.* from pgqueue.queues q cross join lateral pgqueue._public_queue(q) l order by q.name;
 end;
 $$;
 comment on function pgqueue.list_queues() is
@@ -603,7 +603,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._find_queue(queue_name);
+    perform pgqueue._get_locked_queue(queue_name);
     -- Also where there is nothing to change: what the snapshot shows may have been changed since, which fails.
     perform from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     update pgqueue.queues
@@ -621,7 +621,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q pgqueue.queues := pgqueue._find_queue(queue_name);
+    q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     resumed boolean;
 begin
     perform from pgqueue.queues where queues.name = queue_name collate "C" for no key update;

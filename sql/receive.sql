@@ -11,26 +11,26 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    picks constant bigint[] := pgqueue._grab(queue_name, max_messages, null);
+    picks constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, null);
     at timestamptz;
     is_filed boolean;
 begin
-    if pgqueue._hold_unarchived(queue_name) then
+    if pgqueue._lock_queue_without_archive(queue_name) then
         return query
         delete from pgqueue.messages m
-        using pgqueue._keys(receive.queue_name collate "C", picks) k
-        where pgqueue._is_at(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(receive.queue_name collate "C", picks) k
+        where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
         returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
             m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
         return;
     end if;
     at := pgqueue._now();
-    is_filed := coalesce(pgqueue._has_day(pgqueue._day(at)), false);
+    is_filed := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
     return query
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._keys(receive.queue_name collate "C", picks) k
-        where pgqueue._is_at(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(receive.queue_name collate "C", picks) k
+        where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
         returning m.*
     ),
     done as (

@@ -7,7 +7,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     token constant uuid := gen_random_uuid();
 begin
     if run is null then
@@ -71,8 +71,8 @@ begin
                 u.headers is null
                 or jsonb_typeof(u.headers) = 'object' and octet_length(u.headers::text) <= 65536
             )
-            and (u.delay is null or pgqueue._is_within(u.delay, '0', '3652.5 days'))
-            and (u.expires_in is null or pgqueue._is_within(u.expires_in, '0', '3652.5 days'))
+            and (u.delay is null or pgqueue._is_interval_between(u.delay, '0', '3652.5 days'))
+            and (u.expires_in is null or pgqueue._is_interval_between(u.expires_in, '0', '3652.5 days'))
         ), true)
     into new.messages, new.largest_bytes, are_sound
     from unnest(new.payloads, new.bodies, new.headers, new.message_ids, new.delays, new.expires_in)
@@ -98,20 +98,20 @@ $$;
 comment on function pgqueue._own_attempts(uuid) is
 'What the session''s own role has staged in a run. By session_user: inside a verb, current_user is the owner.';
 
-create or replace function pgqueue._hold_attempts(run uuid)
+create or replace function pgqueue._lock_own_attempts(run uuid)
 returns setof pgqueue.staged_attempts
 language sql volatile
 as $$
     -- Not by way of _own_attempts: "for update" locks no row of a function.
     select a.* from pgqueue.staged_attempts a
-    where a.run = _hold_attempts.run and a.staged_by = session_user
+    where a.run = _lock_own_attempts.run and a.staged_by = session_user
     order by a.token
     for update
 $$;
-comment on function pgqueue._hold_attempts(uuid) is
+comment on function pgqueue._lock_own_attempts(uuid) is
 'The same, locked: nobody else sends them, or takes them away, until the transaction ends.';
 
-create or replace function pgqueue._record_commit(run uuid, messages bigint, app_id text, version bigint)
+create or replace function pgqueue._record_sink_commit(run uuid, messages bigint, app_id text, version bigint)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -126,7 +126,7 @@ begin
     if found then
         if exists (
             select from pgqueue.sink_commits c
-            where c.app_id = _record_commit.app_id collate "C" and c.forgotten_version >= _record_commit.version
+            where c.app_id = _record_sink_commit.app_id collate "C" and c.forgotten_version >= _record_sink_commit.version
         ) then
             perform pgqueue._raise_invalid('version', version::text,
                 format('later than those of app_id %L that sweep_staged has forgotten: nobody knows whether it was committed', app_id));
@@ -134,7 +134,7 @@ begin
         return true;
     end if;
     select c.* into earlier from pgqueue.sink_commits c
-    where c.app_id = _record_commit.app_id collate "C" and c.version = _record_commit.version;
+    where c.app_id = _record_sink_commit.app_id collate "C" and c.version = _record_sink_commit.version;
     -- To discard what somebody else's entry stands for would lose messages.
     if earlier.committed_by <> session_user then
         perform pgqueue._raise_invalid('app_id', app_id,
@@ -143,10 +143,10 @@ begin
     return false;
 end;
 $$;
-comment on function pgqueue._record_commit(uuid, bigint, text, bigint) is
+comment on function pgqueue._record_sink_commit(uuid, bigint, text, bigint) is
 'Enters a commit into the ledger; false if it is there already. Raises 22023 for another role''s, and for one so old that the ledger has forgotten it.';
 
-create or replace function pgqueue._publish(token uuid, q pgqueue.queues, at timestamptz)
+create or replace function pgqueue._send_staged(token uuid, q pgqueue.queues, at timestamptz)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -165,15 +165,15 @@ begin
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
     )
-    select q.name, at, at, q.max_attempts, pgqueue._after(at, u.expires_in), u.message_id, u.payload, u.body, u.headers
+    select q.name, at, at, q.max_attempts, pgqueue._add_interval(at, u.expires_in), u.message_id, u.payload, u.body, u.headers
     from pgqueue.staged_messages s
     cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
         as u (payload, body, headers, message_id, delay, expires_in)
-    where s.token = _publish.token and s.largest_bytes <= q.max_payload_bytes
+    where s.token = _send_staged.token and s.largest_bytes <= q.max_payload_bytes
         and coalesce(u.delay, '0') = interval '0'
     order by s.token, s.row_number;
     get diagnostics published = row_count;
-    if published = (select sum(s.messages) from pgqueue.staged_messages s where s.token = _publish.token) then
+    if published = (select sum(s.messages) from pgqueue.staged_messages s where s.token = _send_staged.token) then
         return published;
     end if;
     with sent as (
@@ -181,36 +181,36 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._after(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
-            pgqueue._after(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
+            q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
+            pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
         -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
         from (
             select u.*, s.row_number, row_number() over (partition by u.delay order by s.row_number, u.place) as n
             from pgqueue.staged_messages s
             cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
                 with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
-            where s.token = _publish.token and s.largest_bytes <= q.max_payload_bytes and u.delay > interval '0'
+            where s.token = _send_staged.token and s.largest_bytes <= q.max_payload_bytes and u.delay > interval '0'
         ) d
         order by d.row_number, d.place
         returning scheduled_messages.due_at
     )
     select count(*), min(t.due_at) into delayed, due_at from sent t;
     if delayed > 0 then
-        perform pgqueue._schedule_by(q, due_at);
+        perform pgqueue._announce_due(q, due_at);
     end if;
     return published + delayed;
 end;
 $$;
-comment on function pgqueue._publish(uuid, pgqueue.queues, timestamptz) is
+comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
 'Sends the messages staged under a token, in their order, and returns how many it sent; rows with one over the limit of the queue are left out.';
 
-create or replace function pgqueue._discard(run uuid)
+create or replace function pgqueue._discard_staged(run uuid)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    tokens constant uuid[] := array(select a.token from pgqueue._hold_attempts(run) a);
+    tokens constant uuid[] := array(select a.token from pgqueue._lock_own_attempts(run) a);
     discarded bigint;
 begin
     with gone as (delete from pgqueue.staged_messages s where s.token = any (tokens) returning s.messages)
@@ -219,7 +219,7 @@ begin
     return discarded;
 end;
 $$;
-comment on function pgqueue._discard(uuid) is
+comment on function pgqueue._discard_staged(uuid) is
 'Deletes what the session''s own role has staged in a run, and returns how many messages.';
 
 create or replace function pgqueue._check_sink(
@@ -273,20 +273,20 @@ declare
 begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
     -- The queues first, by name; from here on none of them is dropped.
-    perform pgqueue._find_queue(n.queue_name)
+    perform pgqueue._get_locked_queue(n.queue_name)
     from (
         select distinct a.queue_name from pgqueue._own_attempts(run) a where a.token = any (tokens)
         order by a.queue_name
     ) n;
     -- Without a name of its own a run goes by its id, so that a call whose answer was lost can be repeated.
-    if not pgqueue._record_commit(
+    if not pgqueue._record_sink_commit(
         run, (select coalesce(sum(n), 0)::bigint from unnest(counts) as n), coalesce(app_id, run::text), coalesce(version, 0)
     ) then
-        perform pgqueue._discard(run);
+        perform pgqueue._discard_staged(run);
         return false;
     end if;
 
-    attempts := array(select a from pgqueue._hold_attempts(run) as a);
+    attempts := array(select a from pgqueue._lock_own_attempts(run) as a);
     -- The clock is read behind all locks: delays count from here.
     at := pgqueue._now();
     for winner in
@@ -298,17 +298,17 @@ begin
         if q.name is distinct from (winner.attempt).queue_name then
             select c.* into q from pgqueue.queues c where c.name = (winner.attempt).queue_name;
         end if;
-        published := pgqueue._publish((winner.attempt).token, q, at);
+        published := pgqueue._send_staged((winner.attempt).token, q, at);
         if published <> winner.expected then
             perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
             where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes
             order by s.row_number;
-            perform pgqueue._check_snapshot(format('run %s', run));
+            perform pgqueue._require_current_snapshot(format('run %s', run));
             perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
         end if;
         perform pgqueue._wake_waiting(q, pgqueue._now());
     end loop;
-    perform pgqueue._discard(run);
+    perform pgqueue._discard_staged(run);
     return true;
 end;
 $$;
@@ -324,7 +324,7 @@ begin
     if run is null then
         perform pgqueue._raise_invalid('run', null, 'the id of a run');
     end if;
-    return pgqueue._discard(run);
+    return pgqueue._discard_staged(run);
 end;
 $$;
 comment on function pgqueue.sink_abort(uuid) is
@@ -342,10 +342,10 @@ declare
     tokens uuid[];
     swept bigint;
 begin
-    if older_than is null or not pgqueue._is_within(older_than, '0', '3652.5 days') then
+    if older_than is null or not pgqueue._is_interval_between(older_than, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('older_than', older_than::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
-    if forget_after is null or not pgqueue._is_within(forget_after, '0', '3652.5 days') then
+    if forget_after is null or not pgqueue._is_interval_between(forget_after, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
     -- One sweep at a time: two would forget behind each other's back.
@@ -353,7 +353,7 @@ begin
     -- Whoever is being committed is locked, and stays.
     tokens := array(
         select a.token from pgqueue.staged_attempts a
-        where a.staged_at <= pgqueue._after(at, -older_than)
+        where a.staged_at <= pgqueue._add_interval(at, -older_than)
         order by a.token for update skip locked
     );
     delete from pgqueue.staged_attempts a where a.token = any (tokens);
@@ -371,7 +371,7 @@ begin
     forgotten as (
         delete from pgqueue.sink_commits c
         using newest n
-        where n.app_id = c.app_id and c.committed_at <= pgqueue._after(at, -forget_after)
+        where n.app_id = c.app_id and c.committed_at <= pgqueue._add_interval(at, -forget_after)
             and (c.version < n.version or c.app_id = c.run::text)
         returning c.app_id, c.version
     )

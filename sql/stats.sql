@@ -63,21 +63,21 @@ begin
             m.id, m.visible_at, m.attempt_count, m.enqueued_at,
             m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
         from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name)
+        where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
         order by m.id limit 301
     ) w;
     -- Only a deep queue is held, as locks of thousands of queues would fill the lock table.
-    estimated := counted > 300 and pgqueue._is_there(q);
+    estimated := counted > 300 and pgqueue._try_lock_existing_queue(q);
     if not estimated then
         return;
     end if;
-    fresh := coalesce(pg_sequence_last_value(q.fresh_register), 1);
+    fresh := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
 
     select m.id into last_id from pgqueue.messages m
     where m.queue_name = q.name and m.id >= first_id
     order by m.id desc limit 1;
-    select int8multirange(int8range(first_id, last_id, '[]')) - s.dead_ids into stretches
-    from pgqueue.sweeps s where s.queue_name = q.name;
+    select int8multirange(int8range(first_id, last_id, '[]')) - s.vacant_ids into stretches
+    from pgqueue.sweep_state s where s.queue_name = q.name;
     -- Split at fresh: what is in flight lies below, what is ready mostly above.
     select
         sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled),
@@ -124,12 +124,12 @@ begin
     inflight := 0;
     scheduled := 0;
     estimated := false;
-    if not exists (select from pgqueue.returns c where c.queue_name = q.name) then
+    if not exists (select from pgqueue.requeued_messages c where c.queue_name = q.name) then
         return;
     end if;
     -- A queue that is not deep was walked from its head on, whatever sweeps skip there.
-    select case when deep then s.dead_ids else int8multirange(int8range(null, pgqueue._head(s))) end into hidden
-    from pgqueue.sweeps s where s.queue_name = q.name;
+    select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end into hidden
+    from pgqueue.sweep_state s where s.queue_name = q.name;
     select * into r from pgqueue._returned(q.name, hidden, 150);
     select
         r.stand_for * count(*) filter (where w.is_ready),
@@ -141,8 +141,8 @@ begin
         select
             m.visible_at, m.attempt_count, m.enqueued_at,
             m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
-        from pgqueue.messages m, pgqueue._keys(q.name, r.ids) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        from pgqueue.messages m, pgqueue._lookup_keys(q.name, r.ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w;
     estimated := r.stand_for > 1;
 end;
@@ -286,12 +286,12 @@ declare
     q pgqueue.queues;
 begin
     if queue_name is not null then
-        return next pgqueue._stats(pgqueue._find_queue(queue_name), at);
+        return next pgqueue._stats(pgqueue._get_locked_queue(queue_name), at);
         return;
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
         -- The snapshot may be older than a drop_queue: the catalog knows better.
-        continue when pg_relation_filenode(q.fresh_register) is null;
+        continue when pg_relation_filenode(q.fresh_from_id) is null;
         return next pgqueue._stats(q, at);
     end loop;
 end;

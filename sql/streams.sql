@@ -37,7 +37,7 @@ comment on function pgqueue._check_batch(bigint, uuid) is
 create or replace function pgqueue._next_epoch(epoch bigint)
 returns bigint
 language sql volatile
-as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._micros(pgqueue._now())) $$;
+as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
 comment on function pgqueue._next_epoch(bigint) is
 'The epoch that follows. By the clock, as a count would start over in a stream dropped and made again, or in a restored database, and let an old reader pass for the new one.';
 
@@ -58,7 +58,7 @@ $$;
 comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
 'Raises PQ006 unless the caller opened the stream last.';
 
-create or replace function pgqueue._hold_stream(queue_name text, stream_name text)
+create or replace function pgqueue._lock_stream(queue_name text, stream_name text)
 returns pgqueue.streams
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -67,7 +67,7 @@ declare
     s pgqueue.streams;
 begin
     select t.* into s from pgqueue.streams t
-    where t.queue_name = _hold_stream.queue_name collate "C" and t.stream_name = _hold_stream.stream_name collate "C"
+    where t.queue_name = _lock_stream.queue_name collate "C" and t.stream_name = _lock_stream.stream_name collate "C"
     for no key update;
     if not found then
         perform pgqueue._raise_stream_not_found(queue_name, stream_name);
@@ -75,7 +75,7 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._hold_stream(text, text) is
+comment on function pgqueue._lock_stream(text, text) is
 'The stream of that name, locked: behind the queue, before messages. Raises PQ005.';
 
 create or replace function pgqueue._public_stream(s pgqueue.streams)
@@ -103,7 +103,7 @@ $$;
 comment on function pgqueue._open_batch(pgqueue.streams, bigint[]) is
 'The open batch of a stream, as the verbs return it.';
 
-create or replace function pgqueue._keep_batch(s pgqueue.streams, until timestamptz)
+create or replace function pgqueue._extend_open_batch(s pgqueue.streams, until timestamptz)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -114,8 +114,8 @@ begin
     with extended as (
         update pgqueue.messages m
         set visible_at = until
-        from pgqueue._keys(s.queue_name, s.ids) k
-        where pgqueue._is_at(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
+        from pgqueue._lookup_keys(s.queue_name, s.ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
             and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count
         returning m.id
     )
@@ -123,10 +123,10 @@ begin
     if cardinality(kept) = cardinality(s.ids) - cardinality(s.left_out) then
         return '{}'::bigint[];
     end if;
-    return pgqueue._without(s.ids, s.left_out || kept);
+    return pgqueue._array_except(s.ids, s.left_out || kept);
 end;
 $$;
-comment on function pgqueue._keep_batch(pgqueue.streams, timestamptz) is
+comment on function pgqueue._extend_open_batch(pgqueue.streams, timestamptz) is
 'Keeps the messages of the open batch until then, also where their claim ran out but nobody took them, and returns the ids of those that are lost.';
 
 create or replace function pgqueue._settle_batch(s pgqueue.streams)
@@ -140,11 +140,11 @@ begin
     if s.on_ack = 'archive'
         or s.on_ack is null and (select q.archive_for is not null from pgqueue.queues q where q.name = s.queue_name)
     then
-        return cardinality(pgqueue._archive(s.queue_name, s.ids, s.claim_token));
+        return cardinality(pgqueue._ack_to_archive(s.queue_name, s.ids, s.claim_token));
     end if;
     delete from pgqueue.messages m
-    using pgqueue._keys(s.queue_name, s.ids) k
-    where pgqueue._is_at(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
+    using pgqueue._lookup_keys(s.queue_name, s.ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
         and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
     get diagnostics acked = row_count;
     return acked;
@@ -198,7 +198,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams;
 begin
     perform pgqueue._check_stream_name(stream_name);
@@ -223,7 +223,9 @@ $$;
 comment on function pgqueue.stream_open(text, text, text, text) is
 'Opens a stream of the queue, making it where there is none, and returns it with a new epoch: whoever opened it before is fenced, and gets PQ006 from then on. stream_name (as a queue''s name) is one query''s own. Reading begins behind acked_seq and acked_token where the reader has no checkpoint. opened_by is a name for humans. on_ack says what becomes of messages that are acknowledged from now on: delete, archive, which insists on the queue''s archive_for, or null for what the queue says then. Raises 22023, PQ001.';
 
-create or replace function pgqueue._pick_up_to(q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int)
+create or replace function pgqueue._claim_candidates_up_to(
+    q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int
+)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -231,19 +233,19 @@ as $$
 declare
     -- What came back may lie below the head, and behind any number of others that came back.
     returned constant bigint[] := array(
-        select distinct r.id from pgqueue.returns r where r.queue_name = q.name and r.id <= up_to_id);
-    picks constant bigint[] := pgqueue._take(q, returned, '{}', at, wanted);
+        select distinct r.id from pgqueue.requeued_messages r where r.queue_name = q.name and r.id <= up_to_id);
+    picks constant bigint[] := pgqueue._lock_ready(q, returned, '{}', at, wanted);
 begin
     return picks || array(
         select m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= pgqueue._head_of(q.name) and m.id <= up_to_id
+        where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name) and m.id <= up_to_id
             and m.id <> all (picks) and m.visible_at <= at and m.attempt_count < m.max_attempts
             and (m.expires_at is null or m.expires_at > at)
         order by m.id limit wanted - cardinality(picks) for update skip locked
     );
 end;
 $$;
-comment on function pgqueue._pick_up_to(pgqueue.queues, timestamptz, bigint, int) is
+comment on function pgqueue._claim_candidates_up_to(pgqueue.queues, timestamptz, bigint, int) is
 'The ids of up to wanted messages up to an id that are ready, locked: the whole walk, for who must not miss one.';
 
 create or replace function pgqueue._reserve(
@@ -269,14 +271,14 @@ begin
         wanted := least(max_messages - cardinality(ids), 10000);
         exit when wanted = 0;
         if by_walk then
-            picks := pgqueue._pick_up_to(q, pgqueue._now(), up_to_id, wanted);
+            picks := pgqueue._claim_candidates_up_to(q, pgqueue._now(), up_to_id, wanted);
             is_short := cardinality(picks) < wanted;
         else
-            picks := pgqueue._grab(q.name, wanted, visibility_timeout);
+            picks := pgqueue._claim_candidates_fast(q.name, wanted, visibility_timeout);
             is_short := cardinality(picks) < wanted;
             if up_to_id is not null and (is_short or up_to_id < any (picks)) then
                 -- What lies beyond is left to others. What does not may still have been passed over.
-                perform setval(q.fresh_register, greatest(1, least(pg_sequence_last_value(q.fresh_register), min(p))))
+                perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
                 from unnest(picks) as p
                 where p > up_to_id
                 having count(*) > 0;
@@ -286,12 +288,12 @@ begin
             end if;
         end if;
         if picks <> '{}' then
-            until := pgqueue._after(pgqueue._now(), span);
+            until := pgqueue._add_interval(pgqueue._now(), span);
             update pgqueue.messages m
             set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
                 claim_token = token, claimed_by = 'stream ' || s.stream_name, claimed_at = pgqueue._now()
-            from pgqueue._keys(q.name, picks) k
-            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+            from pgqueue._lookup_keys(q.name, picks) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
             ids := ids || picks;
             first_until := coalesce(first_until, until);
         end if;
@@ -299,7 +301,7 @@ begin
     end loop;
     if ids <> '{}' then
         s.claim_token := token;
-        s.ids := pgqueue._without(ids, '{}');
+        s.ids := pgqueue._array_except(ids, '{}');
         s.left_out := '{}';
         s.visibility_timeout := span;
         s.claimed_at := pgqueue._now();
@@ -334,8 +336,8 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
     lost bigint[];
     changed boolean := true;
 begin
@@ -358,8 +360,8 @@ begin
         if s.claim_token is not null then
             -- Claimed by one who died before he could note it, or whose answer was lost: it goes on as it is, less what
             -- others were given since. The attempt is counted already.
-            s.claimed_until := pgqueue._after(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
-            lost := pgqueue._keep_batch(s, s.claimed_until);
+            s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
+            lost := pgqueue._extend_open_batch(s, s.claimed_until);
             s.left_out := s.left_out || lost;
             if cardinality(s.left_out) < cardinality(s.ids) then
                 update pgqueue.streams t
@@ -420,8 +422,8 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
     at constant timestamptz := pgqueue._now();
     lost bigint[] := '{}'::bigint[];
 begin
@@ -444,9 +446,9 @@ begin
     end if;
 
     -- What was claimed just now needs no look; what is missing all the same is noticed by who reads it.
-    if s.begun_epoch is not null or s.claimed_until < pgqueue._after(at, s.visibility_timeout / 2) then
-        s.claimed_until := pgqueue._after(at, s.visibility_timeout);
-        lost := pgqueue._keep_batch(s, s.claimed_until);
+    if s.begun_epoch is not null or s.claimed_until < pgqueue._add_interval(at, s.visibility_timeout / 2) then
+        s.claimed_until := pgqueue._add_interval(at, s.visibility_timeout);
+        lost := pgqueue._extend_open_batch(s, s.claimed_until);
         if lost <> '{}' then
             if fail_on_data_loss then
                 perform pgqueue._raise_stream_data_lost(s, lost);
@@ -484,7 +486,7 @@ as $$
 declare
     -- Stable: the stream and its messages are seen in one snapshot, so that what is skipped or acknowledged
     -- meanwhile is either read in full or refused.
-    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     s pgqueue.streams;
     wanted bigint[];
     n bigint;
@@ -508,20 +510,20 @@ begin
         wanted := s.ids[n * partition / s.partitions + 1 : n * (partition + 1) / s.partitions];
     end if;
     if s.left_out <> '{}' then
-        wanted := pgqueue._without(wanted, s.left_out);
+        wanted := pgqueue._array_except(wanted, s.left_out);
     end if;
     return query
     select
         m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
-    from pgqueue.messages m, pgqueue._keys(q.name, wanted) k
-    where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+    from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
+    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
     get diagnostics n = row_count;
     if n < cardinality(wanted) then
-        perform pgqueue._raise_stream_data_lost(s, pgqueue._without(wanted, array(
-            select m.id from pgqueue.messages m, pgqueue._keys(q.name, wanted) k
-            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        perform pgqueue._raise_stream_data_lost(s, pgqueue._array_except(wanted, array(
+            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
                 and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count)));
     end if;
 end;
@@ -541,8 +543,8 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
     lost bigint[];
 begin
     perform pgqueue._check_epoch(s, epoch);
@@ -550,8 +552,8 @@ begin
     if s.claim_token is null then
         return;
     end if;
-    s.claimed_until := pgqueue._after(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
-    lost := pgqueue._keep_batch(s, s.claimed_until);
+    s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
+    lost := pgqueue._extend_open_batch(s, s.claimed_until);
     update pgqueue.streams t
     set claimed_until = s.claimed_until
     where t.queue_name = q.name and t.stream_name = s.stream_name;
@@ -573,8 +575,8 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
     acked int;
 begin
     perform pgqueue._check_epoch(s, epoch);
@@ -614,8 +616,8 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    s pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
     at constant timestamptz := pgqueue._now();
     wanted bigint[];
     m pgqueue.messages;
@@ -628,18 +630,18 @@ begin
     if seq <> s.acked_seq + 1 or s.claim_token is null then
         perform pgqueue._raise_stream_out_of_step(s, seq);
     end if;
-    wanted := pgqueue._without(s.ids, s.left_out);
+    wanted := pgqueue._array_except(s.ids, s.left_out);
     if stream_skip.ids is not null then
-        wanted := pgqueue._without(wanted, pgqueue._without(wanted, stream_skip.ids));
+        wanted := pgqueue._array_except(wanted, pgqueue._array_except(wanted, stream_skip.ids));
     end if;
     for m in
         delete from pgqueue.messages c
-        using pgqueue._keys(q.name, wanted) k
-        where pgqueue._is_at(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
+        using pgqueue._lookup_keys(q.name, wanted) k
+        where pgqueue._matches_key(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
             and c.claim_token = s.claim_token and c.claimed_attempt = c.attempt_count
         returning c.*
     loop
-        perform pgqueue._fail(
+        perform pgqueue._retry_or_dead_letter(
             q, m, at, null,
             coalesce(error, format('skipped with batch %s of stream %s after %s replays', seq, s.stream_name, s.replays)),
             null, 'rejected');
@@ -663,7 +665,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     if queue_name is not null then
-        perform pgqueue._look_at(queue_name);
+        perform pgqueue._get_unlocked_queue(queue_name);
     end if;
     return query
     select l.*
@@ -681,8 +683,8 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    s constant pgqueue.streams := pgqueue._hold_stream(queue_name, stream_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s constant pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
     released int := 0;
 begin
     if s.claim_token is not null then

@@ -2,7 +2,7 @@
 -- committed late, what came due, what spent its attempts, what expired. The walk goes on where the last
 -- one stopped and stays within a budget, so that a pile of dead rows slows nobody down.
 
-create or replace function pgqueue._writers()
+create or replace function pgqueue._running_writers()
 returns text[]
 language sql volatile
 as $$
@@ -19,10 +19,10 @@ as $$
             )
     )
 $$;
-comment on function pgqueue._writers() is
+comment on function pgqueue._running_writers() is
 'The transactions that have written to messages and run: prepared ones too, through the parent or straight into a partition.';
 
-create or replace function pgqueue._promote(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
+create or replace function pgqueue._promote_due(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -48,7 +48,7 @@ begin
                 returning s.*
             ),
             noted as (
-                insert into pgqueue.returns (queue_name, check_at, id)
+                insert into pgqueue.requeued_messages (queue_name, check_at, id)
                 select q.name, at, d.id from due d
             ),
             moved as (
@@ -66,7 +66,7 @@ begin
             select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into picks from moved m;
         exception when disk_full then
             -- What is ready is handed out all the same: to acknowledge it takes no room, and makes some.
-            perform setval(q.due_register, pgqueue._micros(at + interval '1 s'));
+            perform setval(q.first_due_at, pgqueue._to_micros(at + interval '1 s'));
             return '{}'::bigint[];
         end;
 
@@ -75,25 +75,25 @@ begin
         where s.queue_name = q.name and s.due_at >= since
         order by s.due_at limit 1;
     end if;
-    next_due := coalesce(pgqueue._micros(next_due_at), 9223372036854775807);
-    if next_due is distinct from pg_sequence_last_value(q.due_register) then
-        perform setval(q.due_register, next_due);
+    next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
+    if next_due is distinct from pg_sequence_last_value(q.first_due_at) then
+        perform setval(q.first_due_at, next_due);
     end if;
     return picks;
 end;
 $$;
-comment on function pgqueue._promote(pgqueue.queues, timestamptz, int, timestamptz) is
-'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Every one is noted in returns: its id may lie where no walk comes by any more.';
+comment on function pgqueue._promote_due(pgqueue.queues, timestamptz, int, timestamptz) is
+'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Every one is noted in requeued_messages: its id may lie where no walk comes by any more.';
 
-create or replace function pgqueue._bury(q pgqueue.queues, ids bigint[], at timestamptz)
+create or replace function pgqueue._dead_letter_spent(q pgqueue.queues, ids bigint[], at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     spent_ids constant bigint[] := array(
-        select m.id from pgqueue.messages m, pgqueue._keys(q.name, ids) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
+        select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
             and (m.attempt_count >= m.max_attempts or m.expires_at <= at)
         for update of m skip locked);
 begin
@@ -103,8 +103,8 @@ begin
     begin
         with gone as (
             delete from pgqueue.messages m
-            using pgqueue._keys(q.name, spent_ids) k
-            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            using pgqueue._lookup_keys(q.name, spent_ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             returning m.*
         )
         insert into pgqueue.dead_messages (
@@ -128,10 +128,10 @@ begin
     end;
 end;
 $$;
-comment on function pgqueue._bury(pgqueue.queues, bigint[], timestamptz) is
+comment on function pgqueue._dead_letter_spent(pgqueue.queues, bigint[], timestamptz) is
 'Removes those of the messages that are not claimed and have spent their attempts or expired, to the dead letters where the queue wants that.';
 
-create or replace function pgqueue._take(
+create or replace function pgqueue._lock_ready(
     q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
 )
 returns bigint[]
@@ -140,18 +140,18 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     return array(
-        select m.id from pgqueue.messages m, pgqueue._keys(q.name, ids) k
-        where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and m.visible_at <= at
+        select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and m.visible_at <= at
             and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
         -- By id, as the index is asked for the ids in their order; to say so would cost a sort.
         limit wanted for update of m skip locked
     );
 end;
 $$;
-comment on function pgqueue._take(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
+comment on function pgqueue._lock_ready(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
 'Locks up to wanted of the messages that are ready, not held by another and not taken already, and returns their ids.';
 
-create or replace function pgqueue._forget(q pgqueue.queues, watched bigint[], seen_at timestamptz)
+create or replace function pgqueue._prune_requeued(q pgqueue.queues, watched bigint[], seen_at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -160,20 +160,20 @@ begin
     -- A row here was written together with its message. If this one snapshot shows the row but not
     -- the message, the message has left for good, or come back again with a row of its own.
     -- (An array rather than a join, which could be planned to read the whole queue.)
-    delete from pgqueue.returns r
+    delete from pgqueue.requeued_messages r
     where r.ctid = any (array(
-        select c.ctid from pgqueue.returns c
+        select c.ctid from pgqueue.requeued_messages c
         where c.queue_name = q.name and c.check_at <= seen_at and c.id = any (watched)
             and c.id <> all (array(
-                select m.id from pgqueue.messages m, pgqueue._keys(q.name, watched) k
-                where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id)))
+                select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, watched) k
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)))
         order by c.check_at, c.id limit 1000 for update skip locked));
 end;
 $$;
-comment on function pgqueue._forget(pgqueue.queues, bigint[], timestamptz) is
-'Removes from returns those of the messages noted up to a moment that have left.';
+comment on function pgqueue._prune_requeued(pgqueue.queues, bigint[], timestamptz) is
+'Removes from requeued_messages those of the messages noted up to a moment that have left.';
 
-create or replace function pgqueue._revisit(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
+create or replace function pgqueue._sweep_requeued(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -190,18 +190,18 @@ begin
         select array_agg(w.id), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)]
         into watched, seen_at, seen_id
         from (
-            select r.check_at, r.id from pgqueue.returns r
+            select r.check_at, r.id from pgqueue.requeued_messages r
             where r.queue_name = q.name and (r.check_at, r.id) > (seen_at, seen_id)
             order by r.check_at, r.id limit 1000
         ) w;
         exit when watched is null;
-        perform pgqueue._forget(q, watched, seen_at);
+        perform pgqueue._prune_requeued(q, watched, seen_at);
         ready := array(
-            select distinct m.id from pgqueue.messages m, pgqueue._keys(q.name, watched) k
-            where pgqueue._is_at(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
+            select distinct m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, watched) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
         if ready <> '{}' then
-            perform pgqueue._bury(q, ready, at);
-            picks := picks || pgqueue._take(q, ready, taken || picks, at, wanted - cardinality(picks));
+            perform pgqueue._dead_letter_spent(q, ready, at);
+            picks := picks || pgqueue._lock_ready(q, ready, taken || picks, at, wanted - cardinality(picks));
         end if;
         exit when cardinality(watched) < 1000 or cardinality(picks) >= wanted
             or pgqueue._now() > at + interval '50 ms';
@@ -209,29 +209,35 @@ begin
     return picks;
 end;
 $$;
-comment on function pgqueue._revisit(pgqueue.queues, bigint[], timestamptz, int) is
+comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int) is
 'Looks at the messages that came back from scheduled_messages: buries what is spent, forgets what has left, returns up to wanted ids that are ready again, locked.';
 
-create or replace function pgqueue._head(s pgqueue.sweeps)
+create or replace function pgqueue._first_possible_id(s pgqueue.sweep_state)
 returns bigint
 language sql immutable parallel safe
 -- Where the first of the ranges ends. Without a query of its own it becomes part of who asks.
 as $$
     select coalesce(
-        lower(int8multirange(int8range(lower(s.dead_ids), upper(s.dead_ids))) - s.dead_ids), upper(s.dead_ids)
+        lower(int8multirange(int8range(lower(s.vacant_ids), upper(s.vacant_ids))) - s.vacant_ids), upper(s.vacant_ids)
     )
 $$;
-comment on function pgqueue._head(pgqueue.sweeps) is
-'The lowest id at which a message may live, those in returns aside.';
+comment on function pgqueue._first_possible_id(pgqueue.sweep_state) is
+'The lowest id at which a message may live, those in requeued_messages aside.';
 
-create or replace function pgqueue._head_of(queue_name text)
+create or replace function pgqueue._first_possible_id_of(queue_name text)
 returns bigint
 language sql stable
-as $$ select coalesce((select pgqueue._head(s) from pgqueue.sweeps s where s.queue_name = _head_of.queue_name), 1) $$;
-comment on function pgqueue._head_of(text) is
-'The lowest id at which a message of the queue may live, those in returns aside; 1 where nothing is known.';
+as $$
+    select coalesce(
+        (
+            select pgqueue._first_possible_id(s) from pgqueue.sweep_state s
+            where s.queue_name = _first_possible_id_of.queue_name
+        ), 1)
+$$;
+comment on function pgqueue._first_possible_id_of(text) is
+'The lowest id at which a message of the queue may live, those in requeued_messages aside; 1 where nothing is known.';
 
-create or replace function pgqueue._widest(ids int8multirange)
+create or replace function pgqueue._widest_ranges(ids int8multirange)
 returns int8multirange
 language sql immutable parallel safe
 as $$
@@ -243,16 +249,16 @@ as $$
         limit 64
     ) w
 $$;
-comment on function pgqueue._widest(int8multirange) is
+comment on function pgqueue._widest_ranges(int8multirange) is
 'The first and the 63 widest of the ranges.';
 
-create or replace function pgqueue._learn(q pgqueue.queues, at timestamptz, fresh bigint)
+create or replace function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh bigint)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    s pgqueue.sweeps;
+    s pgqueue.sweep_state;
     bound bigint;
     writers text[];
     waited boolean := false;
@@ -263,10 +269,10 @@ declare
     live bigint[];
 begin
     -- A snapshot that is older than the look at the writers proves nothing.
-    if pgqueue._keeps_snapshot() then
+    if pgqueue._has_fixed_snapshot() then
         return false;
     end if;
-    select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name for update skip locked;
+    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name for update skip locked;
     if not found then
         return false;
     end if;
@@ -276,25 +282,25 @@ begin
     -- once all of those have ended, every id up to that reading is decided, and what was decided to be a
     -- message is visible to the statements below.
     bound := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
-    writers := pgqueue._writers();
+    writers := pgqueue._running_writers();
     -- A prepared transaction gets another name when the server restarts: one of that kind which was not
     -- noted may be any of those that were.
     s.writers := s.writers || array(
         select w from unnest(writers) as w where w like '-1/%' and w <> all (s.writers));
     if not s.writers && writers then
         -- One of them was still there at a look in between.
-        waited := s.learnt_at > s.noted_at;
+        waited := s.recorded_at > s.bound_at;
         s.settled_id := s.bound_id;
         s.bound_id := bound;
         s.writers := writers;
-        s.noted_at := at;
+        s.bound_at := at;
     end if;
 
     <<walk>>
     for stretch in
         select r
         from unnest(
-            int8multirange(int8range(pgqueue._head(s), greatest(pgqueue._head(s), least(s.settled_id + 1, fresh)))) - s.dead_ids
+            int8multirange(int8range(pgqueue._first_possible_id(s), greatest(pgqueue._first_possible_id(s), least(s.settled_id + 1, fresh)))) - s.vacant_ids
         ) as r
     loop
         from_id := lower(stretch);
@@ -307,7 +313,7 @@ begin
                 order by m.id limit 1000);
             -- Nothing to be learnt where messages lie close.
             exit walk when cardinality(live) = 1000;
-            s.dead_ids := s.dead_ids + (
+            s.vacant_ids := s.vacant_ids + (
                 int8multirange(int8range(from_id, below_id))
                 - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
             );
@@ -318,17 +324,17 @@ begin
     end loop;
 
     begin
-        update pgqueue.sweeps
-        set dead_ids = pgqueue._widest(s.dead_ids), settled_id = s.settled_id, bound_id = s.bound_id,
-            writers = s.writers, noted_at = s.noted_at, learnt_at = at
-        where sweeps.queue_name = q.name;
+        update pgqueue.sweep_state
+        set vacant_ids = pgqueue._widest_ranges(s.vacant_ids), settled_id = s.settled_id, bound_id = s.bound_id,
+            writers = s.writers, bound_at = s.bound_at, recorded_at = at
+        where sweep_state.queue_name = q.name;
     exception when disk_full then
         return false;
     end;
     return waited;
 end;
 $$;
-comment on function pgqueue._learn(pgqueue.queues, timestamptz, bigint) is
+comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigint) is
 'Learns at which ids below fresh no message can appear any more, for sweeps to skip. True if that had to wait for a transaction that wrote for long.';
 
 create or replace function pgqueue._sweep(
@@ -339,9 +345,9 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    s pgqueue.sweeps;
+    s pgqueue.sweep_state;
     head bigint;
-    pos bigint := pgqueue._value_of(q.swept_register);
+    pos bigint := pgqueue._register_value(q.sweep_resume_id);
     start bigint;
     goal bigint;
     started_at timestamptz;
@@ -354,39 +360,39 @@ declare
     is_quick boolean;
 begin
     -- Who comes by while this sweep is at it leaves it alone.
-    perform setval(q.sweep_register, pgqueue._micros(at + interval '50 ms'));
+    perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
     -- Once an hour somebody's sweep looks after the archive. A look that is further off was set by a clock that was wrong.
-    if pg_sequence_last_value('pgqueue.archive_look') - pgqueue._micros(at) not between 1 and 3600000000 then
-        perform pgqueue._tend_archive(at);
+    if pg_sequence_last_value('pgqueue.next_archive_check_at') - pgqueue._to_micros(at) not between 1 and 3600000000 then
+        perform pgqueue._archive_housekeeping(at);
     end if;
 
-    select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name;
+    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     if not found then
         -- Somebody has deleted it: nothing is known, so everything is walked again.
-        insert into pgqueue.sweeps (queue_name) values (q.name) on conflict do nothing returning * into s;
+        insert into pgqueue.sweep_state (queue_name) values (q.name) on conflict do nothing returning * into s;
         if not found then
             return picks;
         end if;
     end if;
-    if (s.settled_id < fresh - 1 or pgqueue._head(s) < least(s.settled_id + 1, fresh))
+    if (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh))
         and (
             -- Where the last round was quick there is little to be skipped: a queue that many others share the
             -- machine with is swept by almost every claim, and learning would be most of what that costs.
-            at - s.learnt_at not between interval '0' and case pos when 1 then interval '30 s' else interval '1 s' end
+            at - s.recorded_at not between interval '0' and case pos when 1 then interval '30 s' else interval '1 s' end
             -- Somebody writes for long: the end is noticed at once.
-            or s.writers <> '{}' and s.learnt_at > s.noted_at and not s.writers && pgqueue._writers()
+            or s.writers <> '{}' and s.recorded_at > s.bound_at and not s.writers && pgqueue._running_writers()
         )
     then
-        if pgqueue._learn(q, at, fresh) then
+        if pgqueue._record_vacant_ids(q, at, fresh) then
             -- One that wrote for long may have left messages anywhere above the head: start over there.
             pos := 0;
         end if;
-        select sweeps.* into s from pgqueue.sweeps where sweeps.queue_name = q.name;
+        select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     end if;
 
     started_at := pgqueue._now();
     -- A full round from where the last sweep stopped, unless the messages suffice or the time runs out first.
-    head := pgqueue._head(s);
+    head := pgqueue._first_possible_id(s);
     if pos < head or pos >= fresh then
         pos := head;
     end if;
@@ -397,8 +403,8 @@ begin
             where m.queue_name = q.name and m.id >= fresh - 4096 and m.id < fresh and m.visible_at <= at
             order by m.id limit 1000);
         if ready <> '{}' then
-            perform pgqueue._bury(q, ready, at);
-            picks := picks || pgqueue._take(q, ready, picks, at, wanted - cardinality(picks));
+            perform pgqueue._dead_letter_spent(q, ready, at);
+            picks := picks || pgqueue._lock_ready(q, ready, picks, at, wanted - cardinality(picks));
         end if;
     end if;
     start := pos;
@@ -406,12 +412,12 @@ begin
     <<round>>
     loop
         if pos = head then
-            picks := picks || pgqueue._revisit(q, picks, at, wanted - cardinality(picks));
+            picks := picks || pgqueue._sweep_requeued(q, picks, at, wanted - cardinality(picks));
             if cardinality(picks) < wanted then
-                picks := picks || pgqueue._promote(q, at, wanted - cardinality(picks), '-infinity');
+                picks := picks || pgqueue._promote_due(q, at, wanted - cardinality(picks), '-infinity');
             end if;
         end if;
-        for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.dead_ids) as r loop
+        for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.vacant_ids) as r loop
             pos := lower(stretch);
             while pos < upper(stretch) loop
                 exit round when cardinality(picks) >= wanted;
@@ -429,8 +435,8 @@ begin
                 end if;
                 pos := below_id;
                 if ready is not null then
-                    perform pgqueue._bury(q, ready, at);
-                    picks := picks || pgqueue._take(q, ready, picks, at, wanted - cardinality(picks));
+                    perform pgqueue._dead_letter_spent(q, ready, at);
+                    picks := picks || pgqueue._lock_ready(q, ready, picks, at, wanted - cardinality(picks));
                     if cardinality(picks) >= wanted then
                         -- Where the next sweep goes on.
                         pos := picks[cardinality(picks)] + 1;
@@ -446,12 +452,12 @@ begin
 
     -- At 1 where the whole round was quick: the next one may as well begin at the head.
     is_quick := cardinality(picks) < wanted and pgqueue._now() < started_at + interval '500 us';
-    perform setval(q.swept_register, case when is_quick then 1 else greatest(pos, 1) end);
+    perform setval(q.sweep_resume_id, case when is_quick then 1 else greatest(pos, 1) end);
     if cardinality(picks) >= wanted then
         -- There may be more: the next claim goes on from here.
-        perform setval(q.sweep_register, 1);
+        perform setval(q.next_sweep_at, 1);
     else
-        perform setval(q.sweep_register, pgqueue._micros(
+        perform setval(q.next_sweep_at, pgqueue._to_micros(
             pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')));
     end if;
     return picks;

@@ -20,11 +20,11 @@ create table pgqueue.queues (
     created_at timestamptz not null default clock_timestamp(),
     updated_at timestamptz not null default clock_timestamp(),
     queue_id bigint not null default nextval('pgqueue.queue_id'),
-    fresh_register regclass not null,
-    swept_register regclass not null,
-    sweep_register regclass not null,
-    due_register regclass not null,
-    waiting_register regclass not null,
+    fresh_from_id regclass not null,
+    sweep_resume_id regclass not null,
+    next_sweep_at regclass not null,
+    first_due_at regclass not null,
+    waiting_until regclass not null,
     archive_for interval,
     expires_after_idle interval,
     constraint queues_pkey primary key (name),
@@ -50,15 +50,15 @@ comment on column pgqueue.queues.archive_for is
 'How long at least what was acknowledged stays in archived_messages; null: it does not get there.';
 comment on column pgqueue.queues.expires_after_idle is
 'How long the queue stays though nobody uses it and it holds no message; null: for good.';
-comment on column pgqueue.queues.fresh_register is
+comment on column pgqueue.queues.fresh_from_id is
 'Register: no message below this id was never claimed, but for late commits. A hint.';
-comment on column pgqueue.queues.swept_register is
+comment on column pgqueue.queues.sweep_resume_id is
 'Register: the id from which the next sweep goes on. A hint.';
-comment on column pgqueue.queues.sweep_register is
+comment on column pgqueue.queues.next_sweep_at is
 'Register: when the next sweep is due, in microseconds since 1970. A hint.';
-comment on column pgqueue.queues.due_register is
+comment on column pgqueue.queues.first_due_at is
 'Register: when the first scheduled message is due, in microseconds since 1970. A hint.';
-comment on column pgqueue.queues.waiting_register is
+comment on column pgqueue.queues.waiting_until is
 'Register: until when a consumer waits for a notification, in microseconds since 1970. A hint.';
 
 create sequence pgqueue.message_id;
@@ -211,8 +211,8 @@ alter table pgqueue.unfiled_messages replica identity full;
 comment on table pgqueue.unfiled_messages is
 'Archived messages of days that had no partition, so that no acknowledgement fails for want of one: sweeps and maintain_archive file them.';
 
-create sequence pgqueue.archive_look;
-comment on sequence pgqueue.archive_look is
+create sequence pgqueue.next_archive_check_at;
+comment on sequence pgqueue.next_archive_check_at is
 'Register: when a sweep looks after the partitions of the archive again, in microseconds since 1970. A hint; never called where nothing is archived.';
 
 create table pgqueue.archive_promises (
@@ -224,33 +224,33 @@ alter table pgqueue.archive_promises replica identity full;
 comment on table pgqueue.archive_promises is
 'Queues that were dropped, or archive no longer: until ends_at, what they archived is kept as long as they said.';
 
-create table pgqueue.returns (
+create table pgqueue.requeued_messages (
     queue_name text collate "C" not null,
     check_at timestamptz not null,
     id bigint not null
 );
-create index returns_check_at on pgqueue.returns (queue_name, check_at, id);
-alter table pgqueue.returns replica identity full;
-comment on table pgqueue.returns is
+create index requeued_messages_check_at on pgqueue.requeued_messages (queue_name, check_at, id);
+alter table pgqueue.requeued_messages replica identity full;
+comment on table pgqueue.requeued_messages is
 'Scheduled messages that came due went back to messages under their old id, which the sweep may have left behind for good: where it looks beside its walk.';
 
-create table pgqueue.sweeps (
+create table pgqueue.sweep_state (
     queue_name text collate "C" not null,
-    dead_ids int8multirange not null default '{(,1)}',
+    vacant_ids int8multirange not null default '{(,1)}',
     settled_id bigint not null default 0,
     bound_id bigint not null default 0,
     writers text[] not null default '{}',
-    noted_at timestamptz not null default '1970-01-01 00:00+00',
-    learnt_at timestamptz not null default '1970-01-01 00:00+00',
-    constraint sweeps_pkey primary key (queue_name)
+    bound_at timestamptz not null default '1970-01-01 00:00+00',
+    recorded_at timestamptz not null default '1970-01-01 00:00+00',
+    constraint sweep_state_pkey primary key (queue_name)
 ) with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
-comment on table pgqueue.sweeps is
+comment on table pgqueue.sweep_state is
 'What sweeps have learnt about each queue; written at most once a second. A row, not a register: it must be dumped with the messages it speaks of.';
-comment on column pgqueue.sweeps.dead_ids is
-'Ids at which no message lives and none will appear but by way of returns: a sweep skips them.';
-comment on column pgqueue.sweeps.settled_id is
+comment on column pgqueue.sweep_state.vacant_ids is
+'Ids at which no message lives and none will appear but by way of requeued_messages: a sweep skips them.';
+comment on column pgqueue.sweep_state.settled_id is
 'No transaction that took an id up to this one is running any more.';
-comment on column pgqueue.sweeps.bound_id is
+comment on column pgqueue.sweep_state.bound_id is
 'Becomes settled_id once none of writers runs any more: the highest id taken before they were listed.';
 
 create table pgqueue.streams (
@@ -390,4 +390,4 @@ comment on column pgqueue.transports.head is
 comment on column pgqueue.transports.next_at is
 'When advance_transport is due again.';
 comment on column pgqueue.transports.settled_seq is
-'No transaction that took a transport_seq up to this one is running any more; bound_seq and writers as in sweeps.';
+'No transaction that took a transport_seq up to this one is running any more; bound_seq and writers as in sweep_state.';

@@ -90,8 +90,8 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
-    address constant text := coalesce(pgqueue._address((pgqueue._transport_of(q)).relation), q.name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    address constant text := coalesce(pgqueue._transport_address((pgqueue._transport_of(q)).relation), q.name);
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
     insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)
@@ -111,7 +111,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
-    perform pgqueue._find_queue(queue_name);
+    perform pgqueue._get_locked_queue(queue_name);
     delete from pgqueue.subscriptions s
     where s.topic = unsubscribe.topic collate "C" and s.queue_name = unsubscribe.queue_name collate "C";
     return found;
@@ -127,7 +127,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     if queue_name is not null then
-        perform pgqueue._look_at(queue_name);
+        perform pgqueue._get_unlocked_queue(queue_name);
     end if;
     return query
     -- A queue may have subscribed by itself, and as the address of endpoints.
@@ -175,13 +175,13 @@ begin
     where q.name = any ((select pgqueue._subscribers((topic || array(select unnest(base_topics))) collate "C"))::text[]);
     -- One after the other, by name. Who waited here for a drop_queue finds that the queue is gone, or another one of
     -- its name, whatever that is subscribed to; a snapshot may be older still, but the catalog knows.
-    perform pgqueue._hold_queue(n) from unnest(names) as n;
+    perform pgqueue._lock_queue(n) from unnest(names) as n;
     select
         array_agg(q.name order by q.name), min(q.max_payload_bytes),
         coalesce((array_agg(q.name order by q.max_payload_bytes))[1], '')
     into names, smallest.max_payload_bytes, smallest.name
     from pgqueue.queues q
-    where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_register) is not null;
+    where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null;
     if headers is null or jsonb_typeof(headers) = 'object' then
         headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
     end if;
@@ -192,13 +192,13 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._after(at, delay), at, q.max_attempts, pgqueue._after(at, expires_in),
+            q.name, pgqueue._add_interval(at, delay), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
             publish.message_id, publish.payload, publish.body, publish.headers
         from pgqueue.queues q
         where q.name = any (names)
         order by q.name;
         get diagnostics sent = row_count;
-        perform pgqueue._schedule_by(q, pgqueue._after(at, delay))
+        perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay))
         from pgqueue.queues q
         where q.name = any (names);
     else
@@ -206,7 +206,7 @@ begin
             queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, at, at, q.max_attempts, pgqueue._after(at, expires_in),
+            q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in),
             publish.message_id, publish.payload, publish.body, publish.headers
         from pgqueue.queues q
         where q.name = any (names)
@@ -214,7 +214,7 @@ begin
         get diagnostics sent = row_count;
         perform pgqueue._wake(q)
         from pgqueue.queues q
-        where q.name = any (names) and pg_sequence_last_value(q.waiting_register) > pgqueue._micros(at);
+        where q.name = any (names) and pg_sequence_last_value(q.waiting_until) > pgqueue._to_micros(at);
     end if;
     return sent;
 end;

@@ -88,7 +88,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     headers jsonb;
     fault text;
 begin
@@ -170,7 +170,7 @@ $$;
 comment on function pgqueue._insert_by_sqlserver() is
 'The same for the flavor sqlserver: what comes in columns of its own becomes a header, where the headers lack it.';
 
-create or replace function pgqueue._place_for_transport()
+create or replace function pgqueue._assign_transport_place()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -182,17 +182,17 @@ begin
     return new;
 end;
 $$;
-comment on function pgqueue._place_for_transport() is
+comment on function pgqueue._assign_transport_place() is
 'Trigger of the table of an exposed queue: whoever sends, a transport finds the message at its end.';
 
-create or replace function pgqueue._archive_taken()
+create or replace function pgqueue._archive_deleted_by_transport()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    is_filed constant boolean := coalesce(pgqueue._has_day(pgqueue._day(at)), false);
+    is_filed constant boolean := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
 begin
     with done as (
         select
@@ -208,18 +208,18 @@ begin
     return null;
 end;
 $$;
-comment on function pgqueue._archive_taken() is
+comment on function pgqueue._archive_deleted_by_transport() is
 'Trigger of the table of an exposed queue that archives: what is deleted through the relation goes to the archive, as by receive.';
 
-create or replace function pgqueue._archive_transport(q pgqueue.queues)
+create or replace function pgqueue._sync_archive_trigger(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
 as $$
 declare
-    partition constant regclass := pgqueue._partition(q);
-    is_wanted constant boolean := q.archive_for is not null and to_regclass(pgqueue._row_of_transport(q)) is not null;
+    partition constant regclass := pgqueue._partition_of(q);
+    is_wanted constant boolean := q.archive_for is not null and to_regclass(pgqueue._transport_table(q)) is not null;
     is_there constant boolean := exists (
         select from pg_trigger g where g.tgrelid = partition and g.tgname = 'archive_taken');
 begin
@@ -228,7 +228,7 @@ begin
     if is_wanted and not is_there then
         execute format(
             'create or replace trigger archive_taken after delete on %s referencing old table as taken for each statement'
-            ' execute function pgqueue._archive_taken()', partition);
+            ' execute function pgqueue._archive_deleted_by_transport()', partition);
     elsif is_there and not is_wanted then
         execute format('drop trigger archive_taken on %s', partition);
     end if;
@@ -236,14 +236,14 @@ exception when lock_not_available then
     perform pgqueue._raise_queue_busy(q.name, 'alter_queue');
 end;
 $$;
-comment on function pgqueue._archive_transport(pgqueue.queues) is
+comment on function pgqueue._sync_archive_trigger(pgqueue.queues) is
 'Has the relation of a queue, if there is one, archive what is deleted through it, if the queue archives. Raises PQ004 where a longer transaction uses the table.';
 
-create or replace function pgqueue._row_of_transport(q pgqueue.queues)
+create or replace function pgqueue._transport_table(q pgqueue.queues)
 returns text
 language sql immutable parallel safe
 as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
-comment on function pgqueue._row_of_transport(pgqueue.queues) is
+comment on function pgqueue._transport_table(pgqueue.queues) is
 'The table that holds the row of transports of an exposed queue, and nothing else.';
 
 create or replace function pgqueue._transport_of(q pgqueue.queues, out relation regclass, out seq_register regclass)
@@ -253,7 +253,7 @@ as $$
 begin
     -- By the name of its table, for which the catalog is asked anew: the cache of who had to wait for an expose_transport
     -- may be older than that, and so may a snapshot.
-    execute format('select t.relation, t.seq_register from %s t', pgqueue._row_of_transport(q)) into relation, seq_register;
+    execute format('select t.relation, t.seq_register from %s t', pgqueue._transport_table(q)) into relation, seq_register;
     if relation is null then
         perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
     end if;
@@ -265,17 +265,17 @@ $$;
 comment on function pgqueue._transport_of(pgqueue.queues) is
 'The relation and the sequence of a queue that is held, as of now; nulls where it is not exposed. Raises 40001 where it was exposed behind the snapshot.';
 
-create or replace function pgqueue._learn_head(t pgqueue.transports, partition regclass)
+create or replace function pgqueue._record_transport_head(t pgqueue.transports, partition regclass)
 returns pgqueue.transports
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     bound constant bigint := coalesce(pg_sequence_last_value(t.seq_register), 0);
-    writers constant text[] := pgqueue._writers();
+    writers constant text[] := pgqueue._running_writers();
     lowest bigint;
 begin
-    -- As _learn does: the sequence first, the writers second, and what a later statement does not find below is not there.
+    -- As _record_vacant_ids does: the sequence first, the writers second, and what a later statement does not find below is not there.
     t.writers := t.writers || array(select w from unnest(writers) as w where w like '-1/%' and w <> all (t.writers));
     if not t.writers && writers then
         t.settled_seq := t.bound_seq;
@@ -289,7 +289,7 @@ begin
     return t;
 end;
 $$;
-comment on function pgqueue._learn_head(pgqueue.transports, regclass) is
+comment on function pgqueue._record_transport_head(pgqueue.transports, regclass) is
 'What is known of a relation, with its head moved up to the lowest row that is there or may appear.';
 
 create or replace function pgqueue._advance_transport(q pgqueue.queues)
@@ -300,7 +300,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     nowhere constant bigint := 9223372036854775807;
-    row_of constant text := pgqueue._row_of_transport(q);
+    row_of constant text := pgqueue._transport_table(q);
     t pgqueue.transports;
     mine pgqueue.transports;
     is_mine boolean := false;
@@ -320,7 +320,7 @@ begin
         return t.head;
     end if;
     -- A snapshot that is older than the look at the writers proves nothing.
-    if not pgqueue._keeps_snapshot() then
+    if not pgqueue._has_fixed_snapshot() then
         execute format(
             'select t.seq_register, t.head, t.settled_seq, t.bound_seq, t.writers from %s t'
             ' for no key update skip locked', row_of)
@@ -330,19 +330,19 @@ begin
     -- Ahead of time, as this very statement does not see them any more: they are not shown before they are due.
     if (is_mine or t.next_at not between at - interval '2 s' and at + interval '1 min') and exists (
         select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.due_at <= at + interval '15 s'
-    ) and pgqueue._is_there(q) then
-        perform pgqueue._promote(q, at + interval '15 s', 1000, '-infinity');
+    ) and pgqueue._try_lock_existing_queue(q) then
+        perform pgqueue._promote_due(q, at + interval '15 s', 1000, '-infinity');
     end if;
     if is_mine then
         -- What came back is noted for claims, which forget it when it has left; here there may never be one.
-        perform pgqueue._forget(q, array_agg(w.id), max(w.check_at))
+        perform pgqueue._prune_requeued(q, array_agg(w.id), max(w.check_at))
         from (
-            select r.check_at, r.id from pgqueue.returns r
+            select r.check_at, r.id from pgqueue.requeued_messages r
             where r.queue_name = q.name
             order by r.check_at, r.id limit 1000
         ) w
         having count(*) > 0;
-        t := pgqueue._learn_head(mine, pgqueue._partition(q));
+        t := pgqueue._record_transport_head(mine, pgqueue._partition_of(q));
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', row_of)
         using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
@@ -363,13 +363,13 @@ set enable_sort = off
 set jit = off
 as $$
 begin
-    return pgqueue._advance_transport(pgqueue._look_at(queue_name));
+    return pgqueue._advance_transport(pgqueue._get_unlocked_queue(queue_name));
 end;
 $$;
 comment on function pgqueue.advance_transport(text) is
 'Called by the relations of expose_transport themselves, once a second at most: makes ready what comes due, and returns where their statements begin to read; at the end of all numbers while the queue is paused, or where it is not exposed. Who may read such a relation needs access to this function: grant_access(role, ''transport''). Raises PQ001.';
 
-create or replace function pgqueue._give_partition(q pgqueue.queues)
+create or replace function pgqueue._make_dedicated(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -394,7 +394,7 @@ begin
     update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name;
 end;
 $$;
-comment on function pgqueue._give_partition(pgqueue.queues) is
+comment on function pgqueue._make_dedicated(pgqueue.queues) is
 'Moves the messages of a queue into a partition of its own.';
 
 create or replace function pgqueue._body_string(as_view text)
@@ -434,7 +434,7 @@ as $$
             format(' %s as bodystring,', pgqueue._body_string('coalesce(m.body, convert_to(m.payload::text, ''UTF8''))'))
         end,
         case when flavor = 'sqlserver' then ' m.transport_seq as rowversion,' end,
-        pgqueue._partition(q), q.name, pgqueue._row_of_transport(q))
+        pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
 $$;
 comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
 'What the relation of a transport shows: the rows that could be claimed, and expired ones, as the transport drops those itself.';
@@ -454,13 +454,13 @@ declare
 begin
     if q.dedicated then
         -- Who sends by plain SQL does not hold the queue, and would have no place. The trigger takes this lock anyway.
-        execute format('lock table only %s in share row exclusive mode', pgqueue._partition(q));
-        perform pgqueue._check_snapshot(format('queue %L', q.name));
+        execute format('lock table only %s in share row exclusive mode', pgqueue._partition_of(q));
+        perform pgqueue._require_current_snapshot(format('queue %L', q.name));
     else
-        perform pgqueue._give_partition(q);
+        perform pgqueue._make_dedicated(q);
         q.dedicated := true;
     end if;
-    partition := pgqueue._partition(q);
+    partition := pgqueue._partition_of(q);
     perform pgqueue._create_register(q.queue_id, 'seq');
     execute format(
         'update %s m set transport_seq = o.n, transport_id = pgqueue._transport_id(m.id),'
@@ -480,35 +480,35 @@ begin
         name || '_expires', partition);
     execute format(
         'create trigger place_for_transport before insert on %s for each row when (new.transport_seq is null)'
-        ' execute function pgqueue._place_for_transport(%L)', partition, register);
+        ' execute function pgqueue._assign_transport_place(%L)', partition, register);
     -- Also in a session that has triggers off, as what has no place is never received.
     execute format('alter table %s enable always trigger place_for_transport', partition);
     execute format(
         'create table %s () inherits (pgqueue.transports)'
         ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0)',
-        pgqueue._row_of_transport(q));
-    execute format('alter table %s replica identity full', pgqueue._row_of_transport(q));
-    perform pgqueue._keep_private(pgqueue._row_of_transport(q)::regclass);
+        pgqueue._transport_table(q));
+    execute format('alter table %s replica identity full', pgqueue._transport_table(q));
+    perform pgqueue._revoke_default_privileges(pgqueue._transport_table(q)::regclass);
     execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
-    perform pgqueue._keep_private(relation::regclass);
+    perform pgqueue._revoke_default_privileges(relation::regclass);
     execute format(
         'create trigger insert_by_transport instead of insert on %s for each row'
         ' execute function pgqueue.%I(%L)', relation, '_insert_by_' || flavor, q.name);
     execute format('comment on view %s is %L', relation, format('The pgqueue queue %s, for a transport.', q.name));
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
-    execute format('insert into %s (queue_name, relation, seq_register) values ($1, $2, $3)', pgqueue._row_of_transport(q))
+    execute format('insert into %s (queue_name, relation, seq_register) values ($1, $2, $3)', pgqueue._transport_table(q))
     using q.name, relation::regclass, register::regclass;
-    perform pgqueue._archive_transport(q);
+    perform pgqueue._sync_archive_trigger(q);
     update pgqueue.subscriptions s
-    set queue_address = pgqueue._address(relation::regclass)
+    set queue_address = pgqueue._transport_address(relation::regclass)
     where s.queue_name = q.name;
-    return pgqueue._address(relation::regclass);
+    return pgqueue._transport_address(relation::regclass);
 end;
 $$;
 comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
 'Makes the relation of a queue that is held alone, and gives it to a role.';
 
-create or replace function pgqueue._address(relation regclass)
+create or replace function pgqueue._transport_address(relation regclass)
 returns text
 language sql stable
 as $$
@@ -516,7 +516,7 @@ as $$
     from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
     where c.oid = relation
 $$;
-comment on function pgqueue._address(regclass) is
+comment on function pgqueue._transport_address(regclass) is
 'A relation as a transport addresses it.';
 
 create or replace function pgqueue._check_exposure(schema_name text, table_name text, flavor text)
@@ -567,8 +567,8 @@ declare
     address text;
 begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    q := pgqueue._find_queue(queue_name);
-    perform pgqueue._check_snapshot(format('queue %L', queue_name));
+    q := pgqueue._get_locked_queue(queue_name);
+    perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
     for_role := pgqueue._check_exposure(schema_name collate "C", coalesce(table_name, queue_name), flavor);
     if body_string is null then
         perform pgqueue._raise_invalid('body_string', null, 'true or false');
@@ -596,7 +596,7 @@ $$;
 comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
 'Makes a relation over the queue, in schema_name under table_name (by default the queue''s name), on which an NServiceBus transport works as on its own table, and returns its address. Its columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text where it is UTF-8; with flavor sqlserver also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; what comes with headers that are no JSON object, or without a body, goes to the dead letters as it is. A delete takes messages as receive does, to the archive where the queue has archive_for, though it does not tell a purge from a receive; who shows up are those that could be claimed, and expired ones, which the transport drops itself and nobody archives. The queue becomes dedicated. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on; who reads it needs grant_access(role, ''transport''), too. Raises 22023, PQ001, PQ004, 42501, 42P07 where the name is taken, 42710 where the queue is exposed.';
 
-create or replace function pgqueue._conceal(q pgqueue.queues)
+create or replace function pgqueue._unexpose(q pgqueue.queues)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -614,12 +614,12 @@ begin
     if exists (select from pg_class c where c.oid = relation) then
         execute format('drop view %s', relation);
     end if;
-    execute format('drop table %s', pgqueue._row_of_transport(q));
-    execute format('drop trigger place_for_transport on %s', pgqueue._partition(q));
-    perform pgqueue._archive_transport(q);
+    execute format('drop table %s', pgqueue._transport_table(q));
+    execute format('drop trigger place_for_transport on %s', pgqueue._partition_of(q));
+    perform pgqueue._sync_archive_trigger(q);
     for index in
         select x.indexrelid from pg_index x join pg_class c on c.oid = x.indexrelid
-        where x.indrelid = pgqueue._partition(q) and c.relname ~ '^messages_[0-9]+_(transport_id|transport_seq|expires)$'
+        where x.indrelid = pgqueue._partition_of(q) and c.relname ~ '^messages_[0-9]+_(transport_id|transport_seq|expires)$'
     loop
         execute format('drop index %s', index);
     end loop;
@@ -628,7 +628,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._conceal(pgqueue.queues) is
+comment on function pgqueue._unexpose(pgqueue.queues) is
 'Takes the relation of a queue away; false if there is none.';
 
 create or replace function pgqueue.unexpose_transport(queue_name text)
@@ -641,9 +641,9 @@ declare
     q pgqueue.queues;
 begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    q := pgqueue._find_queue(queue_name);
-    perform pgqueue._check_snapshot(format('queue %L', queue_name));
-    return pgqueue._conceal(q);
+    q := pgqueue._get_locked_queue(queue_name);
+    perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
+    return pgqueue._unexpose(q);
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(queue_name, 'unexpose_transport');
     return null;
@@ -663,8 +663,8 @@ begin
     perform pgqueue._check_topic('topic', new.topic, true);
     select t.queue_name into found_name
     from pgqueue.transports t
-    where pgqueue._address(t.relation) = new.queue_address;
-    new.queue_name := (pgqueue._find_queue(coalesce(found_name, new.queue_address))).name;
+    where pgqueue._transport_address(t.relation) = new.queue_address;
+    new.queue_name := (pgqueue._get_locked_queue(coalesce(found_name, new.queue_address))).name;
     return new;
 end;
 $$;
@@ -688,7 +688,7 @@ as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
 comment on function pgqueue._subscriptions_comment() is
 'By which the relations of expose_subscriptions are known.';
 
-create or replace function pgqueue._show_subscriptions(schema_name text, table_name text, for_role name)
+create or replace function pgqueue._create_subscriptions_relation(schema_name text, table_name text, for_role name)
 returns text
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -698,13 +698,13 @@ declare
 begin
     execute format(
         'create view %s as select s.queue_address as queueaddress, s.endpoint, s.topic from pgqueue.subscriptions s', relation);
-    perform pgqueue._keep_private(relation::regclass);
+    perform pgqueue._revoke_default_privileges(relation::regclass);
     execute format('comment on view %s is %L', relation, pgqueue._subscriptions_comment());
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
-    return pgqueue._address(relation::regclass);
+    return pgqueue._transport_address(relation::regclass);
 end;
 $$;
-comment on function pgqueue._show_subscriptions(text, text, name) is
+comment on function pgqueue._create_subscriptions_relation(text, text, name) is
 'Makes the relation of expose_subscriptions, and gives it to a role.';
 
 create or replace function pgqueue.expose_subscriptions(
@@ -715,14 +715,14 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return pgqueue._show_subscriptions(
+    return pgqueue._create_subscriptions_relation(
         schema_name, table_name, pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql'));
 end;
 $$;
 comment on function pgqueue.expose_subscriptions(text, text) is
 'Makes a relation over all subscriptions, in schema_name under table_name, on which an NServiceBus transport works as on its own table, and returns its address. Its columns are queueaddress, endpoint and topic; an address is what expose_transport returned, or a queue''s name, and what leads to no queue is refused with PQ001. An endpoint has a topic once, whichever relation it says so in: two systems on one database need endpoints of different names. Who may insert there has any queue sent what any other is sent. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on. Raises 22023, 42501, and 42P07 where the name is taken.';
 
-create or replace function pgqueue._hide_subscriptions(relation regclass)
+create or replace function pgqueue._drop_subscriptions_relation(relation regclass)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -737,7 +737,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._hide_subscriptions(regclass) is
+comment on function pgqueue._drop_subscriptions_relation(regclass) is
 'Drops a relation of expose_subscriptions; false if it is none.';
 
 create or replace function pgqueue.unexpose_subscriptions(
@@ -754,7 +754,7 @@ begin
     if table_name is null then
         perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
     end if;
-    return pgqueue._hide_subscriptions(to_regclass(format('%I.%I', schema_name, table_name)));
+    return pgqueue._drop_subscriptions_relation(to_regclass(format('%I.%I', schema_name, table_name)));
 end;
 $$;
 comment on function pgqueue.unexpose_subscriptions(text, text) is

@@ -28,15 +28,15 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    until constant bigint := pgqueue._value_of(q.waiting_register);
-    longest constant bigint := pgqueue._micros(at + interval '24 h');
+    until constant bigint := pgqueue._register_value(q.waiting_until);
+    longest constant bigint := pgqueue._to_micros(at + interval '24 h');
 begin
-    if until > pgqueue._micros(at) then
+    if until > pgqueue._to_micros(at) then
         perform pgqueue._wake(q);
     end if;
     -- Nobody waits for so long: a clock that was wrong would have every enqueue notify until then.
     if until > longest then
-        perform setval(q.waiting_register, longest);
+        perform setval(q.waiting_until, longest);
     end if;
 end;
 $$;
@@ -49,7 +49,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._wake(pgqueue._find_queue(queue_name));
+    perform pgqueue._wake(pgqueue._get_locked_queue(queue_name));
 end;
 $$;
 comment on function pgqueue.wake(text) is
@@ -61,7 +61,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._look_at(queue_name);
+    q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     due_at timestamptz;
 begin
     select least(
@@ -69,7 +69,7 @@ begin
         (
             select min(m.visible_at)
             from (
-                select r.id from pgqueue.returns r where r.queue_name = q.name order by r.check_at limit 1000
+                select r.id from pgqueue.requeued_messages r where r.queue_name = q.name order by r.check_at limit 1000
             ) c
             join pgqueue.messages m on m.queue_name = q.name and m.id = c.id
         ),
@@ -77,7 +77,7 @@ begin
             select min(m.visible_at)
             from (
                 select c.visible_at from pgqueue.messages c
-                where c.queue_name = q.name and c.id >= pgqueue._head_of(q.name)
+                where c.queue_name = q.name and c.id >= pgqueue._first_possible_id_of(q.name)
                 order by c.id limit 1000
             ) m
         )
@@ -94,18 +94,18 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._find_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     until timestamptz;
     due_at timestamptz;
 begin
-    if timeout is null or not pgqueue._is_within(timeout, '0', '1 day') then
+    if timeout is null or not pgqueue._is_interval_between(timeout, '0', '1 day') then
         perform pgqueue._raise_invalid('timeout', timeout::text, 'an interval from 0 to 1 day');
     end if;
     until := pgqueue._now() + timeout;
-    perform setval(q.waiting_register, greatest(pgqueue._micros(until), pg_sequence_last_value(q.waiting_register)));
+    perform setval(q.waiting_until, greatest(pgqueue._to_micros(until), pg_sequence_last_value(q.waiting_until)));
     -- Whoever is in the middle of sending looked at the register before this call, and will not notify.
     if exists (
-        select from unnest(pgqueue._writers()) as w
+        select from unnest(pgqueue._running_writers()) as w
         where w <> (select l.virtualtransaction from pg_locks l where l.pid = pg_backend_pid() limit 1)
     ) then
         until := least(until, pgqueue._now() + interval '1 s');

@@ -58,7 +58,7 @@ ALONE = {
     "`select 1`: a statement's way in and out": "select 1",
     "an empty function in PL/pgSQL": "select empty('orders')",
     "the same with the result and the five settings of `claim`": "select id from empty_as_claim('orders', 1)",
-    "the lock of the queue, and whether it archives: `_hold_unarchived`": "select pgqueue._hold_unarchived('orders')",
+    "the lock of the queue, and whether it archives": "select pgqueue._lock_queue_without_archive('orders')",
     "an id for the transaction, and its commit": "select pg_current_xact_id()",
     "one row of `queues` by its key": "select visibility_timeout from pgqueue.queues where name = 'orders'",
 }

@@ -418,7 +418,7 @@ def attempts(connection: psycopg.Connection[Any], name: str) -> list[int]:
 def waits(connection: psycopg.Connection[Any], name: str) -> bool:
     """Whether a consumer has said that it waits to be notified."""
     return rows(
-        connection, "select pg_sequence_last_value(waiting_register) > 1 from pgqueue.queues where name = %s", name
+        connection, "select pg_sequence_last_value(waiting_until) > 1 from pgqueue.queues where name = %s", name
     ) == [(True,)]
 
 

@@ -93,7 +93,7 @@ begin
         execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
         return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair gives it another');
         return next is((select array_agg(c.payload order by c.id) from pgqueue.claim(queue, 1000) c) @> '{"\"next\""}'::jsonb[], true, queue || ': after which what was sent behind it is claimed at once');
-        return next ok((select pg_sequence_last_value(q.fresh_register) from pgqueue.queues q where q.name = queue) < far, queue || ': without a walk up there');
+        return next ok((select pg_sequence_last_value(q.fresh_from_id) from pgqueue.queues q where q.name = queue) < far, queue || ': without a walk up there');
         perform pgqueue.purge_queue(queue);
     end loop;
     insert into pgqueue.scheduled_messages (id, queue_name, payload, due_at) values (far, queue, '"far"', pgqueue._now() + interval '1 s');
@@ -103,7 +103,7 @@ begin
     perform pgqueue.purge_queue(queue);
 
     insert into pgqueue.scheduled_messages (id, queue_name, payload, due_at) values (pgqueue.enqueue(queue, '"first"'), queue, '"second"', pgqueue._now());
-    perform setval((select q.due_register from pgqueue.queues q where q.name = queue), 1);
+    perform setval((select q.first_due_at from pgqueue.queues q where q.name = queue), 1);
     return next is(pg_temp.findings(queue), array['error twin_messages'], queue || ': a scheduled message with the id of another is found');
     return next throws_ok(format('select pgqueue.claim(%L)', queue), '23505', null, queue || ': on which claims fail');
     execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
@@ -114,7 +114,7 @@ begin
     perform pgqueue.enqueue(queue, '1');
     perform pgqueue.nack(queue, c.id, c.claim_token, '0') from pgqueue.claim(queue) c;
     perform pgqueue.claim(queue);
-    update pgqueue.sweeps w set dead_ids = int8multirange(int8range(null, pg_sequence_last_value('pgqueue.message_id') + 1)) where w.queue_name = queue;
+    update pgqueue.sweep_state w set vacant_ids = int8multirange(int8range(null, pg_sequence_last_value('pgqueue.message_id') + 1)) where w.queue_name = queue;
     perform pg_temp.pass('91 s');
     return next ok(pg_temp.findings(queue) @> array['warning stuck_claims'], queue || ': a claim that ran out is found also of a message that came back, to below the head');
 end;
@@ -174,7 +174,7 @@ begin
     perform pgqueue.purge_dead_messages(queue);
 
     -- A queue that is empty has learnt where nothing lies.
-    update pgqueue.sweeps set dead_ids = int8multirange(int8range(null, last_id)), settled_id = last_id - 1 where queue_name = queue;
+    update pgqueue.sweep_state set vacant_ids = int8multirange(int8range(null, last_id)), settled_id = last_id - 1 where queue_name = queue;
     alter sequence pgqueue.message_id restart with 1;
     return next is(pg_temp.findings(queue), array['error ids_above_sequence'], queue || ': or below what sweeps have learnt');
     perform count(*) from pgqueue.enqueue_batch(queue, '{1,2,3}');
@@ -228,14 +228,14 @@ create function pg_temp.comes_from_another_major() returns setof text language p
 begin
     return next is((select count(*) from pgqueue.doctor() f where f.finding = 'unfit_keys'), 0::bigint, 'messages are looked up as suits the server');
     if current_setting('server_version_num')::int < 170000 then
-        create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[]) returns setof record
+        create or replace function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[]) returns setof record
         language sql immutable parallel safe as ' select ids, null::bigint, null::text[] ';
-        create or replace function pgqueue._is_at(queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint) returns boolean
+        create or replace function pgqueue._matches_key(queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint) returns boolean
         language sql immutable parallel safe as ' select queue_name = name and id = any (key_ids) ';
     else
-        create or replace function pgqueue._keys(queue_name text, inout ids bigint[], out id bigint, out names text[]) returns setof record
+        create or replace function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[]) returns setof record
         language sql immutable parallel safe as ' select null::bigint[], i, array[queue_name] from unnest(ids) as i order by i ';
-        create or replace function pgqueue._is_at(queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint) returns boolean
+        create or replace function pgqueue._matches_key(queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint) returns boolean
         language sql immutable parallel safe as ' select queue_name = any (key_names) and id = key_id and (queue_name = name or queue_name = coalesce(name, '''')) ';
     end if;
     return next is((select f.severity from pgqueue.doctor() f where f.finding = 'unfit_keys'), 'warning', 'as suits another one, that is found');
@@ -246,9 +246,9 @@ begin
     return next is((select count(*) from pgqueue.doctor() f where f.finding = 'unfit_keys'), 0::bigint, 'the repair makes them fit');
     return next is((select count(*) from pgqueue.claim('doctor_moved', 2)), 1::bigint, 'and nothing is lost');
     return next is(
-        (select array_agg(p.proname::text order by p.proname) from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and p.proname in ('_keys', '_is_at')
+        (select array_agg(p.proname::text order by p.proname) from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and p.proname in ('_lookup_keys', '_matches_key')
             and not exists (select from aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) a where a.grantee = 0)),
-        array['_is_at', '_keys'], 'nor shown to anybody');
+        array['_lookup_keys', '_matches_key'], 'nor shown to anybody');
 end;
 $$;
 select pg_temp.comes_from_another_major();

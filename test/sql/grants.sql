@@ -92,7 +92,7 @@ set local role pgqueue_test_producer;
 select lives_ok(v.statement, 'a producer may ' || v.name) from verbs v where v.producer;
 select throws_ok(v.statement, '42501', null, 'a producer may not ' || v.name) from verbs v where not v.producer;
 select throws_ok(format('table pgqueue.%I', t), '42501', null, format('a producer may not read %s', t))
-from unnest(array['messages', 'messages_shared', 'scheduled_messages', 'dead_messages', 'queues', 'sweeps', 'returns', 'streams', 'archived_messages', 'unfiled_messages']) t;
+from unnest(array['messages', 'messages_shared', 'scheduled_messages', 'dead_messages', 'queues', 'sweep_state', 'requeued_messages', 'streams', 'archived_messages', 'unfiled_messages']) t;
 select throws_ok($$ insert into pgqueue.messages (queue_name, payload) values ('grants', '1') $$, '42501', null, 'a producer may not write into the tables');
 select unalike((select array_agg(s::text)::text from pgqueue.stats() s), '%secret%', 'the depth that a producer sees shows no payload');
 
@@ -103,7 +103,7 @@ select throws_ok($$ select pgqueue.drop_queue('grants') $$, '42501', null, 'a co
 select throws_ok($$ drop table pgqueue.messages $$, '42501', null, 'nor its table');
 select throws_ok($$ select from pgqueue.messages $$, '42501', null, 'a consumer may not read the tables');
 select throws_ok($$ delete from pgqueue.messages $$, '42501', null, 'a consumer may not write into the tables');
-select throws_ok($$ select setval(c.oid, 1) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '_fresh$' $$, '42501', null, 'a consumer may not set a register');
+select throws_ok($$ select setval(c.oid, 1) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '_fresh_from_id$' $$, '42501', null, 'a consumer may not set a register');
 
 set local role pgqueue_test_admin;
 select lives_ok(v.statement, 'an admin may ' || v.name) from verbs v where v.admin;

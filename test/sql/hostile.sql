@@ -42,7 +42,7 @@ where not exists (select from pgqueue.queues q where q.name = name);
 select throws_ok(format('select pgqueue.create_queue(%L)', n.name), '22023', null, format('create_queue refuses the name %s', to_json(left(n.name, 30))))
 from names n where not n.is_good;
 select is((select count(*) from pgqueue.queues q join names n on n.name = q.name and not n.is_good), 0::bigint, 'none of them is a queue');
-select throws_ok(format('insert into pgqueue.queues (name, fresh_register, swept_register, sweep_register, due_register, waiting_register) select %L, r, r, r, r, r from (select %L::regclass as r) s', 'Hostile', 'pgqueue.queue_id'),
+select throws_ok(format('insert into pgqueue.queues (name, fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until) select %L, r, r, r, r, r from (select %L::regclass as r) s', 'Hostile', 'pgqueue.queue_id'),
     '23514', null, 'the table refuses a bad name, too');
 
 -- Long names that differ at their end only.
@@ -127,7 +127,7 @@ grant usage, create on schema public to "Hostile Owner";
 grant usage on schema pgqueue to "Hostile Owner";
 grant execute on all functions in schema pgqueue to "Hostile Owner";
 set local role "Hostile Owner";
-select is(pgqueue._hide_subscriptions('public."HostileRouting"'), true, 'an owner may be called anything');
+select is(pgqueue._drop_subscriptions_relation('public."HostileRouting"'), true, 'an owner may be called anything');
 reset role;
 
 

@@ -8,7 +8,7 @@ from pg_proc p join pg_language l on l.oid = p.prolang
 where p.pronamespace = 'pgqueue'::regnamespace;
 create temp view relations as
 select c.oid, c.relname, c.relkind, c.relacl, c.reloptions,
-    c.relname ~ '^queue_[0-9]+_(fresh|swept|sweep|due|waiting|seq)$' or c.relname ~ '^((archived_)?messages_[0-9]+|transports_[0-9]+|archives_[0-9a-f]+)$' as is_dynamic
+    c.relname ~ '^queue_[0-9]+_(fresh_from_id|sweep_resume_id|next_sweep_at|first_due_at|waiting_until|seq)$' or c.relname ~ '^((archived_)?messages_[0-9]+|transports_[0-9]+|archives_[0-9a-f]+)$' as is_dynamic
 from pg_class c
 where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S', 'v', 'm', 'f');
 
@@ -127,7 +127,7 @@ select is_empty($$ select f.signature from functions f join pg_proc p on p.oid =
     where (p.proconfig @> '{enable_sort=off}' or p.proname in ('stats', 'doctor')) and not p.proconfig @> '{jit=off}' $$,
     'nothing is compiled where a table is large, or where the cost of a sort is what forbids it');
 
-select is_empty($$ select f.signature from functions f where f.prosrc like '%pgqueue._is_at(%' and (f.proname !~ '^_' or f.proname = '_empty')
+select is_empty($$ select f.signature from functions f where f.prosrc like '%pgqueue._matches_key(%' and (f.proname !~ '^_' or f.proname = '_remove_messages')
     and not coalesce(f.proconfig, '{}') @> '{enable_seqscan=off,enable_bitmapscan=off}' $$,
     'verbs that look messages up by id never compare each with each');
 

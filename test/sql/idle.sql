@@ -74,7 +74,7 @@ select hasnt_view('public', 'idle-3', 'with it');
 select is_empty($$ select from pgqueue.subscriptions s where s.queue_name = 'idle-3' $$, 'and its subscriptions');
 -- A register that was set by a clock that is wrong.
 select pgqueue.create_queue('idle-4', expires_after_idle => '1 min') is not null as made \gset
-select setval(q.sweep_register, 9000000000000000) from pgqueue.queues q where q.name = 'idle-4' \g /dev/null
+select setval(q.next_sweep_at, 9000000000000000) from pgqueue.queues q where q.name = 'idle-4' \g /dev/null
 select pg_temp.pass('2 min'), pgqueue.drop_idle_queues() \g /dev/null
 select pg_temp.pass('2 min') \g /dev/null
 select is(array(select pgqueue.drop_idle_queues()), '{idle-4}', 'a clock that was wrong keeps no queue for ever');

@@ -50,7 +50,7 @@ begin
     return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': a claim has passed by what is in flight');
     perform pg_temp.pass('31 s');
     return next is(pgqueue.peek(queue), 1, queue || ': peek counts a claim that ran out');
-    delete from pgqueue.sweeps w where w.queue_name = queue;
+    delete from pgqueue.sweep_state w where w.queue_name = queue;
     return next is(pgqueue.peek(queue), 1, queue || ': also where what sweeps have learnt is lost');
     perform pgqueue.purge_queue(queue);
 
@@ -66,11 +66,11 @@ begin
     perform pgqueue.nack(queue, c.id, c.claim_token, '1 s') from pgqueue.claim(queue) c;
     perform pg_temp.pass('2 s');
     perform pgqueue.claim(queue);
-    update pgqueue.sweeps w set dead_ids = int8multirange(int8range(null, pg_sequence_last_value('pgqueue.message_id') + 1)) where w.queue_name = queue;
+    update pgqueue.sweep_state w set vacant_ids = int8multirange(int8range(null, pg_sequence_last_value('pgqueue.message_id') + 1)) where w.queue_name = queue;
     return next is(pgqueue.peek(queue), 0, queue || ': what came back and was claimed is not counted');
     perform pg_temp.pass('31 s');
     return next is(pgqueue.peek(queue), 1, queue || ': until its claim has run out');
-    delete from pgqueue.sweeps w where w.queue_name = queue;
+    delete from pgqueue.sweep_state w where w.queue_name = queue;
     return next is(pgqueue.peek(queue), 1, queue || ': and then once, whatever is known of where it lies');
 end;
 $$;

@@ -35,7 +35,7 @@ declare
     one_id bigint;
 begin
     -- No sweep comes by but where it is called.
-    perform setval(q.sweep_register, pgqueue._micros(pgqueue._now() + interval '14 s')) from pgqueue.queues q where q.name = queue;
+    perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now() + interval '14 s')) from pgqueue.queues q where q.name = queue;
     call := 'claim 10';
     buffers := pg_temp.buffers('pgqueue.claim(%L, 10, ''1 h'', %L)', queue, call);
     return next;
@@ -105,12 +105,12 @@ begin
 
     perform pgqueue.claim(queue, 5, '1 s', 'crash');
     perform pg_temp.pass('2 s');
-    perform setval(q.sweep_register, 1), setval(q.swept_register, 1) from pgqueue.queues q where q.name = queue;
+    perform setval(q.next_sweep_at, 1), setval(q.sweep_resume_id, 1) from pgqueue.queues q where q.name = queue;
     call := 'claim 10 where 5 ran out';
     buffers := pg_temp.buffers('pgqueue.claim(%L, 10, ''1 s'', ''crash'')', queue);
     return next;
     perform pg_temp.pass('2 s');
-    perform setval(q.sweep_register, 1), setval(q.swept_register, 1) from pgqueue.queues q where q.name = queue;
+    perform setval(q.next_sweep_at, 1), setval(q.sweep_resume_id, 1) from pgqueue.queues q where q.name = queue;
     call := 'claim 10 where 5 are spent';
     buffers := pg_temp.buffers('pgqueue.claim(%L, 10, ''1 s'', ''crash'')', queue);
     return next;

@@ -9,12 +9,12 @@ as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + 
 
 select plan(28);
 
-select is(pgqueue._moment(pgqueue._micros(m)), m, format('%s survives in a register', m))
+select is(pgqueue._from_micros(pgqueue._to_micros(m)), m, format('%s survives in a register', m))
 from unnest(array['1970-01-01 00:00:00+00', '2026-11-21 01:02:03.456789+00', '2105-12-31 23:59:59.999999+00']::timestamptz[]) m;
-select is(pgqueue._micros('1970-01-01 00:00:01.000001+00'), 1000001::bigint, 'a register counts microseconds since 1970');
-select is(pgqueue._micros(null), null, 'no moment is no number');
-select is(pgqueue._moment(null), null, 'no number is no moment');
-select ok(pgqueue._micros('10000-01-01 00:00:00+00') < 9223372036854775807, 'a register has room for any delay');
+select is(pgqueue._to_micros('1970-01-01 00:00:01.000001+00'), 1000001::bigint, 'a register counts microseconds since 1970');
+select is(pgqueue._to_micros(null), null, 'no moment is no number');
+select is(pgqueue._from_micros(null), null, 'no number is no moment');
+select ok(pgqueue._to_micros('10000-01-01 00:00:00+00') < 9223372036854775807, 'a register has room for any delay');
 
 create function pg_temp.has_registers(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -24,25 +24,25 @@ declare
 begin
     perform pgqueue.create_queue(queue, dedicated => has_table, visibility_timeout => '30 s');
     select t.* into q from pgqueue.queues t where t.name = queue;
-    registers := array[q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register];
+    registers := array[q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until];
     return next is((select count(distinct c.oid) from pg_class c where c.oid = any (registers) and c.relkind = 'S' and c.relnamespace = 'pgqueue'::regnamespace), 5::bigint,
         queue || ': a queue has five registers of its own, each a sequence');
     return next is((select count(*) from unnest(registers) r where pg_sequence_last_value(r) is null), 0::bigint, queue || ': a register holds a value from the start');
 
     -- A register is a hint: whatever it says, every message is found.
     id := pgqueue.enqueue(queue, '1');
-    perform setval(q.fresh_register, id + 1000000);
-    perform setval(q.swept_register, id + 1000000);
+    perform setval(q.fresh_from_id, id + 1000000);
+    perform setval(q.sweep_resume_id, id + 1000000);
     return next is((select c.id from pgqueue.claim(queue) c), id, queue || ': a message is found though the registers point far behind it');
     perform pg_temp.pass('1 min');
-    perform setval(q.fresh_register, 1);
-    perform setval(q.swept_register, 1);
+    perform setval(q.fresh_from_id, 1);
+    perform setval(q.sweep_resume_id, 1);
     return next is((select c.id from pgqueue.claim(queue) c), id, queue || ': a message is found once though the registers were set back');
     return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': and is not handed out twice');
     perform pgqueue.purge_queue(queue);
 
     id := pgqueue.enqueue(queue, '2', delay => '10 s');
-    perform setval(q.due_register, 9223372036854775807);
+    perform setval(q.first_due_at, 9223372036854775807);
     perform pg_temp.pass('1 min');
     perform pgqueue.claim(queue);
     perform pg_temp.pass('1 min');
@@ -67,7 +67,7 @@ select pg_temp.has_registers('registers_shared', false);
 select pg_temp.has_registers('registers_dedicated', true);
 select is(
     (select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'S' and c.relname ~ '^queue_[0-9]+_'
-        and not exists (select from pgqueue.queues q where c.oid in (q.fresh_register, q.swept_register, q.sweep_register, q.due_register, q.waiting_register))),
+        and not exists (select from pgqueue.queues q where c.oid in (q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until))),
     0::bigint, 'no register is left without a queue');
 
 select * from finish();

@@ -96,7 +96,7 @@ begin
         queue || ': body, headers, message_id and time to live arrive');
     return next is((select array_agg(row(x.payload, x.due_at - pgqueue._now(), x.expires_at - pgqueue._now(), x.max_attempts)::text order by x.due_at) from pgqueue.scheduled_messages x where x.queue_name = queue),
         array[row('"sooner"'::jsonb, interval '1 h', null::interval, 7)::text, row('"later"'::jsonb, interval '1 day', interval '1 day 12 h', 7)::text], queue || ': what is delayed is scheduled, from the commit on');
-    return next is((select pgqueue._moment(pg_sequence_last_value(q.due_register)) from pgqueue.queues q where q.name = queue), pgqueue._now() + interval '1 h', queue || ': claims look for it when the first comes due');
+    return next is((select pgqueue._from_micros(pg_sequence_last_value(q.first_due_at)) from pgqueue.queues q where q.name = queue), pgqueue._now() + interval '1 h', queue || ': claims look for it when the first comes due');
 
     run := gen_random_uuid();
     first := pgqueue.sink_stage(queue, run, 0, 1);

@@ -77,7 +77,7 @@ begin
     perform pgqueue.nack(queue, c.id, c.claim_token, '1 s') from pgqueue.claim(queue) c;
     perform pg_temp.pass('2 s');
     perform pgqueue.claim(queue);
-    update pgqueue.sweeps w set dead_ids = int8multirange(int8range(null, far + 1)) where w.queue_name = queue;
+    update pgqueue.sweep_state w set vacant_ids = int8multirange(int8range(null, far + 1)) where w.queue_name = queue;
     s := pgqueue.stats(queue);
     return next is((s.ready_messages, s.inflight_messages, s.estimates)::text, '(0,1,{})', queue || ': a message that came back and was claimed is counted');
     perform pg_temp.pass('31 s');
@@ -93,7 +93,7 @@ begin
     -- A thousand of them, among which some are looked at.
     insert into pgqueue.messages (id, queue_name, payload, visible_at, attempt_count)
     select far - n, queue, '1', pgqueue._now() + interval '1 min', 1 from generate_series(1, 1000) n;
-    insert into pgqueue.returns (queue_name, check_at, id) select queue, pgqueue._now(), far - n from generate_series(1, 1000) n, generate_series(1, 2);
+    insert into pgqueue.requeued_messages (queue_name, check_at, id) select queue, pgqueue._now(), far - n from generate_series(1, 1000) n, generate_series(1, 2);
     s := pgqueue.stats(queue);
     return next ok(s.inflight_messages between 900 and 1100 and s.estimates @> array['inflight_messages'], queue || ': of many that came back the figure is estimated');
     perform pgqueue.purge_queue(queue);

@@ -29,8 +29,8 @@ create function pg_temp.claimed_by_others(queue text) returns bigint[] language 
 as $$ select coalesce(array_agg(c.id), '{}') from pgqueue.claim(queue, 100, '1 h') c $$;
 
 create function pg_temp.learnt(queue text, below_id bigint) returns void language plpgsql as $$ begin
-    update pgqueue.sweeps w set dead_ids = int8multirange(int8range(null, below_id)) where w.queue_name = queue;
-    perform setval(q.sweep_register, pgqueue._micros(pgqueue._now() + interval '10 s')) from pgqueue.queues q where q.name = queue;
+    update pgqueue.sweep_state w set vacant_ids = int8multirange(int8range(null, below_id)) where w.queue_name = queue;
+    perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now() + interval '10 s')) from pgqueue.queues q where q.name = queue;
 end $$;
 
 create function pg_temp.streams(queue text, has_table boolean) returns setof text language plpgsql as $$
@@ -228,7 +228,7 @@ begin
     more := pg_temp.sent(queue, 3);
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 7, b.claim_token, max_messages => 4, up_to_id => s.last_id);
     return next is(c.messages, 3, queue || ': up_to_id leaves what is sent later');
-    return next is((select pg_sequence_last_value(q.fresh_register) from pgqueue.queues q where q.name = queue), more[1], queue || ': and leaves claims to go on from there');
+    return next is((select pg_sequence_last_value(q.fresh_from_id) from pgqueue.queues q where q.name = queue), more[1], queue || ': and leaves claims to go on from there');
     return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 8, c.claim_token, up_to_id => s.last_id)), 0::bigint, queue || ': so that a run ends, whoever sends');
     return next is(pg_temp.claimed_by_others(queue), more, queue || ': and others find it, at once');
     perform pgqueue.purge_queue(queue);

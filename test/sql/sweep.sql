@@ -135,12 +135,12 @@ begin
     -- What sweeps have learnt may be lost.
     new_id := pgqueue.enqueue(queue, '4');
     perform pgqueue.claim(queue);
-    delete from pgqueue.sweeps s where s.queue_name = queue;
+    delete from pgqueue.sweep_state s where s.queue_name = queue;
     perform pg_temp.pass('31 s');
     return next is((select s.ready_messages from pgqueue.stats(queue) s), 1::bigint, queue || ': who looks sees all without the row in sweeps');
     return next ok(pgqueue.next_due_at(queue) <= pgqueue._now(), queue || ': so does who asks when to come back');
     return next is((select c.id from pgqueue.claim(queue) c), new_id, queue || ': without its row in sweeps a lapsed message is found all the same');
-    return next ok(exists (select from pgqueue.sweeps s where s.queue_name = queue), queue || ': and the row is there again');
+    return next ok(exists (select from pgqueue.sweep_state s where s.queue_name = queue), queue || ': and the row is there again');
 end;
 $$;
 select pg_temp.sweeps('sweep_shared', false);
@@ -152,17 +152,17 @@ create temporary table scattered as select id from pgqueue.enqueue_batch('scatte
 select count(*) from pgqueue.claim('scattered', 200);
 delete from pgqueue.messages m using scattered s where m.queue_name = 'scattered' and m.id = s.id and s.id % 2 = 0;
 create function pg_temp.knows(every bigint) returns void language sql as $$
-    update pgqueue.sweeps
-    set dead_ids = (
+    update pgqueue.sweep_state
+    set vacant_ids = (
             select range_agg(case when s.id = f.first then int8range(null, s.id) else int8range(s.id, s.id + 1) end)
             from scattered s, (select min(id) as first from scattered where id % 2 = 1) f
             where s.id = f.first or s.id % 2 = 0 and s.id % every = 0 and s.id < f.first + 126),
         settled_id = (select max(s.id) from scattered s), bound_id = (select max(s.id) from scattered s),
-        learnt_at = pgqueue._now()
+        recorded_at = pgqueue._now()
     where queue_name = 'scattered'
 $$;
 select pg_temp.knows(2);
-select ok((select count(*) from pgqueue.sweeps s, unnest(s.dead_ids) where s.queue_name = 'scattered') between 60 and 64,
+select ok((select count(*) from pgqueue.sweep_state s, unnest(s.vacant_ids) where s.queue_name = 'scattered') between 60 and 64,
     'what is known to be dead may lie in as many ranges as are kept');
 select is((select count(*) from pgqueue.claim('scattered')), 0::bigint, 'a sweep walks through all that lies between them');
 select pg_temp.pass('1 h 1 s');
@@ -170,7 +170,7 @@ select pg_temp.knows(2);
 select is((select count(*) from pgqueue.claim('scattered', 200)), 100::bigint, 'and finds what comes back there');
 select pg_temp.knows(2);
 select lives_ok($$
-    select pgqueue._learn(q, pgqueue._now(), (select max(s.id) + 1 from scattered s))
+    select pgqueue._record_vacant_ids(q, pgqueue._now(), (select max(s.id) + 1 from scattered s))
     from pgqueue.queues q where q.name = 'scattered' $$, 'and so does one that learns');
 
 -- To learn costs more than a round that is quick, so it is done now and then there.
@@ -180,14 +180,14 @@ begin
     perform pgqueue.enqueue('rare', '1');
     perform pgqueue.ack('rare', c.id, c.claim_token) from pgqueue.claim('rare') c;
     perform pgqueue.claim('rare');
-    return learnt_at = pgqueue._now() from pgqueue.sweeps where queue_name = 'rare';
+    return recorded_at = pgqueue._now() from pgqueue.sweep_state where queue_name = 'rare';
 end;
 $$;
 select pgqueue.create_queue('rare');
 select ok(pg_temp.learns_after('1 s'), 'the first sweep learns');
 select ok(not pg_temp.learns_after('29 s'), 'behind a round that was quick the next one does not, for a while');
 select ok(pg_temp.learns_after('2 s'), 'but for no longer than half a minute');
-select setval(swept_register, 2) from pgqueue.queues where name = 'rare';
+select setval(sweep_resume_id, 2) from pgqueue.queues where name = 'rare';
 select ok(pg_temp.learns_after('1.1 s'), 'behind one that was not it does after a second');
 
 -- What is far away costs nothing. All that this transaction has removed lies in the way, as under a pinned horizon.

@@ -74,7 +74,7 @@ select is_empty($$ select from pgqueue.messages where payload = '"rolled back"' 
 
 -- Who waits is notified.
 create function pg_temp.waiting(queue text) returns boolean language sql as $$
-    select pg_sequence_last_value(q.waiting_register) > pgqueue._micros(pgqueue._now()) from pgqueue.queues q where q.name = queue $$;
+    select pg_sequence_last_value(q.waiting_until) > pgqueue._to_micros(pgqueue._now()) from pgqueue.queues q where q.name = queue $$;
 select pgqueue.prepare_wait('three') is not null as waits \gset
 select is(pgqueue.publish('orders.cancelled', '1'), 2, 'a subscriber that waits is sent its copy');
 select ok(pg_temp.waiting('three'), 'and is remembered until a transaction of one statement clears it');

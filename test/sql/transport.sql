@@ -70,12 +70,12 @@ update pgqueue.transports set next_at = clock_timestamp() + interval '1 day' whe
 select pgqueue.enqueue('transport-small', '3', delay => '1 us') as sent \gset
 delete from public."transport-small";
 select is((select count(*) from pgqueue.messages m where m.queue_name = 'transport-small'), 1::bigint, 'nor from who only receives');
-select count(*) > 0 as noted from pgqueue.returns r where r.queue_name = 'transport-small' \gset
+select count(*) > 0 as noted from pgqueue.requeued_messages r where r.queue_name = 'transport-small' \gset
 select ok(:'noted', 'what came due is noted where claims look for it');
 delete from public."transport-small";
 select pg_temp.hurry('transport-small') as hurried \gset
 select count(*) as looked from public."transport-small" \gset
-select is((select count(*) from pgqueue.returns r where r.queue_name = 'transport-small'), 0::bigint, 'and forgotten once it is received, also where nobody ever claims');
+select is((select count(*) from pgqueue.requeued_messages r where r.queue_name = 'transport-small'), 0::bigint, 'and forgotten once it is received, also where nobody ever claims');
 select pgqueue.drop_queue('transport-small') as dropped \gset
 
 -- From pgqueue to a transport: the wire form.
@@ -314,7 +314,7 @@ select pgqueue.enqueue_batch('transport-archive', array['7', '8']::jsonb[]) \g /
 delete from public."transport-archive";
 select is((select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages('transport-archive') a where a.payload is not null), '[1, 3, 4, 7, 8]', 'many at once are archived, each once');
 -- A day without a partition.
-create function pg_temp.day_table() returns text language sql as $$ select 'pgqueue.' || pgqueue._day_table(pgqueue._day(pgqueue._now())) $$;
+create function pg_temp.day_table() returns text language sql as $$ select 'pgqueue.' || pgqueue._day_partition_name(pgqueue._utc_day(pgqueue._now())) $$;
 do $$ begin execute 'alter table pgqueue.archived_messages detach partition ' || pg_temp.day_table(); execute 'alter table ' || pg_temp.day_table() || ' rename to detached'; end $$;
 select pgqueue.enqueue('transport-archive', '9') as sent \gset
 select isnt((pg_temp.take('transport-archive')).id, null, 'where the day has no partition');
@@ -331,7 +331,7 @@ reset role;
 select is((select count(*) from pgqueue.unfiled_messages u where u.payload = '10'), 1::bigint, 'and the archive has it');
 -- Begun and ended.
 create function pg_temp.triggers(queue text) returns bigint language sql as $$
-    select count(*) from pg_trigger g where g.tgname = 'archive_taken' and g.tgrelid = (select pgqueue._partition(q) from pgqueue.queues q where q.name = queue) $$;
+    select count(*) from pg_trigger g where g.tgname = 'archive_taken' and g.tgrelid = (select pgqueue._partition_of(q) from pgqueue.queues q where q.name = queue) $$;
 select is(pg_temp.triggers('transport-sqlserver'), 0::bigint, 'a queue that does not archive pays nothing for it');
 select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '1 day') $$, 'a relation begins to archive');
 select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '2 days') $$, 'and goes on');

@@ -52,10 +52,10 @@ select is(
 select isnt(pgqueue.channel(repeat('q', 127) || 'a'), pgqueue.channel(repeat('q', 127) || 'b'), 'long names that differ at their end have channels of their own');
 -- The clock was ahead by a year, and is set right.
 select pg_temp.pass('365 days'), pgqueue.prepare_wait('wake_shared'), pg_temp.pass('-365 days'), pgqueue.enqueue('wake_shared', '3') \g /dev/null
-select is((select pgqueue._moment(pg_sequence_last_value(q.waiting_register)) from pgqueue.queues q where q.name = 'wake_shared'), pgqueue._now() + interval '1 day',
+select is((select pgqueue._from_micros(pg_sequence_last_value(q.waiting_until)) from pgqueue.queues q where q.name = 'wake_shared'), pgqueue._now() + interval '1 day',
     'after a clock that was wrong an enqueue goes on to notify, as somebody may wait, but not for longer than anybody would');
 select pgqueue.prepare_wait('wake_shared', '1 day'), pgqueue.enqueue('wake_shared', '4') \g /dev/null
-select is((select pgqueue._moment(pg_sequence_last_value(q.waiting_register)) from pgqueue.queues q where q.name = 'wake_shared'), pgqueue._now() + interval '1 day', 'who waits for a day is notified all day');
+select is((select pgqueue._from_micros(pg_sequence_last_value(q.waiting_until)) from pgqueue.queues q where q.name = 'wake_shared'), pgqueue._now() + interval '1 day', 'who waits for a day is notified all day');
 
 select throws_ok($$ select pgqueue.prepare_wait('wake_shared', '-1 s') $$, '22023', null, 'prepare_wait refuses a negative timeout');
 select throws_ok($$ select pgqueue.prepare_wait('wake_shared', '25 h') $$, '22023', null, 'prepare_wait refuses a timeout over a day');

@@ -218,8 +218,8 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
         "messages",
         "scheduled_messages",
         "dead_messages",
-        "returns",
-        "sweeps",
+        "requeued_messages",
+        "sweep_state",
         "streams",
         "subscriptions",
         "transports",
@@ -254,7 +254,7 @@ def test_a_dump_whose_registers_are_ahead_of_its_rows_loses_nothing(
                 numbers = [row[0] for row in rows]
                 consumer.execute("select pgqueue.ack_batch('q', %s, %s)", (numbers, rows[0][1]))
                 ids |= set(numbers)
-                consumer.execute("update pgqueue.sweeps set learnt_at = '1970-01-01 00:00+00'")
+                consumer.execute("update pgqueue.sweep_state set recorded_at = '1970-01-01 00:00+00'")
             return ids
 
         def send(number: int, delay: str) -> set[int]:
@@ -357,11 +357,11 @@ def test_an_upgrade_gives_its_verbs_to_who_has_the_access(server: Server, databa
         ("a constraint", DELTA.replace("'attempts_exhausted', ", "")),
         ("a comment", DELTA.replace("One row a queue.", "A row a queue.")),
         ("a function to drop", DELTA.replace("drop function pgqueue.forgotten();", "")),
-        ("a member", DELTA + "alter extension pgqueue drop table pgqueue.sweeps;"),
+        ("a member", DELTA + "alter extension pgqueue drop table pgqueue.sweep_state;"),
         (
             "a table to dump",
             DELTA
-            + "alter extension pgqueue drop table pgqueue.returns; alter extension pgqueue add table pgqueue.returns;",
+            + "alter extension pgqueue drop table pgqueue.requeued_messages; alter extension pgqueue add table pgqueue.requeued_messages;",
         ),
         ("a grant", DELTA + "grant select on pgqueue.queues to public;"),
         ("a storage parameter", DELTA + "alter table pgqueue.messages_shared set (fillfactor = 90);"),

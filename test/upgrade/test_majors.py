@@ -65,7 +65,7 @@ def goes_on(server: Server, database: str, before: Any) -> None:
             "select repair from pgqueue.doctor() where finding = 'unfit_keys'"
         ).fetchall():
             connection.execute(repair)
-        assert connection.execute("select pgqueue._has_fit_keys()").fetchone() == (True,)
+        assert connection.execute("select pgqueue._has_current_key_lookup()").fetchone() == (True,)
         run_every_verb(connection)
 
 

@@ -30,7 +30,7 @@ def test_who_looks_at_all_queues_holds_none(
                 True,
             )
             registers = other.execute(
-                "select count(*) from pg_locks l join pgqueue.queues q on q.fresh_register = l.relation"
+                "select count(*) from pg_locks l join pgqueue.queues q on q.fresh_from_id = l.relation"
                 " where q.name = %s",
                 [name],
             )

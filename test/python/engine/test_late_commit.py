@@ -177,8 +177,10 @@ def test_it_makes_no_difference_how_a_late_message_was_sent(
 
 def learn(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
     """Claim, and let the claim learn what it otherwise learns once a second."""
-    connection.execute("update pgqueue.sweeps set learnt_at = '1970-01-01 00:00+00' where queue_name = %s", (queue,))
-    connection.execute("select setval(sweep_register, 1) from pgqueue.queues where name = %s", (queue,))
+    connection.execute(
+        "update pgqueue.sweep_state set recorded_at = '1970-01-01 00:00+00' where queue_name = %s", (queue,)
+    )
+    connection.execute("select setval(next_sweep_at, 1) from pgqueue.queues where name = %s", (queue,))
     return claim(connection, queue, 100)
 
 
@@ -192,7 +194,9 @@ def consume_all(connection: psycopg.Connection[Any], queue: str) -> list[int]:
 
 
 def head(connection: psycopg.Connection[Any], queue: str) -> int:
-    statement = "select upper(d) from pgqueue.sweeps, unnest(dead_ids) as d where queue_name = %s order by d limit 1"
+    statement = (
+        "select upper(d) from pgqueue.sweep_state, unnest(vacant_ids) as d where queue_name = %s order by d limit 1"
+    )
     return int(connection.execute(statement, (queue,)).fetchone()[0])
 
 
@@ -300,7 +304,7 @@ def test_no_living_message_and_no_id_of_a_running_writer_is_ever_taken_for_dead(
 
         def dead(ids: set[int]) -> list[Any]:
             return consumer.execute(
-                "select i from unnest(%s::bigint[]) as i, pgqueue.sweeps s where s.queue_name = %s and i <@ s.dead_ids",
+                "select i from unnest(%s::bigint[]) as i, pgqueue.sweep_state s where s.queue_name = %s and i <@ s.vacant_ids",
                 (list(ids), queue),
             ).fetchall()
 
@@ -368,9 +372,9 @@ def test_no_living_message_and_no_id_of_a_running_writer_is_ever_taken_for_dead(
             assert dead(set().union(*open_ids)) == []
             assert (
                 consumer.execute(
-                    "select m.id from pgqueue.messages m join pgqueue.sweeps s using (queue_name)"
-                    " where m.queue_name = %s and m.id <@ s.dead_ids"
-                    " and not exists (select from pgqueue.returns r where r.queue_name = m.queue_name and r.id = m.id)",
+                    "select m.id from pgqueue.messages m join pgqueue.sweep_state s using (queue_name)"
+                    " where m.queue_name = %s and m.id <@ s.vacant_ids"
+                    " and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id)",
                     (queue,),
                 ).fetchall()
                 == []

@@ -17,7 +17,7 @@ def orphans(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
             select 'messages', m.queue_name from pgqueue.messages m
             union select 'scheduled_messages', s.queue_name from pgqueue.scheduled_messages s
             union select 'dead_messages', d.queue_name from pgqueue.dead_messages d
-            union select 'sweeps', w.queue_name from pgqueue.sweeps w
+            union select 'sweep_state', w.queue_name from pgqueue.sweep_state w
             union select 'streams', r.queue_name from pgqueue.streams r
             union select 'subscriptions', b.queue_name from pgqueue.subscriptions b
         ) as o (table_name, queue_name)

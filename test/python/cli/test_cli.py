@@ -1075,7 +1075,7 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from pgqueue.__main__ import main; sys.exit(main(['list']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
-    project = Path(__file__).parents[2] / "python"
+    project = Path(__file__).parents[3] / "python"
     assert done.stderr == f"pgqueue: the command line needs {missing}: pip install -e '{project}[cli]'\n"
 
 

@@ -13,7 +13,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 import pgqueue
 
-SCRIPT = Path(__file__).resolve().parents[2] / "extension/pgqueue.sql"
+SCRIPT = Path(__file__).resolve().parents[3] / "extension/pgqueue.sql"
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-TEST = Path(__file__).resolve().parents[1]
+TEST = Path(__file__).resolve().parents[2]
 ROWS = re.findall(r"^\| (H?\d+) \| .+? \| (.+) \|$", (TEST / "README.md").read_text(), re.MULTILINE)
 
 

@@ -21,8 +21,10 @@ def logical() -> Iterator[EmbeddedServer]:
 
 def sweep(connection: psycopg.Connection[Any], queue: str) -> None:
     """Have a claim sweep, and learn."""
-    connection.execute("update pgqueue.sweeps set learnt_at = '1970-01-01 00:00+00' where queue_name = %s", (queue,))
-    connection.execute("select setval(sweep_register, 1) from pgqueue.queues where name = %s", (queue,))
+    connection.execute(
+        "update pgqueue.sweep_state set recorded_at = '1970-01-01 00:00+00' where queue_name = %s", (queue,)
+    )
+    connection.execute("select setval(next_sweep_at, 1) from pgqueue.queues where name = %s", (queue,))
     claim(connection, queue, 1)
 
 

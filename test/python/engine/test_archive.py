@@ -53,7 +53,7 @@ def test_the_archive_is_maintained(client: Client, name: str, connection: psycop
     client.queue(name).create_queue(archive_for=DAY)
     client.queues.maintain_archive()
     assert client.queues.maintain_archive() == []
-    day = connection.execute("select pgqueue._day(now()) + 5").fetchone()[0]
+    day = connection.execute("select pgqueue._utc_day(now()) + 5").fetchone()[0]
     connection.execute(f"drop table pgqueue.archived_messages_{day:%Y%m%d}")
     assert client.queues.maintain_archive() == [pgqueue.ArchiveChange(day, "made")]
 
@@ -88,8 +88,8 @@ def test_nobody_who_acknowledges_minds_who_maintains(
                 while not done.is_set():
                     changes.extend(pgqueue.Queues(own).maintain_archive())
                     own.execute(
-                        "select pgqueue._make_day(d) from (select pgqueue._day(now()) - 4000) as t (d)"
-                        " where pgqueue._has_day(d) is not true"
+                        "select pgqueue._create_day_partition(d) from (select pgqueue._utc_day(now()) - 4000) as t (d)"
+                        " where pgqueue._has_day_partition(d) is not true"
                     )
                 changes.extend(pgqueue.Queues(own).maintain_archive())
         except BaseException as error:

@@ -615,7 +615,7 @@ def test_a_paused_queue_is_left_alone_and_taken_up_again(
 
 # H11: pgbouncer
 
-CACHE = Path(__file__).resolve().parents[2] / ".cache" / "debs" / "root"
+CACHE = Path(__file__).resolve().parents[3] / ".cache" / "debs" / "root"
 
 
 @pytest.fixture(scope="module")

@@ -191,8 +191,8 @@ class Session:
 
     def sweeps(self) -> bool:
         """Have the next claim sweep from the head, and learn."""
-        self.execute("select setval(sweep_register, 1), setval(swept_register, 1) from pgqueue.queues where name = :q")
-        self.execute("update pgqueue.sweeps set learnt_at = '1970-01-01 00:00+00' where queue_name = :q")
+        self.execute("select setval(next_sweep_at, 1), setval(sweep_resume_id, 1) from pgqueue.queues where name = :q")
+        self.execute("update pgqueue.sweep_state set recorded_at = '1970-01-01 00:00+00' where queue_name = :q")
         return True
 
     def prepare(self, state: str, archives: bool) -> None:
@@ -215,7 +215,7 @@ class Session:
         def has_learnt() -> bool:
             self.sweeps()
             self.execute("select pgqueue.claim(:q)")
-            return bool(self.execute("select pgqueue._head_of(:q) > %s", dead_id).fetchone()[0])
+            return bool(self.execute("select pgqueue._first_possible_id_of(:q) > %s", dead_id).fetchone()[0])
 
         for _ in range(3):
             has_learnt()
@@ -228,7 +228,7 @@ class Session:
     def rests(self) -> bool:
         """Have no call sweep for the next seconds, however long it takes on a busy machine."""
         self.execute(
-            "select setval(sweep_register, pgqueue._micros(clock_timestamp() + interval '14 s'))"
+            "select setval(next_sweep_at, pgqueue._to_micros(clock_timestamp() + interval '14 s'))"
             " from pgqueue.queues where name = :q"
         )
         return True
@@ -349,7 +349,7 @@ def test_a_call_touches_few_buffers_and_reaches_messages_by_the_primary_key_alon
     assert not [
         node["Node Type"]
         for plan in session.plans
-        if "pgqueue.messages" in plan["Query Text"] and "returns" not in plan["Query Text"]
+        if "pgqueue.messages" in plan["Query Text"] and "requeued_messages" not in plan["Query Text"]
         for node in nodes(plan["Plan"])
         if node["Node Type"] in ("Sort", "Seq Scan", "Bitmap Heap Scan", "Incremental Sort")
     ]
@@ -401,7 +401,7 @@ def test_claims_are_hot_updates(
         connection.execute("select pg_stat_force_next_flush()")
         return connection.execute(
             "select n_tup_upd, n_tup_hot_upd from pg_stat_all_tables"
-            " where relid = (select pgqueue._partition(q) from pgqueue.queues q where q.name = %s)",
+            " where relid = (select pgqueue._partition_of(q) from pgqueue.queues q where q.name = %s)",
             (name,),
         ).fetchone()
 

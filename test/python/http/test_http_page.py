@@ -16,7 +16,7 @@ from served import ADMIN, Server, Site, new_name, serving
 import pgqueue
 from pgqueue.http.drawing import sparkline
 
-UNPACKED = Path(__file__).parents[2] / ".cache/chromium/chromium"
+UNPACKED = Path(__file__).parents[3] / ".cache/chromium/chromium"
 SHOTS = os.environ.get("PGQUEUE_TEST_SCREENSHOTS")
 HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
 

@@ -80,8 +80,8 @@ def test_who_holds_a_thousand_messages_that_came_back_does_not_hide_the_others(
     assert len(connection.execute("select pgqueue.claim(%s, 1100)", (name,)).fetchall()) == 1100
     connection.execute("update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s", (name,))
     # As if claims had gone on, and sweeps had learnt, before the messages came back, that nothing lies here.
-    connection.execute("select setval(fresh_register, 1000000000) from pgqueue.queues where name = %s", (name,))
-    connection.execute("update pgqueue.sweeps set dead_ids = '{(,1000000000)}' where queue_name = %s", (name,))
+    connection.execute("select setval(fresh_from_id, 1000000000) from pgqueue.queues where name = %s", (name,))
+    connection.execute("update pgqueue.sweep_state set vacant_ids = '{(,1000000000)}' where queue_name = %s", (name,))
     with connect(database) as hoarder, hoarder.transaction():
         assert len(hoarder.execute("select pgqueue.receive(%s, 1000)", (name,)).fetchall()) == 1000
         assert len(connection.execute("select pgqueue.claim(%s, 200)", (name,)).fetchall()) == 100
@@ -113,8 +113,8 @@ def test_queues_that_are_purged_dropped_and_created_under_traffic_leave_no_orpha
                 select 'messages', m.queue_name from pgqueue.messages m
                 union select 'scheduled_messages', s.queue_name from pgqueue.scheduled_messages s
                 union select 'dead_messages', d.queue_name from pgqueue.dead_messages d
-                union select 'returns', r.queue_name from pgqueue.returns r
-                union select 'sweeps', w.queue_name from pgqueue.sweeps w
+                union select 'requeued_messages', r.queue_name from pgqueue.requeued_messages r
+                union select 'sweep_state', w.queue_name from pgqueue.sweep_state w
             ) as o (table_name, queue_name)
             where not exists (select from pgqueue.queues q where q.name = o.queue_name)
             """

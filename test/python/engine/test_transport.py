@@ -396,7 +396,7 @@ def test_a_receive_reads_little_of_a_backlog_that_no_statistics_know(
 ) -> None:
     send = f"insert into {relation} (headers, body) select '{{}}', 'x' from generate_series(1, 12000) i".encode()
     partition = connection.execute(
-        "select pgqueue._partition(q)::text from pgqueue.queues q where q.name = %s", (name,)
+        "select pgqueue._partition_of(q)::text from pgqueue.queues q where q.name = %s", (name,)
     ).fetchone()
     assert partition is not None
     if known:
@@ -525,7 +525,7 @@ def test_purge_expired_goes_by_the_index_of_the_relation(
     connection: psycopg.Connection[Any], relation: str, name: str
 ) -> None:
     partition = connection.execute(
-        "select pgqueue._partition(q)::text from pgqueue.queues q where q.name = %s", (name,)
+        "select pgqueue._partition_of(q)::text from pgqueue.queues q where q.name = %s", (name,)
     ).fetchone()
     assert partition is not None
     connection.execute(

@@ -14,7 +14,7 @@ from clients import wait_for
 
 from pgqueue import Queue
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
 
 import soak
 from soak import Dead, Effect, History, Plan, Send, Start, check

@@ -186,7 +186,7 @@ def test_the_archive_is_listed_page_by_page_the_newest_first(
     shown = cli("archive", "list", orders.name, "--max", "1").out
     assert re.search(rf'^{ids[0]} +\d{{4}}-.* 1 .* {{"n": 2099}}', shown, re.MULTILINE)
     cli("archive", "maintain")
-    day = connection.execute("select pgqueue._day(now()) + 5").fetchone()[0]
+    day = connection.execute("select pgqueue._utc_day(now()) + 5").fetchone()[0]
     connection.execute(f"drop table pgqueue.archived_messages_{day:%Y%m%d}")
     assert cli("archive", "maintain", "--json").records == [{"day": day.isoformat(), "change": "made"}]
     again = cli("archive", "maintain")

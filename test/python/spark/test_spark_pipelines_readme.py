@@ -12,7 +12,7 @@ pytest.importorskip("pyspark")
 from pgqueue import Queue
 from pgqueue.spark import OPTIONS, pipelines
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
 SECTION = README.partition("\n## With Spark\n")[2].partition("\n## ")[0]
 
 

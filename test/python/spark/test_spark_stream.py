@@ -643,7 +643,7 @@ def test_available_now_takes_what_was_scheduled_and_came_due_before(
     connection.execute("update pgqueue.scheduled_messages set due_at = clock_timestamp() where id = %s", [late])
     connection.execute("select pgqueue.wake(%s)", [orders.name])
     connection.execute(
-        "select setval(due_register, 1) from pgqueue.queues where name = %s and due_register is not null", [orders.name]
+        "select setval(first_due_at, 1) from pgqueue.queues where name = %s and first_due_at is not null", [orders.name]
     )
     engine = start()
     engine.reader.prepareForTriggerAvailableNow()

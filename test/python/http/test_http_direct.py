@@ -325,7 +325,7 @@ def test_a_long_poll_gets_what_is_sent_meanwhile(queue: DirectQueue, sql: psycop
 
 def listens(sql: psycopg.Connection[Any], name: str) -> bool:
     """Whether somebody waits: the register says until when."""
-    ((register,),) = sql.execute("select waiting_register from pgqueue.queues where name = %s", [name]).fetchall()
+    ((register,),) = sql.execute("select waiting_until from pgqueue.queues where name = %s", [name]).fetchall()
     ((value,),) = sql.execute("select coalesce(pg_sequence_last_value(%s), 0)", [register]).fetchall()
     ((now,),) = sql.execute("select (extract(epoch from clock_timestamp()) * 1000000)::bigint").fetchall()
     return value > now
@@ -335,7 +335,7 @@ def has_looked_in_vain(sql: psycopg.Connection[Any], name: str) -> bool:
     """Whether somebody has said that it waits, and has looked once more: now nothing but a notification wakes it."""
     if not listens(sql, name):
         return False
-    ((register,),) = sql.execute("select waiting_register from pgqueue.queues where name = %s", [name]).fetchall()
+    ((register,),) = sql.execute("select waiting_until from pgqueue.queues where name = %s", [name]).fetchall()
     return bool(
         sql.execute(
             "select from pg_stat_activity where datname = current_database() and application_name = 'pgqueue serve'"

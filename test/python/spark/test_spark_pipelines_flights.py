@@ -68,7 +68,7 @@ print(sum(state["numRowsDroppedByWatermark"] for state in states), "are late")
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-c", CHILD, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=1200,
