@@ -361,7 +361,8 @@ def test_an_upgrade_gives_its_verbs_to_who_has_the_access(server: Server, databa
         (
             "a table to dump",
             DELTA
-            + "alter extension pgqueue drop table pgqueue.requeued_messages; alter extension pgqueue add table pgqueue.requeued_messages;",
+            + "alter extension pgqueue drop table pgqueue.requeued_messages;"
+            + "alter extension pgqueue add table pgqueue.requeued_messages;",
         ),
         ("a grant", DELTA + "grant select on pgqueue.queues to public;"),
         ("a storage parameter", DELTA + "alter table pgqueue.messages_shared set (fillfactor = 90);"),

@@ -304,7 +304,8 @@ def test_no_living_message_and_no_id_of_a_running_writer_is_ever_taken_for_dead(
 
         def dead(ids: set[int]) -> list[Any]:
             return consumer.execute(
-                "select i from unnest(%s::bigint[]) as i, pgqueue.sweep_state s where s.queue_name = %s and i <@ s.vacant_ids",
+                "select i from unnest(%s::bigint[]) as i, pgqueue.sweep_state s"
+                " where s.queue_name = %s and i <@ s.vacant_ids",
                 (list(ids), queue),
             ).fetchall()
 
@@ -374,7 +375,8 @@ def test_no_living_message_and_no_id_of_a_running_writer_is_ever_taken_for_dead(
                 consumer.execute(
                     "select m.id from pgqueue.messages m join pgqueue.sweep_state s using (queue_name)"
                     " where m.queue_name = %s and m.id <@ s.vacant_ids"
-                    " and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id)",
+                    " and not exists (select from pgqueue.requeued_messages r"
+                    " where r.queue_name = m.queue_name and r.id = m.id)",
                     (queue,),
                 ).fetchall()
                 == []
