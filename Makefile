@@ -2,8 +2,11 @@
 
 # State is altered by an upgrade, behaviour is replaced.
 STATE = schema types tables dump
-BEHAVIOUR = errors clock registers backoff queue keys enqueue sweep claim receive extend ack archive nack exchange streams sink topics transport idle \
-	dead_letter expire peek browse stats wake doctor grants
+# Each module calls only those before it. The core knows no room; grants comes last, as it names the verbs of all.
+CORE = errors clock registers backoff keys locks hooks notify queue finish enqueue sweep claim receive extend ack nack exchange \
+	dead_letter expire peek browse stats wake doctor
+ROOMS = archive streams sink topics transport idle
+BEHAVIOUR = $(CORE) $(ROOMS) grants
 
 VERSION := $(shell sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.control)
 PYTHON ?= python3
@@ -70,6 +73,7 @@ verify:  ## is extension/ what sql/ generates, and the version the same everywhe
 	    diff -u extension/$${file##*/} $$file || { echo 'extension/ is not what sql/ generates: run "make build"'; exit 1; }; \
 	done
 	@$(PYTHON) test/versions.py
+	@$(PYTHON) test/modules.py $(CORE) -- $(ROOMS) grants
 	@$(PYTHON) test/reference.py --check $(behaviour)
 	@$(PYTHON) test/bench/report.py --check
 

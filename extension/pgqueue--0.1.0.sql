@@ -393,9 +393,9 @@ alter table pgqueue.unfiled_messages replica identity full;
 comment on table pgqueue.unfiled_messages is
 'Archived messages of days that had no partition, so that no acknowledgement fails for want of one: sweeps and maintain_archive file them.';
 
-create sequence pgqueue.next_archive_check_at;
-comment on sequence pgqueue.next_archive_check_at is
-'Register: when a sweep looks after the partitions of the archive again, in microseconds since 1970. A hint; never called where nothing is archived.';
+create sequence pgqueue.next_housekeeping_at;
+comment on sequence pgqueue.next_housekeeping_at is
+'Register: when a sweep next calls the housekeeping of the rooms, in microseconds since 1970. A hint, one for all queues.';
 
 create table pgqueue.archive_promises (
     queue_name text collate "C" not null,
@@ -584,7 +584,7 @@ select pg_extension_config_dump('pgqueue.scheduled_messages', '');
 select pg_extension_config_dump('pgqueue.dead_messages', '');
 select pg_extension_config_dump('pgqueue.archived_messages', '');
 select pg_extension_config_dump('pgqueue.unfiled_messages', '');
-select pg_extension_config_dump('pgqueue.next_archive_check_at', '');
+select pg_extension_config_dump('pgqueue.next_housekeeping_at', '');
 select pg_extension_config_dump('pgqueue.archive_promises', '');
 select pg_extension_config_dump('pgqueue.requeued_messages', '');
 select pg_extension_config_dump('pgqueue.sweep_state', '');
@@ -909,13 +909,6 @@ as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._add_interval(timestamptz, interval) is
 'The moment that lies a span later. A day is 24 hours: added as a day it would be 23 or 25 where the clocks of the session''s TimeZone change.';
 
-create function pgqueue._has_fixed_snapshot()
-returns boolean
-language sql stable parallel safe
-as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
-comment on function pgqueue._has_fixed_snapshot() is
-'Whether all statements of the transaction see what its first one saw, and nothing that others have committed since.';
-
 create function pgqueue._is_first_statement()
 returns boolean
 language sql volatile
@@ -963,6 +956,31 @@ language sql volatile
 as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
 comment on function pgqueue._register_value(regclass) is
 'What a register holds. One that holds nothing, as where sequences were not restored or replicated with the tables, begins anew at 1.';
+
+create function pgqueue._revoke_default_privileges(relation regclass)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    role_name name;
+begin
+    for role_name in
+        select distinct r.rolname
+        from pg_class c cross join lateral aclexplode(c.relacl) as a
+        left join pg_roles r on r.oid = a.grantee
+        where c.oid = relation and a.grantee <> c.relowner
+    loop
+        if role_name is null then
+            execute format('revoke all on %s from public', relation);
+        else
+            execute format('revoke all on %s from %I', relation, role_name);
+        end if;
+    end loop;
+end;
+$$;
+comment on function pgqueue._revoke_default_privileges(regclass) is
+'Takes back what the default privileges of its owner granted on a new table or sequence.';
 -- How long a message waits after a failed attempt, where the consumer does not say.
 
 create function pgqueue._backoff(q pgqueue.queues, attempt_count int)
@@ -978,8 +996,78 @@ as $$
 $$;
 comment on function pgqueue._backoff(pgqueue.queues, int) is
 'backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter.';
--- Queues: made, changed, looked up, paused, emptied and dropped. Every verb learns its queue from
--- _get_locked_queue, so that whatever must hold for a queue has one place to be checked.
+-- Messages are found by their ids with these two alone, in functions that have enable_seqscan and
+-- enable_bitmapscan off:
+-- `from pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name, k.names, k.ids, k.id)`.
+-- Both are inlined, and leave a plain `m.queue_name = name and m.id = any (ids)`. A bitmap that work_mem does not hold
+-- would have each row compared with each id: of millions for hours.
+
+create function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
+returns setof record
+language sql immutable parallel safe
+as $$ select ids, null::bigint, null::text[] $$;
+comment on function pgqueue._lookup_keys(text, bigint[]) is
+'What _matches_key compares messages with: a row that has all ids or, before PostgreSQL 17, a row for each, in their order.';
+
+create function pgqueue._matches_key(
+    queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
+)
+returns boolean
+language sql immutable parallel safe
+as $$ select queue_name = name and id = any (key_ids) $$;
+comment on function pgqueue._matches_key(text, bigint, text, text[], bigint[], bigint) is
+'Whether a message of the queue of this name has an id that _lookup_keys returned.';
+
+create function pgqueue._has_current_key_lookup()
+returns boolean
+language sql stable
+as $$
+    select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
+        = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
+$$;
+comment on function pgqueue._has_current_key_lookup() is
+'Whether _lookup_keys is as the major version of the server wants it: pg_upgrade, or a dump of what is no extension, may have brought another.';
+
+-- Before PostgreSQL 17 a plan may read a queue from end to end, with `id = any` as a filter. It does so if it was
+-- made while the queue was small, and a session keeps it. So there each id is looked up by a join. What would let the
+-- planner walk all the same is kept from it: the name is compared with an array, so that to read the whole index in
+-- order gains nothing, and with two expressions, which prunes partitions but asks no index. Other scans are off in the
+-- verbs.
+create function pgqueue._install_key_lookup()
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    joins constant boolean := current_setting('server_version_num')::int < 170000;
+begin
+    execute format(
+        'create or replace function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])'
+        ' returns setof record language sql immutable parallel safe as %L',
+        case when joins then ' select null::bigint[], i, array[queue_name] from unnest(ids) as i order by i '
+            else ' select ids, null::bigint, null::text[] ' end);
+    execute format(
+        'create or replace function pgqueue._matches_key('
+        'queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint)'
+        ' returns boolean language sql immutable parallel safe as %L',
+        case when joins then
+            ' select queue_name = any (key_names) and id = key_id and (queue_name = name or queue_name = coalesce(name, '''')) '
+            else ' select queue_name = name and id = any (key_ids) ' end);
+end;
+$$;
+comment on function pgqueue._install_key_lookup() is
+'Has _lookup_keys and _matches_key be as the major version of the server wants them.';
+
+do $$ begin perform pgqueue._install_key_lookup(); end $$;
+
+create function pgqueue._array_except(ids bigint[], others bigint[])
+returns bigint[]
+language sql immutable parallel safe
+as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
+comment on function pgqueue._array_except(bigint[], bigint[]) is
+'The ids that are not among the others, in order.';
+-- Every verb finds its queue here, and locks it. The order of locks: the queue, its row in queues, the row of a stream,
+-- then message rows by id.
 
 create function pgqueue._lock_key(queue_name text)
 returns bigint
@@ -994,6 +1082,13 @@ language sql volatile
 as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
 comment on function pgqueue._lock_queue(text) is
 'Keeps the queue from being dropped until the transaction ends; false for a null name. Locks in this order everywhere: this one, then message rows by id.';
+
+create function pgqueue._has_fixed_snapshot()
+returns boolean
+language sql stable parallel safe
+as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
+comment on function pgqueue._has_fixed_snapshot() is
+'Whether all statements of the transaction see what its first one saw, and nothing that others have committed since.';
 
 create function pgqueue._refuse_missing_queue(queue_name text)
 returns void
@@ -1098,6 +1193,119 @@ end;
 $$;
 comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
 'Whether the queue is there still, and kept from being dropped until the transaction ends; false, without waiting, while it is being dropped.';
+-- What the core tells the rooms: a queue was created, altered or is being dropped, housekeeping is due, doctor collects
+-- findings. A room takes part by a function of the right name, so that the core calls no room and a new room changes no
+-- file of the core. All events are rare: finding the functions by their names costs each of them some 0.1 ms.
+
+create function pgqueue._handlers(event text)
+returns setof regproc
+language sql stable
+as $$
+    select p.oid::regproc
+    from pg_catalog.pg_proc p
+    -- By a range of names, which is a range of an index of the catalog.
+    where p.proname >= event::name and p.proname < (event || '~')::name and p.pronamespace = 'pgqueue'::regnamespace
+    order by p.proname
+$$;
+comment on function pgqueue._handlers(text) is
+'The functions whose names begin with that of the event, in the order of their names.';
+
+create function pgqueue._tell_rooms(event text, before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    handler regproc;
+begin
+    for handler in select h from pgqueue._handlers(format('_on_%s_', event)) as h loop
+        execute format('select %s($1, $2)', handler) using before, after;
+    end loop;
+end;
+$$;
+comment on function pgqueue._tell_rooms(text, pgqueue.queues, pgqueue.queues) is
+'Calls _on_<event>_<room>(before, after) of each room that has it. The events are queue_created (before is null), queue_altered and queue_dropping (after is null: the row is deleted, the messages are still there). The queue is locked, for queue_dropping exclusively.';
+
+create function pgqueue._do_housekeeping(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    since_last constant interval :=
+        at - pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_housekeeping_at')) + interval '1 h';
+    handler regproc;
+begin
+    -- Set first: one session an hour does it, even if that session fails.
+    perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 h'));
+    for handler in select h from pgqueue._handlers('_on_housekeeping_due_') as h loop
+        execute format('select %s($1, $2)', handler) using at, since_last;
+    end loop;
+end;
+$$;
+comment on function pgqueue._do_housekeeping(timestamptz) is
+'Calls _on_housekeeping_due_<room>(at, since_last) of each room that has it; since_last is the time since the last call, null if there was none. A sweep calls this once an hour, so a handler waits for no lock and raises no error. A handler with more to do sets pgqueue.next_housekeeping_at to an earlier moment.';
+
+create function pgqueue._room_findings(q pgqueue.queues, at timestamptz)
+returns setof pgqueue.finding
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    handler regproc;
+begin
+    for handler in select h from pgqueue._handlers('_findings_of_') as h loop
+        return query execute format('select f.* from %s($1, $2) f', handler) using q, at;
+    end loop;
+end;
+$$;
+comment on function pgqueue._room_findings(pgqueue.queues, timestamptz) is
+'What _findings_of_<room>(q, at) of each room reports to doctor: on one queue, or on what belongs to no queue where q.name is null.';
+-- Notifications: an enqueue wakes the consumers that wait. One that nobody waits for costs nothing.
+
+create function pgqueue.channel(queue_name text)
+returns text
+language sql immutable strict parallel safe
+as $$ select 'pgqueue_' || case when octet_length(queue_name) <= 54 then queue_name else md5(queue_name) end $$;
+comment on function pgqueue.channel(text) is
+'The channel to listen on: pgqueue_ and the queue''s name, or its MD5 where that exceeds an identifier. Notifications carry no payload.';
+
+create function pgqueue._wake(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The register stays as it is: a transaction that cleared it, and then went on for long or rolled back, would
+    -- leave the consumer asleep over what others commit in the meantime.
+    perform pg_notify(pgqueue.channel(q.name), '');
+end;
+$$;
+comment on function pgqueue._wake(pgqueue.queues) is
+'Notifies the consumers that wait, when the transaction commits.';
+
+create function pgqueue._wake_waiting(q pgqueue.queues, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    until constant bigint := pgqueue._register_value(q.waiting_until);
+    longest constant bigint := pgqueue._to_micros(at + interval '24 h');
+begin
+    if until > pgqueue._to_micros(at) then
+        perform pgqueue._wake(q);
+    end if;
+    -- Nobody waits for so long: a clock that was wrong would have every enqueue notify until then.
+    if until > longest then
+        perform setval(q.waiting_until, longest);
+    end if;
+end;
+$$;
+comment on function pgqueue._wake_waiting(pgqueue.queues, timestamptz) is
+'Notifies the consumers, if any wait.';
+-- Queues: made, changed, looked up, paused, emptied and dropped. Every verb learns its queue from
+-- _get_locked_queue, so that whatever must hold for a queue has one place to be checked.
 
 create function pgqueue._public_queue(q pgqueue.queues)
 returns pgqueue.queue
@@ -1291,13 +1499,7 @@ begin
     perform setval(r, 1) from unnest(array[
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ]) as r;
-    if q.archive_for is not null then
-        perform pgqueue._start_archiving(q);
-    end if;
-    -- Not in a transaction that may go on for long, and hold what it dropped.
-    if pgqueue._is_first_statement() then
-        perform pgqueue._drop_idle_queues(10, false);
-    end if;
+    perform pgqueue._tell_rooms('queue_created', null, q);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -1369,8 +1571,10 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    before pgqueue.queues;
 begin
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
+    before := q;
     q.visibility_timeout := coalesce(alter_queue.visibility_timeout, q.visibility_timeout);
     q.max_attempts := coalesce(alter_queue.max_attempts, q.max_attempts);
     q.dlq_enabled := coalesce(alter_queue.dlq_enabled, q.dlq_enabled);
@@ -1380,12 +1584,7 @@ begin
     q.backoff_factor := coalesce(alter_queue.backoff_factor, q.backoff_factor);
     q.backoff_max := coalesce(alter_queue.backoff_max, q.backoff_max);
     q.backoff_jitter := coalesce(alter_queue.backoff_jitter, q.backoff_jitter);
-    if alter_queue.archive_for = '0' then
-        perform pgqueue._stop_archiving(q);
-        q.archive_for := null;
-    else
-        q.archive_for := coalesce(alter_queue.archive_for, q.archive_for);
-    end if;
+    q.archive_for := nullif(coalesce(alter_queue.archive_for, q.archive_for), '0');
     q.expires_after_idle := nullif(coalesce(alter_queue.expires_after_idle, q.expires_after_idle), '0');
     perform pgqueue._check_settings(q);
     update pgqueue.queues
@@ -1396,16 +1595,7 @@ begin
         expires_after_idle = q.expires_after_idle, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
-    if alter_queue.archive_for <> '0' then
-        perform pgqueue._start_archiving(q);
-    end if;
-    if alter_queue.archive_for is not null and q.dedicated then
-        if q.archive_for is null then
-            -- Whether it is exposed, and its relation archives, a snapshot may not show any more.
-            perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
-        end if;
-        perform pgqueue._sync_archive_trigger(q);
-    end if;
+    perform pgqueue._tell_rooms('queue_altered', before, q);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -1447,8 +1637,7 @@ declare
     register regclass;
 begin
     delete from pgqueue.queues where queues.name = q.name;
-    delete from pgqueue.subscriptions where subscriptions.queue_name = q.name;
-    perform pgqueue._unexpose(q);
+    perform pgqueue._tell_rooms('queue_dropping', q, null);
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
@@ -1456,8 +1645,6 @@ begin
     end if;
     removed := removed + pgqueue._remove_messages(q, true);
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
-    delete from pgqueue.streams where streams.queue_name = q.name;
-    perform pgqueue._stop_archiving(q);
     foreach register in array array[
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ] loop
@@ -1615,76 +1802,136 @@ end;
 $$;
 comment on function pgqueue.resume_queue(text) is
 'Ends a pause and wakes waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
--- Messages are found by their ids with these two alone, in functions that have enable_seqscan and
--- enable_bitmapscan off:
--- `from pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name, k.names, k.ids, k.id)`.
--- Both are inlined, and leave a plain `m.queue_name = name and m.id = any (ids)`. A bitmap that work_mem does not hold
--- would have each row compared with each id: of millions for hours.
 
-create function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
-returns setof record
-language sql immutable parallel safe
-as $$ select ids, null::bigint, null::text[] $$;
-comment on function pgqueue._lookup_keys(text, bigint[]) is
-'What _matches_key compares messages with: a row that has all ids or, before PostgreSQL 17, a row for each, in their order.';
-
-create function pgqueue._matches_key(
-    queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
-)
-returns boolean
-language sql immutable parallel safe
-as $$ select queue_name = name and id = any (key_ids) $$;
-comment on function pgqueue._matches_key(text, bigint, text, text[], bigint[], bigint) is
-'Whether a message of the queue of this name has an id that _lookup_keys returned.';
-
-create function pgqueue._has_current_key_lookup()
-returns boolean
-language sql stable
-as $$
-    select (select count(*) from pgqueue._lookup_keys('', '{1,2}'))
-        = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
-$$;
-comment on function pgqueue._has_current_key_lookup() is
-'Whether _lookup_keys is as the major version of the server wants it: pg_upgrade, or a dump of what is no extension, may have brought another.';
-
--- Before PostgreSQL 17 a plan may read a queue from end to end, with `id = any` as a filter. It does so if it was
--- made while the queue was small, and a session keeps it. So there each id is looked up by a join. What would let the
--- planner walk all the same is kept from it: the name is compared with an array, so that to read the whole index in
--- order gains nothing, and with two expressions, which prunes partitions but asks no index. Other scans are off in the
--- verbs.
-create function pgqueue._install_key_lookup()
+create function pgqueue._dead_letter_delayed(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    joins constant boolean := current_setting('server_version_num')::int < 170000;
+    at constant timestamptz := pgqueue._now();
+    source record;
 begin
-    execute format(
-        'create or replace function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])'
-        ' returns setof record language sql immutable parallel safe as %L',
-        case when joins then ' select null::bigint[], i, array[queue_name] from unnest(ids) as i order by i '
-            else ' select ids, null::bigint, null::text[] ' end);
-    execute format(
-        'create or replace function pgqueue._matches_key('
-        'queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint)'
-        ' returns boolean language sql immutable parallel safe as %L',
-        case when joins then
-            ' select queue_name = any (key_names) and id = key_id and (queue_name = name or queue_name = coalesce(name, '''')) '
-            else ' select queue_name = name and id = any (key_ids) ' end);
+    -- A transport has what comes due moved into messages ahead of time. Its own table by name: the parent is locked later,
+    -- and once for all.
+    for source in
+        select * from (values
+            ('pgqueue.scheduled_messages'::regclass, 'due_at'), (pgqueue._partition_of(q), 'visible_at')
+        ) as s (relation, moment)
+    loop
+        execute format(
+            'with gone as ('
+            ' delete from %1$s m where m.queue_name = $1 and m.%2$I > $2 and m.attempt_count = 0'
+            ' and coalesce(m.expires_at > $2, true) returning m.*)'
+            ' insert into pgqueue.dead_messages ('
+            ' id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, message_id, payload, body, headers,'
+            ' last_error, reason, transport_headers)'
+            ' select g.id, g.queue_name, g.enqueued_at, $2, 0, g.max_attempts, g.message_id, g.payload, g.body, g.headers,'
+            ' format(''the queue was dropped before %%s, when the message was due'', g.%2$I), ''queue_dropped'','
+            ' g.transport_headers from gone g on conflict do nothing', source.relation, source.moment)
+        using q.name, at;
+    end loop;
 end;
 $$;
-comment on function pgqueue._install_key_lookup() is
-'Has _lookup_keys and _matches_key be as the major version of the server wants them.';
+comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
+'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';
+-- How a message leaves whose work is done: it is deleted or, if its queue has archive_for, moved to the archive. This part
+-- of the archive belongs to the core, because every acknowledgement passes here, and an event would cost each a call.
 
-do $$ begin perform pgqueue._install_key_lookup(); end $$;
-
-create function pgqueue._array_except(ids bigint[], others bigint[])
-returns bigint[]
+create function pgqueue._archive_marker(queue_name text)
+returns text
 language sql immutable parallel safe
-as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
-comment on function pgqueue._array_except(bigint[], bigint[]) is
-'The ids that are not among the others, in order.';
+as $$ select 'pgqueue.archives_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
+comment on function pgqueue._archive_marker(text) is
+'The name of the sequence that exists while a queue archives.';
+
+create function pgqueue._lock_queue_without_archive(queue_name text)
+returns boolean
+language sql volatile
+as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
+comment on function pgqueue._lock_queue_without_archive(text) is
+'Holds the queue as _lock_queue does, and says whether it keeps no archive; false for a null name. One expression, as each costs an acknowledgement its preparation; by the cache of the catalog, as a look at the row costs ten times as much.';
+
+create function pgqueue._utc_day(moment timestamptz)
+returns date
+language sql immutable parallel safe
+as $$ select (moment at time zone 'UTC')::date $$;
+comment on function pgqueue._utc_day(timestamptz) is
+'The day of UTC in which a moment lies, whatever the TimeZone of the session.';
+
+create function pgqueue._day_partition_name(day date)
+returns text
+language sql stable parallel safe
+as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
+comment on function pgqueue._day_partition_name(date) is
+'The name of the partition that a day of the archive has, or would have.';
+
+create function pgqueue._has_day_partition(day date)
+returns boolean
+language sql volatile
+as $$
+    select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
+$$;
+comment on function pgqueue._has_day_partition(date) is
+'Whether a day of the archive has its partition. By the catalog as it is now, not as an old snapshot has it; null or false if not.';
+
+create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    acked bigint[];
+begin
+    if not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false) then
+        return pgqueue._ack_to_unfiled(queue_name, ids, claim_token, at);
+    end if;
+    with gone as (
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(_ack_to_archive.queue_name collate "C", ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_archive.queue_name collate "C", k.names, k.ids, k.id)
+            and m.claim_token = _ack_to_archive.claim_token and m.claimed_attempt = m.attempt_count
+        returning
+            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+            m.payload, m.body, m.headers, m.claimed_by, m.last_error
+    ),
+    kept as (
+        insert into pgqueue.archived_messages select g.* from gone g returning archived_messages.id
+    )
+    select array_agg(k.id) into acked from kept k;
+    return coalesce(acked, '{}');
+end;
+$$;
+comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
+'Acknowledges messages of one claim: moves them to the archive, in one statement, and returns the ids of those that were still the caller''s.';
+
+create function pgqueue._ack_to_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    acked bigint[];
+begin
+    with gone as (
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(_ack_to_unfiled.queue_name collate "C", ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_unfiled.queue_name collate "C", k.names, k.ids, k.id)
+            and m.claim_token = _ack_to_unfiled.claim_token and m.claimed_attempt = m.attempt_count
+        returning
+            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+            m.payload, m.body, m.headers, m.claimed_by, m.last_error
+    ),
+    kept as (
+        insert into pgqueue.unfiled_messages select g.* from gone g returning unfiled_messages.id
+    )
+    select array_agg(k.id) into acked from kept k;
+    return coalesce(acked, '{}');
+end;
+$$;
+comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
+'The same where the day has no partition.';
 -- A message enters: at once into messages, with a delay into scheduled_messages, always in the
 -- caller's transaction.
 
@@ -1750,11 +1997,6 @@ begin
     lock table only pgqueue.messages in row exclusive mode;
     if pgqueue._to_micros(due_at) < pg_sequence_last_value(q.first_due_at) then
         perform setval(q.first_due_at, pgqueue._to_micros(due_at));
-    end if;
-    if to_regclass(pgqueue._transport_table(q)) is not null then
-        -- Who reads the relation waits for this moment, which a clock that was wrong may have put off.
-        execute format('update %s set next_at = ''-infinity'' where next_at > $1', pgqueue._transport_table(q))
-        using pgqueue._now() + interval '1 min';
     end if;
     -- Who waits may sleep past this moment.
     perform pgqueue._wake_waiting(q, pgqueue._now());
@@ -2308,9 +2550,10 @@ declare
 begin
     -- Who comes by while this sweep is at it leaves it alone.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    -- Once an hour somebody's sweep looks after the archive. A look that is further off was set by a clock that was wrong.
-    if pg_sequence_last_value('pgqueue.next_archive_check_at') - pgqueue._to_micros(at) not between 1 and 3600000000 then
-        perform pgqueue._archive_housekeeping(at);
+    -- Once an hour, in one sweep of any queue. A moment further ahead was set while the clock was ahead.
+    if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
+    then
+        perform pgqueue._do_housekeeping(at);
     end if;
 
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
@@ -2765,407 +3008,6 @@ end;
 $$;
 comment on function pgqueue.ack_batch(text, bigint[], uuid) is
 'Removes the messages of one claim whose work is done, as ack does, and returns how many were still the caller''s. Raises 22023, PQ001.';
--- What was acknowledged is kept for a while: the statement that removes a message writes it here, into the partition
--- of its day (UTC), which goes as a whole. Days are made ahead, by whoever switches archiving on, by a sweep once an
--- hour, and by maintain_archive; a message whose day has none is filed later. No acknowledgement waits or fails.
-
-create function pgqueue._utc_day(moment timestamptz)
-returns date
-language sql immutable parallel safe
-as $$ select (moment at time zone 'UTC')::date $$;
-comment on function pgqueue._utc_day(timestamptz) is
-'The day of UTC in which a moment lies, whatever the TimeZone of the session.';
-
-create function pgqueue._day_partition_name(day date)
-returns text
-language sql stable parallel safe
-as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
-comment on function pgqueue._day_partition_name(date) is
-'The name of the partition that a day of the archive has, or would have.';
-
-create function pgqueue._has_day_partition(day date)
-returns boolean
-language sql volatile
-as $$
-    select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
-$$;
-comment on function pgqueue._has_day_partition(date) is
-'Whether a day of the archive has its partition. By the catalog as it is now, not as an old snapshot has it; null or false if not.';
-
-create function pgqueue._archive_marker(queue_name text)
-returns text
-language sql immutable parallel safe
-as $$ select 'pgqueue.archives_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
-comment on function pgqueue._archive_marker(text) is
-'The name of the sequence that exists while a queue archives.';
-
-create function pgqueue._lock_queue_without_archive(queue_name text)
-returns boolean
-language sql volatile
-as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
-comment on function pgqueue._lock_queue_without_archive(text) is
-'Holds the queue as _lock_queue does, and says whether it keeps no archive; false for a null name. One expression, as each costs an acknowledgement its preparation; by the cache of the catalog, as a look at the row costs ten times as much.';
-
-create function pgqueue._set_archive_marker(queue_name text, archive_for interval)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set client_min_messages = warning
-as $$
-declare
-    mark constant text := pgqueue._archive_marker(queue_name);
-begin
-    -- Without a look: who had to wait for another who altered the queue may still have an old one in his cache. These ask anew.
-    if archive_for is null then
-        execute format('drop sequence if exists %s', mark);
-    else
-        execute format('create sequence if not exists %s', mark);
-        perform pgqueue._revoke_default_privileges(mark::regclass);
-    end if;
-end;
-$$;
-comment on function pgqueue._set_archive_marker(text, interval) is
-'Has the mark of a queue say whether it archives.';
-
-create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    acked bigint[];
-begin
-    if not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false) then
-        return pgqueue._ack_to_unfiled(queue_name, ids, claim_token, at);
-    end if;
-    with gone as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(_ack_to_archive.queue_name collate "C", ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_archive.queue_name collate "C", k.names, k.ids, k.id)
-            and m.claim_token = _ack_to_archive.claim_token and m.claimed_attempt = m.attempt_count
-        returning
-            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-            m.payload, m.body, m.headers, m.claimed_by, m.last_error
-    ),
-    kept as (
-        insert into pgqueue.archived_messages select g.* from gone g returning archived_messages.id
-    )
-    select array_agg(k.id) into acked from kept k;
-    return coalesce(acked, '{}');
-end;
-$$;
-comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
-'Acknowledges messages of one claim: moves them to the archive, in one statement, and returns the ids of those that were still the caller''s.';
-
-create function pgqueue._ack_to_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    acked bigint[];
-begin
-    with gone as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(_ack_to_unfiled.queue_name collate "C", ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_unfiled.queue_name collate "C", k.names, k.ids, k.id)
-            and m.claim_token = _ack_to_unfiled.claim_token and m.claimed_attempt = m.attempt_count
-        returning
-            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-            m.payload, m.body, m.headers, m.claimed_by, m.last_error
-    ),
-    kept as (
-        insert into pgqueue.unfiled_messages select g.* from gone g returning unfiled_messages.id
-    )
-    select array_agg(k.id) into acked from kept k;
-    return coalesce(acked, '{}');
-end;
-$$;
-comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
-'The same where the day has no partition.';
-
-create function pgqueue._archive_expiry(at timestamptz)
-returns timestamptz
-language sql stable
-as $$
-    select coalesce(min(pgqueue._add_interval(at, -w.archive_for)), at)
-    from (
-        select q.archive_for from pgqueue.queues q where q.archive_for is not null
-        union all
-        select p.archive_for from pgqueue.archive_promises p where p.ends_at > at
-    ) w
-$$;
-comment on function pgqueue._archive_expiry(timestamptz) is
-'What was acknowledged before this moment no queue wants to have kept any more, nor does one that was dropped.';
-
-create function pgqueue._expired_days(at timestamptz)
-returns setof date
-language sql stable
-as $$
-    select d.day
-    from (
-        select to_date(right(c.relname, 8), 'YYYYMMDD') as day
-        from pg_catalog.pg_inherits i
-        join pg_catalog.pg_class c on c.oid = i.inhrelid
-        where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
-    ) d
-    where d.day < pgqueue._utc_day(pgqueue._archive_expiry(at))
-    order by d.day
-$$;
-comment on function pgqueue._expired_days(timestamptz) is
-'The days of the archive, oldest first, that ended before anybody would miss them.';
-
-create function pgqueue._create_day_partition(day date)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    partition constant text := pgqueue._day_partition_name(day);
-begin
-    -- Made by itself and attached then, which hinders nobody who writes or reads; made as a partition it would lock
-    -- everybody out.
-    execute format('create table pgqueue.%I (like pgqueue.archived_messages including all)', partition);
-    execute format('create index on pgqueue.%I (queue_name, id)', partition);
-    execute format('alter table pgqueue.%I replica identity full', partition);
-    execute format('comment on table pgqueue.%I is %L', partition,
-        format('Messages that were acknowledged on %s (UTC).', to_char(day, 'YYYY-MM-DD')));
-    perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
-    execute format('alter table only pgqueue.archived_messages attach partition pgqueue.%I for values from (%L) to (%L)',
-        partition, to_char(day, 'YYYY-MM-DD') || ' 00:00:00+00', to_char(day + 1, 'YYYY-MM-DD') || ' 00:00:00+00');
-end;
-$$;
-comment on function pgqueue._create_day_partition(date) is
-'Makes the partition of a day of the archive.';
-
-create function pgqueue._create_missing_days(at timestamptz)
-returns setof date
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    today constant date := pgqueue._utc_day(at);
-    unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
-    day date;
-begin
-    -- Eight days ahead: a queue that is used once a week never finds the archive unprepared.
-    for day in
-        select today + n from generate_series(0, 8) as n
-        where exists (select from pgqueue.queues q where q.archive_for is not null)
-        union
-        select pgqueue._utc_day(u.finished_at) from pgqueue.unfiled_messages u
-        where u.finished_at >= unwanted_before and u.finished_at < at + interval '8 days'
-        order by 1
-    loop
-        if to_regclass('pgqueue.' || pgqueue._day_partition_name(day)) is null then
-            perform pgqueue._create_day_partition(day);
-            return next day;
-        end if;
-    end loop;
-end;
-$$;
-comment on function pgqueue._create_missing_days(timestamptz) is
-'Makes, behind a lock that keeps others from doing so, the days of the archive that are missing, those of unfiled messages and, where any queue archives, today and eight days ahead, and returns them.';
-
-create function pgqueue._file_messages(at timestamptz, max_messages int)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
-    filed int;
-begin
-    -- What lies ahead was acknowledged under a clock that was wrong, and waits until its day has come.
-    with gone as (
-        delete from pgqueue.unfiled_messages u
-        where u.ctid = any (array(
-            select c.ctid from pgqueue.unfiled_messages c
-            where c.finished_at < unwanted_before or pgqueue._has_day_partition(pgqueue._utc_day(c.finished_at))
-            limit max_messages for update skip locked))
-        returning u.*
-    )
-    insert into pgqueue.archived_messages
-    select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at));
-    get diagnostics filed = row_count;
-    return filed;
-end;
-$$;
-comment on function pgqueue._file_messages(timestamptz, int) is
-'Moves up to so many unfiled messages into the partitions of their days, where those have one, forgets what nobody wants any more, and returns how many it moved.';
-
-create function pgqueue._start_archiving(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-begin
-    perform pgqueue._set_archive_marker(q.name, q.archive_for);
-    begin
-        perform setval('pgqueue.next_archive_check_at', pgqueue._to_micros(at + interval '1 h'));
-        -- The lock of who makes days concerns nobody else.
-        lock table only pgqueue.archived_messages in share update exclusive mode;
-        perform pgqueue._create_missing_days(at);
-    exception when lock_not_available then
-        -- Somebody else is at it.
-        return;
-    end;
-end;
-$$;
-comment on function pgqueue._start_archiving(pgqueue.queues) is
-'Prepares the archive for a queue that begins to keep what it acknowledges.';
-
-create function pgqueue._stop_archiving(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    perform pgqueue._set_archive_marker(q.name, null);
-    if q.archive_for is not null then
-        insert into pgqueue.archive_promises (queue_name, archive_for, ends_at)
-        values (q.name, q.archive_for, pgqueue._add_interval(pgqueue._now(), q.archive_for));
-    end if;
-end;
-$$;
-comment on function pgqueue._stop_archiving(pgqueue.queues) is
-'Has a queue keep nothing from now on, and notes how long what it kept was promised to last.';
-
-create function pgqueue._truncate_day(day date)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- The partition alone: acknowledgements, which lock the parent and today, do not notice. And at once or not at
-    -- all: a request that waits for who reads lets others wait behind it.
-    execute format('lock table only pgqueue.%I in access exclusive mode nowait', pgqueue._day_partition_name(day));
-    execute format('truncate only pgqueue.%I', pgqueue._day_partition_name(day));
-end;
-$$;
-comment on function pgqueue._truncate_day(date) is
-'Removes the messages of a day of the archive. Raises 55P03 where it is being read.';
-
-create function pgqueue._is_day_empty(day date)
-returns boolean
-language sql volatile
-as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
-comment on function pgqueue._is_day_empty(date) is
-'Whether a day of the archive was emptied, or never had a message.';
-
-create function pgqueue._archive_housekeeping(at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    since_look constant interval :=
-        at - pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_archive_check_at')) + interval '1 h';
-    day date;
-begin
-    -- Set first, so that one comes by an hour, whatever becomes of him.
-    perform setval('pgqueue.next_archive_check_at', pgqueue._to_micros(at + interval '1 h'));
-    begin
-        lock table only pgqueue.archived_messages in share update exclusive mode nowait;
-        perform pgqueue._create_missing_days(at);
-        if pgqueue._file_messages(at, 1000) = 1000 then
-            perform setval('pgqueue.next_archive_check_at', pgqueue._to_micros(at + interval '1 s'));
-        end if;
-        -- A day is locked against who reads the whole archive until the caller commits: not where that may take
-        -- long. Nor by a clock that may have jumped: what it says must have held for an hour.
-        if pgqueue._is_first_statement()
-            and since_look between interval '0' and interval '1 day'
-        then
-            delete from pgqueue.archive_promises p where p.ends_at <= at;
-            select d into day from pgqueue._expired_days(at) d where not pgqueue._is_day_empty(d) limit 1;
-            if found then
-                perform pgqueue._truncate_day(day);
-            end if;
-        end if;
-    exception when others then
-        -- Locks, a full disk, somebody's event trigger: nothing of that is the concern of a claim.
-        null;
-    end;
-end;
-$$;
-comment on function pgqueue._archive_housekeeping(timestamptz) is
-'The look of a sweep after the archive: makes the days ahead, files what is unfiled, forgets promises that are over and empties a day that nobody wants any more, unless it may be long until the commit. Waits for nobody, and never fails.';
-
-create function pgqueue._drop_days(days date[])
-returns setof date
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    day date;
-begin
-    -- A request that waits for the whole table lets every acknowledgement wait behind it. So it never waits; it
-    -- is there again at once, as acknowledgements come and go in no time.
-    for attempt in 1..1000 loop
-        begin
-            lock table only pgqueue.archived_messages in access exclusive mode nowait;
-            foreach day in array days loop
-                begin
-                    execute format('drop table pgqueue.%I', pgqueue._day_partition_name(day));
-                    return next day;
-                exception when dependent_objects_still_exist then
-                    -- Somebody has a view of this day: no reason to keep the others.
-                    null;
-                end;
-            end loop;
-            return;
-        exception when lock_not_available then
-            continue;
-        end;
-    end loop;
-end;
-$$;
-comment on function pgqueue._drop_days(date[]) is
-'Drops the partitions of days, and returns those: none if a longer transaction uses the archive, nor one that something else uses.';
-
-create function pgqueue.maintain_archive()
-returns setof pgqueue.archive_change
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    day date;
-    emptied date[] := '{}'::date[];
-    dropped date[];
-begin
-    begin
-        lock table only pgqueue.archived_messages in share update exclusive mode;
-        return query select d, 'made' from pgqueue._create_missing_days(at) d;
-    exception when lock_not_available then
-        return next row(pgqueue._utc_day(at), 'busy')::pgqueue.archive_change;
-        return;
-    end;
-    perform pgqueue._file_messages(at, null);
-
-    delete from pgqueue.archive_promises p where p.ends_at <= at;
-    for day in select d from pgqueue._expired_days(at) d loop
-        begin
-            perform pgqueue._truncate_day(day);
-            emptied := emptied || day;
-        exception when lock_not_available then
-            return next row(day, 'busy')::pgqueue.archive_change;
-        end;
-    end loop;
-    if emptied <> '{}' then
-        dropped := array(select d from pgqueue._drop_days(emptied) as d);
-        return query
-        select d, case when d = any (dropped) then 'dropped' else 'emptied' end from unnest(emptied) as d;
-    end if;
-end;
-$$;
-comment on function pgqueue.maintain_archive() is
-'Looks after pgqueue.archived_messages, and returns what it did, a row a day: makes the partitions of today and eight days ahead, where any queue archives, files pgqueue.unfiled_messages, and drops the days that ended longer ago than the longest archive_for of any queue, dropped ones included as long as their own. Keeps no acknowledgement waiting: a partition that a longer transaction, or a view of it, keeps from being dropped is emptied, and one that is being read is left (busy), both until the next time. Claims do the same by the way but for the dropping, and receives but for the emptying, so that it may be called once a day, by whatever calls things, or now and then by hand; in a transaction of its own.';
 -- A message comes back, or dies: after a failure, or because its consumer stops.
 
 create function pgqueue._check_failure(id bigint, delay interval, headers jsonb)
@@ -3494,2233 +3336,7 @@ end;
 $$;
 comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) is
 'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call. Returns first a row with lost = true, id and queue_name for every id whose claim was lost, then the claimed messages by id with lost = false. ids may be empty or null, claim_token then too. Raises 22023, PQ001.';
--- Batches that can be read again. A stream reserves messages under a number and a token, which a reader keeps in its
--- checkpoint: after any crash it is given the very same messages, until it says that the batch is done. One batch is
--- open at a time; one reader at a time, as each opening fences the one before; each call is one transaction.
-
-create function pgqueue._check_stream_name(stream_name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if stream_name is null or stream_name collate "C" !~ '^[a-z0-9_-]{1,128}$' then
-        perform pgqueue._raise_invalid('stream_name', stream_name,
-            '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
-    end if;
-end;
-$$;
-comment on function pgqueue._check_stream_name(text) is
-'Raises 22023 for what is no name of a stream.';
-
-create function pgqueue._check_batch(seq bigint, claim_token uuid)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if seq is null or seq < 1 then
-        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, from 1');
-    end if;
-    if claim_token is null then
-        perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that stream_claim returned');
-    end if;
-end;
-$$;
-comment on function pgqueue._check_batch(bigint, uuid) is
-'Raises 22023 for what names no batch.';
-
-create function pgqueue._next_epoch(epoch bigint)
-returns bigint
-language sql volatile
-as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
-comment on function pgqueue._next_epoch(bigint) is
-'The epoch that follows. By the clock, as a count would start over in a stream dropped and made again, or in a restored database, and let an old reader pass for the new one.';
-
-create function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if epoch is null then
-        perform pgqueue._raise_invalid('epoch', null, 'the epoch that stream_open returned');
-    end if;
-    if epoch <> s.epoch then
-        perform pgqueue._raise_stream_fenced(s, epoch);
-    end if;
-end;
-$$;
-comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
-'Raises PQ006 unless the caller opened the stream last.';
-
-create function pgqueue._lock_stream(queue_name text, stream_name text)
-returns pgqueue.streams
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    s pgqueue.streams;
-begin
-    select t.* into s from pgqueue.streams t
-    where t.queue_name = _lock_stream.queue_name collate "C" and t.stream_name = _lock_stream.stream_name collate "C"
-    for no key update;
-    if not found then
-        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
-    end if;
-    return s;
-end;
-$$;
-comment on function pgqueue._lock_stream(text, text) is
-'The stream of that name, locked: behind the queue, before messages. Raises PQ005.';
-
-create function pgqueue._public_stream(s pgqueue.streams)
-returns pgqueue.stream
-language sql stable
-as $$
-    select row(
-        s.queue_name, s.stream_name, s.epoch, s.opened_by, s.opened_at, s.created_at, s.acked_seq, s.acked_token,
-        s.claim_token, cardinality(s.ids) - cardinality(s.left_out), s.partitions, s.replays, s.claimed_at,
-        s.claimed_until, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0), s.on_ack
-    )::pgqueue.stream
-$$;
-comment on function pgqueue._public_stream(pgqueue.streams) is
-'A stream''s row without what is internal.';
-
-create function pgqueue._open_batch(s pgqueue.streams, lost bigint[])
-returns pgqueue.stream_batch
-language sql stable
-as $$
-    select row(
-        s.queue_name, s.stream_name, s.acked_seq + 1, s.claim_token, cardinality(s.ids) - cardinality(s.left_out),
-        s.partitions, s.replays, s.claimed_at, s.claimed_until, lost
-    )::pgqueue.stream_batch
-$$;
-comment on function pgqueue._open_batch(pgqueue.streams, bigint[]) is
-'The open batch of a stream, as the verbs return it.';
-
-create function pgqueue._extend_open_batch(s pgqueue.streams, until timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    kept bigint[];
-begin
-    with extended as (
-        update pgqueue.messages m
-        set visible_at = until
-        from pgqueue._lookup_keys(s.queue_name, s.ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
-            and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count
-        returning m.id
-    )
-    select coalesce(array_agg(e.id), '{}'::bigint[]) into kept from extended e;
-    if cardinality(kept) = cardinality(s.ids) - cardinality(s.left_out) then
-        return '{}'::bigint[];
-    end if;
-    return pgqueue._array_except(s.ids, s.left_out || kept);
-end;
-$$;
-comment on function pgqueue._extend_open_batch(pgqueue.streams, timestamptz) is
-'Keeps the messages of the open batch until then, also where their claim ran out but nobody took them, and returns the ids of those that are lost.';
-
-create function pgqueue._settle_batch(s pgqueue.streams)
-returns int
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    acked int;
-begin
-    if s.on_ack = 'archive'
-        or s.on_ack is null and (select q.archive_for is not null from pgqueue.queues q where q.name = s.queue_name)
-    then
-        return cardinality(pgqueue._ack_to_archive(s.queue_name, s.ids, s.claim_token));
-    end if;
-    delete from pgqueue.messages m
-    using pgqueue._lookup_keys(s.queue_name, s.ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
-        and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
-    get diagnostics acked = row_count;
-    return acked;
-end;
-$$;
-comment on function pgqueue._settle_batch(pgqueue.streams) is
-'Removes the messages of the open batch, to the archive where the stream or else the queue wants that, and returns how many were still the stream''s.';
-
-create function pgqueue._close_batch(s pgqueue.streams)
-returns pgqueue.streams
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    s.claim_token := null;
-    s.ids := null;
-    s.left_out := null;
-    s.partitions := null;
-    s.visibility_timeout := null;
-    s.claimed_at := null;
-    s.claimed_until := null;
-    s.replays := null;
-    s.begun_epoch := null;
-    return s;
-end;
-$$;
-comment on function pgqueue._close_batch(pgqueue.streams) is
-'The stream without an open batch.';
-
-create function pgqueue._save_batch(s pgqueue.streams)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    update pgqueue.streams t
-    set acked_seq = s.acked_seq, acked_token = s.acked_token, claim_token = s.claim_token, ids = s.ids,
-        left_out = s.left_out, partitions = s.partitions, visibility_timeout = s.visibility_timeout,
-        claimed_at = s.claimed_at, claimed_until = s.claimed_until, replays = s.replays, begun_epoch = s.begun_epoch
-    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
-end;
-$$;
-comment on function pgqueue._save_batch(pgqueue.streams) is
-'Writes how far a stream is, and its open batch.';
-
-create function pgqueue.stream_open(
-    queue_name text, stream_name text, opened_by text default null, on_ack text default null
-)
-returns pgqueue.stream
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    s pgqueue.streams;
-begin
-    perform pgqueue._check_stream_name(stream_name);
-    if on_ack not in ('archive', 'delete') then
-        perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for what the queue says');
-    end if;
-    if on_ack = 'archive' and q.archive_for is null then
-        perform pgqueue._raise_invalid('on_ack', on_ack, format('delete or null where queue %L has no archive_for', q.name));
-    end if;
-    insert into pgqueue.streams as t (queue_name, stream_name, epoch, opened_by, opened_at, created_at, on_ack)
-    values (
-        q.name, stream_open.stream_name, pgqueue._next_epoch(null), stream_open.opened_by, pgqueue._now(), pgqueue._now(),
-        stream_open.on_ack
-    )
-    on conflict on constraint streams_pkey do update
-    set epoch = pgqueue._next_epoch(t.epoch), opened_by = excluded.opened_by, opened_at = excluded.opened_at,
-        on_ack = excluded.on_ack
-    returning t.* into s;
-    return pgqueue._public_stream(s);
-end;
-$$;
-comment on function pgqueue.stream_open(text, text, text, text) is
-'Opens a stream of the queue, making it where there is none, and returns it with a new epoch: whoever opened it before is fenced, and gets PQ006 from then on. stream_name (as a queue''s name) is one query''s own. Reading begins behind acked_seq and acked_token where the reader has no checkpoint. opened_by is a name for humans. on_ack says what becomes of messages that are acknowledged from now on: delete, archive, which insists on the queue''s archive_for, or null for what the queue says then. Raises 22023, PQ001.';
-
-create function pgqueue._claim_candidates_up_to(
-    q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    -- What came back may lie below the head, and behind any number of others that came back.
-    returned constant bigint[] := array(
-        select distinct r.id from pgqueue.requeued_messages r where r.queue_name = q.name and r.id <= up_to_id);
-    picks constant bigint[] := pgqueue._lock_ready(q, returned, '{}', at, wanted);
-begin
-    return picks || array(
-        select m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name) and m.id <= up_to_id
-            and m.id <> all (picks) and m.visible_at <= at and m.attempt_count < m.max_attempts
-            and (m.expires_at is null or m.expires_at > at)
-        order by m.id limit wanted - cardinality(picks) for update skip locked
-    );
-end;
-$$;
-comment on function pgqueue._claim_candidates_up_to(pgqueue.queues, timestamptz, bigint, int) is
-'The ids of up to wanted messages up to an id that are ready, locked: the whole walk, for who must not miss one.';
-
-create function pgqueue._reserve(
-    q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, up_to_id bigint
-)
-returns pgqueue.streams
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    token constant uuid := gen_random_uuid();
-    span constant interval := coalesce(visibility_timeout, q.visibility_timeout);
-    wanted int;
-    picks bigint[];
-    ids bigint[] := '{}'::bigint[];
-    until timestamptz;
-    first_until timestamptz;
-    is_short boolean;
-    by_walk boolean := false;
-begin
-    -- In portions, as a pick compares what it finds with what it has.
-    loop
-        wanted := least(max_messages - cardinality(ids), 10000);
-        exit when wanted = 0;
-        if by_walk then
-            picks := pgqueue._claim_candidates_up_to(q, pgqueue._now(), up_to_id, wanted);
-            is_short := cardinality(picks) < wanted;
-        else
-            picks := pgqueue._claim_candidates_fast(q.name, wanted, visibility_timeout);
-            is_short := cardinality(picks) < wanted;
-            if up_to_id is not null and (is_short or up_to_id < any (picks)) then
-                -- What lies beyond is left to others. What does not may still have been passed over.
-                perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
-                from unnest(picks) as p
-                where p > up_to_id
-                having count(*) > 0;
-                picks := array(select p from unnest(picks) as p where p <= up_to_id);
-                by_walk := q.paused_at is null;
-                is_short := not by_walk;
-            end if;
-        end if;
-        if picks <> '{}' then
-            until := pgqueue._add_interval(pgqueue._now(), span);
-            update pgqueue.messages m
-            set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
-                claim_token = token, claimed_by = 'stream ' || s.stream_name, claimed_at = pgqueue._now()
-            from pgqueue._lookup_keys(q.name, picks) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
-            ids := ids || picks;
-            first_until := coalesce(first_until, until);
-        end if;
-        exit when is_short;
-    end loop;
-    if ids <> '{}' then
-        s.claim_token := token;
-        s.ids := pgqueue._array_except(ids, '{}');
-        s.left_out := '{}';
-        s.visibility_timeout := span;
-        s.claimed_at := pgqueue._now();
-        s.claimed_until := first_until;
-        s.replays := 0;
-    end if;
-    return s;
-end;
-$$;
-comment on function pgqueue._reserve(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
-'Claims messages for a stream, and returns it with them as its open batch, if any were ready.';
-
-create function pgqueue.stream_claim(
-    queue_name text,
-    stream_name text,
-    epoch bigint,
-    after_seq bigint,
-    after_token uuid,
-    max_messages int default 10000,
-    partitions int default 1,
-    visibility_timeout interval default null,
-    up_to_id bigint default null,
-    fail_on_data_loss boolean default true
-)
-returns setof pgqueue.stream_batch
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
-declare
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
-    lost bigint[];
-    changed boolean := true;
-begin
-    perform pgqueue._check_epoch(s, epoch);
-    if after_seq is null or after_seq not between 0 and 9223372036854775805 then
-        perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last batch that is done, 0 before the first');
-    end if;
-    if max_messages is null or max_messages not between 1 and 100000 then
-        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 100000');
-    end if;
-    if partitions is null or partitions not between 1 and 1000 then
-        perform pgqueue._raise_invalid('partitions', partitions::text, 'an integer from 1 to 1000');
-    end if;
-    perform pgqueue._check_visibility_timeout(visibility_timeout);
-    if fail_on_data_loss is null then
-        perform pgqueue._raise_invalid('fail_on_data_loss', null, 'true or false');
-    end if;
-
-    if after_seq = s.acked_seq and after_token is not distinct from s.acked_token then
-        if s.claim_token is not null then
-            -- Claimed by one who died before he could note it, or whose answer was lost: it goes on as it is, less what
-            -- others were given since. The attempt is counted already.
-            s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
-            lost := pgqueue._extend_open_batch(s, s.claimed_until);
-            s.left_out := s.left_out || lost;
-            if cardinality(s.left_out) < cardinality(s.ids) then
-                update pgqueue.streams t
-                set left_out = s.left_out, claimed_until = s.claimed_until
-                where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
-                return next pgqueue._open_batch(s, lost);
-                return;
-            end if;
-            s := pgqueue._close_batch(s);
-        else
-            changed := false;
-        end if;
-    elsif after_seq = s.acked_seq + 1 and after_token = s.claim_token then
-        perform pgqueue._settle_batch(s);
-        s := pgqueue._close_batch(s);
-        s.acked_seq := after_seq;
-        s.acked_token := after_token;
-    elsif fail_on_data_loss then
-        perform pgqueue._raise_stream_out_of_step(s, after_seq);
-    else
-        if s.claim_token is not null then
-            perform pgqueue.release(queue_name, s.ids, s.claim_token);
-        end if;
-        s := pgqueue._close_batch(s);
-        s.acked_seq := after_seq;
-        s.acked_token := after_token;
-    end if;
-
-    s := pgqueue._reserve(q, s, max_messages, visibility_timeout, up_to_id);
-    if s.claim_token is not null then
-        s.partitions := partitions;
-        return next pgqueue._open_batch(s, '{}');
-    elsif not changed then
-        -- An idle stream writes nothing.
-        return;
-    end if;
-    perform pgqueue._save_batch(s);
-end;
-$$;
-comment on function pgqueue.stream_claim(text, text, bigint, bigint, uuid, int, int, interval, bigint, boolean) is
-'Acknowledges everything up to batch after_seq with token after_token (0 and null before the first), which must be done for good, and returns the batch behind it: the one that is open already, with the same messages, or else a new one of up to max_messages (1 to 100000) that are ready, claimed as claim does for visibility_timeout; no row where none is ready or the queue is paused. It is to be read in partitions (1 to 1000). up_to_id leaves what is sent later to a later run. Where after_seq and after_token are not the stream''s, the checkpoint was rolled back, copied or taken from another: that raises PQ007; with fail_on_data_loss false the stream follows the checkpoint, and an open batch is given back. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
-
-create function pgqueue.stream_begin(
-    queue_name text,
-    stream_name text,
-    epoch bigint,
-    seq bigint,
-    claim_token uuid,
-    max_replays int default 5,
-    fail_on_data_loss boolean default true
-)
-returns pgqueue.stream_batch
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
-    at constant timestamptz := pgqueue._now();
-    lost bigint[] := '{}'::bigint[];
-begin
-    perform pgqueue._check_epoch(s, epoch);
-    perform pgqueue._check_batch(seq, claim_token);
-    if max_replays < 0 then
-        perform pgqueue._raise_invalid('max_replays', max_replays::text, 'an integer from 0, or null for no limit');
-    end if;
-    if fail_on_data_loss is null then
-        perform pgqueue._raise_invalid('fail_on_data_loss', null, 'true or false');
-    end if;
-    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_begin.claim_token then
-        if fail_on_data_loss then
-            perform pgqueue._raise_stream_out_of_step(s, seq);
-        end if;
-        return row(
-            q.name, s.stream_name, seq, stream_begin.claim_token, 0, 0, 0, null::timestamptz, null::timestamptz,
-            '{}'::bigint[]
-        )::pgqueue.stream_batch;
-    end if;
-
-    -- What was claimed just now needs no look; what is missing all the same is noticed by who reads it.
-    if s.begun_epoch is not null or s.claimed_until < pgqueue._add_interval(at, s.visibility_timeout / 2) then
-        s.claimed_until := pgqueue._add_interval(at, s.visibility_timeout);
-        lost := pgqueue._extend_open_batch(s, s.claimed_until);
-        if lost <> '{}' then
-            if fail_on_data_loss then
-                perform pgqueue._raise_stream_data_lost(s, lost);
-            end if;
-            s.left_out := s.left_out || lost;
-        end if;
-    end if;
-    -- One replay an epoch, however often a reader plans it. An empty batch cannot do any harm.
-    if s.begun_epoch <> epoch and cardinality(s.left_out) < cardinality(s.ids) then
-        if s.replays >= max_replays then
-            perform pgqueue._raise_stream_poisoned(s);
-        end if;
-        s.replays := s.replays + 1;
-    end if;
-    update pgqueue.streams t
-    set left_out = s.left_out, claimed_until = s.claimed_until, replays = s.replays, begun_epoch = stream_begin.epoch
-    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
-    return pgqueue._open_batch(s, lost);
-end;
-$$;
-comment on function pgqueue.stream_begin(text, text, bigint, bigint, uuid, int, boolean) is
-'Begins to read the open batch, for the first time or again after a crash, and returns it: to be called before its partitions are read. Where it is read again the reservation is renewed, and messages that are no longer the stream''s, as it ran out and others took them, raise PQ008, which names them; with fail_on_data_loss false they are left out of the batch from then on, and returned as lost. A batch that was begun in max_replays + 1 epochs (null for any number) raises PQ009, which names it and its messages. A batch that is not the open one raises PQ007, and is never taken for an empty one; with fail_on_data_loss false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
-
-create function pgqueue.stream_read(
-    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
-)
-returns setof pgqueue.message
-language plpgsql stable security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    -- Stable: the stream and its messages are seen in one snapshot, so that what is skipped or acknowledged
-    -- meanwhile is either read in full or refused.
-    q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
-    s pgqueue.streams;
-    wanted bigint[];
-    n bigint;
-begin
-    select t.* into s from pgqueue.streams t
-    where t.queue_name = q.name and t.stream_name = stream_read.stream_name collate "C";
-    if not found then
-        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
-    end if;
-    perform pgqueue._check_epoch(s, epoch);
-    perform pgqueue._check_batch(seq, claim_token);
-    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_read.claim_token then
-        perform pgqueue._raise_stream_out_of_step(s, seq);
-    end if;
-    wanted := s.ids;
-    if partition is not null then
-        if partition not between 0 and s.partitions - 1 then
-            perform pgqueue._raise_invalid('partition', partition::text, format('an integer from 0 to %s, or null for all', s.partitions - 1));
-        end if;
-        n := cardinality(s.ids);
-        wanted := s.ids[n * partition / s.partitions + 1 : n * (partition + 1) / s.partitions];
-    end if;
-    if s.left_out <> '{}' then
-        wanted := pgqueue._array_except(wanted, s.left_out);
-    end if;
-    return query
-    select
-        m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
-        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
-    from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
-    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
-    get diagnostics n = row_count;
-    if n < cardinality(wanted) then
-        perform pgqueue._raise_stream_data_lost(s, pgqueue._array_except(wanted, array(
-            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-                and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count)));
-    end if;
-end;
-$$;
-comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is
-'Returns the messages of one partition of the open batch, from 0, or of all where partition is null: by id, each partition a stretch of them. It changes nothing, may be called as often as wanted, in parallel, and returns the same each time but for visible_at. Never returns less: messages that are no longer the stream''s raise PQ008, and a batch that is not the open one PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008.';
-
-create function pgqueue.stream_extend(
-    queue_name text, stream_name text, epoch bigint, visibility_timeout interval default null
-)
-returns setof pgqueue.stream_batch
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
-    lost bigint[];
-begin
-    perform pgqueue._check_epoch(s, epoch);
-    perform pgqueue._check_visibility_timeout(visibility_timeout);
-    if s.claim_token is null then
-        return;
-    end if;
-    s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
-    lost := pgqueue._extend_open_batch(s, s.claimed_until);
-    update pgqueue.streams t
-    set claimed_until = s.claimed_until
-    where t.queue_name = q.name and t.stream_name = s.stream_name;
-    return next pgqueue._open_batch(s, lost);
-end;
-$$;
-comment on function pgqueue.stream_extend(text, text, bigint, interval) is
-'Ends the reservation of the open batch visibility_timeout (1 s to 43200 s, by default that of its claim) from now, and returns the batch, with the ids of the messages that are no longer the stream''s in lost; no row where none is open. The heartbeat of a reader. Raises 22023, PQ001, PQ005, PQ006.';
-
-create function pgqueue.stream_ack(
-    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid
-)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
-    acked int;
-begin
-    perform pgqueue._check_epoch(s, epoch);
-    perform pgqueue._check_batch(seq, claim_token);
-    if seq < s.acked_seq or seq = s.acked_seq and s.acked_token = stream_ack.claim_token then
-        return 0;
-    end if;
-    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_ack.claim_token then
-        perform pgqueue._raise_stream_out_of_step(s, seq);
-    end if;
-    acked := pgqueue._settle_batch(s);
-    s := pgqueue._close_batch(s);
-    s.queue_name := q.name;
-    s.acked_seq := seq;
-    s.acked_token := stream_ack.claim_token;
-    perform pgqueue._save_batch(s);
-    return acked;
-end;
-$$;
-comment on function pgqueue.stream_ack(text, text, bigint, bigint, uuid) is
-'Removes the messages of the open batch, whose work is done for good, and returns how many were still the stream''s; 0 where it was acknowledged before. A batch that was never claimed, or another of its number, raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
-
-create function pgqueue.stream_skip(
-    queue_name text,
-    stream_name text,
-    seq bigint,
-    ids bigint[] default null,
-    error text default null,
-    epoch bigint default null
-)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
-    at constant timestamptz := pgqueue._now();
-    wanted bigint[];
-    m pgqueue.messages;
-    skipped int := 0;
-begin
-    if epoch is not null then
-        perform pgqueue._check_epoch(s, epoch);
-    end if;
-    perform pgqueue._check_batch(seq, coalesce(s.claim_token, gen_random_uuid()));
-    if seq <> s.acked_seq + 1 or s.claim_token is null then
-        perform pgqueue._raise_stream_out_of_step(s, seq);
-    end if;
-    wanted := pgqueue._array_except(s.ids, s.left_out);
-    if stream_skip.ids is not null then
-        wanted := pgqueue._array_except(wanted, pgqueue._array_except(wanted, stream_skip.ids));
-    end if;
-    for m in
-        delete from pgqueue.messages c
-        using pgqueue._lookup_keys(q.name, wanted) k
-        where pgqueue._matches_key(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
-            and c.claim_token = s.claim_token and c.claimed_attempt = c.attempt_count
-        returning c.*
-    loop
-        perform pgqueue._retry_or_dead_letter(
-            q, m, at, null,
-            coalesce(error, format('skipped with batch %s of stream %s after %s replays', seq, s.stream_name, s.replays)),
-            null, 'rejected');
-        skipped := skipped + 1;
-    end loop;
-    -- What is left has another chance. Who reads the batch while nobody has told him is fenced.
-    update pgqueue.streams t
-    set left_out = s.left_out || wanted, replays = 0,
-        epoch = case when stream_skip.epoch is null then pgqueue._next_epoch(t.epoch) else t.epoch end
-    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
-    return skipped;
-end;
-$$;
-comment on function pgqueue.stream_skip(text, text, bigint, bigint[], text, bigint) is
-'Takes messages, all or those in ids, out of the open batch, whose number is seq, and returns how many went to the dead letters, with reason rejected and error as last_error, or were deleted where the queue has none. What the stream had lost is left out, too. The batch goes on with the rest, and its replays start over; without a rest it is read as an empty one. By hand it is called without epoch, which fences who reads the stream: start him again. A reader that sorts out what it cannot use gives its epoch. Raises 22023, PQ001, PQ005, PQ006, and PQ007 where the batch is not open.';
-
-create function pgqueue.list_streams(queue_name text default null)
-returns setof pgqueue.stream
-language plpgsql stable security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if queue_name is not null then
-        perform pgqueue._get_unlocked_queue(queue_name);
-    end if;
-    return query
-    select l.*
-    from pgqueue.streams t cross join lateral pgqueue._public_stream(t) l
-    where t.queue_name = coalesce(list_streams.queue_name collate "C", t.queue_name)
-    order by t.queue_name, t.stream_name;
-end;
-$$;
-comment on function pgqueue.list_streams(text) is
-'Returns the streams of a queue, or of every queue where queue_name is null, by name. Raises PQ001.';
-
-create function pgqueue.drop_stream(queue_name text, stream_name text)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    s constant pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
-    released int := 0;
-begin
-    if s.claim_token is not null then
-        released := pgqueue.release(queue_name, s.ids, s.claim_token);
-    end if;
-    delete from pgqueue.streams t where t.queue_name = q.name and t.stream_name = s.stream_name;
-    return released;
-end;
-$$;
-comment on function pgqueue.drop_stream(text, text) is
-'Drops a stream, gives the messages of its open batch back as release does, and returns how many those were. A reader that still has a checkpoint of it is refused with PQ005, and with PQ007 once the stream is made again. Raises PQ001, PQ005.';
--- Many messages from many writers in one commit: each writer stages its rows under a token of its own, and one
--- call publishes what the winners staged, all or nothing, once for each (app_id, version).
-
-create function pgqueue.sink_stage(queue_name text, run uuid, partition int, attempt bigint)
-returns uuid
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
-    token constant uuid := gen_random_uuid();
-begin
-    if run is null then
-        perform pgqueue._raise_invalid('run', null, 'the id of a run');
-    end if;
-    if partition is null then
-        perform pgqueue._raise_invalid('partition', null, 'the number of a partition');
-    end if;
-    if attempt is null then
-        perform pgqueue._raise_invalid('attempt', null, 'the number of an attempt');
-    end if;
-    insert into pgqueue.staged_attempts (token, run, partition, attempt, queue_name, staged_by, staged_at)
-    values (token, run, partition, attempt, q.name, session_user, pgqueue._now());
-    return token;
-end;
-$$;
-comment on function pgqueue.sink_stage(text, uuid, int, bigint) is
-'Begins to stage what one attempt at one partition of a run writes for a queue, and returns its token: messages are copied into pgqueue.staged_messages under it in the same transaction, as arrays of some hundred a row, each with the number of its first message, from 1. What enqueue would refuse is refused there (22023, PQ003), but for payloads over the limit of the queue. Nobody sees them before sink_commit, which only the same session_user may call for them. Raises 22023, PQ001.';
-
-create function pgqueue._check_messages(s pgqueue.staged_messages, a pgqueue.staged_attempts)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    q pgqueue.queues;
-    m record;
-    error text;
-    hint text;
-begin
-    select c.* into q from pgqueue.queues c where c.name = a.queue_name;
-    for m in
-        select u.*
-        from unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
-            with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
-    loop
-        perform pgqueue._check_enqueue(coalesce(m.delay, '0'), m.expires_in);
-        perform pgqueue._check_content(q, m.payload, m.body, m.headers);
-    end loop;
-exception when invalid_parameter_value or sqlstate 'PQ003' then
-    get stacked diagnostics error = message_text, hint = pg_exception_hint;
-    perform pgqueue._raise_in_row(sqlstate, a.partition, s.row_number + m.place::int - 1, error, hint);
-end;
-$$;
-comment on function pgqueue._check_messages(pgqueue.staged_messages, pgqueue.staged_attempts) is
-'Raises for the first message of a staged row what enqueue would raise for it: 22023 or PQ003, with its number.';
-
-create function pgqueue._measure_messages()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    are_sound boolean;
-begin
-    select
-        count(*), coalesce(max(coalesce(octet_length(u.body), octet_length(u.payload::text))), 0),
-        coalesce(bool_and(
-            (u.payload is null) <> (u.body is null)
-            and (
-                u.headers is null
-                or jsonb_typeof(u.headers) = 'object' and octet_length(u.headers::text) <= 65536
-            )
-            and (u.delay is null or pgqueue._is_interval_between(u.delay, '0', '3652.5 days'))
-            and (u.expires_in is null or pgqueue._is_interval_between(u.expires_in, '0', '3652.5 days'))
-        ), true)
-    into new.messages, new.largest_bytes, are_sound
-    from unnest(new.payloads, new.bodies, new.headers, new.message_ids, new.delays, new.expires_in)
-        as u (payload, body, headers, message_id, delay, expires_in);
-    if not are_sound then
-        perform pgqueue._check_messages(new, (select a from pgqueue.staged_attempts a where a.token = new.token));
-    end if;
-    return new;
-end;
-$$;
-comment on function pgqueue._measure_messages() is
-'Trigger of staged_messages: counts and measures the messages of a row, and refuses what enqueue would refuse of any queue.';
-
-create or replace trigger measure_messages
-before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
-
-create function pgqueue._own_attempts(run uuid)
-returns setof pgqueue.staged_attempts
-language sql stable
-as $$
-    select a.* from pgqueue.staged_attempts a where a.run = _own_attempts.run and a.staged_by = session_user
-$$;
-comment on function pgqueue._own_attempts(uuid) is
-'What the session''s own role has staged in a run. By session_user: inside a verb, current_user is the owner.';
-
-create function pgqueue._lock_own_attempts(run uuid)
-returns setof pgqueue.staged_attempts
-language sql volatile
-as $$
-    -- Not by way of _own_attempts: "for update" locks no row of a function.
-    select a.* from pgqueue.staged_attempts a
-    where a.run = _lock_own_attempts.run and a.staged_by = session_user
-    order by a.token
-    for update
-$$;
-comment on function pgqueue._lock_own_attempts(uuid) is
-'The same, locked: nobody else sends them, or takes them away, until the transaction ends.';
-
-create function pgqueue._record_sink_commit(run uuid, messages bigint, app_id text, version bigint)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    earlier pgqueue.sink_commits;
-begin
-    -- Who comes second waits here until the first has committed, and finds its entry.
-    insert into pgqueue.sink_commits (app_id, version, run, messages, committed_by, committed_at)
-    values (app_id, version, run, messages, session_user, pgqueue._now())
-    on conflict do nothing;
-    if found then
-        if exists (
-            select from pgqueue.sink_commits c
-            where c.app_id = _record_sink_commit.app_id collate "C" and c.forgotten_version >= _record_sink_commit.version
-        ) then
-            perform pgqueue._raise_invalid('version', version::text,
-                format('later than those of app_id %L that sweep_staged has forgotten: nobody knows whether it was committed', app_id));
-        end if;
-        return true;
-    end if;
-    select c.* into earlier from pgqueue.sink_commits c
-    where c.app_id = _record_sink_commit.app_id collate "C" and c.version = _record_sink_commit.version;
-    -- To discard what somebody else's entry stands for would lose messages.
-    if earlier.committed_by <> session_user then
-        perform pgqueue._raise_invalid('app_id', app_id,
-            format('one of your own: version %s of it was committed by role %I', version, earlier.committed_by));
-    end if;
-    return false;
-end;
-$$;
-comment on function pgqueue._record_sink_commit(uuid, bigint, text, bigint) is
-'Enters a commit into the ledger; false if it is there already. Raises 22023 for another role''s, and for one so old that the ledger has forgotten it.';
-
-create function pgqueue._send_staged(token uuid, q pgqueue.queues, at timestamptz)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
-declare
-    published bigint;
-    delayed bigint;
-    due_at timestamptz;
-begin
-    -- What is over the queue's limit is left out, and thereby noticed: the count is short.
-    insert into pgqueue.messages (
-        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
-    )
-    select q.name, at, at, q.max_attempts, pgqueue._add_interval(at, u.expires_in), u.message_id, u.payload, u.body, u.headers
-    from pgqueue.staged_messages s
-    cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
-        as u (payload, body, headers, message_id, delay, expires_in)
-    where s.token = _send_staged.token and s.largest_bytes <= q.max_payload_bytes
-        and coalesce(u.delay, '0') = interval '0'
-    order by s.token, s.row_number;
-    get diagnostics published = row_count;
-    if published = (select sum(s.messages) from pgqueue.staged_messages s where s.token = _send_staged.token) then
-        return published;
-    end if;
-    with sent as (
-        insert into pgqueue.scheduled_messages (
-            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
-        )
-        select
-            q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
-            pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
-        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
-        from (
-            select u.*, s.row_number, row_number() over (partition by u.delay order by s.row_number, u.place) as n
-            from pgqueue.staged_messages s
-            cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
-                with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
-            where s.token = _send_staged.token and s.largest_bytes <= q.max_payload_bytes and u.delay > interval '0'
-        ) d
-        order by d.row_number, d.place
-        returning scheduled_messages.due_at
-    )
-    select count(*), min(t.due_at) into delayed, due_at from sent t;
-    if delayed > 0 then
-        perform pgqueue._announce_due(q, due_at);
-    end if;
-    return published + delayed;
-end;
-$$;
-comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
-'Sends the messages staged under a token, in their order, and returns how many it sent; rows with one over the limit of the queue are left out.';
-
-create function pgqueue._discard_staged(run uuid)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    tokens constant uuid[] := array(select a.token from pgqueue._lock_own_attempts(run) a);
-    discarded bigint;
-begin
-    with gone as (delete from pgqueue.staged_messages s where s.token = any (tokens) returning s.messages)
-    select coalesce(sum(g.messages), 0) into discarded from gone g;
-    delete from pgqueue.staged_attempts a where a.token = any (tokens);
-    return discarded;
-end;
-$$;
-comment on function pgqueue._discard_staged(uuid) is
-'Deletes what the session''s own role has staged in a run, and returns how many messages.';
-
-create function pgqueue._check_sink(
-    run uuid, tokens uuid[], counts bigint[], app_id text, version bigint
-)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if run is null then
-        perform pgqueue._raise_invalid('run', null, 'the id of a run');
-    end if;
-    if tokens is null or cardinality(tokens) <> (select count(distinct t) from unnest(tokens) as t) then
-        perform pgqueue._raise_invalid('tokens', tokens::text, 'an array of tokens that sink_stage returned, each once');
-    end if;
-    if counts is null or cardinality(counts) <> cardinality(tokens) or exists (
-        select from unnest(counts) as n where n is null or n not between 0 and 2147483647
-    ) then
-        perform pgqueue._raise_invalid('counts', counts::text,
-            format('an array of %s elements, as many as tokens: how many messages were staged under each, from 0 to 2147483647', cardinality(tokens)));
-    end if;
-    if app_id is not null and length(app_id) not between 1 and 512 then
-        perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
-    end if;
-    if num_nulls(app_id, version) = 1 then
-        perform pgqueue._raise_invalid('version', version::text, 'given with app_id, and not without it');
-    end if;
-end;
-$$;
-comment on function pgqueue._check_sink(uuid, uuid[], bigint[], text, bigint) is
-'Raises 22023 for arguments of sink_commit that make no sense.';
-
-create function pgqueue.sink_commit(
-    run uuid,
-    tokens uuid[],
-    counts bigint[],
-    app_id text default null,
-    version bigint default null
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    attempts pgqueue.staged_attempts[];
-    at timestamptz;
-    q pgqueue.queues;
-    winner record;
-    published bigint;
-begin
-    perform pgqueue._check_sink(run, tokens, counts, app_id, version);
-    -- The queues first, by name; from here on none of them is dropped.
-    perform pgqueue._get_locked_queue(n.queue_name)
-    from (
-        select distinct a.queue_name from pgqueue._own_attempts(run) a where a.token = any (tokens)
-        order by a.queue_name
-    ) n;
-    -- Without a name of its own a run goes by its id, so that a call whose answer was lost can be repeated.
-    if not pgqueue._record_sink_commit(
-        run, (select coalesce(sum(n), 0)::bigint from unnest(counts) as n), coalesce(app_id, run::text), coalesce(version, 0)
-    ) then
-        perform pgqueue._discard_staged(run);
-        return false;
-    end if;
-
-    attempts := array(select a from pgqueue._lock_own_attempts(run) as a);
-    -- The clock is read behind all locks: delays count from here.
-    at := pgqueue._now();
-    for winner in
-        select a as attempt, t.expected
-        from unnest(tokens, counts) with ordinality as t (token, expected, place)
-        left join unnest(attempts) as a on a.token = t.token
-        order by (a).queue_name, t.place
-    loop
-        if q.name is distinct from (winner.attempt).queue_name then
-            select c.* into q from pgqueue.queues c where c.name = (winner.attempt).queue_name;
-        end if;
-        published := pgqueue._send_staged((winner.attempt).token, q, at);
-        if published <> winner.expected then
-            perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
-            where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes
-            order by s.row_number;
-            perform pgqueue._require_current_snapshot(format('run %s', run));
-            perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
-        end if;
-        perform pgqueue._wake_waiting(q, pgqueue._now());
-    end loop;
-    perform pgqueue._discard_staged(run);
-    return true;
-end;
-$$;
-comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint) is
-'Sends what was staged in a run, in one transaction: of each attempt named by its token exactly as many messages as counts says, in their order, by the rules of enqueue; delays count from now. What other attempts of the run staged is discarded. Returns false, and discards all, if version of app_id was committed before; a run without app_id is known by its id, so that the call can be repeated until it is answered. Raises PQ010 where staged messages are missing, as after a crash of the server; PQ001 for a queue dropped since; PQ003 for the first message over the limit of its queue, with its row; and 22023 for a version of another role, or older than what sweep_staged has forgotten.';
-
-create function pgqueue.sink_abort(run uuid)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if run is null then
-        perform pgqueue._raise_invalid('run', null, 'the id of a run');
-    end if;
-    return pgqueue._discard_staged(run);
-end;
-$$;
-comment on function pgqueue.sink_abort(uuid) is
-'Discards what the caller''s own role has staged in a run and not committed, and returns how many messages that were. Raises 22023.';
-
-create function pgqueue.sweep_staged(
-    older_than interval default '1 day', forget_after interval default '90 days'
-)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    tokens uuid[];
-    swept bigint;
-begin
-    if older_than is null or not pgqueue._is_interval_between(older_than, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('older_than', older_than::text, 'an interval from 0 to 10 years (3652.5 days)');
-    end if;
-    if forget_after is null or not pgqueue._is_interval_between(forget_after, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
-    end if;
-    -- One sweep at a time: two would forget behind each other's back.
-    lock table pgqueue.sink_commits in share update exclusive mode;
-    -- Whoever is being committed is locked, and stays.
-    tokens := array(
-        select a.token from pgqueue.staged_attempts a
-        where a.staged_at <= pgqueue._add_interval(at, -older_than)
-        order by a.token for update skip locked
-    );
-    delete from pgqueue.staged_attempts a where a.token = any (tokens);
-    -- Also what was copied under a token that nobody was given.
-    with gone as (
-        delete from pgqueue.staged_messages s
-        where s.token = any (tokens) or not exists (select from pgqueue.staged_attempts a where a.token = s.token)
-        returning s.messages
-    )
-    select coalesce(sum(g.messages), 0) into swept from gone g;
-
-    with newest as (
-        select c.app_id, max(c.version) as version from pgqueue.sink_commits c group by c.app_id
-    ),
-    forgotten as (
-        delete from pgqueue.sink_commits c
-        using newest n
-        where n.app_id = c.app_id and c.committed_at <= pgqueue._add_interval(at, -forget_after)
-            and (c.version < n.version or c.app_id = c.run::text)
-        returning c.app_id, c.version
-    )
-    update pgqueue.sink_commits c
-    set forgotten_version = greatest(c.forgotten_version, f.version)
-    from (select o.app_id, max(o.version) as version from forgotten o group by o.app_id) f
-    join newest n on n.app_id = f.app_id
-    where c.app_id = f.app_id and c.version = n.version;
-    return swept;
-end;
-$$;
-comment on function pgqueue.sweep_staged(interval, interval) is
-'Discards what was staged longer than older_than (0 to 10 years) ago, by writers whose driver died, and returns how many messages that were; a run that lives longer fails with PQ010. Also lets the ledger forget commits after forget_after (0 to 10 years), but never the highest version of an app_id: a lower one that was forgotten is refused from then on, not sent twice. Raises 22023.';
--- A message for all who want it: queues subscribe to topics, publish sends each of them a copy, in the
--- caller's transaction. Who shares a queue shares the copy.
-
-create function pgqueue._check_topic(argument text, topic text, may_be_pattern boolean)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- A word may hold whatever the name of a type does; * and # are wild only where they are a whole word.
-    if topic is null or char_length(topic) not between 1 and 255 or topic ~ '(^|[.])([.]|$)' or topic ~ '[[:cntrl:]]'
-        or topic ~ '(^|[.])#[.]#([.]|$)' or not may_be_pattern and topic ~ '(^|[.])[*#]([.]|$)'
-    then
-        perform pgqueue._raise_invalid(argument, topic,
-            '1 to 255 characters: words joined by dots, none empty, no control characters'
-            || case when may_be_pattern then '; a word * stands for any one, # for any number of words, and no # follows another'
-                else '; * and # are for subscriptions' end);
-    end if;
-end;
-$$;
-comment on function pgqueue._check_topic(text, text, boolean) is
-'Raises 22023 for what is no topic, nor, where one may be given, a pattern.';
-
-create function pgqueue._matching_patterns(words text[])
-returns text[]
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    -- The beginnings of patterns, each word with its dot, that match the words read so far.
-    beginnings text[] := '{"",#.}'::text[];
-    word text;
-begin
-    if not exists (select from pgqueue.subscriptions s where s.is_pattern) then
-        return '{}'::text[];
-    end if;
-    -- The index on the words of the patterns is walked as a tree: from each beginning it is asked for the next word,
-    -- and for *, alone and with a # behind; what ends in # matches this word too. So the cost depends on the topic and
-    -- on what matches, not on how many subscriptions there are.
-    foreach word in array words loop
-        beginnings := array(
-            select c.beginning
-            from unnest(beginnings) as b
-            cross join lateral (values
-                (b || word || '.'), (b || word || '.#.'), (b || '*.'), (b || '*.#.')
-            ) as c (beginning)
-            where (
-                -- The slash follows the dot.
-                select true from pgqueue.subscriptions s
-                where s.is_pattern and (s.topic || '.') >= c.beginning and (s.topic || '.') < left(c.beginning, -1) || '/'
-                order by s.topic || '.' limit 1
-            )
-            union
-            select b from unnest(beginnings) as b where '.' || b like '%.#.'
-        );
-        exit when beginnings = '{}'::text[];
-    end loop;
-    return beginnings;
-end;
-$$;
-comment on function pgqueue._matching_patterns(text[]) is
-'Patterns that match the words of a topic, each with a dot behind, and some that nobody subscribed to.';
-
-create function pgqueue._subscribers(topics text[])
-returns text[]
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    patterns text[] := '{}'::text[];
-    topic text;
-begin
-    foreach topic in array topics loop
-        patterns := patterns || pgqueue._matching_patterns(string_to_array(topic, '.'));
-    end loop;
-    return array(
-        select s.queue_name from pgqueue.subscriptions s where s.topic = any (topics)
-        union
-        select s.queue_name from pgqueue.subscriptions s where s.is_pattern and (s.topic || '.') = any (patterns)
-        order by queue_name
-    );
-end;
-$$;
-comment on function pgqueue._subscribers(text[]) is
-'The queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
-
-create function pgqueue.subscribe(topic text, queue_name text)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    address constant text := coalesce(pgqueue._transport_address((pgqueue._transport_of(q)).relation), q.name);
-begin
-    perform pgqueue._check_topic('topic', topic collate "default", true);
-    insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)
-    -- No queue's name alone: a transport may have an endpoint that is called like a queue which is not its own.
-    values (subscribe.topic, q.name, 'pgqueue:' || q.name, address)
-    on conflict do nothing;
-    return found;
-end;
-$$;
-comment on function pgqueue.subscribe(text, text) is
-'Lets the queue have a copy of what is published to topic from now on, and returns true; false if it is subscribed already. topic is 1 to 255 characters, words joined by dots; in their place, * stands for exactly one word and # for any number, none included: orders.* matches orders.paid, orders.# also orders and orders.paid.late. A queue that several subscriptions match gets one copy. Raises 22023, PQ001.';
-
-create function pgqueue.unsubscribe(topic text, queue_name text)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    perform pgqueue._check_topic('topic', topic collate "default", true);
-    perform pgqueue._get_locked_queue(queue_name);
-    delete from pgqueue.subscriptions s
-    where s.topic = unsubscribe.topic collate "C" and s.queue_name = unsubscribe.queue_name collate "C";
-    return found;
-end;
-$$;
-comment on function pgqueue.unsubscribe(text, text) is
-'Ends a subscription, named as it was made, and returns true; false if there was none. What was published before stays in the queue. Raises 22023, PQ001.';
-
-create function pgqueue.list_subscriptions(queue_name text default null)
-returns setof pgqueue.subscription
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if queue_name is not null then
-        perform pgqueue._get_unlocked_queue(queue_name);
-    end if;
-    return query
-    -- A queue may have subscribed by itself, and as the address of endpoints.
-    select s.topic, s.queue_name, min(s.subscribed_at) from pgqueue.subscriptions s
-    where list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name collate "C"
-    group by s.topic, s.queue_name
-    order by s.topic, s.queue_name;
-end;
-$$;
-comment on function pgqueue.list_subscriptions(text) is
-'Returns the subscriptions of a queue, or all, by topic and queue, each once and since when, whoever made it: the queue itself, or endpoints of a transport. Raises PQ001.';
-
-create function pgqueue.publish(
-    topic text,
-    payload jsonb default null,
-    delay interval default '0',
-    headers jsonb default null,
-    expires_in interval default null,
-    message_id uuid default null,
-    body bytea default null,
-    base_topics text[] default null
-)
-returns int
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    names text[] collate "C";
-    queue_ids bigint[];
-    smallest pgqueue.queues;
-    sent int;
-begin
-    perform pgqueue._check_topic('topic', topic collate "default", false);
-    if base_topics is not null then
-        perform pgqueue._check_topic('base_topics', t collate "default", false) from unnest(base_topics) as t;
-    end if;
-    perform pgqueue._check_enqueue(delay, expires_in);
-
-    select array_agg(q.name order by q.name), array_agg(q.queue_id) into names, queue_ids
-    from pgqueue.queues q
-    where q.name = any ((select pgqueue._subscribers((topic || array(select unnest(base_topics))) collate "C"))::text[]);
-    -- One after the other, by name. Who waited here for a drop_queue finds that the queue is gone, or another one of
-    -- its name, whatever that is subscribed to; a snapshot may be older still, but the catalog knows.
-    perform pgqueue._lock_queue(n) from unnest(names) as n;
-    select
-        array_agg(q.name order by q.name), min(q.max_payload_bytes),
-        coalesce((array_agg(q.name order by q.max_payload_bytes))[1], '')
-    into names, smallest.max_payload_bytes, smallest.name
-    from pgqueue.queues q
-    where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null;
-    if headers is null or jsonb_typeof(headers) = 'object' then
-        headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
-    end if;
-    perform pgqueue._check_content(smallest, payload, body, headers);
-
-    if delay > interval '0' then
-        insert into pgqueue.scheduled_messages (
-            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
-        )
-        select
-            q.name, pgqueue._add_interval(at, delay), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
-            publish.message_id, publish.payload, publish.body, publish.headers
-        from pgqueue.queues q
-        where q.name = any (names)
-        order by q.name;
-        get diagnostics sent = row_count;
-        perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay))
-        from pgqueue.queues q
-        where q.name = any (names);
-    else
-        insert into pgqueue.messages (
-            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
-        )
-        select
-            q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in),
-            publish.message_id, publish.payload, publish.body, publish.headers
-        from pgqueue.queues q
-        where q.name = any (names)
-        order by q.name;
-        get diagnostics sent = row_count;
-        perform pgqueue._wake(q)
-        from pgqueue.queues q
-        where q.name = any (names) and pg_sequence_last_value(q.waiting_until) > pgqueue._to_micros(at);
-    end if;
-    return sent;
-end;
-$$;
-comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[]) is
-'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns how many those are: 0, and nothing is sent, where nobody is. base_topics are further names of the same event, those of its base classes for example; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic says topic to the subscribers. Everything else is as in enqueue, and holds for each copy: one queue''s limit refuses all. topic is 1 to 255 characters, words joined by dots. Raises 22023, PQ003.';
--- A queue as a transport of NServiceBus on SQL has it: a relation into which it inserts, and from which it deletes the
--- lowest row that nobody holds. It is a plain view of the queue's own table, updated by PostgreSQL itself: reading it
--- runs no code but, once a second, advance_transport. What comes in is checked by a trigger.
-
-create function pgqueue._wire_string(content text)
-returns text
-language sql immutable parallel safe
-as $$
-    select case
-        when content is null then 'null'
-        when octet_length(s) = char_length(s) then s
-        else (
-            -- What UTF-16 writes as two.
-            select string_agg(case
-                when octet_length(convert_to(c, 'UTF8')) < 4 then c
-                else format(e'\\u%s\\u%s', to_hex(55296 + ((ascii(c) - 65536) >> 10)), to_hex(56320 + ((ascii(c) - 65536) & 1023)))
-            end, '' order by n)
-            from regexp_split_to_table(s, '') with ordinality as r (c, n)
-        )
-    end
-    from replace(to_json(content)::text, '/', e'\\/') as s
-$$;
-comment on function pgqueue._wire_string(text) is
-'A string, or null, as the serializer of the transport writes it.';
-
-create function pgqueue._wire_headers(headers jsonb, message_id uuid)
-returns text
-language sql immutable parallel safe
-as $$
-    select '{' || coalesce(string_agg(pgqueue._wire_string(h.key) || ':' || pgqueue._wire_string(h.value), ','), '') || '}'
-    from jsonb_each_text(
-        case when message_id is null then '{}' else jsonb_build_object('NServiceBus.MessageId', message_id) end
-        || case when jsonb_typeof(headers) = 'object' then headers else '{}' end
-    ) h
-$$;
-comment on function pgqueue._wire_headers(jsonb, uuid) is
-'Headers as a transport reads them: one compact JSON object of strings and nulls, with the name of the message where they lack it.';
-
-create function pgqueue._parsed_headers(wire text)
-returns jsonb
-language plpgsql immutable
-set search_path = pg_catalog, pg_temp
-set standard_conforming_strings = on
-as $$
-begin
-    return wire::jsonb;
-exception when others then
-    begin
-        -- JSON may say what no text in PostgreSQL can: U+0000, and halves of characters; and characters that the
-        -- encoding of the database lacks. A transport reads the original.
-        if getdatabaseencoding() <> 'UTF8' then
-            return regexp_replace(
-                wire::json::text, '(?<!\\)((?:\\\\)*)\\u(?:0000|(?!00[0-7])[0-9a-fA-F]{4})', '\1?', 'g')::jsonb;
-        end if;
-        return regexp_replace(
-            regexp_replace(wire::json::text, '(?<!\\)((?:\\\\)*)\\u0000', '\1\\ufffd', 'g'),
-            '(?<!\\)((?:\\\\)*)(?:\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])'
-            || '|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2})',
-            '\1\\ufffd', 'g')::jsonb;
-    exception when others then
-        return null;
-    end;
-end;
-$$;
-comment on function pgqueue._parsed_headers(text) is
-'Headers of a transport as JSON, U+FFFD in place of what PostgreSQL cannot store, a question mark where the encoding is not UTF8; null for what is no JSON.';
-
-create function pgqueue._transport_id(id bigint)
-returns uuid
-language sql immutable parallel safe
-as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
-comment on function pgqueue._transport_id(bigint) is
-'The id that a transport sees of a message that did not come from one, or has been put back since.';
-
-create function pgqueue._is_transport_id(id uuid)
-returns boolean
-language sql immutable parallel safe
-as $$ select id between '00000000-0000-8000-8000-000000000000' and '00000000-0000-8000-8fff-ffffffffffff' $$;
-comment on function pgqueue._is_transport_id(uuid) is
-'Whether it is an id such as _transport_id makes: nobody else may give one to a message of a queue.';
-
-create function pgqueue._accept_from_transport(
-    queue_name text, id uuid, expires timestamp, wire_headers text, body bytea, own jsonb
-)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    headers jsonb;
-    fault text;
-begin
-    if wire_headers ~ e'\\S' then
-        headers := pgqueue._parsed_headers(wire_headers);
-        if headers is null or jsonb_typeof(headers) <> 'object' then
-            fault := 'the headers are not a JSON object';
-            headers := null;
-        end if;
-    end if;
-    if own <> '{}' then
-        headers := own || coalesce(headers, '{}');
-    end if;
-    if body is null then
-        fault := concat_ws(', and ', fault, 'the body is null');
-    end if;
-    if octet_length(wire_headers) > 65536 then
-        perform pgqueue._raise_payload_too_large(q.name, 'headers', octet_length(wire_headers), 65536);
-    end if;
-    if octet_length(body) > q.max_payload_bytes then
-        perform pgqueue._raise_payload_too_large(q.name, 'body', octet_length(body), q.max_payload_bytes);
-    end if;
-    if fault is not null then
-        -- Nobody could read it: it goes where somebody looks, as it came, and stands in nobody's way. Also where the
-        -- queue has no dead letters: it was never tried.
-        insert into pgqueue.dead_messages (
-            id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-            body, headers, last_error, reason, transport_headers
-        )
-        values (
-            nextval('pgqueue.message_id'), q.name, at, at, 0, q.max_attempts, expires at time zone 'UTC', id,
-            body, headers, fault, 'rejected', wire_headers
-        );
-        return;
-    end if;
-    insert into pgqueue.messages (
-        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, body, headers,
-        transport_headers, transport_id
-    )
-    values (
-        q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, body, headers, wire_headers,
-        -- What was read elsewhere, and may here be the id of another message that is to come back.
-        case when not pgqueue._is_transport_id(id) then id end
-    );
-    perform pgqueue._wake_waiting(q, at);
-end;
-$$;
-comment on function pgqueue._accept_from_transport(text, uuid, timestamp, text, bytea, jsonb) is
-'Sends what a transport inserted; to the dead letters what nobody could read. own are headers that came in columns of their own. Raises PQ001, PQ003.';
-
-create function pgqueue._insert_by_postgresql()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    new.id := coalesce(new.id, gen_random_uuid());
-    perform pgqueue._accept_from_transport(tg_argv[0], new.id, new.expires, new.headers, new.body, '{}');
-    return new;
-end;
-$$;
-comment on function pgqueue._insert_by_postgresql() is
-'Trigger of a relation that expose_transport made: an insert sends a message.';
-
-create function pgqueue._insert_by_sqlserver()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    new.id := coalesce(new.id, gen_random_uuid());
-    perform pgqueue._accept_from_transport(
-        tg_argv[0], new.id, new.expires, new.headers, new.body,
-        jsonb_strip_nulls(jsonb_build_object(
-            'NServiceBus.CorrelationId', new.correlationid, 'NServiceBus.ReplyToAddress', new.replytoaddress)));
-    return new;
-end;
-$$;
-comment on function pgqueue._insert_by_sqlserver() is
-'The same for the flavor sqlserver: what comes in columns of its own becomes a header, where the headers lack it.';
-
-create function pgqueue._assign_transport_place()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    new.transport_seq := nextval(tg_argv[0]::regclass);
-    new.transport_id := coalesce(new.transport_id, pgqueue._transport_id(new.id));
-    new.transport_headers := coalesce(new.transport_headers, pgqueue._wire_headers(new.headers, new.message_id));
-    return new;
-end;
-$$;
-comment on function pgqueue._assign_transport_place() is
-'Trigger of the table of an exposed queue: whoever sends, a transport finds the message at its end.';
-
-create function pgqueue._archive_deleted_by_transport()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    is_filed constant boolean := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
-begin
-    with done as (
-        select
-            t.id, t.queue_name, t.enqueued_at, null::timestamptz, at, t.attempt_count + 1, t.max_attempts, t.expires_at,
-            t.message_id, t.payload, t.body, t.headers, t.claimed_by, t.last_error
-        from taken t
-        where coalesce(t.expires_at > at, true)
-    ),
-    filed as (
-        insert into pgqueue.archived_messages select d.* from done d where is_filed
-    )
-    insert into pgqueue.unfiled_messages select d.* from done d where not is_filed;
-    return null;
-end;
-$$;
-comment on function pgqueue._archive_deleted_by_transport() is
-'Trigger of the table of an exposed queue that archives: what is deleted through the relation goes to the archive, as by receive.';
-
-create function pgqueue._sync_archive_trigger(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-as $$
-declare
-    partition constant regclass := pgqueue._partition_of(q);
-    is_wanted constant boolean := q.archive_for is not null and to_regclass(pgqueue._transport_table(q)) is not null;
-    is_there constant boolean := exists (
-        select from pg_trigger g where g.tgrelid = partition and g.tgname = 'archive_taken');
-begin
-    -- Of the statement: it fires for a delete of this very table, as the relation does it, and not for those of the
-    -- verbs, which delete from the parent and archive by themselves. Without an archive there is no trigger to pay for.
-    if is_wanted and not is_there then
-        execute format(
-            'create or replace trigger archive_taken after delete on %s referencing old table as taken for each statement'
-            ' execute function pgqueue._archive_deleted_by_transport()', partition);
-    elsif is_there and not is_wanted then
-        execute format('drop trigger archive_taken on %s', partition);
-    end if;
-exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(q.name, 'alter_queue');
-end;
-$$;
-comment on function pgqueue._sync_archive_trigger(pgqueue.queues) is
-'Has the relation of a queue, if there is one, archive what is deleted through it, if the queue archives. Raises PQ004 where a longer transaction uses the table.';
-
-create function pgqueue._transport_table(q pgqueue.queues)
-returns text
-language sql immutable parallel safe
-as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
-comment on function pgqueue._transport_table(pgqueue.queues) is
-'The table that holds the row of transports of an exposed queue, and nothing else.';
-
-create function pgqueue._transport_of(q pgqueue.queues, out relation regclass, out seq_register regclass)
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- By the name of its table, for which the catalog is asked anew: the cache of who had to wait for an expose_transport
-    -- may be older than that, and so may a snapshot.
-    execute format('select t.relation, t.seq_register from %s t', pgqueue._transport_table(q)) into relation, seq_register;
-    if relation is null then
-        perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
-    end if;
-exception when undefined_table then
-    -- It is not exposed.
-    null;
-end;
-$$;
-comment on function pgqueue._transport_of(pgqueue.queues) is
-'The relation and the sequence of a queue that is held, as of now; nulls where it is not exposed. Raises 40001 where it was exposed behind the snapshot.';
-
-create function pgqueue._record_transport_head(t pgqueue.transports, partition regclass)
-returns pgqueue.transports
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    bound constant bigint := coalesce(pg_sequence_last_value(t.seq_register), 0);
-    writers constant text[] := pgqueue._running_writers();
-    lowest bigint;
-begin
-    -- As _record_vacant_ids does: the sequence first, the writers second, and what a later statement does not find below is not there.
-    t.writers := t.writers || array(select w from unnest(writers) as w where w like '-1/%' and w <> all (t.writers));
-    if not t.writers && writers then
-        t.settled_seq := t.bound_seq;
-        t.bound_seq := bound;
-        t.writers := writers;
-    end if;
-    execute format(
-        'select m.transport_seq from %s m where m.transport_seq >= $1 order by m.transport_seq limit 1', partition)
-    into lowest using t.head;
-    t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
-    return t;
-end;
-$$;
-comment on function pgqueue._record_transport_head(pgqueue.transports, regclass) is
-'What is known of a relation, with its head moved up to the lowest row that is there or may appear.';
-
-create function pgqueue._advance_transport(q pgqueue.queues)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    nowhere constant bigint := 9223372036854775807;
-    row_of constant text := pgqueue._transport_table(q);
-    t pgqueue.transports;
-    mine pgqueue.transports;
-    is_mine boolean := false;
-begin
-    if q.paused_at is not null or to_regclass(row_of) is null then
-        return nowhere;
-    end if;
-    execute format('select t.head, t.next_at from %s t', row_of) into t.head, t.next_at;
-    -- A receive may stay open for as long as its handler works: it leaves this to those who look, for two seconds.
-    -- What is further off than a minute was set by a clock that was wrong.
-    if current_setting('transaction_read_only')::boolean
-        or t.next_at < at + interval '1 min' and (
-            t.next_at > at
-            or t.next_at > at - interval '2 s' and current_query() ~* e'^[\\s(]*(delete|with|insert|update|merge)\\M'
-        )
-    then
-        return t.head;
-    end if;
-    -- A snapshot that is older than the look at the writers proves nothing.
-    if not pgqueue._has_fixed_snapshot() then
-        execute format(
-            'select t.seq_register, t.head, t.settled_seq, t.bound_seq, t.writers from %s t'
-            ' for no key update skip locked', row_of)
-        into mine.seq_register, mine.head, mine.settled_seq, mine.bound_seq, mine.writers;
-        is_mine := mine.head is not null;
-    end if;
-    -- Ahead of time, as this very statement does not see them any more: they are not shown before they are due.
-    if (is_mine or t.next_at not between at - interval '2 s' and at + interval '1 min') and exists (
-        select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.due_at <= at + interval '15 s'
-    ) and pgqueue._try_lock_existing_queue(q) then
-        perform pgqueue._promote_due(q, at + interval '15 s', 1000, '-infinity');
-    end if;
-    if is_mine then
-        -- What came back is noted for claims, which forget it when it has left; here there may never be one.
-        perform pgqueue._prune_requeued(q, array_agg(w.id), max(w.check_at))
-        from (
-            select r.check_at, r.id from pgqueue.requeued_messages r
-            where r.queue_name = q.name
-            order by r.check_at, r.id limit 1000
-        ) w
-        having count(*) > 0;
-        t := pgqueue._record_transport_head(mine, pgqueue._partition_of(q));
-        execute format(
-            'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', row_of)
-        using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
-    end if;
-    return t.head;
-end;
-$$;
-comment on function pgqueue._advance_transport(pgqueue.queues) is
-'Does what advance_transport says, where it is due.';
-
-create function pgqueue.advance_transport(queue_name text)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
-begin
-    return pgqueue._advance_transport(pgqueue._get_unlocked_queue(queue_name));
-end;
-$$;
-comment on function pgqueue.advance_transport(text) is
-'Called by the relations of expose_transport themselves, once a second at most: makes ready what comes due, and returns where their statements begin to read; at the end of all numbers while the queue is paused, or where it is not exposed. Who may read such a relation needs access to this function: grant_access(role, ''transport''). Raises PQ001.';
-
-create function pgqueue._make_dedicated(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    partition constant text := format('pgqueue.%I', format('messages_%s', q.queue_id));
-    hall constant text := format('pgqueue.%I', format('messages_%s_moving', q.queue_id));
-    move constant text := format(
-        'with moved as (delete from pgqueue.messages_shared m where m.queue_name = %L returning m.*)'
-        ' insert into %s select m.* from moved m', q.name, hall);
-begin
-    -- By way of a table, as a partition cannot be made while its rows lie in the shared one.
-    execute format('create unlogged table %s (like pgqueue.messages_shared)', hall);
-    execute move;
-    -- Who sends by plain SQL does not hold the queue: what came meanwhile follows, behind the lock that a new partition
-    -- takes anyway.
-    lock table only pgqueue.messages, pgqueue.messages_shared in access exclusive mode;
-    execute move;
-    perform pgqueue._create_partition(q.name, q.queue_id);
-    execute format('insert into %s select m.* from %s m', partition, hall);
-    execute format('drop table %s', hall);
-    update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name;
-end;
-$$;
-comment on function pgqueue._make_dedicated(pgqueue.queues) is
-'Moves the messages of a queue into a partition of its own.';
-
-create function pgqueue._body_string(as_view text)
-returns text
-language sql stable
-as $$
-    -- By what every role may call. A body is text if its bytes are UTF-8, without a zero.
-    select case
-        when current_setting('server_encoding') = 'UTF8' then format(
-            'case when encode(%1$s, ''hex'') ~ %2$L then convert_from(%1$s, ''UTF8'') else encode(%1$s, ''escape'') end', as_view,
-            '^(?:0[1-9a-f]|[1-7].|(?:c[2-9a-f]|d.)[89ab].|e0[ab].[89ab].|(?:e[1-9abcef])(?:[89ab].){2}|ed[89].[89ab].|f0[9ab].(?:[89ab].){2}|f[1-3](?:[89ab].){3}|f48.(?:[89ab].){2})*$')
-        else format('encode(%s, ''escape'')', as_view)
-    end
-$$;
-comment on function pgqueue._body_string(text) is
-'The expression that shows a body as text: readable where it is UTF-8, with its bytes as \000 where it is not.';
-
-create function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean)
-returns text
-language sql stable
-as $$
-    select format(
-        'select m.transport_id as id,%1$s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
-        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%2$s%3$s m.transport_seq as seq from %4$s m'
-        -- One condition is planned in less time than two, and a table of one row in less than a row found by a key.
-        ' where case when m.attempt_count < m.max_attempts then m.visible_at <= clock_timestamp() end'
-        ' and m.transport_seq >= ('
-        ' select case when t.next_at <= clock_timestamp() then pgqueue.advance_transport(%5$L) else t.head end from %6$s t)'
-        -- Of no row, so it is asked before any: a table that is empty, and read in sequence as it is small, would ask
-        -- for no head, and nothing would ever come due.
-        ' and (select t.next_at > clock_timestamp() or pgqueue.advance_transport(%5$L) is not null from %6$s t)',
-        case when flavor = 'sqlserver' then
-            ' (m.headers ->> ''NServiceBus.CorrelationId'')::varchar(255) as correlationid,'
-            ' (m.headers ->> ''NServiceBus.ReplyToAddress'')::varchar(255) as replytoaddress, true as recoverable,'
-        end,
-        case when body_string then
-            format(' %s as bodystring,', pgqueue._body_string('coalesce(m.body, convert_to(m.payload::text, ''UTF8''))'))
-        end,
-        case when flavor = 'sqlserver' then ' m.transport_seq as rowversion,' end,
-        pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
-$$;
-comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
-'What the relation of a transport shows: the rows that could be claimed, and expired ones, as the transport drops those itself.';
-
-create function pgqueue._expose(
-    q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name
-)
-returns text
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    relation constant text := format('%I.%I', schema_name, table_name);
-    register constant text := format('pgqueue.%I', format('queue_%s_seq', q.queue_id));
-    name constant text := format('messages_%s', q.queue_id);
-    partition regclass;
-begin
-    if q.dedicated then
-        -- Who sends by plain SQL does not hold the queue, and would have no place. The trigger takes this lock anyway.
-        execute format('lock table only %s in share row exclusive mode', pgqueue._partition_of(q));
-        perform pgqueue._require_current_snapshot(format('queue %L', q.name));
-    else
-        perform pgqueue._make_dedicated(q);
-        q.dedicated := true;
-    end if;
-    partition := pgqueue._partition_of(q);
-    perform pgqueue._create_register(q.queue_id, 'seq');
-    execute format(
-        'update %s m set transport_seq = o.n, transport_id = pgqueue._transport_id(m.id),'
-        ' transport_headers = coalesce(m.transport_headers, pgqueue._wire_headers(m.headers, m.message_id))'
-        ' from (select c.id, row_number() over (order by c.id) as n from %1$s c) o where o.id = m.id', partition);
-    execute format('select setval(%L, count(*) + 1, false) from %s', register, partition);
-    -- Who looks for the first reads all entries of a page: a page has few. And where next to nothing is known, every index
-    -- seems to find one row, and the planner takes the smaller one, or the one that was made last: that of the id, please.
-    execute format(
-        'create unique index %I on %s (transport_seq) with (fillfactor = 30)', name || '_transport_seq', partition);
-    execute format('create unique index %I on %s (transport_id)', name || '_transport_id', partition);
-    -- What is known of a queue is mostly that it was empty. To read it in its order must look cheap then, too, and not to
-    -- read and sort it as a whole: without knowing how the rows lie. And what is known must be learnt anew soon.
-    execute format('alter table %s alter transport_seq set statistics 0', partition);
-    execute format('alter table %s set (autovacuum_analyze_threshold = 1000)', partition);
-    execute format('create index %I on %s ((expires_at at time zone ''UTC'')) where expires_at is not null',
-        name || '_expires', partition);
-    execute format(
-        'create trigger place_for_transport before insert on %s for each row when (new.transport_seq is null)'
-        ' execute function pgqueue._assign_transport_place(%L)', partition, register);
-    -- Also in a session that has triggers off, as what has no place is never received.
-    execute format('alter table %s enable always trigger place_for_transport', partition);
-    execute format(
-        'create table %s () inherits (pgqueue.transports)'
-        ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0)',
-        pgqueue._transport_table(q));
-    execute format('alter table %s replica identity full', pgqueue._transport_table(q));
-    perform pgqueue._revoke_default_privileges(pgqueue._transport_table(q)::regclass);
-    execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
-    perform pgqueue._revoke_default_privileges(relation::regclass);
-    execute format(
-        'create trigger insert_by_transport instead of insert on %s for each row'
-        ' execute function pgqueue.%I(%L)', relation, '_insert_by_' || flavor, q.name);
-    execute format('comment on view %s is %L', relation, format('The pgqueue queue %s, for a transport.', q.name));
-    execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
-    execute format('insert into %s (queue_name, relation, seq_register) values ($1, $2, $3)', pgqueue._transport_table(q))
-    using q.name, relation::regclass, register::regclass;
-    perform pgqueue._sync_archive_trigger(q);
-    update pgqueue.subscriptions s
-    set queue_address = pgqueue._transport_address(relation::regclass)
-    where s.queue_name = q.name;
-    return pgqueue._transport_address(relation::regclass);
-end;
-$$;
-comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
-'Makes the relation of a queue that is held alone, and gives it to a role.';
-
-create function pgqueue._transport_address(relation regclass)
-returns text
-language sql stable
-as $$
-    select format('"%s"."%s"', replace(n.nspname, '"', '""'), replace(c.relname, '"', '""'))
-    from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
-    where c.oid = relation
-$$;
-comment on function pgqueue._transport_address(regclass) is
-'A relation as a transport addresses it.';
-
-create function pgqueue._check_exposure(schema_name text, table_name text, flavor text)
-returns name
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    -- In a definer's function the caller is the role that is set, or who logged in.
-    for_role constant name := coalesce(nullif(current_setting('role'), 'none'), session_user);
-begin
-    if schema_name is null or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
-        or not exists (select from pg_namespace n where n.nspname = schema_name)
-    then
-        perform pgqueue._raise_invalid('schema_name', schema_name, 'the name of a schema that exists and is not the system''s');
-    end if;
-    if table_name is null or octet_length(table_name) not between 1 and 63 then
-        perform pgqueue._raise_invalid('table_name', table_name, 'a name of 1 to 63 bytes');
-    end if;
-    if flavor is null or flavor not in ('postgresql', 'sqlserver') then
-        perform pgqueue._raise_invalid('flavor', flavor, 'postgresql or sqlserver');
-    end if;
-    if not has_schema_privilege(for_role, schema_name, 'CREATE') then
-        perform pgqueue._raise_not_allowed(for_role, 'create relations in schema', schema_name);
-    end if;
-    return for_role;
-end;
-$$;
-comment on function pgqueue._check_exposure(text, text, text) is
-'Raises 22023 or 42501 unless the caller may make such a relation there; returns who he is.';
-
-create function pgqueue.expose_transport(
-    queue_name text,
-    schema_name text default 'public',
-    table_name text default null,
-    body_string boolean default false,
-    flavor text default 'postgresql'
-)
-returns text
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-as $$
-declare
-    q pgqueue.queues;
-    for_role name;
-    exposed regclass;
-    address text;
-begin
-    perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    q := pgqueue._get_locked_queue(queue_name);
-    perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
-    for_role := pgqueue._check_exposure(schema_name collate "C", coalesce(table_name, queue_name), flavor);
-    if body_string is null then
-        perform pgqueue._raise_invalid('body_string', null, 'true or false');
-    end if;
-    select t.relation into exposed from pgqueue.transports t where t.queue_name = q.name;
-    if found then
-        perform pgqueue._raise_exposed(q.name, exposed);
-    end if;
-    address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
-    -- Those of other instances of a service: no create_queue that makes no dedicated table drops them.
-    if pgqueue._is_first_statement() then
-        perform pgqueue._drop_idle_queues(10, false);
-    end if;
-    return address;
-exception
-    when lock_not_available then
-        perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
-        return null;
-    when check_violation then
-        -- Plain SQL has sent to it behind the snapshot: no partition is made while that lies in the shared one.
-        perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
-        return null;
-end;
-$$;
-comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
-'Makes a relation over the queue, in schema_name under table_name (by default the queue''s name), on which an NServiceBus transport works as on its own table, and returns its address. Its columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text where it is UTF-8; with flavor sqlserver also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; what comes with headers that are no JSON object, or without a body, goes to the dead letters as it is. A delete takes messages as receive does, to the archive where the queue has archive_for, though it does not tell a purge from a receive; who shows up are those that could be claimed, and expired ones, which the transport drops itself and nobody archives. The queue becomes dedicated. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on; who reads it needs grant_access(role, ''transport''), too. Raises 22023, PQ001, PQ004, 42501, 42P07 where the name is taken, 42710 where the queue is exposed.';
-
-create function pgqueue._unexpose(q pgqueue.queues)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    relation regclass;
-    seq_register regclass;
-    index regclass;
-begin
-    select t.relation, t.seq_register into relation, seq_register from pgqueue._transport_of(q) t;
-    if relation is null then
-        return false;
-    end if;
-    -- Somebody may have dropped it, or an index.
-    if exists (select from pg_class c where c.oid = relation) then
-        execute format('drop view %s', relation);
-    end if;
-    execute format('drop table %s', pgqueue._transport_table(q));
-    execute format('drop trigger place_for_transport on %s', pgqueue._partition_of(q));
-    perform pgqueue._sync_archive_trigger(q);
-    for index in
-        select x.indexrelid from pg_index x join pg_class c on c.oid = x.indexrelid
-        where x.indrelid = pgqueue._partition_of(q) and c.relname ~ '^messages_[0-9]+_(transport_id|transport_seq|expires)$'
-    loop
-        execute format('drop index %s', index);
-    end loop;
-    execute format('drop sequence %s', seq_register);
-    update pgqueue.subscriptions s set queue_address = q.name where s.queue_name = q.name;
-    return true;
-end;
-$$;
-comment on function pgqueue._unexpose(pgqueue.queues) is
-'Takes the relation of a queue away; false if there is none.';
-
-create function pgqueue.unexpose_transport(queue_name text)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-as $$
-declare
-    q pgqueue.queues;
-begin
-    perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
-    q := pgqueue._get_locked_queue(queue_name);
-    perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
-    return pgqueue._unexpose(q);
-exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(queue_name, 'unexpose_transport');
-    return null;
-end;
-$$;
-comment on function pgqueue.unexpose_transport(text) is
-'Drops the relation that expose_transport made, and returns true; false if there is none. The queue keeps its messages, and stays dedicated. Raises PQ001, PQ004, and 2BP01 where something else uses the relation.';
-
-create function pgqueue._resolve_subscription()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    found_name text;
-begin
-    perform pgqueue._check_topic('topic', new.topic, true);
-    select t.queue_name into found_name
-    from pgqueue.transports t
-    where pgqueue._transport_address(t.relation) = new.queue_address;
-    new.queue_name := (pgqueue._get_locked_queue(coalesce(found_name, new.queue_address))).name;
-    return new;
-end;
-$$;
-comment on function pgqueue._resolve_subscription() is
-'Trigger of subscriptions: finds the queue that an address leads to, for who has only the address. Raises 22023, PQ001.';
-
-create or replace trigger resolve_new_subscription
-before insert on pgqueue.subscriptions
-for each row when (new.queue_name is null)
-execute function pgqueue._resolve_subscription();
-
-create or replace trigger resolve_changed_subscription
-before update of queue_address on pgqueue.subscriptions
-for each row when (new.queue_address is distinct from old.queue_address)
-execute function pgqueue._resolve_subscription();
-
-create function pgqueue._subscriptions_comment()
-returns text
-language sql immutable parallel safe
-as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
-comment on function pgqueue._subscriptions_comment() is
-'By which the relations of expose_subscriptions are known.';
-
-create function pgqueue._create_subscriptions_relation(schema_name text, table_name text, for_role name)
-returns text
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    relation constant text := format('%I.%I', schema_name, table_name);
-begin
-    execute format(
-        'create view %s as select s.queue_address as queueaddress, s.endpoint, s.topic from pgqueue.subscriptions s', relation);
-    perform pgqueue._revoke_default_privileges(relation::regclass);
-    execute format('comment on view %s is %L', relation, pgqueue._subscriptions_comment());
-    execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
-    return pgqueue._transport_address(relation::regclass);
-end;
-$$;
-comment on function pgqueue._create_subscriptions_relation(text, text, name) is
-'Makes the relation of expose_subscriptions, and gives it to a role.';
-
-create function pgqueue.expose_subscriptions(
-    schema_name text default 'public', table_name text default 'SubscriptionRouting'
-)
-returns text
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return pgqueue._create_subscriptions_relation(
-        schema_name, table_name, pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql'));
-end;
-$$;
-comment on function pgqueue.expose_subscriptions(text, text) is
-'Makes a relation over all subscriptions, in schema_name under table_name, on which an NServiceBus transport works as on its own table, and returns its address. Its columns are queueaddress, endpoint and topic; an address is what expose_transport returned, or a queue''s name, and what leads to no queue is refused with PQ001. An endpoint has a topic once, whichever relation it says so in: two systems on one database need endpoints of different names. Who may insert there has any queue sent what any other is sent. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on. Raises 22023, 42501, and 42P07 where the name is taken.';
-
-create function pgqueue._drop_subscriptions_relation(relation regclass)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if relation is null or obj_description(relation, 'pg_class') is distinct from pgqueue._subscriptions_comment()
-        or not exists (select from pg_class c where c.oid = relation and c.relkind = 'v' and pg_get_userbyid(c.relowner) = current_user)
-    then
-        return false;
-    end if;
-    execute format('drop view %s', relation);
-    return true;
-end;
-$$;
-comment on function pgqueue._drop_subscriptions_relation(regclass) is
-'Drops a relation of expose_subscriptions; false if it is none.';
-
-create function pgqueue.unexpose_subscriptions(
-    schema_name text default 'public', table_name text default 'SubscriptionRouting'
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if schema_name is null then
-        perform pgqueue._raise_invalid('schema_name', null, 'the name of a schema');
-    end if;
-    if table_name is null then
-        perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
-    end if;
-    return pgqueue._drop_subscriptions_relation(to_regclass(format('%I.%I', schema_name, table_name)));
-end;
-$$;
-comment on function pgqueue.unexpose_subscriptions(text, text) is
-'Drops a relation that expose_subscriptions made, and returns true; false if there is none. The subscriptions stay. Raises 22023, and 2BP01 where something else uses the relation.';
--- Queues for a while, such as one for the replies to each instance of a service: made when the instance starts, and
--- dropped when nobody has come by for long. There is no daemon: whoever makes a queue drops those that are over.
-
-create function pgqueue._last_used_at(q pgqueue.queues, at timestamptz)
-returns timestamptz
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    swept_at timestamptz := pgqueue._from_micros(pg_sequence_last_value(q.next_sweep_at));
-begin
-    -- Where a claim found all it wanted, or never was, the register says nothing; nor does one from a clock that was
-    -- wrong. It is taken for used now, once: the next sweep is due at once, as it was.
-    if swept_at not between timestamptz '1970-01-02 00:00+00' and at + interval '1 min' then
-        swept_at := at;
-        perform setval(q.next_sweep_at, pgqueue._to_micros(at));
-    end if;
-    return greatest(
-        q.created_at, q.updated_at, swept_at, least(pgqueue._from_micros(coalesce(pg_sequence_last_value(q.waiting_until), 1)), at),
-        (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
-end;
-$$;
-comment on function pgqueue._last_used_at(pgqueue.queues, timestamptz) is
-'When somebody last claimed, received, or waited for a message of the queue, by its registers: to five seconds.';
-
-create function pgqueue._is_queue_empty(q pgqueue.queues)
-returns boolean
-language sql stable
-as $$
-    select not exists (select from pgqueue.messages m where m.queue_name = q.name)
-        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name)
-        and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name)
-$$;
-comment on function pgqueue._is_queue_empty(pgqueue.queues) is
-'Whether a queue holds no message: none ready, in flight, scheduled or dead.';
-
-create function pgqueue._has_exclusive_lock_on_messages()
-returns boolean
-language sql volatile
-as $$
-    select exists (
-        select from pg_catalog.pg_locks l
-        where l.pid = pg_catalog.pg_backend_pid() and l.relation = 'pgqueue.messages'::regclass
-            and l.mode = 'AccessExclusiveLock' and l.granted
-    )
-$$;
-comment on function pgqueue._has_exclusive_lock_on_messages() is
-'Whether the transaction keeps everybody else from messages, as one does that made a dedicated table.';
-
-create function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '100 ms'
-as $$
-begin
-    -- Everybody who sends or claims waits for the end of who drops a table, which may be far off.
-    if q.dedicated and not patient and not pgqueue._has_exclusive_lock_on_messages() then
-        return false;
-    end if;
-    -- Whoever uses it keeps it. Nobody is waited for, and nobody waits but for a queue that is gone.
-    if not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name)) then
-        return false;
-    end if;
-    select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
-    if not found or not pgqueue._is_queue_empty(q)
-        or pgqueue._last_used_at(q, at) > pgqueue._add_interval(at, -q.expires_after_idle)
-    then
-        -- Not by return: only an error gives the lock back before the transaction ends, which may take long.
-        perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
-    end if;
-    perform pgqueue._drop_queue(q);
-    return true;
-exception
-    when lock_not_available or dependent_objects_still_exist or sqlstate 'PQ004' then
-        return false;
-end;
-$$;
-comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
-'Drops a queue that nobody has used for as long as it said; false if it stays. Only who is patient, or holds messages anyway, drops a dedicated table.';
-
-create function pgqueue._drop_idle_queues(max_queues int, patient boolean)
-returns setof text
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    dropped int := 0;
-    q pgqueue.queues;
-begin
-    -- A snapshot that is older than the lock does not show what was sent in between.
-    if pgqueue._has_fixed_snapshot() then
-        return;
-    end if;
-    for q in
-        select queues.* from pgqueue.queues
-        where queues.expires_after_idle is not null
-            and queues.updated_at <= pgqueue._add_interval(at, -queues.expires_after_idle)
-        order by queues.name
-    loop
-        exit when dropped >= max_queues;
-        if pgqueue._drop_if_idle(q, at, patient) then
-            dropped := dropped + 1;
-            return next q.name;
-        end if;
-    end loop;
-end;
-$$;
-comment on function pgqueue._drop_idle_queues(int, boolean) is
-'Drops up to so many queues that nobody has used for as long as they said, and returns their names.';
-
-create function pgqueue.drop_idle_queues()
-returns setof text
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- Each takes some ten locks, and thousands of queues would fill the lock table.
-    return query select n from pgqueue._drop_idle_queues(100, true) as n;
-end;
-$$;
-comment on function pgqueue.drop_idle_queues() is
-'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long, 100 at most, and returns their names: call it until it returns none. A queue in use by an open transaction stays, and in repeatable read all do, as what others sent cannot be seen there. create_queue does the same, for ten queues at most, where it is a transaction of its own, and so does expose_transport; dedicated queues go with the next that becomes dedicated: there is no need to call this, unless to be rid of them at once.';
 -- What was given up comes back, or goes for good.
-
-create function pgqueue._dead_letter_delayed(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    source record;
-begin
-    -- A transport has what comes due moved into messages ahead of time. Its own table by name: the parent is locked later,
-    -- and once for all.
-    for source in
-        select * from (values
-            ('pgqueue.scheduled_messages'::regclass, 'due_at'), (pgqueue._partition_of(q), 'visible_at')
-        ) as s (relation, moment)
-    loop
-        execute format(
-            'with gone as ('
-            ' delete from %1$s m where m.queue_name = $1 and m.%2$I > $2 and m.attempt_count = 0'
-            ' and coalesce(m.expires_at > $2, true) returning m.*)'
-            ' insert into pgqueue.dead_messages ('
-            ' id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, message_id, payload, body, headers,'
-            ' last_error, reason, transport_headers)'
-            ' select g.id, g.queue_name, g.enqueued_at, $2, 0, g.max_attempts, g.message_id, g.payload, g.body, g.headers,'
-            ' format(''the queue was dropped before %%s, when the message was due'', g.%2$I), ''queue_dropped'','
-            ' g.transport_headers from gone g on conflict do nothing', source.relation, source.moment)
-        using q.name, at;
-    end loop;
-end;
-$$;
-comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
-'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';
 
 create function pgqueue.redrive(
     queue_name text, max_messages int default 1000, ids bigint[] default null
@@ -6474,48 +4090,6 @@ comment on function pgqueue.stats(text) is
 -- Waiting without polling: a consumer listens on channel, says so by prepare_wait, looks once more,
 -- and sleeps. Until its timeout is over an enqueue notifies; one that nobody waits for costs nothing.
 
-create function pgqueue.channel(queue_name text)
-returns text
-language sql immutable strict parallel safe
-as $$ select 'pgqueue_' || case when octet_length(queue_name) <= 54 then queue_name else md5(queue_name) end $$;
-comment on function pgqueue.channel(text) is
-'The channel to listen on: pgqueue_ and the queue''s name, or its MD5 where that exceeds an identifier. Notifications carry no payload.';
-
-create function pgqueue._wake(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- The register stays as it is: a transaction that cleared it, and then went on for long or rolled back, would
-    -- leave the consumer asleep over what others commit in the meantime.
-    perform pg_notify(pgqueue.channel(q.name), '');
-end;
-$$;
-comment on function pgqueue._wake(pgqueue.queues) is
-'Notifies the consumers that wait, when the transaction commits.';
-
-create function pgqueue._wake_waiting(q pgqueue.queues, at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    until constant bigint := pgqueue._register_value(q.waiting_until);
-    longest constant bigint := pgqueue._to_micros(at + interval '24 h');
-begin
-    if until > pgqueue._to_micros(at) then
-        perform pgqueue._wake(q);
-    end if;
-    -- Nobody waits for so long: a clock that was wrong would have every enqueue notify until then.
-    if until > longest then
-        perform setval(q.waiting_until, longest);
-    end if;
-end;
-$$;
-comment on function pgqueue._wake_waiting(pgqueue.queues, timestamptz) is
-'Notifies the consumers, if any wait.';
-
 create function pgqueue.wake(queue_name text)
 returns void
 language plpgsql volatile security definer
@@ -6664,27 +4238,18 @@ $$;
 comment on function pgqueue._orphaned_messages() is
 'Names under which there are messages though no such queue exists: inserted by plain SQL, or, dead ones, left when it was dropped.';
 
-create function pgqueue._missing_index(q pgqueue.queues)
-returns text
+create function pgqueue._has_index(partition regclass, keys text)
+returns boolean
 language sql stable
 as $$
-    select pg_catalog.format(
-        'create index concurrently on %s (%s) where expires_at is not null;', pgqueue._partition_of(q), keys)
-    from (
-        -- As the relation of a transport shows it, where there is one.
-        select case
-            when pg_catalog.to_regclass(pgqueue._transport_table(q)) is not null then '(expires_at AT TIME ZONE ''UTC''::text)'
-            else 'queue_name, expires_at'
-        end
-    ) w (keys)
-    where not exists (
+    select exists (
         select from pg_catalog.pg_index x
-        where x.indrelid = pgqueue._partition_of(q) and x.indisvalid
+        where x.indrelid = partition and x.indisvalid
             and position(format('(%s', keys) in pg_catalog.pg_get_indexdef(x.indexrelid)) > 0
     )
 $$;
-comment on function pgqueue._missing_index(pgqueue.queues) is
-'The statement that makes the index purge_expired goes by; null where there is one.';
+comment on function pgqueue._has_index(regclass, text) is
+'Whether a table has a valid index whose definition begins with these keys.';
 
 create function pgqueue._misplaced_messages()
 returns table (queue_name text, id bigint)
@@ -6714,13 +4279,12 @@ declare
     last_id bigint;
     near_id bigint;
     reach_id bigint;
-    register regclass;
     twins bigint;
     lapsed bigint;
     oldest_at timestamptz;
     shortest interval;
     ahead_until timestamptz;
-    index_statement text;
+    found pgqueue.finding[];
     pending text[];
     since timestamptz;
     s pgqueue.queue_stats;
@@ -6754,29 +4318,6 @@ begin
             end)::pgqueue.finding;
         -- The figures below would be wrong.
         return;
-    end if;
-
-    if to_regclass(pgqueue._transport_table(q)) is not null then
-        execute format(
-            'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register from %s t',
-            pgqueue._partition_of(q), pgqueue._transport_table(q))
-        into top_id, register;
-        execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_id;
-        if top_id > last_id then
-            return next row('error', q.name, 'ids_above_sequence',
-                format('its relation has known the seq %s, which the sequence %s has not reached: what is sent now is refused, or not found by its transport', top_id, register),
-                format(
-                    'select setval(%1$L, greatest(%2$s, pg_sequence_last_value(%1$L)));'
-                    ' update %3$s set transport_seq = nextval(%1$L) where transport_seq < (select t.head from %4$s t);',
-                    register, top_id, pgqueue._partition_of(q), pgqueue._transport_table(q)))::pgqueue.finding;
-        end if;
-        execute format('select t.next_at from %s t where t.next_at > $1', pgqueue._transport_table(q))
-        into ahead_until using at + interval '1 min';
-        if ahead_until is not null then
-            return next row('warning', q.name, 'clock_ahead',
-                format('its relation was looked after under a clock that was ahead: what comes due is not shown there before %s', ahead_until),
-                format('select pgqueue.advance_transport(%L);', q.name))::pgqueue.finding;
-        end if;
     end if;
 
     select count(*), min(m.id) into twins, top_id
@@ -6839,24 +4380,21 @@ begin
                 ' and %3$L < case attempt_count when 0 then enqueued_at else claimed_at end;',
                 at, q.name, at + interval '1 min'))::pgqueue.finding;
     end if;
-    return query
-    select
-        'warning', q.name, 'lapsed_stream',
-        format('the reservation of batch %s of stream %L, %s messages, ran out %s ago, and its query has not come back',
-            t.acked_seq + 1, t.stream_name, cardinality(t.ids) - cardinality(t.left_out), at - t.claimed_until),
-        format('Start its query again, or give the messages back: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
-    from pgqueue.streams t
-    where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
     if shortest < peek_delay then
         return next row('warning', q.name, 'peek_delay_above_time_to_live',
             format('messages live for as little as %s, but consumers look every %s', shortest, peek_delay),
             format('Let consumers look more often than every %s.', shortest))::pgqueue.finding;
     end if;
-    index_statement := pgqueue._missing_index(q);
-    if shortest is not null and index_statement is not null then
+    found := array(select f from pgqueue._room_findings(q, at) f);
+    -- A room that needs another index reports that one instead.
+    if shortest is not null and not pgqueue._has_index(pgqueue._partition_of(q), 'queue_name, expires_at')
+        and not pgqueue._has_index(pgqueue._partition_of(q), '(expires_at AT TIME ZONE ''UTC''::text)')
+        and not exists (select from unnest(found) f where f.finding = 'missing_index')
+    then
         return next row('warning', q.name, 'missing_index',
             format('messages expire, and %s has no index on expires_at: purge_expired reads the whole queue', pgqueue._partition_of(q)),
-            index_statement)::pgqueue.finding;
+            format('create index concurrently on %s (queue_name, expires_at) where expires_at is not null;',
+                pgqueue._partition_of(q)))::pgqueue.finding;
     end if;
 
     select w.bound_at, w.writers into since, pending from pgqueue.sweep_state w where w.queue_name = q.name;
@@ -6865,66 +4403,11 @@ begin
             format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps walk over all that was consumed since', at - since),
             'select pid, virtualtransaction from pg_locks where relation = ''pgqueue.messages''::regclass;')::pgqueue.finding;
     end if;
+    return query select f.* from unnest(found) f;
 end;
 $$;
 comment on function pgqueue._queue_findings(pgqueue.queues, timestamptz, interval) is
 'What doctor finds on one queue.';
-
-create function pgqueue._archive_findings(at timestamptz)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    repair constant text := 'select * from pgqueue.maintain_archive();';
-    unfiled bigint;
-    is_ahead boolean;
-    overdue bigint;
-    is_empty boolean;
-begin
-    return query
-    select
-        'error', q.name, 'archive_mark',
-        format('queue %L has archive_for %s, but its acknowledgements %s: it was changed by plain SQL',
-            q.name, coalesce(q.archive_for::text, 'null'), case when q.archive_for is null then 'archive' else 'delete' end),
-        format('select pgqueue.alter_queue(%L, archive_for => %L);', q.name, coalesce(q.archive_for, '0'))
-    from pgqueue.queues q
-    where (q.archive_for is null) <> (to_regclass(pgqueue._archive_marker(q.name)) is null)
-    order by q.name;
-
-    select count(*), bool_or(u.finished_at > at + interval '1 day') into unfiled, is_ahead
-    from (select c.finished_at from pgqueue.unfiled_messages c limit 1000) u;
-    if unfiled > 0 then
-        return next row('warning', null, 'unfiled_messages',
-            format('%s acknowledged messages wait for a partition of pgqueue.archived_messages%s',
-                case unfiled when 1000 then '1000 or more' else unfiled::text end,
-                case when is_ahead then ', also such as were acknowledged while the clock was ahead' else '' end),
-            case when is_ahead then
-                format('update pgqueue.unfiled_messages set finished_at = %1$L where finished_at > %1$L; ', at)
-            else '' end || repair)::pgqueue.finding;
-    end if;
-
-    if exists (select from pgqueue.queues q where q.archive_for is not null)
-        and not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)) and pgqueue._has_day_partition(pgqueue._utc_day(at) + 1), false)
-    then
-        return next row('warning', null, 'missing_archive_day',
-            'pgqueue.archived_messages has no partition for today or tomorrow: what is acknowledged is filed later',
-            repair)::pgqueue.finding;
-    end if;
-
-    select count(*), bool_and(pgqueue._is_day_empty(d)) into overdue, is_empty
-    from pgqueue._expired_days(at) d
-    where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
-    if overdue > 0 and not is_empty or overdue > 30 then
-        return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
-            format('%s days of the archive that no queue wants any more %s', overdue,
-                case when is_empty then 'were emptied, but not dropped' else 'are still there' end),
-            repair)::pgqueue.finding;
-    end if;
-end;
-$$;
-comment on function pgqueue._archive_findings(timestamptz) is
-'What doctor finds on the archive.';
 
 create function pgqueue.doctor(peek_delay interval default '1 s')
 returns setof pgqueue.finding
@@ -7033,23 +4516,7 @@ begin
     group by m.queue_name
     order by m.queue_name;
 
-    -- A standby has nothing of what is not logged, and fails who looks.
-    if not pg_is_in_recovery() then
-        return query
-        select
-            'warning', null::text, 'stale_staging',
-            format('%s attempts of %s runs, staged by %s, wait for a sink_commit, the first for %s: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
-            'select pgqueue.sweep_staged();'
-        from (
-            select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at
-            from pgqueue.staged_attempts a
-            where a.staged_at <= at - interval '1 day'
-            group by a.staged_by
-        ) s
-        order by s.staged_by;
-    end if;
-
-    return query select f.* from pgqueue._archive_findings(at) f;
+    return query select f.* from pgqueue._room_findings(null, at) f;
 
     for q in select queues.* from pgqueue.queues order by queues.name loop
         findings := '{}';
@@ -7067,6 +4534,2778 @@ end;
 $$;
 comment on function pgqueue.doctor(interval) is
 'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, undelivered_messages (that a dropped queue left), misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (where the owner of pgqueue may not see those of others), few_locks (for as many dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
+-- What was acknowledged is kept for a while: the statement that removes a message writes it here, into the partition
+-- of its day (UTC), which goes as a whole. Days are made ahead, by whoever switches archiving on, by a sweep once an
+-- hour, and by maintain_archive; a message whose day has none is filed later. No acknowledgement waits or fails.
+
+create function pgqueue._set_archive_marker(queue_name text, archive_for interval)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
+as $$
+declare
+    mark constant text := pgqueue._archive_marker(queue_name);
+begin
+    -- Without a look: who had to wait for another who altered the queue may still have an old one in his cache. These ask anew.
+    if archive_for is null then
+        execute format('drop sequence if exists %s', mark);
+    else
+        execute format('create sequence if not exists %s', mark);
+        perform pgqueue._revoke_default_privileges(mark::regclass);
+    end if;
+end;
+$$;
+comment on function pgqueue._set_archive_marker(text, interval) is
+'Has the mark of a queue say whether it archives.';
+
+create function pgqueue._archive_expiry(at timestamptz)
+returns timestamptz
+language sql stable
+as $$
+    select coalesce(min(pgqueue._add_interval(at, -w.archive_for)), at)
+    from (
+        select q.archive_for from pgqueue.queues q where q.archive_for is not null
+        union all
+        select p.archive_for from pgqueue.archive_promises p where p.ends_at > at
+    ) w
+$$;
+comment on function pgqueue._archive_expiry(timestamptz) is
+'What was acknowledged before this moment no queue wants to have kept any more, nor does one that was dropped.';
+
+create function pgqueue._expired_days(at timestamptz)
+returns setof date
+language sql stable
+as $$
+    select d.day
+    from (
+        select to_date(right(c.relname, 8), 'YYYYMMDD') as day
+        from pg_catalog.pg_inherits i
+        join pg_catalog.pg_class c on c.oid = i.inhrelid
+        where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
+    ) d
+    where d.day < pgqueue._utc_day(pgqueue._archive_expiry(at))
+    order by d.day
+$$;
+comment on function pgqueue._expired_days(timestamptz) is
+'The days of the archive, oldest first, that ended before anybody would miss them.';
+
+create function pgqueue._create_day_partition(day date)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    partition constant text := pgqueue._day_partition_name(day);
+begin
+    -- Made by itself and attached then, which hinders nobody who writes or reads; made as a partition it would lock
+    -- everybody out.
+    execute format('create table pgqueue.%I (like pgqueue.archived_messages including all)', partition);
+    execute format('create index on pgqueue.%I (queue_name, id)', partition);
+    execute format('alter table pgqueue.%I replica identity full', partition);
+    execute format('comment on table pgqueue.%I is %L', partition,
+        format('Messages that were acknowledged on %s (UTC).', to_char(day, 'YYYY-MM-DD')));
+    perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
+    execute format('alter table only pgqueue.archived_messages attach partition pgqueue.%I for values from (%L) to (%L)',
+        partition, to_char(day, 'YYYY-MM-DD') || ' 00:00:00+00', to_char(day + 1, 'YYYY-MM-DD') || ' 00:00:00+00');
+end;
+$$;
+comment on function pgqueue._create_day_partition(date) is
+'Makes the partition of a day of the archive.';
+
+create function pgqueue._create_missing_days(at timestamptz)
+returns setof date
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    today constant date := pgqueue._utc_day(at);
+    unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
+    day date;
+begin
+    -- Eight days ahead: a queue that is used once a week never finds the archive unprepared.
+    for day in
+        select today + n from generate_series(0, 8) as n
+        where exists (select from pgqueue.queues q where q.archive_for is not null)
+        union
+        select pgqueue._utc_day(u.finished_at) from pgqueue.unfiled_messages u
+        where u.finished_at >= unwanted_before and u.finished_at < at + interval '8 days'
+        order by 1
+    loop
+        if to_regclass('pgqueue.' || pgqueue._day_partition_name(day)) is null then
+            perform pgqueue._create_day_partition(day);
+            return next day;
+        end if;
+    end loop;
+end;
+$$;
+comment on function pgqueue._create_missing_days(timestamptz) is
+'Makes, behind a lock that keeps others from doing so, the days of the archive that are missing, those of unfiled messages and, where any queue archives, today and eight days ahead, and returns them.';
+
+create function pgqueue._file_messages(at timestamptz, max_messages int)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
+    filed int;
+begin
+    -- What lies ahead was acknowledged under a clock that was wrong, and waits until its day has come.
+    with gone as (
+        delete from pgqueue.unfiled_messages u
+        where u.ctid = any (array(
+            select c.ctid from pgqueue.unfiled_messages c
+            where c.finished_at < unwanted_before or pgqueue._has_day_partition(pgqueue._utc_day(c.finished_at))
+            limit max_messages for update skip locked))
+        returning u.*
+    )
+    insert into pgqueue.archived_messages
+    select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at));
+    get diagnostics filed = row_count;
+    return filed;
+end;
+$$;
+comment on function pgqueue._file_messages(timestamptz, int) is
+'Moves up to so many unfiled messages into the partitions of their days, where those have one, forgets what nobody wants any more, and returns how many it moved.';
+
+create function pgqueue._start_archiving(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+begin
+    perform pgqueue._set_archive_marker(q.name, q.archive_for);
+    begin
+        -- The lock of who makes days concerns nobody else.
+        lock table only pgqueue.archived_messages in share update exclusive mode;
+        perform pgqueue._create_missing_days(at);
+    exception when lock_not_available then
+        -- Somebody else is at it.
+        return;
+    end;
+end;
+$$;
+comment on function pgqueue._start_archiving(pgqueue.queues) is
+'Prepares the archive for a queue that begins to keep what it acknowledges.';
+
+create function pgqueue._stop_archiving(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._set_archive_marker(q.name, null);
+    if q.archive_for is not null then
+        insert into pgqueue.archive_promises (queue_name, archive_for, ends_at)
+        values (q.name, q.archive_for, pgqueue._add_interval(pgqueue._now(), q.archive_for));
+    end if;
+end;
+$$;
+comment on function pgqueue._stop_archiving(pgqueue.queues) is
+'Has a queue keep nothing from now on, and notes how long what it kept was promised to last.';
+
+create function pgqueue._on_queue_created_archive(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if after.archive_for is not null then
+        perform pgqueue._start_archiving(after);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_created_archive(pgqueue.queues, pgqueue.queues) is
+'Prepares the archive for a new queue that has archive_for.';
+
+create function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Also where the row has not changed, but the marker does not say what the row says: doctor repairs it so.
+    if after.archive_for is distinct from before.archive_for
+        or (after.archive_for is null) <> (to_regclass(pgqueue._archive_marker(after.name)) is null)
+    then
+        if after.archive_for is null then
+            perform pgqueue._stop_archiving(before);
+        else
+            perform pgqueue._start_archiving(after);
+        end if;
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_altered_archive(pgqueue.queues, pgqueue.queues) is
+'Starts or stops archiving as the row of the queue says.';
+
+create function pgqueue._on_queue_dropping_archive(before pgqueue.queues, after pgqueue.queues)
+returns void
+language sql volatile
+as $$ select pgqueue._stop_archiving(before) $$;
+comment on function pgqueue._on_queue_dropping_archive(pgqueue.queues, pgqueue.queues) is
+'Keeps what the queue has archived for as long as its archive_for promised.';
+
+create function pgqueue._truncate_day(day date)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The partition alone: acknowledgements, which lock the parent and today, do not notice. And at once or not at
+    -- all: a request that waits for who reads lets others wait behind it.
+    execute format('lock table only pgqueue.%I in access exclusive mode nowait', pgqueue._day_partition_name(day));
+    execute format('truncate only pgqueue.%I', pgqueue._day_partition_name(day));
+end;
+$$;
+comment on function pgqueue._truncate_day(date) is
+'Removes the messages of a day of the archive. Raises 55P03 where it is being read.';
+
+create function pgqueue._is_day_empty(day date)
+returns boolean
+language sql volatile
+as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
+comment on function pgqueue._is_day_empty(date) is
+'Whether a day of the archive was emptied, or never had a message.';
+
+create function pgqueue._on_housekeeping_due_archive(at timestamptz, since_last interval)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    day date;
+begin
+    lock table only pgqueue.archived_messages in share update exclusive mode nowait;
+    perform pgqueue._create_missing_days(at);
+    if pgqueue._file_messages(at, 1000) = 1000 then
+        perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
+    end if;
+    -- Until this transaction commits, a truncated day blocks every reader of the whole archive. So a day is truncated only
+    -- if the transaction can commit at once, and only if the clock has not jumped since the last housekeeping.
+    if pgqueue._is_first_statement() and since_last between interval '0' and interval '1 day' then
+        delete from pgqueue.archive_promises p where p.ends_at <= at;
+        select d into day from pgqueue._expired_days(at) d where not pgqueue._is_day_empty(d) limit 1;
+        if found then
+            perform pgqueue._truncate_day(day);
+        end if;
+    end if;
+exception when others then
+    -- A lock, a full disk or an event trigger of the user must not fail a claim.
+    null;
+end;
+$$;
+comment on function pgqueue._on_housekeeping_due_archive(timestamptz, interval) is
+'Creates the days ahead, files unfiled messages, deletes promises that have ended and truncates one day that no queue needs any more, unless the transaction may stay open for long. Waits for no lock and raises no error.';
+
+create function pgqueue._drop_days(days date[])
+returns setof date
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    day date;
+begin
+    -- A request that waits for the whole table lets every acknowledgement wait behind it. So it never waits; it
+    -- is there again at once, as acknowledgements come and go in no time.
+    for attempt in 1..1000 loop
+        begin
+            lock table only pgqueue.archived_messages in access exclusive mode nowait;
+            foreach day in array days loop
+                begin
+                    execute format('drop table pgqueue.%I', pgqueue._day_partition_name(day));
+                    return next day;
+                exception when dependent_objects_still_exist then
+                    -- Somebody has a view of this day: no reason to keep the others.
+                    null;
+                end;
+            end loop;
+            return;
+        exception when lock_not_available then
+            continue;
+        end;
+    end loop;
+end;
+$$;
+comment on function pgqueue._drop_days(date[]) is
+'Drops the partitions of days, and returns those: none if a longer transaction uses the archive, nor one that something else uses.';
+
+create function pgqueue.maintain_archive()
+returns setof pgqueue.archive_change
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    day date;
+    emptied date[] := '{}'::date[];
+    dropped date[];
+begin
+    begin
+        lock table only pgqueue.archived_messages in share update exclusive mode;
+        return query select d, 'made' from pgqueue._create_missing_days(at) d;
+    exception when lock_not_available then
+        return next row(pgqueue._utc_day(at), 'busy')::pgqueue.archive_change;
+        return;
+    end;
+    perform pgqueue._file_messages(at, null);
+
+    delete from pgqueue.archive_promises p where p.ends_at <= at;
+    for day in select d from pgqueue._expired_days(at) d loop
+        begin
+            perform pgqueue._truncate_day(day);
+            emptied := emptied || day;
+        exception when lock_not_available then
+            return next row(day, 'busy')::pgqueue.archive_change;
+        end;
+    end loop;
+    if emptied <> '{}' then
+        dropped := array(select d from pgqueue._drop_days(emptied) as d);
+        return query
+        select d, case when d = any (dropped) then 'dropped' else 'emptied' end from unnest(emptied) as d;
+    end if;
+end;
+$$;
+comment on function pgqueue.maintain_archive() is
+'Looks after pgqueue.archived_messages, and returns what it did, a row a day: makes the partitions of today and eight days ahead, where any queue archives, files pgqueue.unfiled_messages, and drops the days that ended longer ago than the longest archive_for of any queue, dropped ones included as long as their own. Keeps no acknowledgement waiting: a partition that a longer transaction, or a view of it, keeps from being dropped is emptied, and one that is being read is left (busy), both until the next time. Claims do the same by the way but for the dropping, and receives but for the emptying, so that it may be called once a day, by whatever calls things, or now and then by hand; in a transaction of its own.';
+
+create function pgqueue._findings_of_archive(q pgqueue.queues, at timestamptz)
+returns setof pgqueue.finding
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    repair constant text := 'select * from pgqueue.maintain_archive();';
+    unfiled bigint;
+    is_ahead boolean;
+    overdue bigint;
+    is_empty boolean;
+begin
+    if q.name is not null then
+        return;
+    end if;
+    return query
+    select
+        'error', w.name, 'archive_mark',
+        format('queue %L has archive_for %s, but its acknowledgements %s: it was changed by plain SQL',
+            w.name, coalesce(w.archive_for::text, 'null'), case when w.archive_for is null then 'archive' else 'delete' end),
+        format('select pgqueue.alter_queue(%L, archive_for => %L);', w.name, coalesce(w.archive_for, '0'))
+    from pgqueue.queues w
+    where (w.archive_for is null) <> (to_regclass(pgqueue._archive_marker(w.name)) is null)
+    order by w.name;
+
+    select count(*), bool_or(u.finished_at > at + interval '1 day') into unfiled, is_ahead
+    from (select c.finished_at from pgqueue.unfiled_messages c limit 1000) u;
+    if unfiled > 0 then
+        return next row('warning', null, 'unfiled_messages',
+            format('%s acknowledged messages wait for a partition of pgqueue.archived_messages%s',
+                case unfiled when 1000 then '1000 or more' else unfiled::text end,
+                case when is_ahead then ', also such as were acknowledged while the clock was ahead' else '' end),
+            case when is_ahead then
+                format('update pgqueue.unfiled_messages set finished_at = %1$L where finished_at > %1$L; ', at)
+            else '' end || repair)::pgqueue.finding;
+    end if;
+
+    if exists (select from pgqueue.queues w where w.archive_for is not null)
+        and not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)) and pgqueue._has_day_partition(pgqueue._utc_day(at) + 1), false)
+    then
+        return next row('warning', null, 'missing_archive_day',
+            'pgqueue.archived_messages has no partition for today or tomorrow: what is acknowledged is filed later',
+            repair)::pgqueue.finding;
+    end if;
+
+    select count(*), bool_and(pgqueue._is_day_empty(d)) into overdue, is_empty
+    from pgqueue._expired_days(at) d
+    where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
+    if overdue > 0 and not is_empty or overdue > 30 then
+        return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
+            format('%s days of the archive that no queue wants any more %s', overdue,
+                case when is_empty then 'were emptied, but not dropped' else 'are still there' end),
+            repair)::pgqueue.finding;
+    end if;
+end;
+$$;
+comment on function pgqueue._findings_of_archive(pgqueue.queues, timestamptz) is
+'What doctor finds on the archive: the marks of all queues, unfiled messages, and days that are missing or overdue.';
+-- Batches that can be read again. A stream reserves messages under a number and a token, which a reader keeps in its
+-- checkpoint: after any crash it is given the very same messages, until it says that the batch is done. One batch is
+-- open at a time; one reader at a time, as each opening fences the one before; each call is one transaction.
+
+create function pgqueue._check_stream_name(stream_name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if stream_name is null or stream_name collate "C" !~ '^[a-z0-9_-]{1,128}$' then
+        perform pgqueue._raise_invalid('stream_name', stream_name,
+            '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_stream_name(text) is
+'Raises 22023 for what is no name of a stream.';
+
+create function pgqueue._check_batch(seq bigint, claim_token uuid)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if seq is null or seq < 1 then
+        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, from 1');
+    end if;
+    if claim_token is null then
+        perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that stream_claim returned');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_batch(bigint, uuid) is
+'Raises 22023 for what names no batch.';
+
+create function pgqueue._next_epoch(epoch bigint)
+returns bigint
+language sql volatile
+as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
+comment on function pgqueue._next_epoch(bigint) is
+'The epoch that follows. By the clock, as a count would start over in a stream dropped and made again, or in a restored database, and let an old reader pass for the new one.';
+
+create function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if epoch is null then
+        perform pgqueue._raise_invalid('epoch', null, 'the epoch that stream_open returned');
+    end if;
+    if epoch <> s.epoch then
+        perform pgqueue._raise_stream_fenced(s, epoch);
+    end if;
+end;
+$$;
+comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
+'Raises PQ006 unless the caller opened the stream last.';
+
+create function pgqueue._lock_stream(queue_name text, stream_name text)
+returns pgqueue.streams
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.streams;
+begin
+    select t.* into s from pgqueue.streams t
+    where t.queue_name = _lock_stream.queue_name collate "C" and t.stream_name = _lock_stream.stream_name collate "C"
+    for no key update;
+    if not found then
+        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
+    end if;
+    return s;
+end;
+$$;
+comment on function pgqueue._lock_stream(text, text) is
+'The stream of that name, locked: behind the queue, before messages. Raises PQ005.';
+
+create function pgqueue._public_stream(s pgqueue.streams)
+returns pgqueue.stream
+language sql stable
+as $$
+    select row(
+        s.queue_name, s.stream_name, s.epoch, s.opened_by, s.opened_at, s.created_at, s.acked_seq, s.acked_token,
+        s.claim_token, cardinality(s.ids) - cardinality(s.left_out), s.partitions, s.replays, s.claimed_at,
+        s.claimed_until, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0), s.on_ack
+    )::pgqueue.stream
+$$;
+comment on function pgqueue._public_stream(pgqueue.streams) is
+'A stream''s row without what is internal.';
+
+create function pgqueue._open_batch(s pgqueue.streams, lost bigint[])
+returns pgqueue.stream_batch
+language sql stable
+as $$
+    select row(
+        s.queue_name, s.stream_name, s.acked_seq + 1, s.claim_token, cardinality(s.ids) - cardinality(s.left_out),
+        s.partitions, s.replays, s.claimed_at, s.claimed_until, lost
+    )::pgqueue.stream_batch
+$$;
+comment on function pgqueue._open_batch(pgqueue.streams, bigint[]) is
+'The open batch of a stream, as the verbs return it.';
+
+create function pgqueue._extend_open_batch(s pgqueue.streams, until timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    kept bigint[];
+begin
+    with extended as (
+        update pgqueue.messages m
+        set visible_at = until
+        from pgqueue._lookup_keys(s.queue_name, s.ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
+            and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count
+        returning m.id
+    )
+    select coalesce(array_agg(e.id), '{}'::bigint[]) into kept from extended e;
+    if cardinality(kept) = cardinality(s.ids) - cardinality(s.left_out) then
+        return '{}'::bigint[];
+    end if;
+    return pgqueue._array_except(s.ids, s.left_out || kept);
+end;
+$$;
+comment on function pgqueue._extend_open_batch(pgqueue.streams, timestamptz) is
+'Keeps the messages of the open batch until then, also where their claim ran out but nobody took them, and returns the ids of those that are lost.';
+
+create function pgqueue._settle_batch(s pgqueue.streams)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    acked int;
+begin
+    if s.on_ack = 'archive'
+        or s.on_ack is null and (select q.archive_for is not null from pgqueue.queues q where q.name = s.queue_name)
+    then
+        return cardinality(pgqueue._ack_to_archive(s.queue_name, s.ids, s.claim_token));
+    end if;
+    delete from pgqueue.messages m
+    using pgqueue._lookup_keys(s.queue_name, s.ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
+        and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
+    get diagnostics acked = row_count;
+    return acked;
+end;
+$$;
+comment on function pgqueue._settle_batch(pgqueue.streams) is
+'Removes the messages of the open batch, to the archive where the stream or else the queue wants that, and returns how many were still the stream''s.';
+
+create function pgqueue._close_batch(s pgqueue.streams)
+returns pgqueue.streams
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    s.claim_token := null;
+    s.ids := null;
+    s.left_out := null;
+    s.partitions := null;
+    s.visibility_timeout := null;
+    s.claimed_at := null;
+    s.claimed_until := null;
+    s.replays := null;
+    s.begun_epoch := null;
+    return s;
+end;
+$$;
+comment on function pgqueue._close_batch(pgqueue.streams) is
+'The stream without an open batch.';
+
+create function pgqueue._save_batch(s pgqueue.streams)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    update pgqueue.streams t
+    set acked_seq = s.acked_seq, acked_token = s.acked_token, claim_token = s.claim_token, ids = s.ids,
+        left_out = s.left_out, partitions = s.partitions, visibility_timeout = s.visibility_timeout,
+        claimed_at = s.claimed_at, claimed_until = s.claimed_until, replays = s.replays, begun_epoch = s.begun_epoch
+    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+end;
+$$;
+comment on function pgqueue._save_batch(pgqueue.streams) is
+'Writes how far a stream is, and its open batch.';
+
+create function pgqueue.stream_open(
+    queue_name text, stream_name text, opened_by text default null, on_ack text default null
+)
+returns pgqueue.stream
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams;
+begin
+    perform pgqueue._check_stream_name(stream_name);
+    if on_ack not in ('archive', 'delete') then
+        perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for what the queue says');
+    end if;
+    if on_ack = 'archive' and q.archive_for is null then
+        perform pgqueue._raise_invalid('on_ack', on_ack, format('delete or null where queue %L has no archive_for', q.name));
+    end if;
+    insert into pgqueue.streams as t (queue_name, stream_name, epoch, opened_by, opened_at, created_at, on_ack)
+    values (
+        q.name, stream_open.stream_name, pgqueue._next_epoch(null), stream_open.opened_by, pgqueue._now(), pgqueue._now(),
+        stream_open.on_ack
+    )
+    on conflict on constraint streams_pkey do update
+    set epoch = pgqueue._next_epoch(t.epoch), opened_by = excluded.opened_by, opened_at = excluded.opened_at,
+        on_ack = excluded.on_ack
+    returning t.* into s;
+    return pgqueue._public_stream(s);
+end;
+$$;
+comment on function pgqueue.stream_open(text, text, text, text) is
+'Opens a stream of the queue, making it where there is none, and returns it with a new epoch: whoever opened it before is fenced, and gets PQ006 from then on. stream_name (as a queue''s name) is one query''s own. Reading begins behind acked_seq and acked_token where the reader has no checkpoint. opened_by is a name for humans. on_ack says what becomes of messages that are acknowledged from now on: delete, archive, which insists on the queue''s archive_for, or null for what the queue says then. Raises 22023, PQ001.';
+
+create function pgqueue._claim_candidates_up_to(
+    q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- What came back may lie below the head, and behind any number of others that came back.
+    returned constant bigint[] := array(
+        select distinct r.id from pgqueue.requeued_messages r where r.queue_name = q.name and r.id <= up_to_id);
+    picks constant bigint[] := pgqueue._lock_ready(q, returned, '{}', at, wanted);
+begin
+    return picks || array(
+        select m.id from pgqueue.messages m
+        where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name) and m.id <= up_to_id
+            and m.id <> all (picks) and m.visible_at <= at and m.attempt_count < m.max_attempts
+            and (m.expires_at is null or m.expires_at > at)
+        order by m.id limit wanted - cardinality(picks) for update skip locked
+    );
+end;
+$$;
+comment on function pgqueue._claim_candidates_up_to(pgqueue.queues, timestamptz, bigint, int) is
+'The ids of up to wanted messages up to an id that are ready, locked: the whole walk, for who must not miss one.';
+
+create function pgqueue._reserve(
+    q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, up_to_id bigint
+)
+returns pgqueue.streams
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    token constant uuid := gen_random_uuid();
+    span constant interval := coalesce(visibility_timeout, q.visibility_timeout);
+    wanted int;
+    picks bigint[];
+    ids bigint[] := '{}'::bigint[];
+    until timestamptz;
+    first_until timestamptz;
+    is_short boolean;
+    by_walk boolean := false;
+begin
+    -- In portions, as a pick compares what it finds with what it has.
+    loop
+        wanted := least(max_messages - cardinality(ids), 10000);
+        exit when wanted = 0;
+        if by_walk then
+            picks := pgqueue._claim_candidates_up_to(q, pgqueue._now(), up_to_id, wanted);
+            is_short := cardinality(picks) < wanted;
+        else
+            picks := pgqueue._claim_candidates_fast(q.name, wanted, visibility_timeout);
+            is_short := cardinality(picks) < wanted;
+            if up_to_id is not null and (is_short or up_to_id < any (picks)) then
+                -- What lies beyond is left to others. What does not may still have been passed over.
+                perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
+                from unnest(picks) as p
+                where p > up_to_id
+                having count(*) > 0;
+                picks := array(select p from unnest(picks) as p where p <= up_to_id);
+                by_walk := q.paused_at is null;
+                is_short := not by_walk;
+            end if;
+        end if;
+        if picks <> '{}' then
+            until := pgqueue._add_interval(pgqueue._now(), span);
+            update pgqueue.messages m
+            set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
+                claim_token = token, claimed_by = 'stream ' || s.stream_name, claimed_at = pgqueue._now()
+            from pgqueue._lookup_keys(q.name, picks) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+            ids := ids || picks;
+            first_until := coalesce(first_until, until);
+        end if;
+        exit when is_short;
+    end loop;
+    if ids <> '{}' then
+        s.claim_token := token;
+        s.ids := pgqueue._array_except(ids, '{}');
+        s.left_out := '{}';
+        s.visibility_timeout := span;
+        s.claimed_at := pgqueue._now();
+        s.claimed_until := first_until;
+        s.replays := 0;
+    end if;
+    return s;
+end;
+$$;
+comment on function pgqueue._reserve(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
+'Claims messages for a stream, and returns it with them as its open batch, if any were ready.';
+
+create function pgqueue.stream_claim(
+    queue_name text,
+    stream_name text,
+    epoch bigint,
+    after_seq bigint,
+    after_token uuid,
+    max_messages int default 10000,
+    partitions int default 1,
+    visibility_timeout interval default null,
+    up_to_id bigint default null,
+    fail_on_data_loss boolean default true
+)
+returns setof pgqueue.stream_batch
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
+    lost bigint[];
+    changed boolean := true;
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    if after_seq is null or after_seq not between 0 and 9223372036854775805 then
+        perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last batch that is done, 0 before the first');
+    end if;
+    if max_messages is null or max_messages not between 1 and 100000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 100000');
+    end if;
+    if partitions is null or partitions not between 1 and 1000 then
+        perform pgqueue._raise_invalid('partitions', partitions::text, 'an integer from 1 to 1000');
+    end if;
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    if fail_on_data_loss is null then
+        perform pgqueue._raise_invalid('fail_on_data_loss', null, 'true or false');
+    end if;
+
+    if after_seq = s.acked_seq and after_token is not distinct from s.acked_token then
+        if s.claim_token is not null then
+            -- Claimed by one who died before he could note it, or whose answer was lost: it goes on as it is, less what
+            -- others were given since. The attempt is counted already.
+            s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
+            lost := pgqueue._extend_open_batch(s, s.claimed_until);
+            s.left_out := s.left_out || lost;
+            if cardinality(s.left_out) < cardinality(s.ids) then
+                update pgqueue.streams t
+                set left_out = s.left_out, claimed_until = s.claimed_until
+                where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+                return next pgqueue._open_batch(s, lost);
+                return;
+            end if;
+            s := pgqueue._close_batch(s);
+        else
+            changed := false;
+        end if;
+    elsif after_seq = s.acked_seq + 1 and after_token = s.claim_token then
+        perform pgqueue._settle_batch(s);
+        s := pgqueue._close_batch(s);
+        s.acked_seq := after_seq;
+        s.acked_token := after_token;
+    elsif fail_on_data_loss then
+        perform pgqueue._raise_stream_out_of_step(s, after_seq);
+    else
+        if s.claim_token is not null then
+            perform pgqueue.release(queue_name, s.ids, s.claim_token);
+        end if;
+        s := pgqueue._close_batch(s);
+        s.acked_seq := after_seq;
+        s.acked_token := after_token;
+    end if;
+
+    s := pgqueue._reserve(q, s, max_messages, visibility_timeout, up_to_id);
+    if s.claim_token is not null then
+        s.partitions := partitions;
+        return next pgqueue._open_batch(s, '{}');
+    elsif not changed then
+        -- An idle stream writes nothing.
+        return;
+    end if;
+    perform pgqueue._save_batch(s);
+end;
+$$;
+comment on function pgqueue.stream_claim(text, text, bigint, bigint, uuid, int, int, interval, bigint, boolean) is
+'Acknowledges everything up to batch after_seq with token after_token (0 and null before the first), which must be done for good, and returns the batch behind it: the one that is open already, with the same messages, or else a new one of up to max_messages (1 to 100000) that are ready, claimed as claim does for visibility_timeout; no row where none is ready or the queue is paused. It is to be read in partitions (1 to 1000). up_to_id leaves what is sent later to a later run. Where after_seq and after_token are not the stream''s, the checkpoint was rolled back, copied or taken from another: that raises PQ007; with fail_on_data_loss false the stream follows the checkpoint, and an open batch is given back. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+
+create function pgqueue.stream_begin(
+    queue_name text,
+    stream_name text,
+    epoch bigint,
+    seq bigint,
+    claim_token uuid,
+    max_replays int default 5,
+    fail_on_data_loss boolean default true
+)
+returns pgqueue.stream_batch
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
+    at constant timestamptz := pgqueue._now();
+    lost bigint[] := '{}'::bigint[];
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    perform pgqueue._check_batch(seq, claim_token);
+    if max_replays < 0 then
+        perform pgqueue._raise_invalid('max_replays', max_replays::text, 'an integer from 0, or null for no limit');
+    end if;
+    if fail_on_data_loss is null then
+        perform pgqueue._raise_invalid('fail_on_data_loss', null, 'true or false');
+    end if;
+    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_begin.claim_token then
+        if fail_on_data_loss then
+            perform pgqueue._raise_stream_out_of_step(s, seq);
+        end if;
+        return row(
+            q.name, s.stream_name, seq, stream_begin.claim_token, 0, 0, 0, null::timestamptz, null::timestamptz,
+            '{}'::bigint[]
+        )::pgqueue.stream_batch;
+    end if;
+
+    -- What was claimed just now needs no look; what is missing all the same is noticed by who reads it.
+    if s.begun_epoch is not null or s.claimed_until < pgqueue._add_interval(at, s.visibility_timeout / 2) then
+        s.claimed_until := pgqueue._add_interval(at, s.visibility_timeout);
+        lost := pgqueue._extend_open_batch(s, s.claimed_until);
+        if lost <> '{}' then
+            if fail_on_data_loss then
+                perform pgqueue._raise_stream_data_lost(s, lost);
+            end if;
+            s.left_out := s.left_out || lost;
+        end if;
+    end if;
+    -- One replay an epoch, however often a reader plans it. An empty batch cannot do any harm.
+    if s.begun_epoch <> epoch and cardinality(s.left_out) < cardinality(s.ids) then
+        if s.replays >= max_replays then
+            perform pgqueue._raise_stream_poisoned(s);
+        end if;
+        s.replays := s.replays + 1;
+    end if;
+    update pgqueue.streams t
+    set left_out = s.left_out, claimed_until = s.claimed_until, replays = s.replays, begun_epoch = stream_begin.epoch
+    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+    return pgqueue._open_batch(s, lost);
+end;
+$$;
+comment on function pgqueue.stream_begin(text, text, bigint, bigint, uuid, int, boolean) is
+'Begins to read the open batch, for the first time or again after a crash, and returns it: to be called before its partitions are read. Where it is read again the reservation is renewed, and messages that are no longer the stream''s, as it ran out and others took them, raise PQ008, which names them; with fail_on_data_loss false they are left out of the batch from then on, and returned as lost. A batch that was begun in max_replays + 1 epochs (null for any number) raises PQ009, which names it and its messages. A batch that is not the open one raises PQ007, and is never taken for an empty one; with fail_on_data_loss false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
+
+create function pgqueue.stream_read(
+    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
+)
+returns setof pgqueue.message
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    -- Stable: the stream and its messages are seen in one snapshot, so that what is skipped or acknowledged
+    -- meanwhile is either read in full or refused.
+    q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
+    s pgqueue.streams;
+    wanted bigint[];
+    n bigint;
+begin
+    select t.* into s from pgqueue.streams t
+    where t.queue_name = q.name and t.stream_name = stream_read.stream_name collate "C";
+    if not found then
+        perform pgqueue._raise_stream_not_found(queue_name, stream_name);
+    end if;
+    perform pgqueue._check_epoch(s, epoch);
+    perform pgqueue._check_batch(seq, claim_token);
+    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_read.claim_token then
+        perform pgqueue._raise_stream_out_of_step(s, seq);
+    end if;
+    wanted := s.ids;
+    if partition is not null then
+        if partition not between 0 and s.partitions - 1 then
+            perform pgqueue._raise_invalid('partition', partition::text, format('an integer from 0 to %s, or null for all', s.partitions - 1));
+        end if;
+        n := cardinality(s.ids);
+        wanted := s.ids[n * partition / s.partitions + 1 : n * (partition + 1) / s.partitions];
+    end if;
+    if s.left_out <> '{}' then
+        wanted := pgqueue._array_except(wanted, s.left_out);
+    end if;
+    return query
+    select
+        m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
+        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
+    from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
+    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
+    get diagnostics n = row_count;
+    if n < cardinality(wanted) then
+        perform pgqueue._raise_stream_data_lost(s, pgqueue._array_except(wanted, array(
+            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+                and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count)));
+    end if;
+end;
+$$;
+comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is
+'Returns the messages of one partition of the open batch, from 0, or of all where partition is null: by id, each partition a stretch of them. It changes nothing, may be called as often as wanted, in parallel, and returns the same each time but for visible_at. Never returns less: messages that are no longer the stream''s raise PQ008, and a batch that is not the open one PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008.';
+
+create function pgqueue.stream_extend(
+    queue_name text, stream_name text, epoch bigint, visibility_timeout interval default null
+)
+returns setof pgqueue.stream_batch
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
+    lost bigint[];
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    if s.claim_token is null then
+        return;
+    end if;
+    s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
+    lost := pgqueue._extend_open_batch(s, s.claimed_until);
+    update pgqueue.streams t
+    set claimed_until = s.claimed_until
+    where t.queue_name = q.name and t.stream_name = s.stream_name;
+    return next pgqueue._open_batch(s, lost);
+end;
+$$;
+comment on function pgqueue.stream_extend(text, text, bigint, interval) is
+'Ends the reservation of the open batch visibility_timeout (1 s to 43200 s, by default that of its claim) from now, and returns the batch, with the ids of the messages that are no longer the stream''s in lost; no row where none is open. The heartbeat of a reader. Raises 22023, PQ001, PQ005, PQ006.';
+
+create function pgqueue.stream_ack(
+    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid
+)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
+    acked int;
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    perform pgqueue._check_batch(seq, claim_token);
+    if seq < s.acked_seq or seq = s.acked_seq and s.acked_token = stream_ack.claim_token then
+        return 0;
+    end if;
+    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_ack.claim_token then
+        perform pgqueue._raise_stream_out_of_step(s, seq);
+    end if;
+    acked := pgqueue._settle_batch(s);
+    s := pgqueue._close_batch(s);
+    s.queue_name := q.name;
+    s.acked_seq := seq;
+    s.acked_token := stream_ack.claim_token;
+    perform pgqueue._save_batch(s);
+    return acked;
+end;
+$$;
+comment on function pgqueue.stream_ack(text, text, bigint, bigint, uuid) is
+'Removes the messages of the open batch, whose work is done for good, and returns how many were still the stream''s; 0 where it was acknowledged before. A batch that was never claimed, or another of its number, raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+
+create function pgqueue.stream_skip(
+    queue_name text,
+    stream_name text,
+    seq bigint,
+    ids bigint[] default null,
+    error text default null,
+    epoch bigint default null
+)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
+    at constant timestamptz := pgqueue._now();
+    wanted bigint[];
+    m pgqueue.messages;
+    skipped int := 0;
+begin
+    if epoch is not null then
+        perform pgqueue._check_epoch(s, epoch);
+    end if;
+    perform pgqueue._check_batch(seq, coalesce(s.claim_token, gen_random_uuid()));
+    if seq <> s.acked_seq + 1 or s.claim_token is null then
+        perform pgqueue._raise_stream_out_of_step(s, seq);
+    end if;
+    wanted := pgqueue._array_except(s.ids, s.left_out);
+    if stream_skip.ids is not null then
+        wanted := pgqueue._array_except(wanted, pgqueue._array_except(wanted, stream_skip.ids));
+    end if;
+    for m in
+        delete from pgqueue.messages c
+        using pgqueue._lookup_keys(q.name, wanted) k
+        where pgqueue._matches_key(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
+            and c.claim_token = s.claim_token and c.claimed_attempt = c.attempt_count
+        returning c.*
+    loop
+        perform pgqueue._retry_or_dead_letter(
+            q, m, at, null,
+            coalesce(error, format('skipped with batch %s of stream %s after %s replays', seq, s.stream_name, s.replays)),
+            null, 'rejected');
+        skipped := skipped + 1;
+    end loop;
+    -- What is left has another chance. Who reads the batch while nobody has told him is fenced.
+    update pgqueue.streams t
+    set left_out = s.left_out || wanted, replays = 0,
+        epoch = case when stream_skip.epoch is null then pgqueue._next_epoch(t.epoch) else t.epoch end
+    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+    return skipped;
+end;
+$$;
+comment on function pgqueue.stream_skip(text, text, bigint, bigint[], text, bigint) is
+'Takes messages, all or those in ids, out of the open batch, whose number is seq, and returns how many went to the dead letters, with reason rejected and error as last_error, or were deleted where the queue has none. What the stream had lost is left out, too. The batch goes on with the rest, and its replays start over; without a rest it is read as an empty one. By hand it is called without epoch, which fences who reads the stream: start him again. A reader that sorts out what it cannot use gives its epoch. Raises 22023, PQ001, PQ005, PQ006, and PQ007 where the batch is not open.';
+
+create function pgqueue.list_streams(queue_name text default null)
+returns setof pgqueue.stream
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if queue_name is not null then
+        perform pgqueue._get_unlocked_queue(queue_name);
+    end if;
+    return query
+    select l.*
+    from pgqueue.streams t cross join lateral pgqueue._public_stream(t) l
+    where t.queue_name = coalesce(list_streams.queue_name collate "C", t.queue_name)
+    order by t.queue_name, t.stream_name;
+end;
+$$;
+comment on function pgqueue.list_streams(text) is
+'Returns the streams of a queue, or of every queue where queue_name is null, by name. Raises PQ001.';
+
+create function pgqueue.drop_stream(queue_name text, stream_name text)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    s constant pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
+    released int := 0;
+begin
+    if s.claim_token is not null then
+        released := pgqueue.release(queue_name, s.ids, s.claim_token);
+    end if;
+    delete from pgqueue.streams t where t.queue_name = q.name and t.stream_name = s.stream_name;
+    return released;
+end;
+$$;
+comment on function pgqueue.drop_stream(text, text) is
+'Drops a stream, gives the messages of its open batch back as release does, and returns how many those were. A reader that still has a checkpoint of it is refused with PQ005, and with PQ007 once the stream is made again. Raises PQ001, PQ005.';
+
+create function pgqueue._on_queue_dropping_streams(before pgqueue.queues, after pgqueue.queues)
+returns void
+language sql volatile
+as $$ delete from pgqueue.streams t where t.queue_name = before.name $$;
+comment on function pgqueue._on_queue_dropping_streams(pgqueue.queues, pgqueue.queues) is
+'Drops the streams of the queue.';
+
+create function pgqueue._findings_of_streams(q pgqueue.queues, at timestamptz)
+returns setof pgqueue.finding
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    select
+        'warning', q.name, 'lapsed_stream',
+        format('the reservation of batch %s of stream %L, %s messages, ran out %s ago, and its query has not come back',
+            t.acked_seq + 1, t.stream_name, cardinality(t.ids) - cardinality(t.left_out), at - t.claimed_until),
+        format('Start its query again, or give the messages back: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
+    from pgqueue.streams t
+    where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
+end;
+$$;
+comment on function pgqueue._findings_of_streams(pgqueue.queues, timestamptz) is
+'What doctor finds on the streams of a queue: reservations that have run out.';
+-- Many messages from many writers in one commit: each writer stages its rows under a token of its own, and one
+-- call publishes what the winners staged, all or nothing, once for each (app_id, version).
+
+create function pgqueue.sink_stage(queue_name text, run uuid, partition int, attempt bigint)
+returns uuid
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
+    token constant uuid := gen_random_uuid();
+begin
+    if run is null then
+        perform pgqueue._raise_invalid('run', null, 'the id of a run');
+    end if;
+    if partition is null then
+        perform pgqueue._raise_invalid('partition', null, 'the number of a partition');
+    end if;
+    if attempt is null then
+        perform pgqueue._raise_invalid('attempt', null, 'the number of an attempt');
+    end if;
+    insert into pgqueue.staged_attempts (token, run, partition, attempt, queue_name, staged_by, staged_at)
+    values (token, run, partition, attempt, q.name, session_user, pgqueue._now());
+    return token;
+end;
+$$;
+comment on function pgqueue.sink_stage(text, uuid, int, bigint) is
+'Begins to stage what one attempt at one partition of a run writes for a queue, and returns its token: messages are copied into pgqueue.staged_messages under it in the same transaction, as arrays of some hundred a row, each with the number of its first message, from 1. What enqueue would refuse is refused there (22023, PQ003), but for payloads over the limit of the queue. Nobody sees them before sink_commit, which only the same session_user may call for them. Raises 22023, PQ001.';
+
+create function pgqueue._check_messages(s pgqueue.staged_messages, a pgqueue.staged_attempts)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues;
+    m record;
+    error text;
+    hint text;
+begin
+    select c.* into q from pgqueue.queues c where c.name = a.queue_name;
+    for m in
+        select u.*
+        from unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
+            with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
+    loop
+        perform pgqueue._check_enqueue(coalesce(m.delay, '0'), m.expires_in);
+        perform pgqueue._check_content(q, m.payload, m.body, m.headers);
+    end loop;
+exception when invalid_parameter_value or sqlstate 'PQ003' then
+    get stacked diagnostics error = message_text, hint = pg_exception_hint;
+    perform pgqueue._raise_in_row(sqlstate, a.partition, s.row_number + m.place::int - 1, error, hint);
+end;
+$$;
+comment on function pgqueue._check_messages(pgqueue.staged_messages, pgqueue.staged_attempts) is
+'Raises for the first message of a staged row what enqueue would raise for it: 22023 or PQ003, with its number.';
+
+create function pgqueue._measure_messages()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    are_sound boolean;
+begin
+    select
+        count(*), coalesce(max(coalesce(octet_length(u.body), octet_length(u.payload::text))), 0),
+        coalesce(bool_and(
+            (u.payload is null) <> (u.body is null)
+            and (
+                u.headers is null
+                or jsonb_typeof(u.headers) = 'object' and octet_length(u.headers::text) <= 65536
+            )
+            and (u.delay is null or pgqueue._is_interval_between(u.delay, '0', '3652.5 days'))
+            and (u.expires_in is null or pgqueue._is_interval_between(u.expires_in, '0', '3652.5 days'))
+        ), true)
+    into new.messages, new.largest_bytes, are_sound
+    from unnest(new.payloads, new.bodies, new.headers, new.message_ids, new.delays, new.expires_in)
+        as u (payload, body, headers, message_id, delay, expires_in);
+    if not are_sound then
+        perform pgqueue._check_messages(new, (select a from pgqueue.staged_attempts a where a.token = new.token));
+    end if;
+    return new;
+end;
+$$;
+comment on function pgqueue._measure_messages() is
+'Trigger of staged_messages: counts and measures the messages of a row, and refuses what enqueue would refuse of any queue.';
+
+create or replace trigger measure_messages
+before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
+
+create function pgqueue._own_attempts(run uuid)
+returns setof pgqueue.staged_attempts
+language sql stable
+as $$
+    select a.* from pgqueue.staged_attempts a where a.run = _own_attempts.run and a.staged_by = session_user
+$$;
+comment on function pgqueue._own_attempts(uuid) is
+'What the session''s own role has staged in a run. By session_user: inside a verb, current_user is the owner.';
+
+create function pgqueue._lock_own_attempts(run uuid)
+returns setof pgqueue.staged_attempts
+language sql volatile
+as $$
+    -- Not by way of _own_attempts: "for update" locks no row of a function.
+    select a.* from pgqueue.staged_attempts a
+    where a.run = _lock_own_attempts.run and a.staged_by = session_user
+    order by a.token
+    for update
+$$;
+comment on function pgqueue._lock_own_attempts(uuid) is
+'The same, locked: nobody else sends them, or takes them away, until the transaction ends.';
+
+create function pgqueue._record_sink_commit(run uuid, messages bigint, app_id text, version bigint)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    earlier pgqueue.sink_commits;
+begin
+    -- Who comes second waits here until the first has committed, and finds its entry.
+    insert into pgqueue.sink_commits (app_id, version, run, messages, committed_by, committed_at)
+    values (app_id, version, run, messages, session_user, pgqueue._now())
+    on conflict do nothing;
+    if found then
+        if exists (
+            select from pgqueue.sink_commits c
+            where c.app_id = _record_sink_commit.app_id collate "C" and c.forgotten_version >= _record_sink_commit.version
+        ) then
+            perform pgqueue._raise_invalid('version', version::text,
+                format('later than those of app_id %L that sweep_staged has forgotten: nobody knows whether it was committed', app_id));
+        end if;
+        return true;
+    end if;
+    select c.* into earlier from pgqueue.sink_commits c
+    where c.app_id = _record_sink_commit.app_id collate "C" and c.version = _record_sink_commit.version;
+    -- To discard what somebody else's entry stands for would lose messages.
+    if earlier.committed_by <> session_user then
+        perform pgqueue._raise_invalid('app_id', app_id,
+            format('one of your own: version %s of it was committed by role %I', version, earlier.committed_by));
+    end if;
+    return false;
+end;
+$$;
+comment on function pgqueue._record_sink_commit(uuid, bigint, text, bigint) is
+'Enters a commit into the ledger; false if it is there already. Raises 22023 for another role''s, and for one so old that the ledger has forgotten it.';
+
+create function pgqueue._send_staged(token uuid, q pgqueue.queues, at timestamptz)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+as $$
+declare
+    published bigint;
+    delayed bigint;
+    due_at timestamptz;
+begin
+    -- What is over the queue's limit is left out, and thereby noticed: the count is short.
+    insert into pgqueue.messages (
+        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+    )
+    select q.name, at, at, q.max_attempts, pgqueue._add_interval(at, u.expires_in), u.message_id, u.payload, u.body, u.headers
+    from pgqueue.staged_messages s
+    cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
+        as u (payload, body, headers, message_id, delay, expires_in)
+    where s.token = _send_staged.token and s.largest_bytes <= q.max_payload_bytes
+        and coalesce(u.delay, '0') = interval '0'
+    order by s.token, s.row_number;
+    get diagnostics published = row_count;
+    if published = (select sum(s.messages) from pgqueue.staged_messages s where s.token = _send_staged.token) then
+        return published;
+    end if;
+    with sent as (
+        insert into pgqueue.scheduled_messages (
+            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        select
+            q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
+            pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
+        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        from (
+            select u.*, s.row_number, row_number() over (partition by u.delay order by s.row_number, u.place) as n
+            from pgqueue.staged_messages s
+            cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
+                with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
+            where s.token = _send_staged.token and s.largest_bytes <= q.max_payload_bytes and u.delay > interval '0'
+        ) d
+        order by d.row_number, d.place
+        returning scheduled_messages.due_at
+    )
+    select count(*), min(t.due_at) into delayed, due_at from sent t;
+    if delayed > 0 then
+        perform pgqueue._announce_due(q, due_at);
+    end if;
+    return published + delayed;
+end;
+$$;
+comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
+'Sends the messages staged under a token, in their order, and returns how many it sent; rows with one over the limit of the queue are left out.';
+
+create function pgqueue._discard_staged(run uuid)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    tokens constant uuid[] := array(select a.token from pgqueue._lock_own_attempts(run) a);
+    discarded bigint;
+begin
+    with gone as (delete from pgqueue.staged_messages s where s.token = any (tokens) returning s.messages)
+    select coalesce(sum(g.messages), 0) into discarded from gone g;
+    delete from pgqueue.staged_attempts a where a.token = any (tokens);
+    return discarded;
+end;
+$$;
+comment on function pgqueue._discard_staged(uuid) is
+'Deletes what the session''s own role has staged in a run, and returns how many messages.';
+
+create function pgqueue._check_sink(
+    run uuid, tokens uuid[], counts bigint[], app_id text, version bigint
+)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if run is null then
+        perform pgqueue._raise_invalid('run', null, 'the id of a run');
+    end if;
+    if tokens is null or cardinality(tokens) <> (select count(distinct t) from unnest(tokens) as t) then
+        perform pgqueue._raise_invalid('tokens', tokens::text, 'an array of tokens that sink_stage returned, each once');
+    end if;
+    if counts is null or cardinality(counts) <> cardinality(tokens) or exists (
+        select from unnest(counts) as n where n is null or n not between 0 and 2147483647
+    ) then
+        perform pgqueue._raise_invalid('counts', counts::text,
+            format('an array of %s elements, as many as tokens: how many messages were staged under each, from 0 to 2147483647', cardinality(tokens)));
+    end if;
+    if app_id is not null and length(app_id) not between 1 and 512 then
+        perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
+    end if;
+    if num_nulls(app_id, version) = 1 then
+        perform pgqueue._raise_invalid('version', version::text, 'given with app_id, and not without it');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_sink(uuid, uuid[], bigint[], text, bigint) is
+'Raises 22023 for arguments of sink_commit that make no sense.';
+
+create function pgqueue.sink_commit(
+    run uuid,
+    tokens uuid[],
+    counts bigint[],
+    app_id text default null,
+    version bigint default null
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    attempts pgqueue.staged_attempts[];
+    at timestamptz;
+    q pgqueue.queues;
+    winner record;
+    published bigint;
+begin
+    perform pgqueue._check_sink(run, tokens, counts, app_id, version);
+    -- The queues first, by name; from here on none of them is dropped.
+    perform pgqueue._get_locked_queue(n.queue_name)
+    from (
+        select distinct a.queue_name from pgqueue._own_attempts(run) a where a.token = any (tokens)
+        order by a.queue_name
+    ) n;
+    -- Without a name of its own a run goes by its id, so that a call whose answer was lost can be repeated.
+    if not pgqueue._record_sink_commit(
+        run, (select coalesce(sum(n), 0)::bigint from unnest(counts) as n), coalesce(app_id, run::text), coalesce(version, 0)
+    ) then
+        perform pgqueue._discard_staged(run);
+        return false;
+    end if;
+
+    attempts := array(select a from pgqueue._lock_own_attempts(run) as a);
+    -- The clock is read behind all locks: delays count from here.
+    at := pgqueue._now();
+    for winner in
+        select a as attempt, t.expected
+        from unnest(tokens, counts) with ordinality as t (token, expected, place)
+        left join unnest(attempts) as a on a.token = t.token
+        order by (a).queue_name, t.place
+    loop
+        if q.name is distinct from (winner.attempt).queue_name then
+            select c.* into q from pgqueue.queues c where c.name = (winner.attempt).queue_name;
+        end if;
+        published := pgqueue._send_staged((winner.attempt).token, q, at);
+        if published <> winner.expected then
+            perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
+            where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes
+            order by s.row_number;
+            perform pgqueue._require_current_snapshot(format('run %s', run));
+            perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
+        end if;
+        perform pgqueue._wake_waiting(q, pgqueue._now());
+    end loop;
+    perform pgqueue._discard_staged(run);
+    return true;
+end;
+$$;
+comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint) is
+'Sends what was staged in a run, in one transaction: of each attempt named by its token exactly as many messages as counts says, in their order, by the rules of enqueue; delays count from now. What other attempts of the run staged is discarded. Returns false, and discards all, if version of app_id was committed before; a run without app_id is known by its id, so that the call can be repeated until it is answered. Raises PQ010 where staged messages are missing, as after a crash of the server; PQ001 for a queue dropped since; PQ003 for the first message over the limit of its queue, with its row; and 22023 for a version of another role, or older than what sweep_staged has forgotten.';
+
+create function pgqueue.sink_abort(run uuid)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if run is null then
+        perform pgqueue._raise_invalid('run', null, 'the id of a run');
+    end if;
+    return pgqueue._discard_staged(run);
+end;
+$$;
+comment on function pgqueue.sink_abort(uuid) is
+'Discards what the caller''s own role has staged in a run and not committed, and returns how many messages that were. Raises 22023.';
+
+create function pgqueue.sweep_staged(
+    older_than interval default '1 day', forget_after interval default '90 days'
+)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    tokens uuid[];
+    swept bigint;
+begin
+    if older_than is null or not pgqueue._is_interval_between(older_than, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('older_than', older_than::text, 'an interval from 0 to 10 years (3652.5 days)');
+    end if;
+    if forget_after is null or not pgqueue._is_interval_between(forget_after, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
+    end if;
+    -- One sweep at a time: two would forget behind each other's back.
+    lock table pgqueue.sink_commits in share update exclusive mode;
+    -- Whoever is being committed is locked, and stays.
+    tokens := array(
+        select a.token from pgqueue.staged_attempts a
+        where a.staged_at <= pgqueue._add_interval(at, -older_than)
+        order by a.token for update skip locked
+    );
+    delete from pgqueue.staged_attempts a where a.token = any (tokens);
+    -- Also what was copied under a token that nobody was given.
+    with gone as (
+        delete from pgqueue.staged_messages s
+        where s.token = any (tokens) or not exists (select from pgqueue.staged_attempts a where a.token = s.token)
+        returning s.messages
+    )
+    select coalesce(sum(g.messages), 0) into swept from gone g;
+
+    with newest as (
+        select c.app_id, max(c.version) as version from pgqueue.sink_commits c group by c.app_id
+    ),
+    forgotten as (
+        delete from pgqueue.sink_commits c
+        using newest n
+        where n.app_id = c.app_id and c.committed_at <= pgqueue._add_interval(at, -forget_after)
+            and (c.version < n.version or c.app_id = c.run::text)
+        returning c.app_id, c.version
+    )
+    update pgqueue.sink_commits c
+    set forgotten_version = greatest(c.forgotten_version, f.version)
+    from (select o.app_id, max(o.version) as version from forgotten o group by o.app_id) f
+    join newest n on n.app_id = f.app_id
+    where c.app_id = f.app_id and c.version = n.version;
+    return swept;
+end;
+$$;
+comment on function pgqueue.sweep_staged(interval, interval) is
+'Discards what was staged longer than older_than (0 to 10 years) ago, by writers whose driver died, and returns how many messages that were; a run that lives longer fails with PQ010. Also lets the ledger forget commits after forget_after (0 to 10 years), but never the highest version of an app_id: a lower one that was forgotten is refused from then on, not sent twice. Raises 22023.';
+
+create function pgqueue._findings_of_sink(q pgqueue.queues, at timestamptz)
+returns setof pgqueue.finding
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- On a standby a query of an unlogged table fails.
+    if q.name is null and not pg_is_in_recovery() then
+        return query
+        select
+            'warning', null::text, 'stale_staging',
+            format('%s attempts of %s runs, staged by %s, wait for a sink_commit, the first for %s: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
+            'select pgqueue.sweep_staged();'
+        from (
+            select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at
+            from pgqueue.staged_attempts a
+            where a.staged_at <= at - interval '1 day'
+            group by a.staged_by
+        ) s
+        order by s.staged_by;
+    end if;
+end;
+$$;
+comment on function pgqueue._findings_of_sink(pgqueue.queues, timestamptz) is
+'What doctor finds on the staging tables, once for all queues: staged messages of drivers that died.';
+-- A message for all who want it: queues subscribe to topics, publish sends each of them a copy, in the
+-- caller's transaction. Who shares a queue shares the copy.
+
+create function pgqueue._check_topic(argument text, topic text, may_be_pattern boolean)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A word may hold whatever the name of a type does; * and # are wild only where they are a whole word.
+    if topic is null or char_length(topic) not between 1 and 255 or topic ~ '(^|[.])([.]|$)' or topic ~ '[[:cntrl:]]'
+        or topic ~ '(^|[.])#[.]#([.]|$)' or not may_be_pattern and topic ~ '(^|[.])[*#]([.]|$)'
+    then
+        perform pgqueue._raise_invalid(argument, topic,
+            '1 to 255 characters: words joined by dots, none empty, no control characters'
+            || case when may_be_pattern then '; a word * stands for any one, # for any number of words, and no # follows another'
+                else '; * and # are for subscriptions' end);
+    end if;
+end;
+$$;
+comment on function pgqueue._check_topic(text, text, boolean) is
+'Raises 22023 for what is no topic, nor, where one may be given, a pattern.';
+
+create function pgqueue._matching_patterns(words text[])
+returns text[]
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- The beginnings of patterns, each word with its dot, that match the words read so far.
+    beginnings text[] := '{"",#.}'::text[];
+    word text;
+begin
+    if not exists (select from pgqueue.subscriptions s where s.is_pattern) then
+        return '{}'::text[];
+    end if;
+    -- The index on the words of the patterns is walked as a tree: from each beginning it is asked for the next word,
+    -- and for *, alone and with a # behind; what ends in # matches this word too. So the cost depends on the topic and
+    -- on what matches, not on how many subscriptions there are.
+    foreach word in array words loop
+        beginnings := array(
+            select c.beginning
+            from unnest(beginnings) as b
+            cross join lateral (values
+                (b || word || '.'), (b || word || '.#.'), (b || '*.'), (b || '*.#.')
+            ) as c (beginning)
+            where (
+                -- The slash follows the dot.
+                select true from pgqueue.subscriptions s
+                where s.is_pattern and (s.topic || '.') >= c.beginning and (s.topic || '.') < left(c.beginning, -1) || '/'
+                order by s.topic || '.' limit 1
+            )
+            union
+            select b from unnest(beginnings) as b where '.' || b like '%.#.'
+        );
+        exit when beginnings = '{}'::text[];
+    end loop;
+    return beginnings;
+end;
+$$;
+comment on function pgqueue._matching_patterns(text[]) is
+'Patterns that match the words of a topic, each with a dot behind, and some that nobody subscribed to.';
+
+create function pgqueue._subscribers(topics text[])
+returns text[]
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    patterns text[] := '{}'::text[];
+    topic text;
+begin
+    foreach topic in array topics loop
+        patterns := patterns || pgqueue._matching_patterns(string_to_array(topic, '.'));
+    end loop;
+    return array(
+        select s.queue_name from pgqueue.subscriptions s where s.topic = any (topics)
+        union
+        select s.queue_name from pgqueue.subscriptions s where s.is_pattern and (s.topic || '.') = any (patterns)
+        order by queue_name
+    );
+end;
+$$;
+comment on function pgqueue._subscribers(text[]) is
+'The queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
+
+create function pgqueue.subscribe(topic text, queue_name text)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+begin
+    perform pgqueue._check_topic('topic', topic collate "default", true);
+    insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)
+    -- No queue's name alone: a transport may have an endpoint that is called like a queue which is not its own.
+    values (subscribe.topic, q.name, 'pgqueue:' || q.name, q.name)
+    on conflict do nothing;
+    return found;
+end;
+$$;
+comment on function pgqueue.subscribe(text, text) is
+'Lets the queue have a copy of what is published to topic from now on, and returns true; false if it is subscribed already. topic is 1 to 255 characters, words joined by dots; in their place, * stands for exactly one word and # for any number, none included: orders.* matches orders.paid, orders.# also orders and orders.paid.late. A queue that several subscriptions match gets one copy. Raises 22023, PQ001.';
+
+create function pgqueue.unsubscribe(topic text, queue_name text)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._check_topic('topic', topic collate "default", true);
+    perform pgqueue._get_locked_queue(queue_name);
+    delete from pgqueue.subscriptions s
+    where s.topic = unsubscribe.topic collate "C" and s.queue_name = unsubscribe.queue_name collate "C";
+    return found;
+end;
+$$;
+comment on function pgqueue.unsubscribe(text, text) is
+'Ends a subscription, named as it was made, and returns true; false if there was none. What was published before stays in the queue. Raises 22023, PQ001.';
+
+create function pgqueue.list_subscriptions(queue_name text default null)
+returns setof pgqueue.subscription
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if queue_name is not null then
+        perform pgqueue._get_unlocked_queue(queue_name);
+    end if;
+    return query
+    -- A queue may have subscribed by itself, and as the address of endpoints.
+    select s.topic, s.queue_name, min(s.subscribed_at) from pgqueue.subscriptions s
+    where list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name collate "C"
+    group by s.topic, s.queue_name
+    order by s.topic, s.queue_name;
+end;
+$$;
+comment on function pgqueue.list_subscriptions(text) is
+'Returns the subscriptions of a queue, or all, by topic and queue, each once and since when, whoever made it: the queue itself, or endpoints of a transport. Raises PQ001.';
+
+create function pgqueue.publish(
+    topic text,
+    payload jsonb default null,
+    delay interval default '0',
+    headers jsonb default null,
+    expires_in interval default null,
+    message_id uuid default null,
+    body bytea default null,
+    base_topics text[] default null
+)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    names text[] collate "C";
+    queue_ids bigint[];
+    smallest pgqueue.queues;
+    sent int;
+begin
+    perform pgqueue._check_topic('topic', topic collate "default", false);
+    if base_topics is not null then
+        perform pgqueue._check_topic('base_topics', t collate "default", false) from unnest(base_topics) as t;
+    end if;
+    perform pgqueue._check_enqueue(delay, expires_in);
+
+    select array_agg(q.name order by q.name), array_agg(q.queue_id) into names, queue_ids
+    from pgqueue.queues q
+    where q.name = any ((select pgqueue._subscribers((topic || array(select unnest(base_topics))) collate "C"))::text[]);
+    -- One after the other, by name. Who waited here for a drop_queue finds that the queue is gone, or another one of
+    -- its name, whatever that is subscribed to; a snapshot may be older still, but the catalog knows.
+    perform pgqueue._lock_queue(n) from unnest(names) as n;
+    select
+        array_agg(q.name order by q.name), min(q.max_payload_bytes),
+        coalesce((array_agg(q.name order by q.max_payload_bytes))[1], '')
+    into names, smallest.max_payload_bytes, smallest.name
+    from pgqueue.queues q
+    where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null;
+    if headers is null or jsonb_typeof(headers) = 'object' then
+        headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
+    end if;
+    perform pgqueue._check_content(smallest, payload, body, headers);
+
+    if delay > interval '0' then
+        insert into pgqueue.scheduled_messages (
+            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        select
+            q.name, pgqueue._add_interval(at, delay), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
+            publish.message_id, publish.payload, publish.body, publish.headers
+        from pgqueue.queues q
+        where q.name = any (names)
+        order by q.name;
+        get diagnostics sent = row_count;
+        perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay))
+        from pgqueue.queues q
+        where q.name = any (names);
+    else
+        insert into pgqueue.messages (
+            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        select
+            q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in),
+            publish.message_id, publish.payload, publish.body, publish.headers
+        from pgqueue.queues q
+        where q.name = any (names)
+        order by q.name;
+        get diagnostics sent = row_count;
+        perform pgqueue._wake(q)
+        from pgqueue.queues q
+        where q.name = any (names) and pg_sequence_last_value(q.waiting_until) > pgqueue._to_micros(at);
+    end if;
+    return sent;
+end;
+$$;
+comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[]) is
+'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns how many those are: 0, and nothing is sent, where nobody is. base_topics are further names of the same event, those of its base classes for example; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic says topic to the subscribers. Everything else is as in enqueue, and holds for each copy: one queue''s limit refuses all. topic is 1 to 255 characters, words joined by dots. Raises 22023, PQ003.';
+
+create function pgqueue._on_queue_dropping_topics(before pgqueue.queues, after pgqueue.queues)
+returns void
+language sql volatile
+as $$ delete from pgqueue.subscriptions s where s.queue_name = before.name $$;
+comment on function pgqueue._on_queue_dropping_topics(pgqueue.queues, pgqueue.queues) is
+'Ends the subscriptions of the queue.';
+-- A queue as a transport of NServiceBus on SQL has it: a relation into which it inserts, and from which it deletes the
+-- lowest row that nobody holds. It is a plain view of the queue's own table, updated by PostgreSQL itself: reading it
+-- runs no code but, once a second, advance_transport. What comes in is checked by a trigger.
+
+create function pgqueue._wire_string(content text)
+returns text
+language sql immutable parallel safe
+as $$
+    select case
+        when content is null then 'null'
+        when octet_length(s) = char_length(s) then s
+        else (
+            -- What UTF-16 writes as two.
+            select string_agg(case
+                when octet_length(convert_to(c, 'UTF8')) < 4 then c
+                else format(e'\\u%s\\u%s', to_hex(55296 + ((ascii(c) - 65536) >> 10)), to_hex(56320 + ((ascii(c) - 65536) & 1023)))
+            end, '' order by n)
+            from regexp_split_to_table(s, '') with ordinality as r (c, n)
+        )
+    end
+    from replace(to_json(content)::text, '/', e'\\/') as s
+$$;
+comment on function pgqueue._wire_string(text) is
+'A string, or null, as the serializer of the transport writes it.';
+
+create function pgqueue._wire_headers(headers jsonb, message_id uuid)
+returns text
+language sql immutable parallel safe
+as $$
+    select '{' || coalesce(string_agg(pgqueue._wire_string(h.key) || ':' || pgqueue._wire_string(h.value), ','), '') || '}'
+    from jsonb_each_text(
+        case when message_id is null then '{}' else jsonb_build_object('NServiceBus.MessageId', message_id) end
+        || case when jsonb_typeof(headers) = 'object' then headers else '{}' end
+    ) h
+$$;
+comment on function pgqueue._wire_headers(jsonb, uuid) is
+'Headers as a transport reads them: one compact JSON object of strings and nulls, with the name of the message where they lack it.';
+
+create function pgqueue._parsed_headers(wire text)
+returns jsonb
+language plpgsql immutable
+set search_path = pg_catalog, pg_temp
+set standard_conforming_strings = on
+as $$
+begin
+    return wire::jsonb;
+exception when others then
+    begin
+        -- JSON may say what no text in PostgreSQL can: U+0000, and halves of characters; and characters that the
+        -- encoding of the database lacks. A transport reads the original.
+        if getdatabaseencoding() <> 'UTF8' then
+            return regexp_replace(
+                wire::json::text, '(?<!\\)((?:\\\\)*)\\u(?:0000|(?!00[0-7])[0-9a-fA-F]{4})', '\1?', 'g')::jsonb;
+        end if;
+        return regexp_replace(
+            regexp_replace(wire::json::text, '(?<!\\)((?:\\\\)*)\\u0000', '\1\\ufffd', 'g'),
+            '(?<!\\)((?:\\\\)*)(?:\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])'
+            || '|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2})',
+            '\1\\ufffd', 'g')::jsonb;
+    exception when others then
+        return null;
+    end;
+end;
+$$;
+comment on function pgqueue._parsed_headers(text) is
+'Headers of a transport as JSON, U+FFFD in place of what PostgreSQL cannot store, a question mark where the encoding is not UTF8; null for what is no JSON.';
+
+create function pgqueue._transport_id(id bigint)
+returns uuid
+language sql immutable parallel safe
+as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
+comment on function pgqueue._transport_id(bigint) is
+'The id that a transport sees of a message that did not come from one, or has been put back since.';
+
+create function pgqueue._is_transport_id(id uuid)
+returns boolean
+language sql immutable parallel safe
+as $$ select id between '00000000-0000-8000-8000-000000000000' and '00000000-0000-8000-8fff-ffffffffffff' $$;
+comment on function pgqueue._is_transport_id(uuid) is
+'Whether it is an id such as _transport_id makes: nobody else may give one to a message of a queue.';
+
+create function pgqueue._accept_from_transport(
+    queue_name text, id uuid, expires timestamp, wire_headers text, body bytea, own jsonb
+)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    headers jsonb;
+    fault text;
+begin
+    if wire_headers ~ e'\\S' then
+        headers := pgqueue._parsed_headers(wire_headers);
+        if headers is null or jsonb_typeof(headers) <> 'object' then
+            fault := 'the headers are not a JSON object';
+            headers := null;
+        end if;
+    end if;
+    if own <> '{}' then
+        headers := own || coalesce(headers, '{}');
+    end if;
+    if body is null then
+        fault := concat_ws(', and ', fault, 'the body is null');
+    end if;
+    if octet_length(wire_headers) > 65536 then
+        perform pgqueue._raise_payload_too_large(q.name, 'headers', octet_length(wire_headers), 65536);
+    end if;
+    if octet_length(body) > q.max_payload_bytes then
+        perform pgqueue._raise_payload_too_large(q.name, 'body', octet_length(body), q.max_payload_bytes);
+    end if;
+    if fault is not null then
+        -- Nobody could read it: it goes where somebody looks, as it came, and stands in nobody's way. Also where the
+        -- queue has no dead letters: it was never tried.
+        insert into pgqueue.dead_messages (
+            id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
+            body, headers, last_error, reason, transport_headers
+        )
+        values (
+            nextval('pgqueue.message_id'), q.name, at, at, 0, q.max_attempts, expires at time zone 'UTC', id,
+            body, headers, fault, 'rejected', wire_headers
+        );
+        return;
+    end if;
+    insert into pgqueue.messages (
+        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, body, headers,
+        transport_headers, transport_id
+    )
+    values (
+        q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, body, headers, wire_headers,
+        -- What was read elsewhere, and may here be the id of another message that is to come back.
+        case when not pgqueue._is_transport_id(id) then id end
+    );
+    perform pgqueue._wake_waiting(q, at);
+end;
+$$;
+comment on function pgqueue._accept_from_transport(text, uuid, timestamp, text, bytea, jsonb) is
+'Sends what a transport inserted; to the dead letters what nobody could read. own are headers that came in columns of their own. Raises PQ001, PQ003.';
+
+create function pgqueue._insert_by_postgresql()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    new.id := coalesce(new.id, gen_random_uuid());
+    perform pgqueue._accept_from_transport(tg_argv[0], new.id, new.expires, new.headers, new.body, '{}');
+    return new;
+end;
+$$;
+comment on function pgqueue._insert_by_postgresql() is
+'Trigger of a relation that expose_transport made: an insert sends a message.';
+
+create function pgqueue._insert_by_sqlserver()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    new.id := coalesce(new.id, gen_random_uuid());
+    perform pgqueue._accept_from_transport(
+        tg_argv[0], new.id, new.expires, new.headers, new.body,
+        jsonb_strip_nulls(jsonb_build_object(
+            'NServiceBus.CorrelationId', new.correlationid, 'NServiceBus.ReplyToAddress', new.replytoaddress)));
+    return new;
+end;
+$$;
+comment on function pgqueue._insert_by_sqlserver() is
+'The same for the flavor sqlserver: what comes in columns of its own becomes a header, where the headers lack it.';
+
+create function pgqueue._assign_transport_place()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    new.transport_seq := nextval(tg_argv[0]::regclass);
+    new.transport_id := coalesce(new.transport_id, pgqueue._transport_id(new.id));
+    new.transport_headers := coalesce(new.transport_headers, pgqueue._wire_headers(new.headers, new.message_id));
+    return new;
+end;
+$$;
+comment on function pgqueue._assign_transport_place() is
+'Trigger of the table of an exposed queue: whoever sends, a transport finds the message at its end.';
+
+create function pgqueue._archive_deleted_by_transport()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    is_filed constant boolean := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
+begin
+    with done as (
+        select
+            t.id, t.queue_name, t.enqueued_at, null::timestamptz, at, t.attempt_count + 1, t.max_attempts, t.expires_at,
+            t.message_id, t.payload, t.body, t.headers, t.claimed_by, t.last_error
+        from taken t
+        where coalesce(t.expires_at > at, true)
+    ),
+    filed as (
+        insert into pgqueue.archived_messages select d.* from done d where is_filed
+    )
+    insert into pgqueue.unfiled_messages select d.* from done d where not is_filed;
+    return null;
+end;
+$$;
+comment on function pgqueue._archive_deleted_by_transport() is
+'Trigger of the table of an exposed queue that archives: what is deleted through the relation goes to the archive, as by receive.';
+
+create function pgqueue._sync_archive_trigger(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+declare
+    partition constant regclass := pgqueue._partition_of(q);
+    is_wanted constant boolean := q.archive_for is not null and to_regclass(pgqueue._transport_table(q)) is not null;
+    is_there constant boolean := exists (
+        select from pg_trigger g where g.tgrelid = partition and g.tgname = 'archive_taken');
+begin
+    -- Of the statement: it fires for a delete of this very table, as the relation does it, and not for those of the
+    -- verbs, which delete from the parent and archive by themselves. Without an archive there is no trigger to pay for.
+    if is_wanted and not is_there then
+        execute format(
+            'create or replace trigger archive_taken after delete on %s referencing old table as taken for each statement'
+            ' execute function pgqueue._archive_deleted_by_transport()', partition);
+    elsif is_there and not is_wanted then
+        execute format('drop trigger archive_taken on %s', partition);
+    end if;
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(q.name, 'alter_queue');
+end;
+$$;
+comment on function pgqueue._sync_archive_trigger(pgqueue.queues) is
+'Has the relation of a queue, if there is one, archive what is deleted through it, if the queue archives. Raises PQ004 where a longer transaction uses the table.';
+
+create function pgqueue._transport_table(q pgqueue.queues)
+returns text
+language sql immutable parallel safe
+as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
+comment on function pgqueue._transport_table(pgqueue.queues) is
+'The table that holds the row of transports of an exposed queue, and nothing else.';
+
+create function pgqueue._transport_of(q pgqueue.queues, out relation regclass, out seq_register regclass)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- By the name of its table, for which the catalog is asked anew: the cache of who had to wait for an expose_transport
+    -- may be older than that, and so may a snapshot.
+    execute format('select t.relation, t.seq_register from %s t', pgqueue._transport_table(q)) into relation, seq_register;
+    if relation is null then
+        perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
+    end if;
+exception when undefined_table then
+    -- It is not exposed.
+    null;
+end;
+$$;
+comment on function pgqueue._transport_of(pgqueue.queues) is
+'The relation and the sequence of a queue that is held, as of now; nulls where it is not exposed. Raises 40001 where it was exposed behind the snapshot.';
+
+create function pgqueue._record_transport_head(t pgqueue.transports, partition regclass)
+returns pgqueue.transports
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    bound constant bigint := coalesce(pg_sequence_last_value(t.seq_register), 0);
+    writers constant text[] := pgqueue._running_writers();
+    lowest bigint;
+begin
+    -- As _record_vacant_ids does: the sequence first, the writers second, and what a later statement does not find below is not there.
+    t.writers := t.writers || array(select w from unnest(writers) as w where w like '-1/%' and w <> all (t.writers));
+    if not t.writers && writers then
+        t.settled_seq := t.bound_seq;
+        t.bound_seq := bound;
+        t.writers := writers;
+    end if;
+    execute format(
+        'select m.transport_seq from %s m where m.transport_seq >= $1 order by m.transport_seq limit 1', partition)
+    into lowest using t.head;
+    t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
+    return t;
+end;
+$$;
+comment on function pgqueue._record_transport_head(pgqueue.transports, regclass) is
+'What is known of a relation, with its head moved up to the lowest row that is there or may appear.';
+
+create function pgqueue._advance_transport(q pgqueue.queues)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    nowhere constant bigint := 9223372036854775807;
+    row_of constant text := pgqueue._transport_table(q);
+    t pgqueue.transports;
+    mine pgqueue.transports;
+    is_mine boolean := false;
+begin
+    if q.paused_at is not null or to_regclass(row_of) is null then
+        return nowhere;
+    end if;
+    execute format('select t.head, t.next_at from %s t', row_of) into t.head, t.next_at;
+    -- A receive may stay open for as long as its handler works: it leaves this to those who look, for two seconds.
+    -- What is further off than a minute was set by a clock that was wrong.
+    if current_setting('transaction_read_only')::boolean
+        or t.next_at < at + interval '1 min' and (
+            t.next_at > at
+            or t.next_at > at - interval '2 s' and current_query() ~* e'^[\\s(]*(delete|with|insert|update|merge)\\M'
+        )
+    then
+        return t.head;
+    end if;
+    -- A snapshot that is older than the look at the writers proves nothing.
+    if not pgqueue._has_fixed_snapshot() then
+        execute format(
+            'select t.seq_register, t.head, t.settled_seq, t.bound_seq, t.writers from %s t'
+            ' for no key update skip locked', row_of)
+        into mine.seq_register, mine.head, mine.settled_seq, mine.bound_seq, mine.writers;
+        is_mine := mine.head is not null;
+    end if;
+    -- Ahead of time, as this very statement does not see them any more: they are not shown before they are due.
+    if (is_mine or t.next_at not between at - interval '2 s' and at + interval '1 min') and exists (
+        select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.due_at <= at + interval '15 s'
+    ) and pgqueue._try_lock_existing_queue(q) then
+        perform pgqueue._promote_due(q, at + interval '15 s', 1000, '-infinity');
+    end if;
+    if is_mine then
+        -- What came back is noted for claims, which forget it when it has left; here there may never be one.
+        perform pgqueue._prune_requeued(q, array_agg(w.id), max(w.check_at))
+        from (
+            select r.check_at, r.id from pgqueue.requeued_messages r
+            where r.queue_name = q.name
+            order by r.check_at, r.id limit 1000
+        ) w
+        having count(*) > 0;
+        t := pgqueue._record_transport_head(mine, pgqueue._partition_of(q));
+        execute format(
+            'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', row_of)
+        using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
+    end if;
+    return t.head;
+end;
+$$;
+comment on function pgqueue._advance_transport(pgqueue.queues) is
+'Does what advance_transport says, where it is due.';
+
+create function pgqueue.advance_transport(queue_name text)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+as $$
+begin
+    return pgqueue._advance_transport(pgqueue._get_unlocked_queue(queue_name));
+end;
+$$;
+comment on function pgqueue.advance_transport(text) is
+'Called by the relations of expose_transport themselves, once a second at most: makes ready what comes due, and returns where their statements begin to read; at the end of all numbers while the queue is paused, or where it is not exposed. Who may read such a relation needs access to this function: grant_access(role, ''transport''). Raises PQ001.';
+
+create function pgqueue._make_dedicated(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    partition constant text := format('pgqueue.%I', format('messages_%s', q.queue_id));
+    hall constant text := format('pgqueue.%I', format('messages_%s_moving', q.queue_id));
+    move constant text := format(
+        'with moved as (delete from pgqueue.messages_shared m where m.queue_name = %L returning m.*)'
+        ' insert into %s select m.* from moved m', q.name, hall);
+begin
+    -- By way of a table, as a partition cannot be made while its rows lie in the shared one.
+    execute format('create unlogged table %s (like pgqueue.messages_shared)', hall);
+    execute move;
+    -- Who sends by plain SQL does not hold the queue: what came meanwhile follows, behind the lock that a new partition
+    -- takes anyway.
+    lock table only pgqueue.messages, pgqueue.messages_shared in access exclusive mode;
+    execute move;
+    perform pgqueue._create_partition(q.name, q.queue_id);
+    execute format('insert into %s select m.* from %s m', partition, hall);
+    execute format('drop table %s', hall);
+    update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name;
+end;
+$$;
+comment on function pgqueue._make_dedicated(pgqueue.queues) is
+'Moves the messages of a queue into a partition of its own.';
+
+create function pgqueue._body_string(as_view text)
+returns text
+language sql stable
+as $$
+    -- By what every role may call. A body is text if its bytes are UTF-8, without a zero.
+    select case
+        when current_setting('server_encoding') = 'UTF8' then format(
+            'case when encode(%1$s, ''hex'') ~ %2$L then convert_from(%1$s, ''UTF8'') else encode(%1$s, ''escape'') end', as_view,
+            '^(?:0[1-9a-f]|[1-7].|(?:c[2-9a-f]|d.)[89ab].|e0[ab].[89ab].|(?:e[1-9abcef])(?:[89ab].){2}|ed[89].[89ab].|f0[9ab].(?:[89ab].){2}|f[1-3](?:[89ab].){3}|f48.(?:[89ab].){2})*$')
+        else format('encode(%s, ''escape'')', as_view)
+    end
+$$;
+comment on function pgqueue._body_string(text) is
+'The expression that shows a body as text: readable where it is UTF-8, with its bytes as \000 where it is not.';
+
+create function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean)
+returns text
+language sql stable
+as $$
+    select format(
+        'select m.transport_id as id,%1$s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
+        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%2$s%3$s m.transport_seq as seq from %4$s m'
+        -- One condition is planned in less time than two, and a table of one row in less than a row found by a key.
+        ' where case when m.attempt_count < m.max_attempts then m.visible_at <= clock_timestamp() end'
+        ' and m.transport_seq >= ('
+        ' select case when t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
+        ' then t.head else pgqueue.advance_transport(%5$L) end from %6$s t)'
+        -- Of no row, so it is asked before any: a table that is empty, and read in sequence as it is small, would ask
+        -- for no head, and nothing would ever come due.
+        ' and (select t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
+        ' or pgqueue.advance_transport(%5$L) is not null from %6$s t)',
+        case when flavor = 'sqlserver' then
+            ' (m.headers ->> ''NServiceBus.CorrelationId'')::varchar(255) as correlationid,'
+            ' (m.headers ->> ''NServiceBus.ReplyToAddress'')::varchar(255) as replytoaddress, true as recoverable,'
+        end,
+        case when body_string then
+            format(' %s as bodystring,', pgqueue._body_string('coalesce(m.body, convert_to(m.payload::text, ''UTF8''))'))
+        end,
+        case when flavor = 'sqlserver' then ' m.transport_seq as rowversion,' end,
+        pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
+$$;
+comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
+'What the relation of a transport shows: the rows that could be claimed, and expired ones, as the transport drops those itself.';
+
+create function pgqueue._expose(
+    q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name
+)
+returns text
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    relation constant text := format('%I.%I', schema_name, table_name);
+    register constant text := format('pgqueue.%I', format('queue_%s_seq', q.queue_id));
+    name constant text := format('messages_%s', q.queue_id);
+    partition regclass;
+begin
+    if q.dedicated then
+        -- Who sends by plain SQL does not hold the queue, and would have no place. The trigger takes this lock anyway.
+        execute format('lock table only %s in share row exclusive mode', pgqueue._partition_of(q));
+        perform pgqueue._require_current_snapshot(format('queue %L', q.name));
+    else
+        perform pgqueue._make_dedicated(q);
+        q.dedicated := true;
+    end if;
+    partition := pgqueue._partition_of(q);
+    perform pgqueue._create_register(q.queue_id, 'seq');
+    execute format(
+        'update %s m set transport_seq = o.n, transport_id = pgqueue._transport_id(m.id),'
+        ' transport_headers = coalesce(m.transport_headers, pgqueue._wire_headers(m.headers, m.message_id))'
+        ' from (select c.id, row_number() over (order by c.id) as n from %1$s c) o where o.id = m.id', partition);
+    execute format('select setval(%L, count(*) + 1, false) from %s', register, partition);
+    -- Who looks for the first reads all entries of a page: a page has few. And where next to nothing is known, every index
+    -- seems to find one row, and the planner takes the smaller one, or the one that was made last: that of the id, please.
+    execute format(
+        'create unique index %I on %s (transport_seq) with (fillfactor = 30)', name || '_transport_seq', partition);
+    execute format('create unique index %I on %s (transport_id)', name || '_transport_id', partition);
+    -- What is known of a queue is mostly that it was empty. To read it in its order must look cheap then, too, and not to
+    -- read and sort it as a whole: without knowing how the rows lie. And what is known must be learnt anew soon.
+    execute format('alter table %s alter transport_seq set statistics 0', partition);
+    execute format('alter table %s set (autovacuum_analyze_threshold = 1000)', partition);
+    execute format('create index %I on %s ((expires_at at time zone ''UTC'')) where expires_at is not null',
+        name || '_expires', partition);
+    execute format(
+        'create trigger place_for_transport before insert on %s for each row when (new.transport_seq is null)'
+        ' execute function pgqueue._assign_transport_place(%L)', partition, register);
+    -- Also in a session that has triggers off, as what has no place is never received.
+    execute format('alter table %s enable always trigger place_for_transport', partition);
+    execute format(
+        'create table %s () inherits (pgqueue.transports)'
+        ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0)',
+        pgqueue._transport_table(q));
+    execute format('alter table %s replica identity full', pgqueue._transport_table(q));
+    perform pgqueue._revoke_default_privileges(pgqueue._transport_table(q)::regclass);
+    execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
+    perform pgqueue._revoke_default_privileges(relation::regclass);
+    execute format(
+        'create trigger insert_by_transport instead of insert on %s for each row'
+        ' execute function pgqueue.%I(%L)', relation, '_insert_by_' || flavor, q.name);
+    execute format('comment on view %s is %L', relation, format('The pgqueue queue %s, for a transport.', q.name));
+    execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
+    execute format('insert into %s (queue_name, relation, seq_register) values ($1, $2, $3)', pgqueue._transport_table(q))
+    using q.name, relation::regclass, register::regclass;
+    perform pgqueue._sync_archive_trigger(q);
+    update pgqueue.subscriptions s
+    set queue_address = pgqueue._transport_address(relation::regclass)
+    where s.queue_name = q.name;
+    return pgqueue._transport_address(relation::regclass);
+end;
+$$;
+comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
+'Makes the relation of a queue that is held alone, and gives it to a role.';
+
+create function pgqueue._transport_address(relation regclass)
+returns text
+language sql stable
+as $$
+    select format('"%s"."%s"', replace(n.nspname, '"', '""'), replace(c.relname, '"', '""'))
+    from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+    where c.oid = relation
+$$;
+comment on function pgqueue._transport_address(regclass) is
+'A relation as a transport addresses it.';
+
+create function pgqueue._check_exposure(schema_name text, table_name text, flavor text)
+returns name
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- In a definer's function the caller is the role that is set, or who logged in.
+    for_role constant name := coalesce(nullif(current_setting('role'), 'none'), session_user);
+begin
+    if schema_name is null or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
+        or not exists (select from pg_namespace n where n.nspname = schema_name)
+    then
+        perform pgqueue._raise_invalid('schema_name', schema_name, 'the name of a schema that exists and is not the system''s');
+    end if;
+    if table_name is null or octet_length(table_name) not between 1 and 63 then
+        perform pgqueue._raise_invalid('table_name', table_name, 'a name of 1 to 63 bytes');
+    end if;
+    if flavor is null or flavor not in ('postgresql', 'sqlserver') then
+        perform pgqueue._raise_invalid('flavor', flavor, 'postgresql or sqlserver');
+    end if;
+    if not has_schema_privilege(for_role, schema_name, 'CREATE') then
+        perform pgqueue._raise_not_allowed(for_role, 'create relations in schema', schema_name);
+    end if;
+    return for_role;
+end;
+$$;
+comment on function pgqueue._check_exposure(text, text, text) is
+'Raises 22023 or 42501 unless the caller may make such a relation there; returns who he is.';
+
+create function pgqueue.expose_transport(
+    queue_name text,
+    schema_name text default 'public',
+    table_name text default null,
+    body_string boolean default false,
+    flavor text default 'postgresql'
+)
+returns text
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+declare
+    q pgqueue.queues;
+    for_role name;
+    exposed regclass;
+    address text;
+begin
+    perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
+    q := pgqueue._get_locked_queue(queue_name);
+    perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
+    for_role := pgqueue._check_exposure(schema_name collate "C", coalesce(table_name, queue_name), flavor);
+    if body_string is null then
+        perform pgqueue._raise_invalid('body_string', null, 'true or false');
+    end if;
+    select t.relation into exposed from pgqueue.transports t where t.queue_name = q.name;
+    if found then
+        perform pgqueue._raise_exposed(q.name, exposed);
+    end if;
+    address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
+    if not q.dedicated then
+        perform pgqueue._tell_rooms('queue_altered', q, w) from pgqueue.queues w where w.name = q.name;
+    end if;
+    return address;
+exception
+    when lock_not_available then
+        perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
+        return null;
+    when check_violation then
+        -- Plain SQL has sent to it behind the snapshot: no partition is made while that lies in the shared one.
+        perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
+        return null;
+end;
+$$;
+comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
+'Makes a relation over the queue, in schema_name under table_name (by default the queue''s name), on which an NServiceBus transport works as on its own table, and returns its address. Its columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text where it is UTF-8; with flavor sqlserver also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; what comes with headers that are no JSON object, or without a body, goes to the dead letters as it is. A delete takes messages as receive does, to the archive where the queue has archive_for, though it does not tell a purge from a receive; who shows up are those that could be claimed, and expired ones, which the transport drops itself and nobody archives. The queue becomes dedicated. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on; who reads it needs grant_access(role, ''transport''), too. Raises 22023, PQ001, PQ004, 42501, 42P07 where the name is taken, 42710 where the queue is exposed.';
+
+create function pgqueue._unexpose(q pgqueue.queues)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    relation regclass;
+    seq_register regclass;
+    index regclass;
+begin
+    select t.relation, t.seq_register into relation, seq_register from pgqueue._transport_of(q) t;
+    if relation is null then
+        return false;
+    end if;
+    -- Somebody may have dropped it, or an index.
+    if exists (select from pg_class c where c.oid = relation) then
+        execute format('drop view %s', relation);
+    end if;
+    execute format('drop table %s', pgqueue._transport_table(q));
+    execute format('drop trigger place_for_transport on %s', pgqueue._partition_of(q));
+    perform pgqueue._sync_archive_trigger(q);
+    for index in
+        select x.indexrelid from pg_index x join pg_class c on c.oid = x.indexrelid
+        where x.indrelid = pgqueue._partition_of(q) and c.relname ~ '^messages_[0-9]+_(transport_id|transport_seq|expires)$'
+    loop
+        execute format('drop index %s', index);
+    end loop;
+    execute format('drop sequence %s', seq_register);
+    update pgqueue.subscriptions s set queue_address = q.name where s.queue_name = q.name;
+    return true;
+end;
+$$;
+comment on function pgqueue._unexpose(pgqueue.queues) is
+'Takes the relation of a queue away; false if there is none.';
+
+create function pgqueue.unexpose_transport(queue_name text)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+declare
+    q pgqueue.queues;
+begin
+    perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
+    q := pgqueue._get_locked_queue(queue_name);
+    perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
+    return pgqueue._unexpose(q);
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(queue_name, 'unexpose_transport');
+    return null;
+end;
+$$;
+comment on function pgqueue.unexpose_transport(text) is
+'Drops the relation that expose_transport made, and returns true; false if there is none. The queue keeps its messages, and stays dedicated. Raises PQ001, PQ004, and 2BP01 where something else uses the relation.';
+
+create function pgqueue._resolve_subscription()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    found_name text;
+begin
+    perform pgqueue._check_topic('topic', new.topic, true);
+    select t.queue_name into found_name
+    from pgqueue.transports t
+    where pgqueue._transport_address(t.relation) = new.queue_address;
+    new.queue_name := (pgqueue._get_locked_queue(coalesce(found_name, new.queue_address))).name;
+    return new;
+end;
+$$;
+comment on function pgqueue._resolve_subscription() is
+'Trigger of subscriptions: finds the queue that an address leads to, for who has only the address. Raises 22023, PQ001.';
+
+create function pgqueue._address_subscription()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues;
+begin
+    select queues.* into q from pgqueue.queues where queues.name = new.queue_name;
+    if found then
+        new.queue_address := coalesce(pgqueue._transport_address((pgqueue._transport_of(q)).relation), new.queue_address);
+    end if;
+    return new;
+end;
+$$;
+comment on function pgqueue._address_subscription() is
+'Trigger of subscriptions: gives a subscription that subscribe made the address by which a transport knows the queue.';
+
+create or replace trigger address_subscription
+before insert on pgqueue.subscriptions
+for each row when (new.queue_address = new.queue_name)
+execute function pgqueue._address_subscription();
+
+create or replace trigger resolve_new_subscription
+before insert on pgqueue.subscriptions
+for each row when (new.queue_name is null)
+execute function pgqueue._resolve_subscription();
+
+create or replace trigger resolve_changed_subscription
+before update of queue_address on pgqueue.subscriptions
+for each row when (new.queue_address is distinct from old.queue_address)
+execute function pgqueue._resolve_subscription();
+
+create function pgqueue._subscriptions_comment()
+returns text
+language sql immutable parallel safe
+as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
+comment on function pgqueue._subscriptions_comment() is
+'By which the relations of expose_subscriptions are known.';
+
+create function pgqueue._create_subscriptions_relation(schema_name text, table_name text, for_role name)
+returns text
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    relation constant text := format('%I.%I', schema_name, table_name);
+begin
+    execute format(
+        'create view %s as select s.queue_address as queueaddress, s.endpoint, s.topic from pgqueue.subscriptions s', relation);
+    perform pgqueue._revoke_default_privileges(relation::regclass);
+    execute format('comment on view %s is %L', relation, pgqueue._subscriptions_comment());
+    execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
+    return pgqueue._transport_address(relation::regclass);
+end;
+$$;
+comment on function pgqueue._create_subscriptions_relation(text, text, name) is
+'Makes the relation of expose_subscriptions, and gives it to a role.';
+
+create function pgqueue.expose_subscriptions(
+    schema_name text default 'public', table_name text default 'SubscriptionRouting'
+)
+returns text
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pgqueue._create_subscriptions_relation(
+        schema_name, table_name, pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql'));
+end;
+$$;
+comment on function pgqueue.expose_subscriptions(text, text) is
+'Makes a relation over all subscriptions, in schema_name under table_name, on which an NServiceBus transport works as on its own table, and returns its address. Its columns are queueaddress, endpoint and topic; an address is what expose_transport returned, or a queue''s name, and what leads to no queue is refused with PQ001. An endpoint has a topic once, whichever relation it says so in: two systems on one database need endpoints of different names. Who may insert there has any queue sent what any other is sent. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on. Raises 22023, 42501, and 42P07 where the name is taken.';
+
+create function pgqueue._drop_subscriptions_relation(relation regclass)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if relation is null or obj_description(relation, 'pg_class') is distinct from pgqueue._subscriptions_comment()
+        or not exists (select from pg_class c where c.oid = relation and c.relkind = 'v' and pg_get_userbyid(c.relowner) = current_user)
+    then
+        return false;
+    end if;
+    execute format('drop view %s', relation);
+    return true;
+end;
+$$;
+comment on function pgqueue._drop_subscriptions_relation(regclass) is
+'Drops a relation of expose_subscriptions; false if it is none.';
+
+create function pgqueue.unexpose_subscriptions(
+    schema_name text default 'public', table_name text default 'SubscriptionRouting'
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if schema_name is null then
+        perform pgqueue._raise_invalid('schema_name', null, 'the name of a schema');
+    end if;
+    if table_name is null then
+        perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
+    end if;
+    return pgqueue._drop_subscriptions_relation(to_regclass(format('%I.%I', schema_name, table_name)));
+end;
+$$;
+comment on function pgqueue.unexpose_subscriptions(text, text) is
+'Drops a relation that expose_subscriptions made, and returns true; false if there is none. The subscriptions stay. Raises 22023, and 2BP01 where something else uses the relation.';
+
+create function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if not after.dedicated then
+        return;
+    end if;
+    if after.archive_for is null and before.archive_for is not null then
+        -- An older snapshot may not show that the queue is exposed.
+        perform pgqueue._require_current_snapshot(format('queue %L', after.name));
+    end if;
+    perform pgqueue._sync_archive_trigger(after);
+end;
+$$;
+comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
+'Has the relation of the queue archive what is deleted through it, if the queue archives.';
+
+create function pgqueue._on_queue_dropping_transport(before pgqueue.queues, after pgqueue.queues)
+returns void
+language sql volatile
+as $$ select pgqueue._unexpose(before) $$;
+comment on function pgqueue._on_queue_dropping_transport(pgqueue.queues, pgqueue.queues) is
+'Drops the relation of the queue.';
+
+create function pgqueue._findings_of_transport(q pgqueue.queues, at timestamptz)
+returns setof pgqueue.finding
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    top_id bigint;
+    last_id bigint;
+    register regclass;
+    partition constant regclass := pgqueue._partition_of(q);
+    expires boolean;
+begin
+    if to_regclass(pgqueue._transport_table(q)) is not null then
+        execute format(
+            'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register from %s t',
+            pgqueue._partition_of(q), pgqueue._transport_table(q))
+        into top_id, register;
+        execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_id;
+        if top_id > last_id then
+            return next row('error', q.name, 'ids_above_sequence',
+                format('its relation has known the seq %s, which the sequence %s has not reached: what is sent now is refused, or not found by its transport', top_id, register),
+                format(
+                    'select setval(%1$L, greatest(%2$s, pg_sequence_last_value(%1$L)));'
+                    ' update %3$s set transport_seq = nextval(%1$L) where transport_seq < (select t.head from %4$s t);',
+                    register, top_id, pgqueue._partition_of(q), pgqueue._transport_table(q)))::pgqueue.finding;
+        end if;
+        if not pgqueue._has_index(partition, '(expires_at AT TIME ZONE ''UTC''::text)') then
+            execute format(
+                'select bool_or(m.expires_at is not null) from (select c.expires_at from %s c limit 1000) m', partition)
+            into expires;
+            if expires then
+                return next row('warning', q.name, 'missing_index',
+                    format('messages expire, and %s has no index on the column expires of its relation: the transport reads the whole queue', partition),
+                    format('create index concurrently on %s ((expires_at AT TIME ZONE ''UTC''::text)) where expires_at is not null;', partition)
+                )::pgqueue.finding;
+            end if;
+        end if;
+    end if;
+end;
+$$;
+comment on function pgqueue._findings_of_transport(pgqueue.queues, timestamptz) is
+'What doctor finds on the relation of a queue: a sequence that is behind.';
+-- Queues for a while, such as one for the replies to each instance of a service: made when the instance starts, and
+-- dropped when nobody has come by for long. There is no daemon: whoever makes a queue drops those that are over.
+
+create function pgqueue._last_used_at(q pgqueue.queues, at timestamptz)
+returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    swept_at timestamptz := pgqueue._from_micros(pg_sequence_last_value(q.next_sweep_at));
+begin
+    -- Where a claim found all it wanted, or never was, the register says nothing; nor does one from a clock that was
+    -- wrong. It is taken for used now, once: the next sweep is due at once, as it was.
+    if swept_at not between timestamptz '1970-01-02 00:00+00' and at + interval '1 min' then
+        swept_at := at;
+        perform setval(q.next_sweep_at, pgqueue._to_micros(at));
+    end if;
+    return greatest(
+        q.created_at, q.updated_at, swept_at, least(pgqueue._from_micros(coalesce(pg_sequence_last_value(q.waiting_until), 1)), at),
+        (select t.next_at from pgqueue.transports t where t.queue_name = q.name and t.next_at <= at + interval '1 min'));
+end;
+$$;
+comment on function pgqueue._last_used_at(pgqueue.queues, timestamptz) is
+'When somebody last claimed, received, or waited for a message of the queue, by its registers: to five seconds.';
+
+create function pgqueue._is_queue_empty(q pgqueue.queues)
+returns boolean
+language sql stable
+as $$
+    select not exists (select from pgqueue.messages m where m.queue_name = q.name)
+        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name)
+        and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name)
+$$;
+comment on function pgqueue._is_queue_empty(pgqueue.queues) is
+'Whether a queue holds no message: none ready, in flight, scheduled or dead.';
+
+create function pgqueue._has_exclusive_lock_on_messages()
+returns boolean
+language sql volatile
+as $$
+    select exists (
+        select from pg_catalog.pg_locks l
+        where l.pid = pg_catalog.pg_backend_pid() and l.relation = 'pgqueue.messages'::regclass
+            and l.mode = 'AccessExclusiveLock' and l.granted
+    )
+$$;
+comment on function pgqueue._has_exclusive_lock_on_messages() is
+'Whether the transaction keeps everybody else from messages, as one does that made a dedicated table.';
+
+create function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '100 ms'
+as $$
+begin
+    -- Everybody who sends or claims waits for the end of who drops a table, which may be far off.
+    if q.dedicated and not patient and not pgqueue._has_exclusive_lock_on_messages() then
+        return false;
+    end if;
+    -- Whoever uses it keeps it. Nobody is waited for, and nobody waits but for a queue that is gone.
+    if not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name)) then
+        return false;
+    end if;
+    select queues.* into q from pgqueue.queues where queues.name = q.name and queues.queue_id = q.queue_id;
+    if not found or not pgqueue._is_queue_empty(q)
+        or pgqueue._last_used_at(q, at) > pgqueue._add_interval(at, -q.expires_after_idle)
+    then
+        -- Not by return: only an error gives the lock back before the transaction ends, which may take long.
+        perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
+    end if;
+    perform pgqueue._drop_queue(q);
+    return true;
+exception
+    when lock_not_available or dependent_objects_still_exist or sqlstate 'PQ004' then
+        return false;
+end;
+$$;
+comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
+'Drops a queue that nobody has used for as long as it said; false if it stays. Only who is patient, or holds messages anyway, drops a dedicated table.';
+
+create function pgqueue._drop_idle_queues(max_queues int, patient boolean)
+returns setof text
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    dropped int := 0;
+    q pgqueue.queues;
+begin
+    -- A snapshot that is older than the lock does not show what was sent in between.
+    if pgqueue._has_fixed_snapshot() then
+        return;
+    end if;
+    for q in
+        select queues.* from pgqueue.queues
+        where queues.expires_after_idle is not null
+            and queues.updated_at <= pgqueue._add_interval(at, -queues.expires_after_idle)
+        order by queues.name
+    loop
+        exit when dropped >= max_queues;
+        if pgqueue._drop_if_idle(q, at, patient) then
+            dropped := dropped + 1;
+            return next q.name;
+        end if;
+    end loop;
+end;
+$$;
+comment on function pgqueue._drop_idle_queues(int, boolean) is
+'Drops up to so many queues that nobody has used for as long as they said, and returns their names.';
+
+create function pgqueue.drop_idle_queues()
+returns setof text
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Each takes some ten locks, and thousands of queues would fill the lock table.
+    return query select n from pgqueue._drop_idle_queues(100, true) as n;
+end;
+$$;
+comment on function pgqueue.drop_idle_queues() is
+'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long, 100 at most, and returns their names: call it until it returns none. A queue in use by an open transaction stays, and in repeatable read all do, as what others sent cannot be seen there. create_queue does the same, for ten queues at most, where it is a transaction of its own, and so does expose_transport; dedicated queues go with the next that becomes dedicated: there is no need to call this, unless to be rid of them at once.';
+
+create function pgqueue._on_queue_created_idle(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A transaction that goes on for long would hold the locks of what it dropped.
+    if pgqueue._is_first_statement() then
+        perform pgqueue._drop_idle_queues(10, false);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_created_idle(pgqueue.queues, pgqueue.queues) is
+'Drops up to ten idle queues when a queue is created.';
+
+create function pgqueue._on_queue_altered_idle(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- This transaction holds the lock that dropping a dedicated queue needs.
+    if after.dedicated and not before.dedicated and pgqueue._is_first_statement() then
+        perform pgqueue._drop_idle_queues(10, false);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_altered_idle(pgqueue.queues, pgqueue.queues) is
+'Drops up to ten idle queues when a queue becomes dedicated.';
 -- Who may do what, on one page: the verbs that a role may call are its privileges.
 
 create function pgqueue._access_matrix()
@@ -7236,31 +7475,6 @@ end;
 $$;
 comment on function pgqueue._apply_access(name, text) is
 'Grants what a kind of access consists of.';
-
-create function pgqueue._revoke_default_privileges(relation regclass)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    role_name name;
-begin
-    for role_name in
-        select distinct r.rolname
-        from pg_class c cross join lateral aclexplode(c.relacl) as a
-        left join pg_roles r on r.oid = a.grantee
-        where c.oid = relation and a.grantee <> c.relowner
-    loop
-        if role_name is null then
-            execute format('revoke all on %s from public', relation);
-        else
-            execute format('revoke all on %s from %I', relation, role_name);
-        end if;
-    end loop;
-end;
-$$;
-comment on function pgqueue._revoke_default_privileges(regclass) is
-'Takes back what the default privileges of its owner granted on a new table or sequence.';
 
 create function pgqueue._serialize_grants()
 returns void

@@ -2,43 +2,6 @@
 -- of its day (UTC), which goes as a whole. Days are made ahead, by whoever switches archiving on, by a sweep once an
 -- hour, and by maintain_archive; a message whose day has none is filed later. No acknowledgement waits or fails.
 
-create or replace function pgqueue._utc_day(moment timestamptz)
-returns date
-language sql immutable parallel safe
-as $$ select (moment at time zone 'UTC')::date $$;
-comment on function pgqueue._utc_day(timestamptz) is
-'The day of UTC in which a moment lies, whatever the TimeZone of the session.';
-
-create or replace function pgqueue._day_partition_name(day date)
-returns text
-language sql stable parallel safe
-as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
-comment on function pgqueue._day_partition_name(date) is
-'The name of the partition that a day of the archive has, or would have.';
-
-create or replace function pgqueue._has_day_partition(day date)
-returns boolean
-language sql volatile
-as $$
-    select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
-$$;
-comment on function pgqueue._has_day_partition(date) is
-'Whether a day of the archive has its partition. By the catalog as it is now, not as an old snapshot has it; null or false if not.';
-
-create or replace function pgqueue._archive_marker(queue_name text)
-returns text
-language sql immutable parallel safe
-as $$ select 'pgqueue.archives_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
-comment on function pgqueue._archive_marker(text) is
-'The name of the sequence that exists while a queue archives.';
-
-create or replace function pgqueue._lock_queue_without_archive(queue_name text)
-returns boolean
-language sql volatile
-as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
-comment on function pgqueue._lock_queue_without_archive(text) is
-'Holds the queue as _lock_queue does, and says whether it keeps no archive; false for a null name. One expression, as each costs an acknowledgement its preparation; by the cache of the catalog, as a look at the row costs ten times as much.';
-
 create or replace function pgqueue._set_archive_marker(queue_name text, archive_for interval)
 returns void
 language plpgsql volatile
@@ -59,64 +22,6 @@ end;
 $$;
 comment on function pgqueue._set_archive_marker(text, interval) is
 'Has the mark of a queue say whether it archives.';
-
-create or replace function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    acked bigint[];
-begin
-    if not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false) then
-        return pgqueue._ack_to_unfiled(queue_name, ids, claim_token, at);
-    end if;
-    with gone as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(_ack_to_archive.queue_name collate "C", ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_archive.queue_name collate "C", k.names, k.ids, k.id)
-            and m.claim_token = _ack_to_archive.claim_token and m.claimed_attempt = m.attempt_count
-        returning
-            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-            m.payload, m.body, m.headers, m.claimed_by, m.last_error
-    ),
-    kept as (
-        insert into pgqueue.archived_messages select g.* from gone g returning archived_messages.id
-    )
-    select array_agg(k.id) into acked from kept k;
-    return coalesce(acked, '{}');
-end;
-$$;
-comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
-'Acknowledges messages of one claim: moves them to the archive, in one statement, and returns the ids of those that were still the caller''s.';
-
-create or replace function pgqueue._ack_to_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    acked bigint[];
-begin
-    with gone as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(_ack_to_unfiled.queue_name collate "C", ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_unfiled.queue_name collate "C", k.names, k.ids, k.id)
-            and m.claim_token = _ack_to_unfiled.claim_token and m.claimed_attempt = m.attempt_count
-        returning
-            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-            m.payload, m.body, m.headers, m.claimed_by, m.last_error
-    ),
-    kept as (
-        insert into pgqueue.unfiled_messages select g.* from gone g returning unfiled_messages.id
-    )
-    select array_agg(k.id) into acked from kept k;
-    return coalesce(acked, '{}');
-end;
-$$;
-comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
-'The same where the day has no partition.';
 
 create or replace function pgqueue._archive_expiry(at timestamptz)
 returns timestamptz
@@ -239,7 +144,6 @@ declare
 begin
     perform pgqueue._set_archive_marker(q.name, q.archive_for);
     begin
-        perform setval('pgqueue.next_archive_check_at', pgqueue._to_micros(at + interval '1 h'));
         -- The lock of who makes days concerns nobody else.
         lock table only pgqueue.archived_messages in share update exclusive mode;
         perform pgqueue._create_missing_days(at);
@@ -268,6 +172,48 @@ $$;
 comment on function pgqueue._stop_archiving(pgqueue.queues) is
 'Has a queue keep nothing from now on, and notes how long what it kept was promised to last.';
 
+create or replace function pgqueue._on_queue_created_archive(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if after.archive_for is not null then
+        perform pgqueue._start_archiving(after);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_created_archive(pgqueue.queues, pgqueue.queues) is
+'Prepares the archive for a new queue that has archive_for.';
+
+create or replace function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Also where the row has not changed, but the marker does not say what the row says: doctor repairs it so.
+    if after.archive_for is distinct from before.archive_for
+        or (after.archive_for is null) <> (to_regclass(pgqueue._archive_marker(after.name)) is null)
+    then
+        if after.archive_for is null then
+            perform pgqueue._stop_archiving(before);
+        else
+            perform pgqueue._start_archiving(after);
+        end if;
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_altered_archive(pgqueue.queues, pgqueue.queues) is
+'Starts or stops archiving as the row of the queue says.';
+
+create or replace function pgqueue._on_queue_dropping_archive(before pgqueue.queues, after pgqueue.queues)
+returns void
+language sql volatile
+as $$ select pgqueue._stop_archiving(before) $$;
+comment on function pgqueue._on_queue_dropping_archive(pgqueue.queues, pgqueue.queues) is
+'Keeps what the queue has archived for as long as its archive_for promised.';
+
 create or replace function pgqueue._truncate_day(day date)
 returns void
 language plpgsql volatile
@@ -290,43 +236,35 @@ as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_n
 comment on function pgqueue._is_day_empty(date) is
 'Whether a day of the archive was emptied, or never had a message.';
 
-create or replace function pgqueue._archive_housekeeping(at timestamptz)
+create or replace function pgqueue._on_housekeeping_due_archive(at timestamptz, since_last interval)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    since_look constant interval :=
-        at - pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_archive_check_at')) + interval '1 h';
     day date;
 begin
-    -- Set first, so that one comes by an hour, whatever becomes of him.
-    perform setval('pgqueue.next_archive_check_at', pgqueue._to_micros(at + interval '1 h'));
-    begin
-        lock table only pgqueue.archived_messages in share update exclusive mode nowait;
-        perform pgqueue._create_missing_days(at);
-        if pgqueue._file_messages(at, 1000) = 1000 then
-            perform setval('pgqueue.next_archive_check_at', pgqueue._to_micros(at + interval '1 s'));
+    lock table only pgqueue.archived_messages in share update exclusive mode nowait;
+    perform pgqueue._create_missing_days(at);
+    if pgqueue._file_messages(at, 1000) = 1000 then
+        perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
+    end if;
+    -- Until this transaction commits, a truncated day blocks every reader of the whole archive. So a day is truncated only
+    -- if the transaction can commit at once, and only if the clock has not jumped since the last housekeeping.
+    if pgqueue._is_first_statement() and since_last between interval '0' and interval '1 day' then
+        delete from pgqueue.archive_promises p where p.ends_at <= at;
+        select d into day from pgqueue._expired_days(at) d where not pgqueue._is_day_empty(d) limit 1;
+        if found then
+            perform pgqueue._truncate_day(day);
         end if;
-        -- A day is locked against who reads the whole archive until the caller commits: not where that may take
-        -- long. Nor by a clock that may have jumped: what it says must have held for an hour.
-        if pgqueue._is_first_statement()
-            and since_look between interval '0' and interval '1 day'
-        then
-            delete from pgqueue.archive_promises p where p.ends_at <= at;
-            select d into day from pgqueue._expired_days(at) d where not pgqueue._is_day_empty(d) limit 1;
-            if found then
-                perform pgqueue._truncate_day(day);
-            end if;
-        end if;
-    exception when others then
-        -- Locks, a full disk, somebody's event trigger: nothing of that is the concern of a claim.
-        null;
-    end;
+    end if;
+exception when others then
+    -- A lock, a full disk or an event trigger of the user must not fail a claim.
+    null;
 end;
 $$;
-comment on function pgqueue._archive_housekeeping(timestamptz) is
-'The look of a sweep after the archive: makes the days ahead, files what is unfiled, forgets promises that are over and empties a day that nobody wants any more, unless it may be long until the commit. Waits for nobody, and never fails.';
+comment on function pgqueue._on_housekeeping_due_archive(timestamptz, interval) is
+'Creates the days ahead, files unfiled messages, deletes promises that have ended and truncates one day that no queue needs any more, unless the transaction may stay open for long. Waits for no lock and raises no error.';
 
 create or replace function pgqueue._drop_days(days date[])
 returns setof date
@@ -399,3 +337,62 @@ end;
 $$;
 comment on function pgqueue.maintain_archive() is
 'Looks after pgqueue.archived_messages, and returns what it did, a row a day: makes the partitions of today and eight days ahead, where any queue archives, files pgqueue.unfiled_messages, and drops the days that ended longer ago than the longest archive_for of any queue, dropped ones included as long as their own. Keeps no acknowledgement waiting: a partition that a longer transaction, or a view of it, keeps from being dropped is emptied, and one that is being read is left (busy), both until the next time. Claims do the same by the way but for the dropping, and receives but for the emptying, so that it may be called once a day, by whatever calls things, or now and then by hand; in a transaction of its own.';
+
+create or replace function pgqueue._findings_of_archive(q pgqueue.queues, at timestamptz)
+returns setof pgqueue.finding
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    repair constant text := 'select * from pgqueue.maintain_archive();';
+    unfiled bigint;
+    is_ahead boolean;
+    overdue bigint;
+    is_empty boolean;
+begin
+    if q.name is not null then
+        return;
+    end if;
+    return query
+    select
+        'error', w.name, 'archive_mark',
+        format('queue %L has archive_for %s, but its acknowledgements %s: it was changed by plain SQL',
+            w.name, coalesce(w.archive_for::text, 'null'), case when w.archive_for is null then 'archive' else 'delete' end),
+        format('select pgqueue.alter_queue(%L, archive_for => %L);', w.name, coalesce(w.archive_for, '0'))
+    from pgqueue.queues w
+    where (w.archive_for is null) <> (to_regclass(pgqueue._archive_marker(w.name)) is null)
+    order by w.name;
+
+    select count(*), bool_or(u.finished_at > at + interval '1 day') into unfiled, is_ahead
+    from (select c.finished_at from pgqueue.unfiled_messages c limit 1000) u;
+    if unfiled > 0 then
+        return next row('warning', null, 'unfiled_messages',
+            format('%s acknowledged messages wait for a partition of pgqueue.archived_messages%s',
+                case unfiled when 1000 then '1000 or more' else unfiled::text end,
+                case when is_ahead then ', also such as were acknowledged while the clock was ahead' else '' end),
+            case when is_ahead then
+                format('update pgqueue.unfiled_messages set finished_at = %1$L where finished_at > %1$L; ', at)
+            else '' end || repair)::pgqueue.finding;
+    end if;
+
+    if exists (select from pgqueue.queues w where w.archive_for is not null)
+        and not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)) and pgqueue._has_day_partition(pgqueue._utc_day(at) + 1), false)
+    then
+        return next row('warning', null, 'missing_archive_day',
+            'pgqueue.archived_messages has no partition for today or tomorrow: what is acknowledged is filed later',
+            repair)::pgqueue.finding;
+    end if;
+
+    select count(*), bool_and(pgqueue._is_day_empty(d)) into overdue, is_empty
+    from pgqueue._expired_days(at) d
+    where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
+    if overdue > 0 and not is_empty or overdue > 30 then
+        return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
+            format('%s days of the archive that no queue wants any more %s', overdue,
+                case when is_empty then 'were emptied, but not dropped' else 'are still there' end),
+            repair)::pgqueue.finding;
+    end if;
+end;
+$$;
+comment on function pgqueue._findings_of_archive(pgqueue.queues, timestamptz) is
+'What doctor finds on the archive: the marks of all queues, unfiled messages, and days that are missing or overdue.';

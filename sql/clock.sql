@@ -14,13 +14,6 @@ as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._add_interval(timestamptz, interval) is
 'The moment that lies a span later. A day is 24 hours: added as a day it would be 23 or 25 where the clocks of the session''s TimeZone change.';
 
-create or replace function pgqueue._has_fixed_snapshot()
-returns boolean
-language sql stable parallel safe
-as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
-comment on function pgqueue._has_fixed_snapshot() is
-'Whether all statements of the transaction see what its first one saw, and nothing that others have committed since.';
-
 create or replace function pgqueue._is_first_statement()
 returns boolean
 language sql volatile

@@ -1,38 +1,5 @@
 -- What was given up comes back, or goes for good.
 
-create or replace function pgqueue._dead_letter_delayed(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    source record;
-begin
-    -- A transport has what comes due moved into messages ahead of time. Its own table by name: the parent is locked later,
-    -- and once for all.
-    for source in
-        select * from (values
-            ('pgqueue.scheduled_messages'::regclass, 'due_at'), (pgqueue._partition_of(q), 'visible_at')
-        ) as s (relation, moment)
-    loop
-        execute format(
-            'with gone as ('
-            ' delete from %1$s m where m.queue_name = $1 and m.%2$I > $2 and m.attempt_count = 0'
-            ' and coalesce(m.expires_at > $2, true) returning m.*)'
-            ' insert into pgqueue.dead_messages ('
-            ' id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, message_id, payload, body, headers,'
-            ' last_error, reason, transport_headers)'
-            ' select g.id, g.queue_name, g.enqueued_at, $2, 0, g.max_attempts, g.message_id, g.payload, g.body, g.headers,'
-            ' format(''the queue was dropped before %%s, when the message was due'', g.%2$I), ''queue_dropped'','
-            ' g.transport_headers from gone g on conflict do nothing', source.relation, source.moment)
-        using q.name, at;
-    end loop;
-end;
-$$;
-comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
-'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';
-
 create or replace function pgqueue.redrive(
     queue_name text, max_messages int default 1000, ids bigint[] default null
 )

@@ -69,27 +69,18 @@ $$;
 comment on function pgqueue._orphaned_messages() is
 'Names under which there are messages though no such queue exists: inserted by plain SQL, or, dead ones, left when it was dropped.';
 
-create or replace function pgqueue._missing_index(q pgqueue.queues)
-returns text
+create or replace function pgqueue._has_index(partition regclass, keys text)
+returns boolean
 language sql stable
 as $$
-    select pg_catalog.format(
-        'create index concurrently on %s (%s) where expires_at is not null;', pgqueue._partition_of(q), keys)
-    from (
-        -- As the relation of a transport shows it, where there is one.
-        select case
-            when pg_catalog.to_regclass(pgqueue._transport_table(q)) is not null then '(expires_at AT TIME ZONE ''UTC''::text)'
-            else 'queue_name, expires_at'
-        end
-    ) w (keys)
-    where not exists (
+    select exists (
         select from pg_catalog.pg_index x
-        where x.indrelid = pgqueue._partition_of(q) and x.indisvalid
+        where x.indrelid = partition and x.indisvalid
             and position(format('(%s', keys) in pg_catalog.pg_get_indexdef(x.indexrelid)) > 0
     )
 $$;
-comment on function pgqueue._missing_index(pgqueue.queues) is
-'The statement that makes the index purge_expired goes by; null where there is one.';
+comment on function pgqueue._has_index(regclass, text) is
+'Whether a table has a valid index whose definition begins with these keys.';
 
 create or replace function pgqueue._misplaced_messages()
 returns table (queue_name text, id bigint)
@@ -119,13 +110,12 @@ declare
     last_id bigint;
     near_id bigint;
     reach_id bigint;
-    register regclass;
     twins bigint;
     lapsed bigint;
     oldest_at timestamptz;
     shortest interval;
     ahead_until timestamptz;
-    index_statement text;
+    found pgqueue.finding[];
     pending text[];
     since timestamptz;
     s pgqueue.queue_stats;
@@ -159,29 +149,6 @@ begin
             end)::pgqueue.finding;
         -- The figures below would be wrong.
         return;
-    end if;
-
-    if to_regclass(pgqueue._transport_table(q)) is not null then
-        execute format(
-            'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register from %s t',
-            pgqueue._partition_of(q), pgqueue._transport_table(q))
-        into top_id, register;
-        execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_id;
-        if top_id > last_id then
-            return next row('error', q.name, 'ids_above_sequence',
-                format('its relation has known the seq %s, which the sequence %s has not reached: what is sent now is refused, or not found by its transport', top_id, register),
-                format(
-                    'select setval(%1$L, greatest(%2$s, pg_sequence_last_value(%1$L)));'
-                    ' update %3$s set transport_seq = nextval(%1$L) where transport_seq < (select t.head from %4$s t);',
-                    register, top_id, pgqueue._partition_of(q), pgqueue._transport_table(q)))::pgqueue.finding;
-        end if;
-        execute format('select t.next_at from %s t where t.next_at > $1', pgqueue._transport_table(q))
-        into ahead_until using at + interval '1 min';
-        if ahead_until is not null then
-            return next row('warning', q.name, 'clock_ahead',
-                format('its relation was looked after under a clock that was ahead: what comes due is not shown there before %s', ahead_until),
-                format('select pgqueue.advance_transport(%L);', q.name))::pgqueue.finding;
-        end if;
     end if;
 
     select count(*), min(m.id) into twins, top_id
@@ -244,24 +211,21 @@ begin
                 ' and %3$L < case attempt_count when 0 then enqueued_at else claimed_at end;',
                 at, q.name, at + interval '1 min'))::pgqueue.finding;
     end if;
-    return query
-    select
-        'warning', q.name, 'lapsed_stream',
-        format('the reservation of batch %s of stream %L, %s messages, ran out %s ago, and its query has not come back',
-            t.acked_seq + 1, t.stream_name, cardinality(t.ids) - cardinality(t.left_out), at - t.claimed_until),
-        format('Start its query again, or give the messages back: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
-    from pgqueue.streams t
-    where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
     if shortest < peek_delay then
         return next row('warning', q.name, 'peek_delay_above_time_to_live',
             format('messages live for as little as %s, but consumers look every %s', shortest, peek_delay),
             format('Let consumers look more often than every %s.', shortest))::pgqueue.finding;
     end if;
-    index_statement := pgqueue._missing_index(q);
-    if shortest is not null and index_statement is not null then
+    found := array(select f from pgqueue._room_findings(q, at) f);
+    -- A room that needs another index reports that one instead.
+    if shortest is not null and not pgqueue._has_index(pgqueue._partition_of(q), 'queue_name, expires_at')
+        and not pgqueue._has_index(pgqueue._partition_of(q), '(expires_at AT TIME ZONE ''UTC''::text)')
+        and not exists (select from unnest(found) f where f.finding = 'missing_index')
+    then
         return next row('warning', q.name, 'missing_index',
             format('messages expire, and %s has no index on expires_at: purge_expired reads the whole queue', pgqueue._partition_of(q)),
-            index_statement)::pgqueue.finding;
+            format('create index concurrently on %s (queue_name, expires_at) where expires_at is not null;',
+                pgqueue._partition_of(q)))::pgqueue.finding;
     end if;
 
     select w.bound_at, w.writers into since, pending from pgqueue.sweep_state w where w.queue_name = q.name;
@@ -270,66 +234,11 @@ begin
             format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps walk over all that was consumed since', at - since),
             'select pid, virtualtransaction from pg_locks where relation = ''pgqueue.messages''::regclass;')::pgqueue.finding;
     end if;
+    return query select f.* from unnest(found) f;
 end;
 $$;
 comment on function pgqueue._queue_findings(pgqueue.queues, timestamptz, interval) is
 'What doctor finds on one queue.';
-
-create or replace function pgqueue._archive_findings(at timestamptz)
-returns setof pgqueue.finding
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    repair constant text := 'select * from pgqueue.maintain_archive();';
-    unfiled bigint;
-    is_ahead boolean;
-    overdue bigint;
-    is_empty boolean;
-begin
-    return query
-    select
-        'error', q.name, 'archive_mark',
-        format('queue %L has archive_for %s, but its acknowledgements %s: it was changed by plain SQL',
-            q.name, coalesce(q.archive_for::text, 'null'), case when q.archive_for is null then 'archive' else 'delete' end),
-        format('select pgqueue.alter_queue(%L, archive_for => %L);', q.name, coalesce(q.archive_for, '0'))
-    from pgqueue.queues q
-    where (q.archive_for is null) <> (to_regclass(pgqueue._archive_marker(q.name)) is null)
-    order by q.name;
-
-    select count(*), bool_or(u.finished_at > at + interval '1 day') into unfiled, is_ahead
-    from (select c.finished_at from pgqueue.unfiled_messages c limit 1000) u;
-    if unfiled > 0 then
-        return next row('warning', null, 'unfiled_messages',
-            format('%s acknowledged messages wait for a partition of pgqueue.archived_messages%s',
-                case unfiled when 1000 then '1000 or more' else unfiled::text end,
-                case when is_ahead then ', also such as were acknowledged while the clock was ahead' else '' end),
-            case when is_ahead then
-                format('update pgqueue.unfiled_messages set finished_at = %1$L where finished_at > %1$L; ', at)
-            else '' end || repair)::pgqueue.finding;
-    end if;
-
-    if exists (select from pgqueue.queues q where q.archive_for is not null)
-        and not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)) and pgqueue._has_day_partition(pgqueue._utc_day(at) + 1), false)
-    then
-        return next row('warning', null, 'missing_archive_day',
-            'pgqueue.archived_messages has no partition for today or tomorrow: what is acknowledged is filed later',
-            repair)::pgqueue.finding;
-    end if;
-
-    select count(*), bool_and(pgqueue._is_day_empty(d)) into overdue, is_empty
-    from pgqueue._expired_days(at) d
-    where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
-    if overdue > 0 and not is_empty or overdue > 30 then
-        return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
-            format('%s days of the archive that no queue wants any more %s', overdue,
-                case when is_empty then 'were emptied, but not dropped' else 'are still there' end),
-            repair)::pgqueue.finding;
-    end if;
-end;
-$$;
-comment on function pgqueue._archive_findings(timestamptz) is
-'What doctor finds on the archive.';
 
 create or replace function pgqueue.doctor(peek_delay interval default '1 s')
 returns setof pgqueue.finding
@@ -438,23 +347,7 @@ begin
     group by m.queue_name
     order by m.queue_name;
 
-    -- A standby has nothing of what is not logged, and fails who looks.
-    if not pg_is_in_recovery() then
-        return query
-        select
-            'warning', null::text, 'stale_staging',
-            format('%s attempts of %s runs, staged by %s, wait for a sink_commit, the first for %s: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
-            'select pgqueue.sweep_staged();'
-        from (
-            select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at
-            from pgqueue.staged_attempts a
-            where a.staged_at <= at - interval '1 day'
-            group by a.staged_by
-        ) s
-        order by s.staged_by;
-    end if;
-
-    return query select f.* from pgqueue._archive_findings(at) f;
+    return query select f.* from pgqueue._room_findings(null, at) f;
 
     for q in select queues.* from pgqueue.queues order by queues.name loop
         findings := '{}';

@@ -9,7 +9,7 @@ select pg_extension_config_dump('pgqueue.scheduled_messages', '');
 select pg_extension_config_dump('pgqueue.dead_messages', '');
 select pg_extension_config_dump('pgqueue.archived_messages', '');
 select pg_extension_config_dump('pgqueue.unfiled_messages', '');
-select pg_extension_config_dump('pgqueue.next_archive_check_at', '');
+select pg_extension_config_dump('pgqueue.next_housekeeping_at', '');
 select pg_extension_config_dump('pgqueue.archive_promises', '');
 select pg_extension_config_dump('pgqueue.requeued_messages', '');
 select pg_extension_config_dump('pgqueue.sweep_state', '');

@@ -64,11 +64,6 @@ begin
     if pgqueue._to_micros(due_at) < pg_sequence_last_value(q.first_due_at) then
         perform setval(q.first_due_at, pgqueue._to_micros(due_at));
     end if;
-    if to_regclass(pgqueue._transport_table(q)) is not null then
-        -- Who reads the relation waits for this moment, which a clock that was wrong may have put off.
-        execute format('update %s set next_at = ''-infinity'' where next_at > $1', pgqueue._transport_table(q))
-        using pgqueue._now() + interval '1 min';
-    end if;
     -- Who waits may sleep past this moment.
     perform pgqueue._wake_waiting(q, pgqueue._now());
 end;

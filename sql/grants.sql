@@ -168,31 +168,6 @@ $$;
 comment on function pgqueue._apply_access(name, text) is
 'Grants what a kind of access consists of.';
 
-create or replace function pgqueue._revoke_default_privileges(relation regclass)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    role_name name;
-begin
-    for role_name in
-        select distinct r.rolname
-        from pg_class c cross join lateral aclexplode(c.relacl) as a
-        left join pg_roles r on r.oid = a.grantee
-        where c.oid = relation and a.grantee <> c.relowner
-    loop
-        if role_name is null then
-            execute format('revoke all on %s from public', relation);
-        else
-            execute format('revoke all on %s from %I', relation, role_name);
-        end if;
-    end loop;
-end;
-$$;
-comment on function pgqueue._revoke_default_privileges(regclass) is
-'Takes back what the default privileges of its owner granted on a new table or sequence.';
-
 create or replace function pgqueue._serialize_grants()
 returns void
 language sql volatile

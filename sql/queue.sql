@@ -1,124 +1,6 @@
 -- Queues: made, changed, looked up, paused, emptied and dropped. Every verb learns its queue from
 -- _get_locked_queue, so that whatever must hold for a queue has one place to be checked.
 
-create or replace function pgqueue._lock_key(queue_name text)
-returns bigint
-language sql immutable strict parallel safe
-as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
-comment on function pgqueue._lock_key(text) is
-'The advisory lock that users of a queue share and that create_queue and drop_queue take alone.';
-
-create or replace function pgqueue._lock_queue(queue_name text)
-returns boolean
-language sql volatile
-as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
-comment on function pgqueue._lock_queue(text) is
-'Keeps the queue from being dropped until the transaction ends; false for a null name. Locks in this order everywhere: this one, then message rows by id.';
-
-create or replace function pgqueue._refuse_missing_queue(queue_name text)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- A queue that was made behind the snapshot is there, though it cannot be seen: an index knows. What this inserts
-    -- where there is none goes with the error.
-    if pgqueue._has_fixed_snapshot() and queue_name collate "C" ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
-        begin
-            insert into pgqueue.sweep_state (queue_name) values (_refuse_missing_queue.queue_name) on conflict do nothing;
-        exception when serialization_failure then
-            perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
-        end;
-    end if;
-    perform pgqueue._raise_queue_not_found(queue_name);
-end;
-$$;
-comment on function pgqueue._refuse_missing_queue(text) is
-'Raises PQ001, or 40001 where there is such a queue now, but the transaction cannot see it.';
-
-create or replace function pgqueue._require_current_snapshot(object text)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    snapshot constant pg_snapshot := pg_current_snapshot();
-begin
-    if not pgqueue._has_fixed_snapshot() then
-        return;
-    end if;
-    if not exists (select from pg_snapshot_xip(snapshot) as x where pg_xact_status(x) = 'committed') then
-        begin
-            for n in 0..1000 loop
-                exit when pg_xact_status((pg_snapshot_xmax(snapshot)::text::bigint + n)::text::xid8) = 'committed';
-            end loop;
-        exception when invalid_parameter_value then
-            -- An id from the future: so far nobody has committed.
-            return;
-        end;
-    end if;
-    perform pgqueue._raise_stale_snapshot(object);
-end;
-$$;
-comment on function pgqueue._require_current_snapshot(text) is
-'For who must see all that there is of the object, behind the lock that keeps others from adding to it. Raises 40001 where the transaction keeps a snapshot and anybody has committed since: whether that concerned the object nobody can tell.';
-
-create or replace function pgqueue._get_locked_queue(queue_name text)
-returns pgqueue.queues
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    q pgqueue.queues;
-begin
-    -- The lock first, the row second, each on its own snapshot: who waited for a drop_queue sees
-    -- that the queue is gone, and nobody writes into a queue while it is being dropped.
-    if not pgqueue._lock_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
-    end if;
-    select * into q from pgqueue.queues where queues.name = queue_name collate "C";
-    -- The snapshot of a repeatable read may be older than a drop_queue: the catalog knows better.
-    if not found or pg_relation_filenode(q.fresh_from_id) is null then
-        perform pgqueue._refuse_missing_queue(queue_name);
-    end if;
-    return q;
-end;
-$$;
-comment on function pgqueue._get_locked_queue(text) is
-'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001, or 40001 where it is there, but was made behind the snapshot.';
-
-create or replace function pgqueue._get_unlocked_queue(queue_name text)
-returns pgqueue.queues
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    q pgqueue.queues;
-begin
-    select * into q from pgqueue.queues where queues.name = queue_name collate "C";
-    if not found then
-        perform pgqueue._raise_queue_not_found(queue_name);
-    end if;
-    return q;
-end;
-$$;
-comment on function pgqueue._get_unlocked_queue(text) is
-'The queue of that name, for who only looks: holds nothing and waits for nobody. Raises PQ001.';
-
-create or replace function pgqueue._try_lock_existing_queue(q pgqueue.queues)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return pg_try_advisory_xact_lock_shared(pgqueue._lock_key(q.name))
-        and exists (select from pgqueue.queues c where c.name = q.name and c.queue_id = q.queue_id)
-        and pg_relation_filenode(q.fresh_from_id) is not null;
-end;
-$$;
-comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
-'Whether the queue is there still, and kept from being dropped until the transaction ends; false, without waiting, while it is being dropped.';
-
 create or replace function pgqueue._public_queue(q pgqueue.queues)
 returns pgqueue.queue
 language sql stable
@@ -311,13 +193,7 @@ begin
     perform setval(r, 1) from unnest(array[
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ]) as r;
-    if q.archive_for is not null then
-        perform pgqueue._start_archiving(q);
-    end if;
-    -- Not in a transaction that may go on for long, and hold what it dropped.
-    if pgqueue._is_first_statement() then
-        perform pgqueue._drop_idle_queues(10, false);
-    end if;
+    perform pgqueue._tell_rooms('queue_created', null, q);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -389,8 +265,10 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    before pgqueue.queues;
 begin
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
+    before := q;
     q.visibility_timeout := coalesce(alter_queue.visibility_timeout, q.visibility_timeout);
     q.max_attempts := coalesce(alter_queue.max_attempts, q.max_attempts);
     q.dlq_enabled := coalesce(alter_queue.dlq_enabled, q.dlq_enabled);
@@ -400,12 +278,7 @@ begin
     q.backoff_factor := coalesce(alter_queue.backoff_factor, q.backoff_factor);
     q.backoff_max := coalesce(alter_queue.backoff_max, q.backoff_max);
     q.backoff_jitter := coalesce(alter_queue.backoff_jitter, q.backoff_jitter);
-    if alter_queue.archive_for = '0' then
-        perform pgqueue._stop_archiving(q);
-        q.archive_for := null;
-    else
-        q.archive_for := coalesce(alter_queue.archive_for, q.archive_for);
-    end if;
+    q.archive_for := nullif(coalesce(alter_queue.archive_for, q.archive_for), '0');
     q.expires_after_idle := nullif(coalesce(alter_queue.expires_after_idle, q.expires_after_idle), '0');
     perform pgqueue._check_settings(q);
     update pgqueue.queues
@@ -416,16 +289,7 @@ begin
         expires_after_idle = q.expires_after_idle, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
-    if alter_queue.archive_for <> '0' then
-        perform pgqueue._start_archiving(q);
-    end if;
-    if alter_queue.archive_for is not null and q.dedicated then
-        if q.archive_for is null then
-            -- Whether it is exposed, and its relation archives, a snapshot may not show any more.
-            perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
-        end if;
-        perform pgqueue._sync_archive_trigger(q);
-    end if;
+    perform pgqueue._tell_rooms('queue_altered', before, q);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -467,8 +331,7 @@ declare
     register regclass;
 begin
     delete from pgqueue.queues where queues.name = q.name;
-    delete from pgqueue.subscriptions where subscriptions.queue_name = q.name;
-    perform pgqueue._unexpose(q);
+    perform pgqueue._tell_rooms('queue_dropping', q, null);
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
@@ -476,8 +339,6 @@ begin
     end if;
     removed := removed + pgqueue._remove_messages(q, true);
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
-    delete from pgqueue.streams where streams.queue_name = q.name;
-    perform pgqueue._stop_archiving(q);
     foreach register in array array[
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ] loop
@@ -635,3 +496,36 @@ end;
 $$;
 comment on function pgqueue.resume_queue(text) is
 'Ends a pause and wakes waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
+
+create or replace function pgqueue._dead_letter_delayed(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    source record;
+begin
+    -- A transport has what comes due moved into messages ahead of time. Its own table by name: the parent is locked later,
+    -- and once for all.
+    for source in
+        select * from (values
+            ('pgqueue.scheduled_messages'::regclass, 'due_at'), (pgqueue._partition_of(q), 'visible_at')
+        ) as s (relation, moment)
+    loop
+        execute format(
+            'with gone as ('
+            ' delete from %1$s m where m.queue_name = $1 and m.%2$I > $2 and m.attempt_count = 0'
+            ' and coalesce(m.expires_at > $2, true) returning m.*)'
+            ' insert into pgqueue.dead_messages ('
+            ' id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, message_id, payload, body, headers,'
+            ' last_error, reason, transport_headers)'
+            ' select g.id, g.queue_name, g.enqueued_at, $2, 0, g.max_attempts, g.message_id, g.payload, g.body, g.headers,'
+            ' format(''the queue was dropped before %%s, when the message was due'', g.%2$I), ''queue_dropped'','
+            ' g.transport_headers from gone g on conflict do nothing', source.relation, source.moment)
+        using q.name, at;
+    end loop;
+end;
+$$;
+comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
+'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';

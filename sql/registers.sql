@@ -36,3 +36,28 @@ language sql volatile
 as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
 comment on function pgqueue._register_value(regclass) is
 'What a register holds. One that holds nothing, as where sequences were not restored or replicated with the tables, begins anew at 1.';
+
+create or replace function pgqueue._revoke_default_privileges(relation regclass)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    role_name name;
+begin
+    for role_name in
+        select distinct r.rolname
+        from pg_class c cross join lateral aclexplode(c.relacl) as a
+        left join pg_roles r on r.oid = a.grantee
+        where c.oid = relation and a.grantee <> c.relowner
+    loop
+        if role_name is null then
+            execute format('revoke all on %s from public', relation);
+        else
+            execute format('revoke all on %s from %I', relation, role_name);
+        end if;
+    end loop;
+end;
+$$;
+comment on function pgqueue._revoke_default_privileges(regclass) is
+'Takes back what the default privileges of its owner granted on a new table or sequence.';

@@ -385,3 +385,29 @@ end;
 $$;
 comment on function pgqueue.sweep_staged(interval, interval) is
 'Discards what was staged longer than older_than (0 to 10 years) ago, by writers whose driver died, and returns how many messages that were; a run that lives longer fails with PQ010. Also lets the ledger forget commits after forget_after (0 to 10 years), but never the highest version of an app_id: a lower one that was forgotten is refused from then on, not sent twice. Raises 22023.';
+
+create or replace function pgqueue._findings_of_sink(q pgqueue.queues, at timestamptz)
+returns setof pgqueue.finding
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- On a standby a query of an unlogged table fails.
+    if q.name is null and not pg_is_in_recovery() then
+        return query
+        select
+            'warning', null::text, 'stale_staging',
+            format('%s attempts of %s runs, staged by %s, wait for a sink_commit, the first for %s: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
+            'select pgqueue.sweep_staged();'
+        from (
+            select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at
+            from pgqueue.staged_attempts a
+            where a.staged_at <= at - interval '1 day'
+            group by a.staged_by
+        ) s
+        order by s.staged_by;
+    end if;
+end;
+$$;
+comment on function pgqueue._findings_of_sink(pgqueue.queues, timestamptz) is
+'What doctor finds on the staging tables, once for all queues: staged messages of drivers that died.';

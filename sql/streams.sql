@@ -696,3 +696,29 @@ end;
 $$;
 comment on function pgqueue.drop_stream(text, text) is
 'Drops a stream, gives the messages of its open batch back as release does, and returns how many those were. A reader that still has a checkpoint of it is refused with PQ005, and with PQ007 once the stream is made again. Raises PQ001, PQ005.';
+
+create or replace function pgqueue._on_queue_dropping_streams(before pgqueue.queues, after pgqueue.queues)
+returns void
+language sql volatile
+as $$ delete from pgqueue.streams t where t.queue_name = before.name $$;
+comment on function pgqueue._on_queue_dropping_streams(pgqueue.queues, pgqueue.queues) is
+'Drops the streams of the queue.';
+
+create or replace function pgqueue._findings_of_streams(q pgqueue.queues, at timestamptz)
+returns setof pgqueue.finding
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    select
+        'warning', q.name, 'lapsed_stream',
+        format('the reservation of batch %s of stream %L, %s messages, ran out %s ago, and its query has not come back',
+            t.acked_seq + 1, t.stream_name, cardinality(t.ids) - cardinality(t.left_out), at - t.claimed_until),
+        format('Start its query again, or give the messages back: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
+    from pgqueue.streams t
+    where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
+end;
+$$;
+comment on function pgqueue._findings_of_streams(pgqueue.queues, timestamptz) is
+'What doctor finds on the streams of a queue: reservations that have run out.';

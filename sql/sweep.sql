@@ -361,9 +361,10 @@ declare
 begin
     -- Who comes by while this sweep is at it leaves it alone.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    -- Once an hour somebody's sweep looks after the archive. A look that is further off was set by a clock that was wrong.
-    if pg_sequence_last_value('pgqueue.next_archive_check_at') - pgqueue._to_micros(at) not between 1 and 3600000000 then
-        perform pgqueue._archive_housekeeping(at);
+    -- Once an hour, in one sweep of any queue. A moment further ahead was set while the clock was ahead.
+    if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
+    then
+        perform pgqueue._do_housekeeping(at);
     end if;
 
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;

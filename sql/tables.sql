@@ -211,9 +211,9 @@ alter table pgqueue.unfiled_messages replica identity full;
 comment on table pgqueue.unfiled_messages is
 'Archived messages of days that had no partition, so that no acknowledgement fails for want of one: sweeps and maintain_archive file them.';
 
-create sequence pgqueue.next_archive_check_at;
-comment on sequence pgqueue.next_archive_check_at is
-'Register: when a sweep looks after the partitions of the archive again, in microseconds since 1970. A hint; never called where nothing is archived.';
+create sequence pgqueue.next_housekeeping_at;
+comment on sequence pgqueue.next_housekeeping_at is
+'Register: when a sweep next calls the housekeeping of the rooms, in microseconds since 1970. A hint, one for all queues.';
 
 create table pgqueue.archive_promises (
     queue_name text collate "C" not null,

@@ -422,10 +422,12 @@ as $$
         -- One condition is planned in less time than two, and a table of one row in less than a row found by a key.
         ' where case when m.attempt_count < m.max_attempts then m.visible_at <= clock_timestamp() end'
         ' and m.transport_seq >= ('
-        ' select case when t.next_at <= clock_timestamp() then pgqueue.advance_transport(%5$L) else t.head end from %6$s t)'
+        ' select case when t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
+        ' then t.head else pgqueue.advance_transport(%5$L) end from %6$s t)'
         -- Of no row, so it is asked before any: a table that is empty, and read in sequence as it is small, would ask
         -- for no head, and nothing would ever come due.
-        ' and (select t.next_at > clock_timestamp() or pgqueue.advance_transport(%5$L) is not null from %6$s t)',
+        ' and (select t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
+        ' or pgqueue.advance_transport(%5$L) is not null from %6$s t)',
         case when flavor = 'sqlserver' then
             ' (m.headers ->> ''NServiceBus.CorrelationId'')::varchar(255) as correlationid,'
             ' (m.headers ->> ''NServiceBus.ReplyToAddress'')::varchar(255) as replytoaddress, true as recoverable,'
@@ -578,9 +580,8 @@ begin
         perform pgqueue._raise_exposed(q.name, exposed);
     end if;
     address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
-    -- Those of other instances of a service: no create_queue that makes no dedicated table drops them.
-    if pgqueue._is_first_statement() then
-        perform pgqueue._drop_idle_queues(10, false);
+    if not q.dedicated then
+        perform pgqueue._tell_rooms('queue_altered', q, w) from pgqueue.queues w where w.name = q.name;
     end if;
     return address;
 exception
@@ -671,6 +672,29 @@ $$;
 comment on function pgqueue._resolve_subscription() is
 'Trigger of subscriptions: finds the queue that an address leads to, for who has only the address. Raises 22023, PQ001.';
 
+create or replace function pgqueue._address_subscription()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues;
+begin
+    select queues.* into q from pgqueue.queues where queues.name = new.queue_name;
+    if found then
+        new.queue_address := coalesce(pgqueue._transport_address((pgqueue._transport_of(q)).relation), new.queue_address);
+    end if;
+    return new;
+end;
+$$;
+comment on function pgqueue._address_subscription() is
+'Trigger of subscriptions: gives a subscription that subscribe made the address by which a transport knows the queue.';
+
+create or replace trigger address_subscription
+before insert on pgqueue.subscriptions
+for each row when (new.queue_address = new.queue_name)
+execute function pgqueue._address_subscription();
+
 create or replace trigger resolve_new_subscription
 before insert on pgqueue.subscriptions
 for each row when (new.queue_name is null)
@@ -759,3 +783,72 @@ end;
 $$;
 comment on function pgqueue.unexpose_subscriptions(text, text) is
 'Drops a relation that expose_subscriptions made, and returns true; false if there is none. The subscriptions stay. Raises 22023, and 2BP01 where something else uses the relation.';
+
+create or replace function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if not after.dedicated then
+        return;
+    end if;
+    if after.archive_for is null and before.archive_for is not null then
+        -- An older snapshot may not show that the queue is exposed.
+        perform pgqueue._require_current_snapshot(format('queue %L', after.name));
+    end if;
+    perform pgqueue._sync_archive_trigger(after);
+end;
+$$;
+comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
+'Has the relation of the queue archive what is deleted through it, if the queue archives.';
+
+create or replace function pgqueue._on_queue_dropping_transport(before pgqueue.queues, after pgqueue.queues)
+returns void
+language sql volatile
+as $$ select pgqueue._unexpose(before) $$;
+comment on function pgqueue._on_queue_dropping_transport(pgqueue.queues, pgqueue.queues) is
+'Drops the relation of the queue.';
+
+create or replace function pgqueue._findings_of_transport(q pgqueue.queues, at timestamptz)
+returns setof pgqueue.finding
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    top_id bigint;
+    last_id bigint;
+    register regclass;
+    partition constant regclass := pgqueue._partition_of(q);
+    expires boolean;
+begin
+    if to_regclass(pgqueue._transport_table(q)) is not null then
+        execute format(
+            'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register from %s t',
+            pgqueue._partition_of(q), pgqueue._transport_table(q))
+        into top_id, register;
+        execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_id;
+        if top_id > last_id then
+            return next row('error', q.name, 'ids_above_sequence',
+                format('its relation has known the seq %s, which the sequence %s has not reached: what is sent now is refused, or not found by its transport', top_id, register),
+                format(
+                    'select setval(%1$L, greatest(%2$s, pg_sequence_last_value(%1$L)));'
+                    ' update %3$s set transport_seq = nextval(%1$L) where transport_seq < (select t.head from %4$s t);',
+                    register, top_id, pgqueue._partition_of(q), pgqueue._transport_table(q)))::pgqueue.finding;
+        end if;
+        if not pgqueue._has_index(partition, '(expires_at AT TIME ZONE ''UTC''::text)') then
+            execute format(
+                'select bool_or(m.expires_at is not null) from (select c.expires_at from %s c limit 1000) m', partition)
+            into expires;
+            if expires then
+                return next row('warning', q.name, 'missing_index',
+                    format('messages expire, and %s has no index on the column expires of its relation: the transport reads the whole queue', partition),
+                    format('create index concurrently on %s ((expires_at AT TIME ZONE ''UTC''::text)) where expires_at is not null;', partition)
+                )::pgqueue.finding;
+            end if;
+        end if;
+    end if;
+end;
+$$;
+comment on function pgqueue._findings_of_transport(pgqueue.queues, timestamptz) is
+'What doctor finds on the relation of a queue: a sequence that is behind.';

@@ -204,7 +204,7 @@ declare
     b pgqueue.stream_batch;
 begin
     perform pgqueue.enqueue('archive_shared', '"unfiled"');
-    perform setval('pgqueue.next_archive_check_at', pgqueue._to_micros(pgqueue._now() + interval '1 min'));
+    perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(pgqueue._now() + interval '1 min'));
     case verb
     when 'receive' then
         perform pgqueue.receive('archive_shared');

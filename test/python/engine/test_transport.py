@@ -411,7 +411,9 @@ def test_a_receive_reads_little_of_a_backlog_that_no_statistics_know(
     look = f"select Seq from {relation} order by Seq desc limit 1 for update skip locked"
     for statement in (look, receive):
         Transport(connection, relation).peek()  # looks after the relation, where that is due
-        connection.execute("update pgqueue.transports set next_at = 'infinity' where queue_name = %s", (name,))
+        connection.execute(
+            "update pgqueue.transports set next_at = clock_timestamp() + interval '30 s' where queue_name = %s", (name,)
+        )
         explained = connection.execute(f"explain (analyze, buffers, format json) {statement}".encode()).fetchone()
         assert explained is not None
         plan = explained[0][0]["Plan"]

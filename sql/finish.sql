@@ -1,0 +1,97 @@
+-- How a message leaves whose work is done: it is deleted or, if its queue has archive_for, moved to the archive. This part
+-- of the archive belongs to the core, because every acknowledgement passes here, and an event would cost each a call.
+
+create or replace function pgqueue._archive_marker(queue_name text)
+returns text
+language sql immutable parallel safe
+as $$ select 'pgqueue.archives_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
+comment on function pgqueue._archive_marker(text) is
+'The name of the sequence that exists while a queue archives.';
+
+create or replace function pgqueue._lock_queue_without_archive(queue_name text)
+returns boolean
+language sql volatile
+as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
+comment on function pgqueue._lock_queue_without_archive(text) is
+'Holds the queue as _lock_queue does, and says whether it keeps no archive; false for a null name. One expression, as each costs an acknowledgement its preparation; by the cache of the catalog, as a look at the row costs ten times as much.';
+
+create or replace function pgqueue._utc_day(moment timestamptz)
+returns date
+language sql immutable parallel safe
+as $$ select (moment at time zone 'UTC')::date $$;
+comment on function pgqueue._utc_day(timestamptz) is
+'The day of UTC in which a moment lies, whatever the TimeZone of the session.';
+
+create or replace function pgqueue._day_partition_name(day date)
+returns text
+language sql stable parallel safe
+as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
+comment on function pgqueue._day_partition_name(date) is
+'The name of the partition that a day of the archive has, or would have.';
+
+create or replace function pgqueue._has_day_partition(day date)
+returns boolean
+language sql volatile
+as $$
+    select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
+$$;
+comment on function pgqueue._has_day_partition(date) is
+'Whether a day of the archive has its partition. By the catalog as it is now, not as an old snapshot has it; null or false if not.';
+
+create or replace function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    acked bigint[];
+begin
+    if not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false) then
+        return pgqueue._ack_to_unfiled(queue_name, ids, claim_token, at);
+    end if;
+    with gone as (
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(_ack_to_archive.queue_name collate "C", ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_archive.queue_name collate "C", k.names, k.ids, k.id)
+            and m.claim_token = _ack_to_archive.claim_token and m.claimed_attempt = m.attempt_count
+        returning
+            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+            m.payload, m.body, m.headers, m.claimed_by, m.last_error
+    ),
+    kept as (
+        insert into pgqueue.archived_messages select g.* from gone g returning archived_messages.id
+    )
+    select array_agg(k.id) into acked from kept k;
+    return coalesce(acked, '{}');
+end;
+$$;
+comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
+'Acknowledges messages of one claim: moves them to the archive, in one statement, and returns the ids of those that were still the caller''s.';
+
+create or replace function pgqueue._ack_to_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    acked bigint[];
+begin
+    with gone as (
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(_ack_to_unfiled.queue_name collate "C", ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_unfiled.queue_name collate "C", k.names, k.ids, k.id)
+            and m.claim_token = _ack_to_unfiled.claim_token and m.claimed_attempt = m.attempt_count
+        returning
+            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+            m.payload, m.body, m.headers, m.claimed_by, m.last_error
+    ),
+    kept as (
+        insert into pgqueue.unfiled_messages select g.* from gone g returning unfiled_messages.id
+    )
+    select array_agg(k.id) into acked from kept k;
+    return coalesce(acked, '{}');
+end;
+$$;
+comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
+'The same where the day has no partition.';
