@@ -1817,8 +1817,8 @@ end;
 $$;
 comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
 'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';
--- How a message leaves whose work is done: it is deleted or, if its queue has archive_for, moved to the archive. This part
--- of the archive belongs to the core, because every acknowledgement passes here, and an event would cost each a call.
+-- How a message leaves whose work is done: it is deleted or, if its queue has archive_for, moved to the archive. This
+-- part of the archive belongs to the core: every acknowledgement passes here, and an event would cost each of them a call.
 
 create function pgqueue._archive_marker(queue_name text)
 returns text

@@ -1,5 +1,5 @@
--- How a message leaves whose work is done: it is deleted or, if its queue has archive_for, moved to the archive. This part
--- of the archive belongs to the core, because every acknowledgement passes here, and an event would cost each a call.
+-- How a message leaves whose work is done: it is deleted or, if its queue has archive_for, moved to the archive. This
+-- part of the archive belongs to the core: every acknowledgement passes here, and an event would cost each of them a call.
 
 create or replace function pgqueue._archive_marker(queue_name text)
 returns text

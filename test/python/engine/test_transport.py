@@ -378,7 +378,10 @@ def test_a_receive_reads_as_little_however_much_was_received(
                         "update pgqueue.transports set next_at = '-infinity' where queue_name = %s", (name,)
                     )
                     transport.peek()
-                connection.execute("update pgqueue.transports set next_at = 'infinity' where queue_name = %s", (name,))
+                connection.execute(
+                    "update pgqueue.transports set next_at = clock_timestamp() + interval '30 s' where queue_name = %s",
+                    (name,),
+                )
                 explained = connection.execute(
                     f"explain (analyze, buffers, format json) delete from {relation} rs where rs.Id ="
                     f" (select Id from {relation} order by Seq limit 1 for update skip locked) returning Id".encode()
