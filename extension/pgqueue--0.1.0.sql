@@ -1066,6 +1066,22 @@ language sql immutable parallel safe
 as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
 comment on function pgqueue._array_except(bigint[], bigint[]) is
 'The ids that are not among the others, in order.';
+
+create function pgqueue._is_ready(m pgqueue.messages, at timestamptz)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+$$;
+comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
+'Whether a message can be claimed at this moment. Inlined: it leaves plain conditions on columns.';
+
+create function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid)
+returns boolean
+language sql immutable parallel safe
+as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
+comment on function pgqueue._is_claimed_by(pgqueue.messages, uuid) is
+'Whether a message is still under the claim of this token, and no other has claimed it since, with or without a token. Inlined.';
 -- Every verb finds its queue here, and locks it. The order of locks: the queue, its row in queues, the row of a stream,
 -- then message rows by id.
 
@@ -1803,6 +1819,20 @@ $$;
 comment on function pgqueue.resume_queue(text) is
 'Ends a pause and wakes waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 
+create function pgqueue._add_undelivered(m pgqueue.messages, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
+    m.expires_at := null;
+    perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
+end;
+$$;
+comment on function pgqueue._add_undelivered(pgqueue.messages, timestamptz) is
+'Makes a dead letter of a delayed message whose queue is dropped before the message is due.';
+
 create function pgqueue._dead_letter_delayed(q pgqueue.queues)
 returns void
 language plpgsql volatile
@@ -1810,33 +1840,30 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    source record;
+    m pgqueue.messages;
 begin
-    -- A transport has what comes due moved into messages ahead of time. Its own table by name: the parent is locked later,
-    -- and once for all.
-    for source in
-        select * from (values
-            ('pgqueue.scheduled_messages'::regclass, 'due_at'), (pgqueue._partition_of(q), 'visible_at')
-        ) as s (relation, moment)
+    -- The partition by its name: the parent is locked later, and only once. It holds delayed messages if the relation of a
+    -- transport has moved them there ahead of time.
+    for m in execute format(
+        'delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
+        ' and coalesce(m.expires_at > $2, true) returning m.*', pgqueue._partition_of(q))
+        using q.name, at
     loop
-        execute format(
-            'with gone as ('
-            ' delete from %1$s m where m.queue_name = $1 and m.%2$I > $2 and m.attempt_count = 0'
-            ' and coalesce(m.expires_at > $2, true) returning m.*)'
-            ' insert into pgqueue.dead_messages ('
-            ' id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, message_id, payload, body, headers,'
-            ' last_error, reason, transport_headers)'
-            ' select g.id, g.queue_name, g.enqueued_at, $2, 0, g.max_attempts, g.message_id, g.payload, g.body, g.headers,'
-            ' format(''the queue was dropped before %%s, when the message was due'', g.%2$I), ''queue_dropped'','
-            ' g.transport_headers from gone g on conflict do nothing', source.relation, source.moment)
-        using q.name, at;
+        perform pgqueue._add_undelivered(m, at);
+    end loop;
+    for m in
+        delete from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.due_at > at and s.attempt_count = 0 and coalesce(s.expires_at > at, true)
+        returning (pgqueue._as_message(s)).*
+    loop
+        perform pgqueue._add_undelivered(m, at);
     end loop;
 end;
 $$;
 comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
 'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';
--- How a message leaves whose work is done: it is deleted or, if its queue has archive_for, moved to the archive. This
--- part of the archive belongs to the core: every acknowledgement passes here, and an event would cost each of them a call.
+-- How a message leaves. One whose work is done: it is deleted or, if its queue has archive_for, moved to the archive. This
+-- part of the archive belongs to the core: every acknowledgement passes here, and an event would cost each one a call.
 
 create function pgqueue._archive_marker(queue_name text)
 returns text
@@ -1891,7 +1918,7 @@ begin
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(_ack_to_archive.queue_name collate "C", ids) k
         where pgqueue._matches_key(m.queue_name, m.id, _ack_to_archive.queue_name collate "C", k.names, k.ids, k.id)
-            and m.claim_token = _ack_to_archive.claim_token and m.claimed_attempt = m.attempt_count
+            and pgqueue._is_claimed_by(m, _ack_to_archive.claim_token)
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error
@@ -1918,7 +1945,7 @@ begin
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(_ack_to_unfiled.queue_name collate "C", ids) k
         where pgqueue._matches_key(m.queue_name, m.id, _ack_to_unfiled.queue_name collate "C", k.names, k.ids, k.id)
-            and m.claim_token = _ack_to_unfiled.claim_token and m.claimed_attempt = m.attempt_count
+            and pgqueue._is_claimed_by(m, _ack_to_unfiled.claim_token)
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error
@@ -1932,6 +1959,56 @@ end;
 $$;
 comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
 'The same where the day has no partition.';
+
+create function pgqueue._as_message(s pgqueue.scheduled_messages)
+returns pgqueue.messages
+language sql immutable parallel safe
+as $$
+    select row(
+        s.id, s.queue_name, s.enqueued_at, s.due_at, s.attempt_count, s.max_attempts, null::int, null::uuid,
+        s.expires_at, s.message_id, s.payload, s.body, s.headers, s.claimed_by, s.last_error, null::timestamptz,
+        s.transport_headers, null::uuid, null::bigint
+    )::pgqueue.messages
+$$;
+comment on function pgqueue._as_message(pgqueue.scheduled_messages) is
+'A scheduled message as a row of messages, visible when it is due. Inlined.';
+
+create function pgqueue._as_dead_letter(m pgqueue.messages, at timestamptz, reason text)
+returns pgqueue.dead_messages
+language sql immutable parallel safe
+as $$
+    select row(
+        m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+        m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers,
+        coalesce(reason, case when m.attempt_count >= m.max_attempts then 'attempts_exhausted' else 'expired' end)
+    )::pgqueue.dead_messages
+$$;
+comment on function pgqueue._as_dead_letter(pgqueue.messages, timestamptz, text) is
+'A message as a row of dead_messages; reason null means what the message itself shows. Inlined, as a call for each message would take four times as long.';
+
+create function pgqueue._keeps_spent(q pgqueue.queues, m pgqueue.messages)
+returns boolean
+language sql immutable parallel safe
+as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
+comment on function pgqueue._keeps_spent(pgqueue.queues, pgqueue.messages) is
+'Whether the queue keeps a dead letter of a message that has spent its attempts or expired. Inlined.';
+
+create function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    insert into pgqueue.dead_messages
+    select (pgqueue._as_dead_letter(m, at, _add_dead_letter.reason)).*
+    -- A dead letter that was copied back into the queue by plain SQL, and not deleted here, dies a second time.
+    on conflict on constraint dead_messages_pkey do update
+    set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+        last_error = excluded.last_error, reason = excluded.reason;
+end;
+$$;
+comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
+'Makes a dead letter of one message that was deleted from its table.';
 -- A message enters: at once into messages, with a delay into scheduled_messages, always in the
 -- caller's transaction.
 
@@ -2294,23 +2371,14 @@ begin
             delete from pgqueue.messages m
             using pgqueue._lookup_keys(q.name, spent_ids) k
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            returning m.*
+            returning m
         )
-        insert into pgqueue.dead_messages (
-            id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-            payload, body, headers, claimed_by, last_error, reason, transport_headers
-        )
-        select
-            g.id, g.queue_name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
-            g.payload, g.body, g.headers, g.claimed_by, g.last_error,
-            case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end,
-            g.transport_headers
-        from gone g
-        where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end
-        -- Put back by hand and left here as well: it has died again.
+        insert into pgqueue.dead_messages
+        select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_spent(q, g.m)
+        -- As in _add_dead_letter.
         on conflict on constraint dead_messages_pkey do update
-        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
-            reason = excluded.reason;
+        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+            last_error = excluded.last_error, reason = excluded.reason;
     exception when disk_full then
         -- They wait for a later sweep, and stand in nobody's way.
         null;
@@ -2330,8 +2398,7 @@ as $$
 begin
     return array(
         select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and m.visible_at <= at
-            and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and pgqueue._is_ready(m, at)
         -- By id, as the index is asked for the ids in their order; to say so would cost a sort.
         limit wanted for update of m skip locked
     );
@@ -2694,8 +2761,7 @@ begin
     if cardinality(picks) < wanted then
         found_ids := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= fresh and m.id <> all (picks) and m.visible_at <= at
-                and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+            where m.queue_name = q.name and m.id >= fresh and m.id <> all (picks) and pgqueue._is_ready(m, at)
             order by m.id limit wanted - cardinality(picks) for update skip locked
         );
         last_id := found_ids[cardinality(found_ids)];
@@ -2760,8 +2826,7 @@ begin
     if plain then
         picks := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh and m.visible_at <= at
-                and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+            where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh and pgqueue._is_ready(m, at)
             order by m.id limit max_messages for update skip locked
         );
         -- Null, and the register as it was, where fewer were found.
@@ -2911,7 +2976,7 @@ begin
     update pgqueue.messages m
     set visible_at = pgqueue._add_interval(pgqueue._now(), coalesce(extend.visibility_timeout, q.visibility_timeout))
     where m.queue_name = q.name and m.id = extend.id
-        and m.claim_token = extend.claim_token and m.claimed_attempt = m.attempt_count;
+        and pgqueue._is_claimed_by(m, extend.claim_token);
     return found;
 end;
 $$;
@@ -2941,7 +3006,7 @@ begin
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(extend_batch.visibility_timeout, q.visibility_timeout))
     from pgqueue._lookup_keys(q.name, ids) k
     where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        and m.claim_token = extend_batch.claim_token and m.claimed_attempt = m.attempt_count
+        and pgqueue._is_claimed_by(m, extend_batch.claim_token)
     returning m.id;
 end;
 $$;
@@ -2961,7 +3026,7 @@ begin
     if pgqueue._lock_queue_without_archive(queue_name) then
         delete from pgqueue.messages m
         where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
-            and m.claim_token = ack.claim_token and m.claimed_attempt = m.attempt_count;
+            and pgqueue._is_claimed_by(m, ack.claim_token);
         if found then
             return true;
         end if;
@@ -2991,7 +3056,7 @@ begin
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
         where pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
-            and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
+            and pgqueue._is_claimed_by(m, ack_batch.claim_token);
         get diagnostics acked = row_count;
     else
         acked := cardinality(pgqueue._ack_to_archive(queue_name, ids, claim_token));
@@ -3059,19 +3124,7 @@ begin
 
     if given_up is not null or m.attempt_count >= m.max_attempts then
         if q.dlq_enabled then
-            insert into pgqueue.dead_messages (
-                id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-                payload, body, headers, claimed_by, last_error, reason, transport_headers
-            )
-            values (
-                m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-                m.payload, m.body, m.headers, m.claimed_by, m.last_error,
-                coalesce(given_up, 'attempts_exhausted'),
-                m.transport_headers
-            )
-            on conflict on constraint dead_messages_pkey do update
-            set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
-                last_error = excluded.last_error, reason = excluded.reason;
+            perform pgqueue._add_dead_letter(m, at, coalesce(given_up, 'attempts_exhausted'));
         end if;
         return;
     end if;
@@ -3109,7 +3162,7 @@ begin
     perform pgqueue._check_failure(id, delay, headers);
     delete from pgqueue.messages c
     where c.queue_name = q.name and c.id = _settle_failed.id
-        and c.claim_token = _settle_failed.claim_token and c.claimed_attempt = c.attempt_count
+        and pgqueue._is_claimed_by(c, _settle_failed.claim_token)
     returning c.* into m;
     if not found then
         return false;
@@ -3208,11 +3261,7 @@ begin
             where f.queue_name = q.name and f.id = record_failure.id
                 and f.attempt_count = record_failure.attempt_count - 1 and f.due_at <= at
             for update skip locked)
-        returning
-            c.id, c.queue_name, c.enqueued_at, c.due_at, c.attempt_count, c.max_attempts, null::int, null::uuid,
-            c.expires_at, c.message_id, c.payload, c.body, c.headers, c.claimed_by, c.last_error, null::timestamptz,
-            c.transport_headers, null::uuid, null::bigint
-        into m;
+        returning (pgqueue._as_message(c)).* into m;
         if not found then
             return false;
         end if;
@@ -3246,7 +3295,7 @@ begin
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and m.claim_token = release.claim_token and m.claimed_attempt = m.attempt_count
+            and pgqueue._is_claimed_by(m, release.claim_token)
         returning m.*
     )
     insert into pgqueue.scheduled_messages (
@@ -3300,7 +3349,7 @@ begin
                 delete from pgqueue.messages m
                 using pgqueue._lookup_keys(exchange.queue_name collate "C", ids) k
                 where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
-                    and m.claim_token = exchange.claim_token and m.claimed_attempt = m.attempt_count
+                    and pgqueue._is_claimed_by(m, exchange.claim_token)
                 returning m.id
             )
             select array_agg(g.id) into acked from gone g;
@@ -3445,7 +3494,6 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     picks bigint[];
     scheduled_picks bigint[];
-    purged int;
 begin
     if batch_size is null or batch_size not between 1 and 1000000 then
         perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
@@ -3461,47 +3509,30 @@ begin
         select s.id from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.expires_at <= at
         order by s.expires_at limit batch_size - cardinality(picks) for update skip locked);
-    with gone as (
+    with gone_messages as (
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, picks) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        returning
-            m.id, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-            m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
+        returning m
     ),
     gone_scheduled as (
         delete from pgqueue.scheduled_messages s
         using pgqueue._lookup_keys(q.name, scheduled_picks) k
         where pgqueue._matches_key(s.queue_name, s.id, q.name, k.names, k.ids, k.id)
-        returning
-            s.id, s.enqueued_at, s.attempt_count, s.max_attempts, s.expires_at, s.message_id,
-            s.payload, s.body, s.headers, s.claimed_by, s.last_error, s.transport_headers
+        returning pgqueue._as_message(s) as m
     ),
-    all_gone as (
-        select * from gone
+    gone as (
+        select g.m from gone_messages g
         union all
-        select * from gone_scheduled
-    ),
-    buried as (
-        insert into pgqueue.dead_messages (
-            id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-            payload, body, headers, claimed_by, last_error, reason, transport_headers
-        )
-        select
-            g.id, q.name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
-            g.payload, g.body, g.headers, g.claimed_by, g.last_error,
-            case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end,
-            g.transport_headers
-        from all_gone g
-        -- What has spent its attempts besides is what a sweep would have found first.
-        where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end
-        -- Put back by hand and left here as well: it has died again.
-        on conflict on constraint dead_messages_pkey do update
-        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
-            reason = excluded.reason
+        select g.m from gone_scheduled g
     )
-    select count(*) into purged from all_gone;
-    return purged;
+    insert into pgqueue.dead_messages
+    select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_spent(q, g.m)
+    -- As in _add_dead_letter.
+    on conflict on constraint dead_messages_pkey do update
+    set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+        last_error = excluded.last_error, reason = excluded.reason;
+    return cardinality(picks) + cardinality(scheduled_picks);
 end;
 $$;
 comment on function pgqueue.purge_expired(text, int) is
@@ -3597,14 +3628,12 @@ begin
         from (
             select
             from (
-                select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
+                select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= fresh
                 order by m.id limit max_records + 400
             ) w
-            where w.visible_at <= at and w.attempt_count < w.max_attempts
-                and (w.expires_at is null or w.expires_at > at)
-                and not pgqueue._is_locked(w.held_by)
+            where w.is_ready and not pgqueue._is_locked(w.held_by)
             limit max_records - total
         ) r;
         total := total + ready;
@@ -3612,15 +3641,11 @@ begin
     if total < max_records then
         select
             count(*),
-            count(*) filter (
-                where w.visible_at <= at and w.attempt_count < w.max_attempts
-                    and (w.expires_at is null or w.expires_at > at)
-                    and not pgqueue._is_locked(w.held_by)
-            ),
+            count(*) filter (where w.is_ready and not pgqueue._is_locked(w.held_by)),
             exists (select from pgqueue.requeued_messages c where c.queue_name = q.name)
         into examined, ready, some_came_back
         from (
-            select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
+            select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
             from pgqueue.messages m
             where m.queue_name = q.name and m.id < fresh
                 and m.id >= coalesce((select pgqueue._first_possible_id(s) from pgqueue.sweep_state s where s.queue_name = q.name), 1)
@@ -3637,7 +3662,7 @@ begin
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+            and pgqueue._is_ready(m, at)
             and not pgqueue._is_locked(m.xmax);
         total := total + ready;
     end if;
@@ -3850,7 +3875,7 @@ begin
     from (
         select
             m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-            m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
+            pgqueue._is_ready(m, at) as is_ready
         from pgqueue.messages m
         where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
         order by m.id limit 301
@@ -3887,7 +3912,7 @@ begin
         from (
             select
                 m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
+                pgqueue._is_ready(m, at) as is_ready
             from pgqueue.messages m
             where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
             order by m.id limit 16
@@ -3929,7 +3954,7 @@ begin
     from (
         select
             m.visible_at, m.attempt_count, m.enqueued_at,
-            m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
+            pgqueue._is_ready(m, at) as is_ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, r.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w;
@@ -5050,7 +5075,7 @@ begin
         set visible_at = until
         from pgqueue._lookup_keys(s.queue_name, s.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
-            and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count
+            and pgqueue._is_claimed_by(m, s.claim_token)
         returning m.id
     )
     select coalesce(array_agg(e.id), '{}'::bigint[]) into kept from extended e;
@@ -5079,7 +5104,7 @@ begin
     delete from pgqueue.messages m
     using pgqueue._lookup_keys(s.queue_name, s.ids) k
     where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
-        and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
+        and pgqueue._is_claimed_by(m, s.claim_token);
     get diagnostics acked = row_count;
     return acked;
 end;
@@ -5173,8 +5198,7 @@ begin
     return picks || array(
         select m.id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name) and m.id <= up_to_id
-            and m.id <> all (picks) and m.visible_at <= at and m.attempt_count < m.max_attempts
-            and (m.expires_at is null or m.expires_at > at)
+            and m.id <> all (picks) and pgqueue._is_ready(m, at)
         order by m.id limit wanted - cardinality(picks) for update skip locked
     );
 end;
@@ -5452,13 +5476,13 @@ begin
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
     from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
     where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
+        and pgqueue._is_claimed_by(m, s.claim_token);
     get diagnostics n = row_count;
     if n < cardinality(wanted) then
         perform pgqueue._raise_stream_data_lost(s, pgqueue._array_except(wanted, array(
             select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-                and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count)));
+                and pgqueue._is_claimed_by(m, s.claim_token))));
     end if;
 end;
 $$;
@@ -5572,7 +5596,7 @@ begin
         delete from pgqueue.messages c
         using pgqueue._lookup_keys(q.name, wanted) k
         where pgqueue._matches_key(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
-            and c.claim_token = s.claim_token and c.claimed_attempt = c.attempt_count
+            and pgqueue._is_claimed_by(c, s.claim_token)
         returning c.*
     loop
         perform pgqueue._retry_or_dead_letter(
@@ -6414,14 +6438,12 @@ begin
     if fault is not null then
         -- Nobody could read it: it goes where somebody looks, as it came, and stands in nobody's way. Also where the
         -- queue has no dead letters: it was never tried.
-        insert into pgqueue.dead_messages (
-            id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-            body, headers, last_error, reason, transport_headers
-        )
-        values (
-            nextval('pgqueue.message_id'), q.name, at, at, 0, q.max_attempts, expires at time zone 'UTC', id,
-            body, headers, fault, 'rejected', wire_headers
-        );
+        perform pgqueue._add_dead_letter(
+            row(
+                nextval('pgqueue.message_id'), q.name, at, at, 0, q.max_attempts, null::int, null::uuid,
+                expires at time zone 'UTC', id, null::jsonb, body, headers, null::text, fault, null::timestamptz,
+                wire_headers, null::uuid, null::bigint
+            )::pgqueue.messages, at, 'rejected');
         return;
     end if;
     insert into pgqueue.messages (

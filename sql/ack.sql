@@ -12,7 +12,7 @@ begin
     if pgqueue._lock_queue_without_archive(queue_name) then
         delete from pgqueue.messages m
         where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
-            and m.claim_token = ack.claim_token and m.claimed_attempt = m.attempt_count;
+            and pgqueue._is_claimed_by(m, ack.claim_token);
         if found then
             return true;
         end if;
@@ -42,7 +42,7 @@ begin
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
         where pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
-            and m.claim_token = ack_batch.claim_token and m.claimed_attempt = m.attempt_count;
+            and pgqueue._is_claimed_by(m, ack_batch.claim_token);
         get diagnostics acked = row_count;
     else
         acked := cardinality(pgqueue._ack_to_archive(queue_name, ids, claim_token));

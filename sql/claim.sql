@@ -37,8 +37,7 @@ begin
     if cardinality(picks) < wanted then
         found_ids := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= fresh and m.id <> all (picks) and m.visible_at <= at
-                and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+            where m.queue_name = q.name and m.id >= fresh and m.id <> all (picks) and pgqueue._is_ready(m, at)
             order by m.id limit wanted - cardinality(picks) for update skip locked
         );
         last_id := found_ids[cardinality(found_ids)];
@@ -103,8 +102,7 @@ begin
     if plain then
         picks := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh and m.visible_at <= at
-                and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+            where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh and pgqueue._is_ready(m, at)
             order by m.id limit max_messages for update skip locked
         );
         -- Null, and the register as it was, where fewer were found.

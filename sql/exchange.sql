@@ -31,7 +31,7 @@ begin
                 delete from pgqueue.messages m
                 using pgqueue._lookup_keys(exchange.queue_name collate "C", ids) k
                 where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
-                    and m.claim_token = exchange.claim_token and m.claimed_attempt = m.attempt_count
+                    and pgqueue._is_claimed_by(m, exchange.claim_token)
                 returning m.id
             )
             select array_agg(g.id) into acked from gone g;

@@ -12,7 +12,6 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     picks bigint[];
     scheduled_picks bigint[];
-    purged int;
 begin
     if batch_size is null or batch_size not between 1 and 1000000 then
         perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
@@ -28,47 +27,30 @@ begin
         select s.id from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.expires_at <= at
         order by s.expires_at limit batch_size - cardinality(picks) for update skip locked);
-    with gone as (
+    with gone_messages as (
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, picks) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        returning
-            m.id, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-            m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
+        returning m
     ),
     gone_scheduled as (
         delete from pgqueue.scheduled_messages s
         using pgqueue._lookup_keys(q.name, scheduled_picks) k
         where pgqueue._matches_key(s.queue_name, s.id, q.name, k.names, k.ids, k.id)
-        returning
-            s.id, s.enqueued_at, s.attempt_count, s.max_attempts, s.expires_at, s.message_id,
-            s.payload, s.body, s.headers, s.claimed_by, s.last_error, s.transport_headers
+        returning pgqueue._as_message(s) as m
     ),
-    all_gone as (
-        select * from gone
+    gone as (
+        select g.m from gone_messages g
         union all
-        select * from gone_scheduled
-    ),
-    buried as (
-        insert into pgqueue.dead_messages (
-            id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-            payload, body, headers, claimed_by, last_error, reason, transport_headers
-        )
-        select
-            g.id, q.name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
-            g.payload, g.body, g.headers, g.claimed_by, g.last_error,
-            case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end,
-            g.transport_headers
-        from all_gone g
-        -- What has spent its attempts besides is what a sweep would have found first.
-        where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end
-        -- Put back by hand and left here as well: it has died again.
-        on conflict on constraint dead_messages_pkey do update
-        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
-            reason = excluded.reason
+        select g.m from gone_scheduled g
     )
-    select count(*) into purged from all_gone;
-    return purged;
+    insert into pgqueue.dead_messages
+    select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_spent(q, g.m)
+    -- As in _add_dead_letter.
+    on conflict on constraint dead_messages_pkey do update
+    set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+        last_error = excluded.last_error, reason = excluded.reason;
+    return cardinality(picks) + cardinality(scheduled_picks);
 end;
 $$;
 comment on function pgqueue.purge_expired(text, int) is

@@ -35,7 +35,7 @@ begin
     update pgqueue.messages m
     set visible_at = pgqueue._add_interval(pgqueue._now(), coalesce(extend.visibility_timeout, q.visibility_timeout))
     where m.queue_name = q.name and m.id = extend.id
-        and m.claim_token = extend.claim_token and m.claimed_attempt = m.attempt_count;
+        and pgqueue._is_claimed_by(m, extend.claim_token);
     return found;
 end;
 $$;
@@ -65,7 +65,7 @@ begin
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(extend_batch.visibility_timeout, q.visibility_timeout))
     from pgqueue._lookup_keys(q.name, ids) k
     where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        and m.claim_token = extend_batch.claim_token and m.claimed_attempt = m.attempt_count
+        and pgqueue._is_claimed_by(m, extend_batch.claim_token)
     returning m.id;
 end;
 $$;

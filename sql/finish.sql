@@ -1,5 +1,5 @@
--- How a message leaves whose work is done: it is deleted or, if its queue has archive_for, moved to the archive. This
--- part of the archive belongs to the core: every acknowledgement passes here, and an event would cost each of them a call.
+-- How a message leaves. One whose work is done: it is deleted or, if its queue has archive_for, moved to the archive. This
+-- part of the archive belongs to the core: every acknowledgement passes here, and an event would cost each one a call.
 
 create or replace function pgqueue._archive_marker(queue_name text)
 returns text
@@ -54,7 +54,7 @@ begin
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(_ack_to_archive.queue_name collate "C", ids) k
         where pgqueue._matches_key(m.queue_name, m.id, _ack_to_archive.queue_name collate "C", k.names, k.ids, k.id)
-            and m.claim_token = _ack_to_archive.claim_token and m.claimed_attempt = m.attempt_count
+            and pgqueue._is_claimed_by(m, _ack_to_archive.claim_token)
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error
@@ -81,7 +81,7 @@ begin
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(_ack_to_unfiled.queue_name collate "C", ids) k
         where pgqueue._matches_key(m.queue_name, m.id, _ack_to_unfiled.queue_name collate "C", k.names, k.ids, k.id)
-            and m.claim_token = _ack_to_unfiled.claim_token and m.claimed_attempt = m.attempt_count
+            and pgqueue._is_claimed_by(m, _ack_to_unfiled.claim_token)
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error
@@ -95,3 +95,53 @@ end;
 $$;
 comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
 'The same where the day has no partition.';
+
+create or replace function pgqueue._as_message(s pgqueue.scheduled_messages)
+returns pgqueue.messages
+language sql immutable parallel safe
+as $$
+    select row(
+        s.id, s.queue_name, s.enqueued_at, s.due_at, s.attempt_count, s.max_attempts, null::int, null::uuid,
+        s.expires_at, s.message_id, s.payload, s.body, s.headers, s.claimed_by, s.last_error, null::timestamptz,
+        s.transport_headers, null::uuid, null::bigint
+    )::pgqueue.messages
+$$;
+comment on function pgqueue._as_message(pgqueue.scheduled_messages) is
+'A scheduled message as a row of messages, visible when it is due. Inlined.';
+
+create or replace function pgqueue._as_dead_letter(m pgqueue.messages, at timestamptz, reason text)
+returns pgqueue.dead_messages
+language sql immutable parallel safe
+as $$
+    select row(
+        m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+        m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers,
+        coalesce(reason, case when m.attempt_count >= m.max_attempts then 'attempts_exhausted' else 'expired' end)
+    )::pgqueue.dead_messages
+$$;
+comment on function pgqueue._as_dead_letter(pgqueue.messages, timestamptz, text) is
+'A message as a row of dead_messages; reason null means what the message itself shows. Inlined, as a call for each message would take four times as long.';
+
+create or replace function pgqueue._keeps_spent(q pgqueue.queues, m pgqueue.messages)
+returns boolean
+language sql immutable parallel safe
+as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
+comment on function pgqueue._keeps_spent(pgqueue.queues, pgqueue.messages) is
+'Whether the queue keeps a dead letter of a message that has spent its attempts or expired. Inlined.';
+
+create or replace function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    insert into pgqueue.dead_messages
+    select (pgqueue._as_dead_letter(m, at, _add_dead_letter.reason)).*
+    -- A dead letter that was copied back into the queue by plain SQL, and not deleted here, dies a second time.
+    on conflict on constraint dead_messages_pkey do update
+    set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+        last_error = excluded.last_error, reason = excluded.reason;
+end;
+$$;
+comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
+'Makes a dead letter of one message that was deleted from its table.';

@@ -68,3 +68,19 @@ language sql immutable parallel safe
 as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
 comment on function pgqueue._array_except(bigint[], bigint[]) is
 'The ids that are not among the others, in order.';
+
+create or replace function pgqueue._is_ready(m pgqueue.messages, at timestamptz)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+$$;
+comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
+'Whether a message can be claimed at this moment. Inlined: it leaves plain conditions on columns.';
+
+create or replace function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid)
+returns boolean
+language sql immutable parallel safe
+as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
+comment on function pgqueue._is_claimed_by(pgqueue.messages, uuid) is
+'Whether a message is still under the claim of this token, and no other has claimed it since, with or without a token. Inlined.';

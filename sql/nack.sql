@@ -49,19 +49,7 @@ begin
 
     if given_up is not null or m.attempt_count >= m.max_attempts then
         if q.dlq_enabled then
-            insert into pgqueue.dead_messages (
-                id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-                payload, body, headers, claimed_by, last_error, reason, transport_headers
-            )
-            values (
-                m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-                m.payload, m.body, m.headers, m.claimed_by, m.last_error,
-                coalesce(given_up, 'attempts_exhausted'),
-                m.transport_headers
-            )
-            on conflict on constraint dead_messages_pkey do update
-            set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
-                last_error = excluded.last_error, reason = excluded.reason;
+            perform pgqueue._add_dead_letter(m, at, coalesce(given_up, 'attempts_exhausted'));
         end if;
         return;
     end if;
@@ -99,7 +87,7 @@ begin
     perform pgqueue._check_failure(id, delay, headers);
     delete from pgqueue.messages c
     where c.queue_name = q.name and c.id = _settle_failed.id
-        and c.claim_token = _settle_failed.claim_token and c.claimed_attempt = c.attempt_count
+        and pgqueue._is_claimed_by(c, _settle_failed.claim_token)
     returning c.* into m;
     if not found then
         return false;
@@ -198,11 +186,7 @@ begin
             where f.queue_name = q.name and f.id = record_failure.id
                 and f.attempt_count = record_failure.attempt_count - 1 and f.due_at <= at
             for update skip locked)
-        returning
-            c.id, c.queue_name, c.enqueued_at, c.due_at, c.attempt_count, c.max_attempts, null::int, null::uuid,
-            c.expires_at, c.message_id, c.payload, c.body, c.headers, c.claimed_by, c.last_error, null::timestamptz,
-            c.transport_headers, null::uuid, null::bigint
-        into m;
+        returning (pgqueue._as_message(c)).* into m;
         if not found then
             return false;
         end if;
@@ -236,7 +220,7 @@ begin
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and m.claim_token = release.claim_token and m.claimed_attempt = m.attempt_count
+            and pgqueue._is_claimed_by(m, release.claim_token)
         returning m.*
     )
     insert into pgqueue.scheduled_messages (

@@ -89,14 +89,12 @@ begin
         from (
             select
             from (
-                select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
+                select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= fresh
                 order by m.id limit max_records + 400
             ) w
-            where w.visible_at <= at and w.attempt_count < w.max_attempts
-                and (w.expires_at is null or w.expires_at > at)
-                and not pgqueue._is_locked(w.held_by)
+            where w.is_ready and not pgqueue._is_locked(w.held_by)
             limit max_records - total
         ) r;
         total := total + ready;
@@ -104,15 +102,11 @@ begin
     if total < max_records then
         select
             count(*),
-            count(*) filter (
-                where w.visible_at <= at and w.attempt_count < w.max_attempts
-                    and (w.expires_at is null or w.expires_at > at)
-                    and not pgqueue._is_locked(w.held_by)
-            ),
+            count(*) filter (where w.is_ready and not pgqueue._is_locked(w.held_by)),
             exists (select from pgqueue.requeued_messages c where c.queue_name = q.name)
         into examined, ready, some_came_back
         from (
-            select m.id, m.visible_at, m.attempt_count, m.max_attempts, m.expires_at, m.xmax as held_by
+            select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
             from pgqueue.messages m
             where m.queue_name = q.name and m.id < fresh
                 and m.id >= coalesce((select pgqueue._first_possible_id(s) from pgqueue.sweep_state s where s.queue_name = q.name), 1)
@@ -129,7 +123,7 @@ begin
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+            and pgqueue._is_ready(m, at)
             and not pgqueue._is_locked(m.xmax);
         total := total + ready;
     end if;

@@ -497,6 +497,20 @@ $$;
 comment on function pgqueue.resume_queue(text) is
 'Ends a pause and wakes waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 
+create or replace function pgqueue._add_undelivered(m pgqueue.messages, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    m.last_error := format('the queue was dropped before %s, when the message was due', m.visible_at);
+    m.expires_at := null;
+    perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
+end;
+$$;
+comment on function pgqueue._add_undelivered(pgqueue.messages, timestamptz) is
+'Makes a dead letter of a delayed message whose queue is dropped before the message is due.';
+
 create or replace function pgqueue._dead_letter_delayed(q pgqueue.queues)
 returns void
 language plpgsql volatile
@@ -504,26 +518,23 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    source record;
+    m pgqueue.messages;
 begin
-    -- A transport has what comes due moved into messages ahead of time. Its own table by name: the parent is locked later,
-    -- and once for all.
-    for source in
-        select * from (values
-            ('pgqueue.scheduled_messages'::regclass, 'due_at'), (pgqueue._partition_of(q), 'visible_at')
-        ) as s (relation, moment)
+    -- The partition by its name: the parent is locked later, and only once. It holds delayed messages if the relation of a
+    -- transport has moved them there ahead of time.
+    for m in execute format(
+        'delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
+        ' and coalesce(m.expires_at > $2, true) returning m.*', pgqueue._partition_of(q))
+        using q.name, at
     loop
-        execute format(
-            'with gone as ('
-            ' delete from %1$s m where m.queue_name = $1 and m.%2$I > $2 and m.attempt_count = 0'
-            ' and coalesce(m.expires_at > $2, true) returning m.*)'
-            ' insert into pgqueue.dead_messages ('
-            ' id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, message_id, payload, body, headers,'
-            ' last_error, reason, transport_headers)'
-            ' select g.id, g.queue_name, g.enqueued_at, $2, 0, g.max_attempts, g.message_id, g.payload, g.body, g.headers,'
-            ' format(''the queue was dropped before %%s, when the message was due'', g.%2$I), ''queue_dropped'','
-            ' g.transport_headers from gone g on conflict do nothing', source.relation, source.moment)
-        using q.name, at;
+        perform pgqueue._add_undelivered(m, at);
+    end loop;
+    for m in
+        delete from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.due_at > at and s.attempt_count = 0 and coalesce(s.expires_at > at, true)
+        returning (pgqueue._as_message(s)).*
+    loop
+        perform pgqueue._add_undelivered(m, at);
     end loop;
 end;
 $$;

@@ -61,7 +61,7 @@ begin
     from (
         select
             m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-            m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
+            pgqueue._is_ready(m, at) as is_ready
         from pgqueue.messages m
         where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
         order by m.id limit 301
@@ -98,7 +98,7 @@ begin
         from (
             select
                 m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
+                pgqueue._is_ready(m, at) as is_ready
             from pgqueue.messages m
             where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
             order by m.id limit 16
@@ -140,7 +140,7 @@ begin
     from (
         select
             m.visible_at, m.attempt_count, m.enqueued_at,
-            m.visible_at <= at and m.attempt_count < m.max_attempts and coalesce(m.expires_at > at, true) as is_ready
+            pgqueue._is_ready(m, at) as is_ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, r.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w;

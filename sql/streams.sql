@@ -116,7 +116,7 @@ begin
         set visible_at = until
         from pgqueue._lookup_keys(s.queue_name, s.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
-            and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count
+            and pgqueue._is_claimed_by(m, s.claim_token)
         returning m.id
     )
     select coalesce(array_agg(e.id), '{}'::bigint[]) into kept from extended e;
@@ -145,7 +145,7 @@ begin
     delete from pgqueue.messages m
     using pgqueue._lookup_keys(s.queue_name, s.ids) k
     where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
-        and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
+        and pgqueue._is_claimed_by(m, s.claim_token);
     get diagnostics acked = row_count;
     return acked;
 end;
@@ -239,8 +239,7 @@ begin
     return picks || array(
         select m.id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name) and m.id <= up_to_id
-            and m.id <> all (picks) and m.visible_at <= at and m.attempt_count < m.max_attempts
-            and (m.expires_at is null or m.expires_at > at)
+            and m.id <> all (picks) and pgqueue._is_ready(m, at)
         order by m.id limit wanted - cardinality(picks) for update skip locked
     );
 end;
@@ -518,13 +517,13 @@ begin
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
     from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
     where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count;
+        and pgqueue._is_claimed_by(m, s.claim_token);
     get diagnostics n = row_count;
     if n < cardinality(wanted) then
         perform pgqueue._raise_stream_data_lost(s, pgqueue._array_except(wanted, array(
             select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-                and m.claim_token = s.claim_token and m.claimed_attempt = m.attempt_count)));
+                and pgqueue._is_claimed_by(m, s.claim_token))));
     end if;
 end;
 $$;
@@ -638,7 +637,7 @@ begin
         delete from pgqueue.messages c
         using pgqueue._lookup_keys(q.name, wanted) k
         where pgqueue._matches_key(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
-            and c.claim_token = s.claim_token and c.claimed_attempt = c.attempt_count
+            and pgqueue._is_claimed_by(c, s.claim_token)
         returning c.*
     loop
         perform pgqueue._retry_or_dead_letter(

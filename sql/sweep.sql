@@ -105,23 +105,14 @@ begin
             delete from pgqueue.messages m
             using pgqueue._lookup_keys(q.name, spent_ids) k
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            returning m.*
+            returning m
         )
-        insert into pgqueue.dead_messages (
-            id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-            payload, body, headers, claimed_by, last_error, reason, transport_headers
-        )
-        select
-            g.id, g.queue_name, g.enqueued_at, at, g.attempt_count, g.max_attempts, g.expires_at, g.message_id,
-            g.payload, g.body, g.headers, g.claimed_by, g.last_error,
-            case when g.attempt_count >= g.max_attempts then 'attempts_exhausted' else 'expired' end,
-            g.transport_headers
-        from gone g
-        where case when g.attempt_count >= g.max_attempts then q.dlq_enabled else q.dead_letter_expired end
-        -- Put back by hand and left here as well: it has died again.
+        insert into pgqueue.dead_messages
+        select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_spent(q, g.m)
+        -- As in _add_dead_letter.
         on conflict on constraint dead_messages_pkey do update
-        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, last_error = excluded.last_error,
-            reason = excluded.reason;
+        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+            last_error = excluded.last_error, reason = excluded.reason;
     exception when disk_full then
         -- They wait for a later sweep, and stand in nobody's way.
         null;
@@ -141,8 +132,7 @@ as $$
 begin
     return array(
         select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and m.visible_at <= at
-            and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and pgqueue._is_ready(m, at)
         -- By id, as the index is asked for the ids in their order; to say so would cost a sort.
         limit wanted for update of m skip locked
     );

@@ -114,14 +114,12 @@ begin
     if fault is not null then
         -- Nobody could read it: it goes where somebody looks, as it came, and stands in nobody's way. Also where the
         -- queue has no dead letters: it was never tried.
-        insert into pgqueue.dead_messages (
-            id, queue_name, enqueued_at, died_at, attempt_count, max_attempts, expires_at, message_id,
-            body, headers, last_error, reason, transport_headers
-        )
-        values (
-            nextval('pgqueue.message_id'), q.name, at, at, 0, q.max_attempts, expires at time zone 'UTC', id,
-            body, headers, fault, 'rejected', wire_headers
-        );
+        perform pgqueue._add_dead_letter(
+            row(
+                nextval('pgqueue.message_id'), q.name, at, at, 0, q.max_attempts, null::int, null::uuid,
+                expires at time zone 'UTC', id, null::jsonb, body, headers, null::text, fault, null::timestamptz,
+                wire_headers, null::uuid, null::bigint
+            )::pgqueue.messages, at, 'rejected');
         return;
     end if;
     insert into pgqueue.messages (
