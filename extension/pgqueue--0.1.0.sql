@@ -1226,21 +1226,22 @@ $$;
 comment on function pgqueue._handlers(text) is
 'The functions whose names begin with that of the event, in the order of their names.';
 
-create function pgqueue._tell_rooms(event text, before pgqueue.queues, after pgqueue.queues)
+create function pgqueue._tell_rooms(event text, q pgqueue.queues, before pgqueue.queues default null)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    call constant text := case event when 'queue_altered' then 'select %s($2, $1)' else 'select %s($1)' end;
     handler regproc;
 begin
     for handler in select h from pgqueue._handlers(format('_on_%s_', event)) as h loop
-        execute format('select %s($1, $2)', handler) using before, after;
+        execute format(call, handler) using q, before;
     end loop;
 end;
 $$;
 comment on function pgqueue._tell_rooms(text, pgqueue.queues, pgqueue.queues) is
-'Calls _on_<event>_<room>(before, after) of each room that has it. The events are queue_created (before is null), queue_altered and queue_dropping (after is null: the row is deleted, the messages are still there). The queue is locked, for queue_dropping exclusively.';
+'Calls _on_<event>_<room> of each room that has it: _on_queue_created_<room>(q), _on_queue_altered_<room>(before, after), and _on_queue_dropping_<room>(q), when the row of the queue is deleted and its messages are still there. The queue is locked, for queue_dropping exclusively.';
 
 create function pgqueue._do_housekeeping(at timestamptz)
 returns void
@@ -1262,7 +1263,7 @@ $$;
 comment on function pgqueue._do_housekeeping(timestamptz) is
 'Calls _on_housekeeping_due_<room>(at, since_last) of each room that has it; since_last is the time since the last call, null if there was none. A sweep calls this once an hour, so a handler waits for no lock and raises no error. A handler with more to do sets pgqueue.next_housekeeping_at to an earlier moment.';
 
-create function pgqueue._room_findings(q pgqueue.queues, at timestamptz)
+create function pgqueue._room_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1271,12 +1272,12 @@ declare
     handler regproc;
 begin
     for handler in select h from pgqueue._handlers('_findings_of_') as h loop
-        return query execute format('select f.* from %s($1, $2) f', handler) using q, at;
+        return query execute format('select f.* from %s($1) f', handler) using q;
     end loop;
 end;
 $$;
-comment on function pgqueue._room_findings(pgqueue.queues, timestamptz) is
-'What _findings_of_<room>(q, at) of each room reports to doctor: on one queue, or on what belongs to no queue where q.name is null.';
+comment on function pgqueue._room_findings(pgqueue.queues) is
+'What _findings_of_<room>(q) of each room reports to doctor: on one queue, or on what belongs to no queue where q is null.';
 -- Notifications: an enqueue wakes the consumers that wait. One that nobody waits for costs nothing.
 
 create function pgqueue.channel(queue_name text)
@@ -1515,7 +1516,7 @@ begin
     perform setval(r, 1) from unnest(array[
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ]) as r;
-    perform pgqueue._tell_rooms('queue_created', null, q);
+    perform pgqueue._tell_rooms('queue_created', q);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -1611,7 +1612,7 @@ begin
         expires_after_idle = q.expires_after_idle, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
-    perform pgqueue._tell_rooms('queue_altered', before, q);
+    perform pgqueue._tell_rooms('queue_altered', q, before);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -1653,7 +1654,7 @@ declare
     register regclass;
 begin
     delete from pgqueue.queues where queues.name = q.name;
-    perform pgqueue._tell_rooms('queue_dropping', q, null);
+    perform pgqueue._tell_rooms('queue_dropping', q);
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
@@ -1844,13 +1845,12 @@ declare
 begin
     -- The partition by its name: the parent is locked later, and only once. It holds delayed messages if the relation of a
     -- transport has moved them there ahead of time.
-    for m in execute format(
-        'delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
-        ' and coalesce(m.expires_at > $2, true) returning m.*', pgqueue._partition_of(q))
-        using q.name, at
-    loop
-        perform pgqueue._add_undelivered(m, at);
-    end loop;
+    execute format(
+        'with gone as ('
+        ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
+        ' and coalesce(m.expires_at > $2, true) returning m)'
+        ' select pgqueue._add_undelivered((g.m)::pgqueue.messages, $2) from gone g', pgqueue._partition_of(q))
+    using q.name, at;
     for m in
         delete from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at > at and s.attempt_count = 0 and coalesce(s.expires_at > at, true)
@@ -1862,7 +1862,7 @@ end;
 $$;
 comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
 'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';
--- How a message leaves. One whose work is done: it is deleted or, if its queue has archive_for, moved to the archive. This
+-- How a message leaves. One whose work is done is deleted or, if its queue has archive_for, moved to the archive. This
 -- part of the archive belongs to the core: every acknowledgement passes here, and an event would cost each one a call.
 
 create function pgqueue._archive_marker(queue_name text)
@@ -4413,7 +4413,7 @@ begin
             format('messages live for as little as %s, but consumers look every %s', shortest, peek_delay),
             format('Let consumers look more often than every %s.', shortest))::pgqueue.finding;
     end if;
-    found := array(select f from pgqueue._room_findings(q, at) f);
+    found := array(select f from pgqueue._room_findings(q) f);
     -- A room that needs another index reports that one instead.
     if shortest is not null and not pgqueue._has_index(pgqueue._partition_of(q), 'queue_name, expires_at')
         and not pgqueue._has_index(pgqueue._partition_of(q), '(expires_at AT TIME ZONE ''UTC''::text)')
@@ -4544,7 +4544,7 @@ begin
     group by m.queue_name
     order by m.queue_name;
 
-    return query select f.* from pgqueue._room_findings(null, at) f;
+    return query select f.* from pgqueue._room_findings() f;
 
     for q in select queues.* from pgqueue.queues order by queues.name loop
         findings := '{}';
@@ -4736,18 +4736,18 @@ $$;
 comment on function pgqueue._stop_archiving(pgqueue.queues) is
 'Has a queue keep nothing from now on, and notes how long what it kept was promised to last.';
 
-create function pgqueue._on_queue_created_archive(before pgqueue.queues, after pgqueue.queues)
+create function pgqueue._on_queue_created_archive(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if after.archive_for is not null then
-        perform pgqueue._start_archiving(after);
+    if q.archive_for is not null then
+        perform pgqueue._start_archiving(q);
     end if;
 end;
 $$;
-comment on function pgqueue._on_queue_created_archive(pgqueue.queues, pgqueue.queues) is
+comment on function pgqueue._on_queue_created_archive(pgqueue.queues) is
 'Prepares the archive for a new queue that has archive_for.';
 
 create function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
@@ -4771,11 +4771,11 @@ $$;
 comment on function pgqueue._on_queue_altered_archive(pgqueue.queues, pgqueue.queues) is
 'Starts or stops archiving as the row of the queue says.';
 
-create function pgqueue._on_queue_dropping_archive(before pgqueue.queues, after pgqueue.queues)
+create function pgqueue._on_queue_dropping_archive(q pgqueue.queues)
 returns void
 language sql volatile
-as $$ select pgqueue._stop_archiving(before) $$;
-comment on function pgqueue._on_queue_dropping_archive(pgqueue.queues, pgqueue.queues) is
+as $$ select pgqueue._stop_archiving(q) $$;
+comment on function pgqueue._on_queue_dropping_archive(pgqueue.queues) is
 'Keeps what the queue has archived for as long as its archive_for promised.';
 
 create function pgqueue._truncate_day(day date)
@@ -4902,12 +4902,13 @@ $$;
 comment on function pgqueue.maintain_archive() is
 'Looks after pgqueue.archived_messages, and returns what it did, a row a day: makes the partitions of today and eight days ahead, where any queue archives, files pgqueue.unfiled_messages, and drops the days that ended longer ago than the longest archive_for of any queue, dropped ones included as long as their own. Keeps no acknowledgement waiting: a partition that a longer transaction, or a view of it, keeps from being dropped is emptied, and one that is being read is left (busy), both until the next time. Claims do the same by the way but for the dropping, and receives but for the emptying, so that it may be called once a day, by whatever calls things, or now and then by hand; in a transaction of its own.';
 
-create function pgqueue._findings_of_archive(q pgqueue.queues, at timestamptz)
+create function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    at constant timestamptz := pgqueue._now();
     repair constant text := 'select * from pgqueue.maintain_archive();';
     unfiled bigint;
     is_ahead boolean;
@@ -4958,7 +4959,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_archive(pgqueue.queues, timestamptz) is
+comment on function pgqueue._findings_of_archive(pgqueue.queues) is
 'What doctor finds on the archive: the marks of all queues, unfiled messages, and days that are missing or overdue.';
 -- Batches that can be read again. A stream reserves messages under a number and a token, which a reader keeps in its
 -- checkpoint: after any crash it is given the very same messages, until it says that the batch is done. One batch is
@@ -5658,18 +5659,20 @@ $$;
 comment on function pgqueue.drop_stream(text, text) is
 'Drops a stream, gives the messages of its open batch back as release does, and returns how many those were. A reader that still has a checkpoint of it is refused with PQ005, and with PQ007 once the stream is made again. Raises PQ001, PQ005.';
 
-create function pgqueue._on_queue_dropping_streams(before pgqueue.queues, after pgqueue.queues)
+create function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
 returns void
 language sql volatile
-as $$ delete from pgqueue.streams t where t.queue_name = before.name $$;
-comment on function pgqueue._on_queue_dropping_streams(pgqueue.queues, pgqueue.queues) is
+as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
+comment on function pgqueue._on_queue_dropping_streams(pgqueue.queues) is
 'Drops the streams of the queue.';
 
-create function pgqueue._findings_of_streams(q pgqueue.queues, at timestamptz)
+create function pgqueue._findings_of_streams(q pgqueue.queues)
 returns setof pgqueue.finding
-language plpgsql stable
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    at constant timestamptz := pgqueue._now();
 begin
     return query
     select
@@ -5681,7 +5684,7 @@ begin
     where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
 end;
 $$;
-comment on function pgqueue._findings_of_streams(pgqueue.queues, timestamptz) is
+comment on function pgqueue._findings_of_streams(pgqueue.queues) is
 'What doctor finds on the streams of a queue: reservations that have run out.';
 -- Many messages from many writers in one commit: each writer stages its rows under a token of its own, and one
 -- call publishes what the winners staged, all or nothing, once for each (app_id, version).
@@ -6071,11 +6074,13 @@ $$;
 comment on function pgqueue.sweep_staged(interval, interval) is
 'Discards what was staged longer than older_than (0 to 10 years) ago, by writers whose driver died, and returns how many messages that were; a run that lives longer fails with PQ010. Also lets the ledger forget commits after forget_after (0 to 10 years), but never the highest version of an app_id: a lower one that was forgotten is refused from then on, not sent twice. Raises 22023.';
 
-create function pgqueue._findings_of_sink(q pgqueue.queues, at timestamptz)
+create function pgqueue._findings_of_sink(q pgqueue.queues)
 returns setof pgqueue.finding
-language plpgsql stable
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    at constant timestamptz := pgqueue._now();
 begin
     -- On a standby a query of an unlogged table fails.
     if q.name is null and not pg_is_in_recovery() then
@@ -6094,7 +6099,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_sink(pgqueue.queues, timestamptz) is
+comment on function pgqueue._findings_of_sink(pgqueue.queues) is
 'What doctor finds on the staging tables, once for all queues: staged messages of drivers that died.';
 -- A message for all who want it: queues subscribe to topics, publish sends each of them a copy, in the
 -- caller's transaction. Who shares a queue shares the copy.
@@ -6319,11 +6324,11 @@ $$;
 comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[]) is
 'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns how many those are: 0, and nothing is sent, where nobody is. base_topics are further names of the same event, those of its base classes for example; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic says topic to the subscribers. Everything else is as in enqueue, and holds for each copy: one queue''s limit refuses all. topic is 1 to 255 characters, words joined by dots. Raises 22023, PQ003.';
 
-create function pgqueue._on_queue_dropping_topics(before pgqueue.queues, after pgqueue.queues)
+create function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
 returns void
 language sql volatile
-as $$ delete from pgqueue.subscriptions s where s.queue_name = before.name $$;
-comment on function pgqueue._on_queue_dropping_topics(pgqueue.queues, pgqueue.queues) is
+as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
+comment on function pgqueue._on_queue_dropping_topics(pgqueue.queues) is
 'Ends the subscriptions of the queue.';
 -- A queue as a transport of NServiceBus on SQL has it: a relation into which it inserts, and from which it deletes the
 -- lowest row that nobody holds. It is a plain view of the queue's own table, updated by PostgreSQL itself: reading it
@@ -6906,7 +6911,7 @@ begin
     end if;
     address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
     if not q.dedicated then
-        perform pgqueue._tell_rooms('queue_altered', q, w) from pgqueue.queues w where w.name = q.name;
+        perform pgqueue._tell_rooms('queue_altered', w, q) from pgqueue.queues w where w.name = q.name;
     end if;
     return address;
 exception
@@ -7128,16 +7133,16 @@ $$;
 comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
 'Has the relation of the queue archive what is deleted through it, if the queue archives.';
 
-create function pgqueue._on_queue_dropping_transport(before pgqueue.queues, after pgqueue.queues)
+create function pgqueue._on_queue_dropping_transport(q pgqueue.queues)
 returns void
 language sql volatile
-as $$ select pgqueue._unexpose(before) $$;
-comment on function pgqueue._on_queue_dropping_transport(pgqueue.queues, pgqueue.queues) is
+as $$ select pgqueue._unexpose(q) $$;
+comment on function pgqueue._on_queue_dropping_transport(pgqueue.queues) is
 'Drops the relation of the queue.';
 
-create function pgqueue._findings_of_transport(q pgqueue.queues, at timestamptz)
+create function pgqueue._findings_of_transport(q pgqueue.queues)
 returns setof pgqueue.finding
-language plpgsql stable
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
@@ -7175,7 +7180,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_transport(pgqueue.queues, timestamptz) is
+comment on function pgqueue._findings_of_transport(pgqueue.queues) is
 'What doctor finds on the relation of a queue: a sequence that is behind.';
 -- Queues for a while, such as one for the replies to each instance of a service: made when the instance starts, and
 -- dropped when nobody has come by for long. There is no daemon: whoever makes a queue drops those that are over.
@@ -7302,19 +7307,14 @@ $$;
 comment on function pgqueue.drop_idle_queues() is
 'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long, 100 at most, and returns their names: call it until it returns none. A queue in use by an open transaction stays, and in repeatable read all do, as what others sent cannot be seen there. create_queue does the same, for ten queues at most, where it is a transaction of its own, and so does expose_transport; dedicated queues go with the next that becomes dedicated: there is no need to call this, unless to be rid of them at once.';
 
-create function pgqueue._on_queue_created_idle(before pgqueue.queues, after pgqueue.queues)
+create function pgqueue._on_queue_created_idle(q pgqueue.queues)
 returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+language sql volatile
 as $$
-begin
     -- A transaction that goes on for long would hold the locks of what it dropped.
-    if pgqueue._is_first_statement() then
-        perform pgqueue._drop_idle_queues(10, false);
-    end if;
-end;
+    select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, false)) end
 $$;
-comment on function pgqueue._on_queue_created_idle(pgqueue.queues, pgqueue.queues) is
+comment on function pgqueue._on_queue_created_idle(pgqueue.queues) is
 'Drops up to ten idle queues when a queue is created.';
 
 create function pgqueue._on_queue_altered_idle(before pgqueue.queues, after pgqueue.queues)

@@ -172,18 +172,18 @@ $$;
 comment on function pgqueue._stop_archiving(pgqueue.queues) is
 'Has a queue keep nothing from now on, and notes how long what it kept was promised to last.';
 
-create or replace function pgqueue._on_queue_created_archive(before pgqueue.queues, after pgqueue.queues)
+create or replace function pgqueue._on_queue_created_archive(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if after.archive_for is not null then
-        perform pgqueue._start_archiving(after);
+    if q.archive_for is not null then
+        perform pgqueue._start_archiving(q);
     end if;
 end;
 $$;
-comment on function pgqueue._on_queue_created_archive(pgqueue.queues, pgqueue.queues) is
+comment on function pgqueue._on_queue_created_archive(pgqueue.queues) is
 'Prepares the archive for a new queue that has archive_for.';
 
 create or replace function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
@@ -207,11 +207,11 @@ $$;
 comment on function pgqueue._on_queue_altered_archive(pgqueue.queues, pgqueue.queues) is
 'Starts or stops archiving as the row of the queue says.';
 
-create or replace function pgqueue._on_queue_dropping_archive(before pgqueue.queues, after pgqueue.queues)
+create or replace function pgqueue._on_queue_dropping_archive(q pgqueue.queues)
 returns void
 language sql volatile
-as $$ select pgqueue._stop_archiving(before) $$;
-comment on function pgqueue._on_queue_dropping_archive(pgqueue.queues, pgqueue.queues) is
+as $$ select pgqueue._stop_archiving(q) $$;
+comment on function pgqueue._on_queue_dropping_archive(pgqueue.queues) is
 'Keeps what the queue has archived for as long as its archive_for promised.';
 
 create or replace function pgqueue._truncate_day(day date)
@@ -338,12 +338,13 @@ $$;
 comment on function pgqueue.maintain_archive() is
 'Looks after pgqueue.archived_messages, and returns what it did, a row a day: makes the partitions of today and eight days ahead, where any queue archives, files pgqueue.unfiled_messages, and drops the days that ended longer ago than the longest archive_for of any queue, dropped ones included as long as their own. Keeps no acknowledgement waiting: a partition that a longer transaction, or a view of it, keeps from being dropped is emptied, and one that is being read is left (busy), both until the next time. Claims do the same by the way but for the dropping, and receives but for the emptying, so that it may be called once a day, by whatever calls things, or now and then by hand; in a transaction of its own.';
 
-create or replace function pgqueue._findings_of_archive(q pgqueue.queues, at timestamptz)
+create or replace function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    at constant timestamptz := pgqueue._now();
     repair constant text := 'select * from pgqueue.maintain_archive();';
     unfiled bigint;
     is_ahead boolean;
@@ -394,5 +395,5 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_archive(pgqueue.queues, timestamptz) is
+comment on function pgqueue._findings_of_archive(pgqueue.queues) is
 'What doctor finds on the archive: the marks of all queues, unfiled messages, and days that are missing or overdue.';

@@ -216,7 +216,7 @@ begin
             format('messages live for as little as %s, but consumers look every %s', shortest, peek_delay),
             format('Let consumers look more often than every %s.', shortest))::pgqueue.finding;
     end if;
-    found := array(select f from pgqueue._room_findings(q, at) f);
+    found := array(select f from pgqueue._room_findings(q) f);
     -- A room that needs another index reports that one instead.
     if shortest is not null and not pgqueue._has_index(pgqueue._partition_of(q), 'queue_name, expires_at')
         and not pgqueue._has_index(pgqueue._partition_of(q), '(expires_at AT TIME ZONE ''UTC''::text)')
@@ -347,7 +347,7 @@ begin
     group by m.queue_name
     order by m.queue_name;
 
-    return query select f.* from pgqueue._room_findings(null, at) f;
+    return query select f.* from pgqueue._room_findings() f;
 
     for q in select queues.* from pgqueue.queues order by queues.name loop
         findings := '{}';

@@ -1,4 +1,4 @@
--- How a message leaves. One whose work is done: it is deleted or, if its queue has archive_for, moved to the archive. This
+-- How a message leaves. One whose work is done is deleted or, if its queue has archive_for, moved to the archive. This
 -- part of the archive belongs to the core: every acknowledgement passes here, and an event would cost each one a call.
 
 create or replace function pgqueue._archive_marker(queue_name text)

@@ -15,21 +15,22 @@ $$;
 comment on function pgqueue._handlers(text) is
 'The functions whose names begin with that of the event, in the order of their names.';
 
-create or replace function pgqueue._tell_rooms(event text, before pgqueue.queues, after pgqueue.queues)
+create or replace function pgqueue._tell_rooms(event text, q pgqueue.queues, before pgqueue.queues default null)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    call constant text := case event when 'queue_altered' then 'select %s($2, $1)' else 'select %s($1)' end;
     handler regproc;
 begin
     for handler in select h from pgqueue._handlers(format('_on_%s_', event)) as h loop
-        execute format('select %s($1, $2)', handler) using before, after;
+        execute format(call, handler) using q, before;
     end loop;
 end;
 $$;
 comment on function pgqueue._tell_rooms(text, pgqueue.queues, pgqueue.queues) is
-'Calls _on_<event>_<room>(before, after) of each room that has it. The events are queue_created (before is null), queue_altered and queue_dropping (after is null: the row is deleted, the messages are still there). The queue is locked, for queue_dropping exclusively.';
+'Calls _on_<event>_<room> of each room that has it: _on_queue_created_<room>(q), _on_queue_altered_<room>(before, after), and _on_queue_dropping_<room>(q), when the row of the queue is deleted and its messages are still there. The queue is locked, for queue_dropping exclusively.';
 
 create or replace function pgqueue._do_housekeeping(at timestamptz)
 returns void
@@ -51,7 +52,7 @@ $$;
 comment on function pgqueue._do_housekeeping(timestamptz) is
 'Calls _on_housekeeping_due_<room>(at, since_last) of each room that has it; since_last is the time since the last call, null if there was none. A sweep calls this once an hour, so a handler waits for no lock and raises no error. A handler with more to do sets pgqueue.next_housekeeping_at to an earlier moment.';
 
-create or replace function pgqueue._room_findings(q pgqueue.queues, at timestamptz)
+create or replace function pgqueue._room_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -60,9 +61,9 @@ declare
     handler regproc;
 begin
     for handler in select h from pgqueue._handlers('_findings_of_') as h loop
-        return query execute format('select f.* from %s($1, $2) f', handler) using q, at;
+        return query execute format('select f.* from %s($1) f', handler) using q;
     end loop;
 end;
 $$;
-comment on function pgqueue._room_findings(pgqueue.queues, timestamptz) is
-'What _findings_of_<room>(q, at) of each room reports to doctor: on one queue, or on what belongs to no queue where q.name is null.';
+comment on function pgqueue._room_findings(pgqueue.queues) is
+'What _findings_of_<room>(q) of each room reports to doctor: on one queue, or on what belongs to no queue where q is null.';

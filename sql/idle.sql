@@ -123,19 +123,14 @@ $$;
 comment on function pgqueue.drop_idle_queues() is
 'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long, 100 at most, and returns their names: call it until it returns none. A queue in use by an open transaction stays, and in repeatable read all do, as what others sent cannot be seen there. create_queue does the same, for ten queues at most, where it is a transaction of its own, and so does expose_transport; dedicated queues go with the next that becomes dedicated: there is no need to call this, unless to be rid of them at once.';
 
-create or replace function pgqueue._on_queue_created_idle(before pgqueue.queues, after pgqueue.queues)
+create or replace function pgqueue._on_queue_created_idle(q pgqueue.queues)
 returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
+language sql volatile
 as $$
-begin
     -- A transaction that goes on for long would hold the locks of what it dropped.
-    if pgqueue._is_first_statement() then
-        perform pgqueue._drop_idle_queues(10, false);
-    end if;
-end;
+    select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, false)) end
 $$;
-comment on function pgqueue._on_queue_created_idle(pgqueue.queues, pgqueue.queues) is
+comment on function pgqueue._on_queue_created_idle(pgqueue.queues) is
 'Drops up to ten idle queues when a queue is created.';
 
 create or replace function pgqueue._on_queue_altered_idle(before pgqueue.queues, after pgqueue.queues)

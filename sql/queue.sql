@@ -193,7 +193,7 @@ begin
     perform setval(r, 1) from unnest(array[
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ]) as r;
-    perform pgqueue._tell_rooms('queue_created', null, q);
+    perform pgqueue._tell_rooms('queue_created', q);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -289,7 +289,7 @@ begin
         expires_after_idle = q.expires_after_idle, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
-    perform pgqueue._tell_rooms('queue_altered', before, q);
+    perform pgqueue._tell_rooms('queue_altered', q, before);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -331,7 +331,7 @@ declare
     register regclass;
 begin
     delete from pgqueue.queues where queues.name = q.name;
-    perform pgqueue._tell_rooms('queue_dropping', q, null);
+    perform pgqueue._tell_rooms('queue_dropping', q);
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
@@ -522,13 +522,12 @@ declare
 begin
     -- The partition by its name: the parent is locked later, and only once. It holds delayed messages if the relation of a
     -- transport has moved them there ahead of time.
-    for m in execute format(
-        'delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
-        ' and coalesce(m.expires_at > $2, true) returning m.*', pgqueue._partition_of(q))
-        using q.name, at
-    loop
-        perform pgqueue._add_undelivered(m, at);
-    end loop;
+    execute format(
+        'with gone as ('
+        ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
+        ' and coalesce(m.expires_at > $2, true) returning m)'
+        ' select pgqueue._add_undelivered((g.m)::pgqueue.messages, $2) from gone g', pgqueue._partition_of(q))
+    using q.name, at;
     for m in
         delete from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at > at and s.attempt_count = 0 and coalesce(s.expires_at > at, true)

@@ -386,11 +386,13 @@ $$;
 comment on function pgqueue.sweep_staged(interval, interval) is
 'Discards what was staged longer than older_than (0 to 10 years) ago, by writers whose driver died, and returns how many messages that were; a run that lives longer fails with PQ010. Also lets the ledger forget commits after forget_after (0 to 10 years), but never the highest version of an app_id: a lower one that was forgotten is refused from then on, not sent twice. Raises 22023.';
 
-create or replace function pgqueue._findings_of_sink(q pgqueue.queues, at timestamptz)
+create or replace function pgqueue._findings_of_sink(q pgqueue.queues)
 returns setof pgqueue.finding
-language plpgsql stable
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    at constant timestamptz := pgqueue._now();
 begin
     -- On a standby a query of an unlogged table fails.
     if q.name is null and not pg_is_in_recovery() then
@@ -409,5 +411,5 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_sink(pgqueue.queues, timestamptz) is
+comment on function pgqueue._findings_of_sink(pgqueue.queues) is
 'What doctor finds on the staging tables, once for all queues: staged messages of drivers that died.';

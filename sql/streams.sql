@@ -696,18 +696,20 @@ $$;
 comment on function pgqueue.drop_stream(text, text) is
 'Drops a stream, gives the messages of its open batch back as release does, and returns how many those were. A reader that still has a checkpoint of it is refused with PQ005, and with PQ007 once the stream is made again. Raises PQ001, PQ005.';
 
-create or replace function pgqueue._on_queue_dropping_streams(before pgqueue.queues, after pgqueue.queues)
+create or replace function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
 returns void
 language sql volatile
-as $$ delete from pgqueue.streams t where t.queue_name = before.name $$;
-comment on function pgqueue._on_queue_dropping_streams(pgqueue.queues, pgqueue.queues) is
+as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
+comment on function pgqueue._on_queue_dropping_streams(pgqueue.queues) is
 'Drops the streams of the queue.';
 
-create or replace function pgqueue._findings_of_streams(q pgqueue.queues, at timestamptz)
+create or replace function pgqueue._findings_of_streams(q pgqueue.queues)
 returns setof pgqueue.finding
-language plpgsql stable
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    at constant timestamptz := pgqueue._now();
 begin
     return query
     select
@@ -719,5 +721,5 @@ begin
     where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
 end;
 $$;
-comment on function pgqueue._findings_of_streams(pgqueue.queues, timestamptz) is
+comment on function pgqueue._findings_of_streams(pgqueue.queues) is
 'What doctor finds on the streams of a queue: reservations that have run out.';

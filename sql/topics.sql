@@ -221,9 +221,9 @@ $$;
 comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[]) is
 'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns how many those are: 0, and nothing is sent, where nobody is. base_topics are further names of the same event, those of its base classes for example; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic says topic to the subscribers. Everything else is as in enqueue, and holds for each copy: one queue''s limit refuses all. topic is 1 to 255 characters, words joined by dots. Raises 22023, PQ003.';
 
-create or replace function pgqueue._on_queue_dropping_topics(before pgqueue.queues, after pgqueue.queues)
+create or replace function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
 returns void
 language sql volatile
-as $$ delete from pgqueue.subscriptions s where s.queue_name = before.name $$;
-comment on function pgqueue._on_queue_dropping_topics(pgqueue.queues, pgqueue.queues) is
+as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
+comment on function pgqueue._on_queue_dropping_topics(pgqueue.queues) is
 'Ends the subscriptions of the queue.';

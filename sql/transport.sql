@@ -579,7 +579,7 @@ begin
     end if;
     address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
     if not q.dedicated then
-        perform pgqueue._tell_rooms('queue_altered', q, w) from pgqueue.queues w where w.name = q.name;
+        perform pgqueue._tell_rooms('queue_altered', w, q) from pgqueue.queues w where w.name = q.name;
     end if;
     return address;
 exception
@@ -801,16 +801,16 @@ $$;
 comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
 'Has the relation of the queue archive what is deleted through it, if the queue archives.';
 
-create or replace function pgqueue._on_queue_dropping_transport(before pgqueue.queues, after pgqueue.queues)
+create or replace function pgqueue._on_queue_dropping_transport(q pgqueue.queues)
 returns void
 language sql volatile
-as $$ select pgqueue._unexpose(before) $$;
-comment on function pgqueue._on_queue_dropping_transport(pgqueue.queues, pgqueue.queues) is
+as $$ select pgqueue._unexpose(q) $$;
+comment on function pgqueue._on_queue_dropping_transport(pgqueue.queues) is
 'Drops the relation of the queue.';
 
-create or replace function pgqueue._findings_of_transport(q pgqueue.queues, at timestamptz)
+create or replace function pgqueue._findings_of_transport(q pgqueue.queues)
 returns setof pgqueue.finding
-language plpgsql stable
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
@@ -848,5 +848,5 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._findings_of_transport(pgqueue.queues, timestamptz) is
+comment on function pgqueue._findings_of_transport(pgqueue.queues) is
 'What doctor finds on the relation of a queue: a sequence that is behind.';
