@@ -3,7 +3,7 @@
 # State is altered by an upgrade, behaviour is replaced.
 STATE = schema types tables dump
 # Each module calls only those before it. The core knows no room; grants comes last, as it names the verbs of all.
-CORE = errors clock registers backoff keys locks hooks notify queue finish enqueue sweep claim receive extend ack nack exchange \
+CORE = errors clock registers backoff keys locks hooks notify finish queue enqueue sweep claim receive extend ack nack exchange \
 	dead_letter expire peek browse stats wake doctor
 ROOMS = archive streams sink topics transport idle
 BEHAVIOUR = $(CORE) $(ROOMS) grants

@@ -1303,6 +1303,153 @@ end;
 $$;
 comment on function pgqueue._wake_waiting(pgqueue.queues, timestamptz) is
 'Notifies the consumers, if any wait.';
+-- How a message leaves. One whose work is done is deleted or, if its queue has archive_for, moved to the archive. This
+-- part of the archive belongs to the core: every acknowledgement passes here, and an event would cost each one a call.
+
+create function pgqueue._archive_marker(queue_name text)
+returns text
+language sql immutable parallel safe
+as $$ select 'pgqueue.archives_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
+comment on function pgqueue._archive_marker(text) is
+'The name of the sequence that exists while a queue archives.';
+
+create function pgqueue._lock_queue_without_archive(queue_name text)
+returns boolean
+language sql volatile
+as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
+comment on function pgqueue._lock_queue_without_archive(text) is
+'Holds the queue as _lock_queue does, and says whether it keeps no archive; false for a null name. One expression, as each costs an acknowledgement its preparation; by the cache of the catalog, as a look at the row costs ten times as much.';
+
+create function pgqueue._utc_day(moment timestamptz)
+returns date
+language sql immutable parallel safe
+as $$ select (moment at time zone 'UTC')::date $$;
+comment on function pgqueue._utc_day(timestamptz) is
+'The day of UTC in which a moment lies, whatever the TimeZone of the session.';
+
+create function pgqueue._day_partition_name(day date)
+returns text
+language sql stable parallel safe
+as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
+comment on function pgqueue._day_partition_name(date) is
+'The name of the partition that a day of the archive has, or would have.';
+
+create function pgqueue._has_day_partition(day date)
+returns boolean
+language sql volatile
+as $$
+    select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
+$$;
+comment on function pgqueue._has_day_partition(date) is
+'Whether a day of the archive has its partition. By the catalog as it is now, not as an old snapshot has it; null or false if not.';
+
+create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    acked bigint[];
+begin
+    if not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false) then
+        return pgqueue._ack_to_unfiled(queue_name, ids, claim_token, at);
+    end if;
+    with gone as (
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(_ack_to_archive.queue_name collate "C", ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_archive.queue_name collate "C", k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, _ack_to_archive.claim_token)
+        returning
+            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+            m.payload, m.body, m.headers, m.claimed_by, m.last_error
+    ),
+    kept as (
+        insert into pgqueue.archived_messages select g.* from gone g returning archived_messages.id
+    )
+    select array_agg(k.id) into acked from kept k;
+    return coalesce(acked, '{}');
+end;
+$$;
+comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
+'Acknowledges messages of one claim: moves them to the archive, in one statement, and returns the ids of those that were still the caller''s.';
+
+create function pgqueue._ack_to_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    acked bigint[];
+begin
+    with gone as (
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(_ack_to_unfiled.queue_name collate "C", ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_unfiled.queue_name collate "C", k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, _ack_to_unfiled.claim_token)
+        returning
+            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+            m.payload, m.body, m.headers, m.claimed_by, m.last_error
+    ),
+    kept as (
+        insert into pgqueue.unfiled_messages select g.* from gone g returning unfiled_messages.id
+    )
+    select array_agg(k.id) into acked from kept k;
+    return coalesce(acked, '{}');
+end;
+$$;
+comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
+'The same where the day has no partition.';
+
+create function pgqueue._as_message(s pgqueue.scheduled_messages)
+returns pgqueue.messages
+language sql immutable parallel safe
+as $$
+    select row(
+        s.id, s.queue_name, s.enqueued_at, s.due_at, s.attempt_count, s.max_attempts, null::int, null::uuid,
+        s.expires_at, s.message_id, s.payload, s.body, s.headers, s.claimed_by, s.last_error, null::timestamptz,
+        s.transport_headers, null::uuid, null::bigint
+    )::pgqueue.messages
+$$;
+comment on function pgqueue._as_message(pgqueue.scheduled_messages) is
+'A scheduled message as a row of messages, visible when it is due. Inlined.';
+
+create function pgqueue._as_dead_letter(m pgqueue.messages, at timestamptz, reason text)
+returns pgqueue.dead_messages
+language sql immutable parallel safe
+as $$
+    select row(
+        m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+        m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers,
+        coalesce(reason, case when m.attempt_count >= m.max_attempts then 'attempts_exhausted' else 'expired' end)
+    )::pgqueue.dead_messages
+$$;
+comment on function pgqueue._as_dead_letter(pgqueue.messages, timestamptz, text) is
+'A message as a row of dead_messages; reason null means what the message itself shows. Inlined, as a call for each message would take four times as long.';
+
+create function pgqueue._keeps_spent(q pgqueue.queues, m pgqueue.messages)
+returns boolean
+language sql immutable parallel safe
+as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
+comment on function pgqueue._keeps_spent(pgqueue.queues, pgqueue.messages) is
+'Whether the queue keeps a dead letter of a message that has spent its attempts or expired. Inlined.';
+
+create function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    insert into pgqueue.dead_messages
+    select (pgqueue._as_dead_letter(m, at, _add_dead_letter.reason)).*
+    -- A dead letter that was copied back into the queue by plain SQL, and not deleted here, dies a second time.
+    on conflict on constraint dead_messages_pkey do update
+    set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+        last_error = excluded.last_error, reason = excluded.reason;
+end;
+$$;
+comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
+'Makes a dead letter of one message that was deleted from its table.';
 -- Queues: made, changed, looked up, paused, emptied and dropped. Every verb learns its queue from
 -- _get_locked_queue, so that whatever must hold for a queue has one place to be checked.
 
@@ -1844,153 +1991,6 @@ end;
 $$;
 comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
 'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';
--- How a message leaves. One whose work is done is deleted or, if its queue has archive_for, moved to the archive. This
--- part of the archive belongs to the core: every acknowledgement passes here, and an event would cost each one a call.
-
-create function pgqueue._archive_marker(queue_name text)
-returns text
-language sql immutable parallel safe
-as $$ select 'pgqueue.archives_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
-comment on function pgqueue._archive_marker(text) is
-'The name of the sequence that exists while a queue archives.';
-
-create function pgqueue._lock_queue_without_archive(queue_name text)
-returns boolean
-language sql volatile
-as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
-comment on function pgqueue._lock_queue_without_archive(text) is
-'Holds the queue as _lock_queue does, and says whether it keeps no archive; false for a null name. One expression, as each costs an acknowledgement its preparation; by the cache of the catalog, as a look at the row costs ten times as much.';
-
-create function pgqueue._utc_day(moment timestamptz)
-returns date
-language sql immutable parallel safe
-as $$ select (moment at time zone 'UTC')::date $$;
-comment on function pgqueue._utc_day(timestamptz) is
-'The day of UTC in which a moment lies, whatever the TimeZone of the session.';
-
-create function pgqueue._day_partition_name(day date)
-returns text
-language sql stable parallel safe
-as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
-comment on function pgqueue._day_partition_name(date) is
-'The name of the partition that a day of the archive has, or would have.';
-
-create function pgqueue._has_day_partition(day date)
-returns boolean
-language sql volatile
-as $$
-    select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
-$$;
-comment on function pgqueue._has_day_partition(date) is
-'Whether a day of the archive has its partition. By the catalog as it is now, not as an old snapshot has it; null or false if not.';
-
-create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    acked bigint[];
-begin
-    if not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false) then
-        return pgqueue._ack_to_unfiled(queue_name, ids, claim_token, at);
-    end if;
-    with gone as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(_ack_to_archive.queue_name collate "C", ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_archive.queue_name collate "C", k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, _ack_to_archive.claim_token)
-        returning
-            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-            m.payload, m.body, m.headers, m.claimed_by, m.last_error
-    ),
-    kept as (
-        insert into pgqueue.archived_messages select g.* from gone g returning archived_messages.id
-    )
-    select array_agg(k.id) into acked from kept k;
-    return coalesce(acked, '{}');
-end;
-$$;
-comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
-'Acknowledges messages of one claim: moves them to the archive, in one statement, and returns the ids of those that were still the caller''s.';
-
-create function pgqueue._ack_to_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    acked bigint[];
-begin
-    with gone as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(_ack_to_unfiled.queue_name collate "C", ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_unfiled.queue_name collate "C", k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, _ack_to_unfiled.claim_token)
-        returning
-            m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-            m.payload, m.body, m.headers, m.claimed_by, m.last_error
-    ),
-    kept as (
-        insert into pgqueue.unfiled_messages select g.* from gone g returning unfiled_messages.id
-    )
-    select array_agg(k.id) into acked from kept k;
-    return coalesce(acked, '{}');
-end;
-$$;
-comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
-'The same where the day has no partition.';
-
-create function pgqueue._as_message(s pgqueue.scheduled_messages)
-returns pgqueue.messages
-language sql immutable parallel safe
-as $$
-    select row(
-        s.id, s.queue_name, s.enqueued_at, s.due_at, s.attempt_count, s.max_attempts, null::int, null::uuid,
-        s.expires_at, s.message_id, s.payload, s.body, s.headers, s.claimed_by, s.last_error, null::timestamptz,
-        s.transport_headers, null::uuid, null::bigint
-    )::pgqueue.messages
-$$;
-comment on function pgqueue._as_message(pgqueue.scheduled_messages) is
-'A scheduled message as a row of messages, visible when it is due. Inlined.';
-
-create function pgqueue._as_dead_letter(m pgqueue.messages, at timestamptz, reason text)
-returns pgqueue.dead_messages
-language sql immutable parallel safe
-as $$
-    select row(
-        m.id, m.queue_name, m.enqueued_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-        m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers,
-        coalesce(reason, case when m.attempt_count >= m.max_attempts then 'attempts_exhausted' else 'expired' end)
-    )::pgqueue.dead_messages
-$$;
-comment on function pgqueue._as_dead_letter(pgqueue.messages, timestamptz, text) is
-'A message as a row of dead_messages; reason null means what the message itself shows. Inlined, as a call for each message would take four times as long.';
-
-create function pgqueue._keeps_spent(q pgqueue.queues, m pgqueue.messages)
-returns boolean
-language sql immutable parallel safe
-as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
-comment on function pgqueue._keeps_spent(pgqueue.queues, pgqueue.messages) is
-'Whether the queue keeps a dead letter of a message that has spent its attempts or expired. Inlined.';
-
-create function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    insert into pgqueue.dead_messages
-    select (pgqueue._as_dead_letter(m, at, _add_dead_letter.reason)).*
-    -- A dead letter that was copied back into the queue by plain SQL, and not deleted here, dies a second time.
-    on conflict on constraint dead_messages_pkey do update
-    set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
-        last_error = excluded.last_error, reason = excluded.reason;
-end;
-$$;
-comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
-'Makes a dead letter of one message that was deleted from its table.';
 -- A message enters: at once into messages, with a delay into scheduled_messages, always in the
 -- caller's transaction.
 
