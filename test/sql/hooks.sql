@@ -1,0 +1,48 @@
+begin;
+select plan(11);
+
+-- A room of the test, which notes what it is told.
+create temp table notes (event text, queue_name text, detail text) on commit drop;
+create function pgqueue._on_queue_created_test(q pgqueue.queues) returns void language sql
+as $$ insert into pg_temp.notes values ('created', q.name, null) $$;
+create function pgqueue._on_queue_altered_test(before pgqueue.queues, after pgqueue.queues) returns void language sql
+as $$ insert into pg_temp.notes values ('altered', after.name, format('%s to %s', before.max_attempts, after.max_attempts)) $$;
+create function pgqueue._on_queue_dropping_test(q pgqueue.queues) returns void language sql
+as $$ insert into pg_temp.notes select 'dropping', q.name, format('%s messages', count(*)) from pgqueue.messages m where m.queue_name = q.name $$;
+create function pgqueue._on_housekeeping_due_test(at timestamptz, since_last interval) returns void language sql
+as $$ insert into pg_temp.notes values ('housekeeping', null, since_last::text) $$;
+create function pgqueue._findings_of_test(q pgqueue.queues) returns setof pgqueue.finding language sql
+as $$ select 'info', q.name, 'test_finding', coalesce('about ' || q.name, 'about no queue'), 'select 1;' where q.name is null or q.name ~ '^hooks' $$;
+create function pg_temp.told(wanted text) returns setof text language sql
+as $$ select n.event || coalesce(' ' || n.detail, '') from pg_temp.notes n where n.queue_name = wanted or n.queue_name is null and n.event = wanted $$;
+
+select lives_ok($$ select pgqueue.create_queue('hooks', max_attempts => 3) $$, 'a queue is created while a room listens');
+select results_eq($$ select * from pg_temp.told('hooks') $$, array['created'], 'a room is told of a queue that was created');
+select lives_ok($$ select pgqueue.create_queue('hooks', if_not_exists => true) $$, 'the same queue is asked for again');
+select results_eq($$ select * from pg_temp.told('hooks') $$, array['created'], 'a room is not told of a queue that existed before');
+select lives_ok($$ select pgqueue.alter_queue('hooks', max_attempts => 4) $$, 'a setting of the queue is changed');
+select results_eq($$ select * from pg_temp.told('hooks') $$, array['created', 'altered 3 to 4'], 'a room is told of a change with the row before and after it');
+
+select results_eq($$ select f.queue_name, f.detail from pgqueue.doctor() f where f.finding = 'test_finding' order by f.queue_name nulls first $$,
+    $$ values (null, 'about no queue'), ('hooks', 'about hooks') $$, 'doctor reports what a room finds, on each queue and on what belongs to no queue');
+
+select lives_ok($$ select pgqueue.enqueue('hooks', '1') $$, 'a message is sent');
+select results_eq($$ select pgqueue.drop_queue('hooks') $$, array[1::bigint], 'the queue is dropped');
+select results_eq($$ select * from pg_temp.told('hooks') $$, array['created', 'altered 3 to 4', 'dropping 1 messages'],
+    'a room is told of a queue that is being dropped while its messages are still there');
+
+create function pg_temp.housekeeping_of_three_claims() returns setof text language plpgsql as $$
+begin
+    perform pgqueue.create_queue('hooks_sweep');
+    perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(pgqueue._now() - interval '1 min'));
+    for n in 1..3 loop
+        perform pgqueue.claim('hooks_sweep');
+    end loop;
+    return query select * from pg_temp.told('housekeeping');
+end;
+$$;
+select is((select count(*) from pg_temp.housekeeping_of_three_claims() h where h ~ '^housekeeping 01:01:'), 1::bigint,
+    'a room is told once an hour that housekeeping is due, with the time since the last one');
+
+select * from finish();
+rollback;
