@@ -66,7 +66,7 @@ $(OUT)/pgqueue.sql: $(state) $(behaviour) pgqueue.control Makefile | $(OUT)
 $(OUT):
 	@mkdir -p $@
 
-verify:  ## is extension/ what sql/ generates, and the version the same everywhere?
+verify: setup  ## are the generated files current, the versions equal, and the modules in order?
 	@mkdir -p .cache; again=$$(mktemp -d .cache/verify.XXXXXX); trap "rm -rf $$again" EXIT; \
 	$(MAKE) --silent build OUT=$$again; \
 	for file in $$again/*; do \
@@ -74,8 +74,12 @@ verify:  ## is extension/ what sql/ generates, and the version the same everywhe
 	done
 	@$(PYTHON) test/versions.py
 	@$(PYTHON) test/modules.py $(CORE) -- $(ROOMS) grants
+	@$(python) python/async_to_sync.py --check
 	@$(PYTHON) test/reference.py --check $(behaviour)
 	@$(PYTHON) test/bench/report.py --check
+
+client: setup  ## generate the sync client from the async one
+	@$(python) python/async_to_sync.py
 
 reference:  ## write the README's reference from the comments in sql/
 	@$(PYTHON) test/reference.py $(behaviour)
@@ -187,5 +191,5 @@ clean:  ## remove what tests leave behind
 distclean: clean  ## also .venv and everything fetched
 	rm -rf .venv .cache
 
-.PHONY: help build verify reference install uninstall installcheck setup test-tools test test-all test-sql lint docker-test \
+.PHONY: help build verify client reference install uninstall installcheck setup test-tools test test-all test-sql lint docker-test \
 	demo demo-spark bench bench-full clean distclean

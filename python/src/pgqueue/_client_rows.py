@@ -1,0 +1,37 @@
+"""The rows that clients read and send: what the sync and the async client share."""
+
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from typing import Any, TypeVar
+
+from . import _calls
+from ._decoding import lenient_decoder
+
+T = TypeVar("T")
+
+Rows = Iterable[Any]
+AsyncRows = Iterable[Any] | AsyncIterable[Any]
+
+
+def each_row(rows: Rows) -> Iterator[Any]:
+    """The rows of an iterable."""
+    return iter(rows)
+
+
+async def each_row_async(rows: AsyncRows) -> AsyncIterator[Any]:
+    """The rows of an iterable of either kind."""
+    if isinstance(rows, AsyncIterable):
+        async for row in rows:
+            yield row
+    else:
+        for row in rows:
+            yield row
+
+
+def read_leniently(cursor: Any, call: _calls.Bound[T], error: Exception) -> list[T]:
+    """The rows of a cursor after psycopg failed to read one: a value that Python cannot hold becomes a stand-in.
+
+    Raises `error` if there is no result.
+    """
+    if cursor.pgresult is None:
+        raise error
+    return lenient_decoder(cursor).load_rows(0, cursor.pgresult.ntuples, call.row(cursor))
