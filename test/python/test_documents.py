@@ -1,0 +1,247 @@
+"""The documents: their code runs as it stands there, their links lead somewhere, their tables are complete."""
+
+import inspect
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import commands
+import psycopg
+import pytest
+
+import pgqueue
+import pgqueue.consumer
+from pgqueue.embedded import EmbeddedServer
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(
+    path.relative_to(ROOT)
+    for directory in (ROOT, *(ROOT / name for name in ("sql", "python", "test")))
+    for path in directory.glob("*.md" if directory == ROOT else "**/*.md")
+    if not any(part.startswith(".") or part == "node_modules" for part in path.relative_to(ROOT).parts)
+)
+# Pasted as a whole below; the chapter on Spark by a test of its own, which needs Spark.
+PASTED = ("README.md", "python/README.md", "python/src/pgqueue/http/README.md", "sql/REFERENCE.md")
+SPARK = "python/src/pgqueue/spark/README.md"
+
+
+class Block(NamedTuple):
+    language: str
+    code: str
+
+
+def blocks(document: str | Path, language: str = "") -> list[Block]:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    found = [Block(*each) for each in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
+    return [block for block in found if block.language == language or not language]
+
+
+def psql(dsn: str, script: str) -> str:
+    done = subprocess.run(
+        [str(EmbeddedServer().bindir / "psql"), "-XqAt", "-v", "ON_ERROR_STOP=1", dsn],
+        input=script,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def pasted(empty_database: Callable[[], str]) -> tuple[str, str]:
+    """A database into which the first block of the README was pasted, and the answers of psql."""
+    dsn = empty_database()
+    return dsn, psql(dsn, blocks("README.md", "sql")[0].code)
+
+
+class Pasting:
+    """A person who pastes blocks into a terminal, one after the other, with one database."""
+
+    def __init__(self, dsn: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.variables = {"PGQUEUE_DSN": dsn, "PGQUEUE_PASSWORD": "password"}
+        self.dsn, self.directory, self.monkeypatch = dsn, directory, monkeypatch
+        self.out = ""
+
+    def paste(self, block: Block) -> None:
+        match block.language:
+            case "sql":
+                self.out += psql(self.dsn, block.code)
+            case "python":
+                self.python(block.code)
+            case "sh" if "curl" in block.code:
+                self.curl(block.code)
+            case "sh":
+                self.shell(block.code)
+            case "toml":
+                assert tomllib.loads(block.code)
+            case _:  # drawings, signatures, and commands that take hours
+                assert block.language in ("", "text")
+
+    def python(self, code: str) -> None:
+        """Run it on the database; a consumer stops after its first message."""
+        connect = psycopg.connect
+
+        def consumer(_dsn: str, *arguments: Any, **options: Any) -> pgqueue.Consumer:
+            made = pgqueue.consumer.Consumer(self.dsn, *arguments, **options)
+            made.observe = lambda event: made.request_stop() if event.kind == "succeeded" else None
+            return made
+
+        with self.monkeypatch.context() as patch:
+            if "EmbeddedServer" not in code:
+                patch.setattr(psycopg, "connect", lambda **settings: connect(self.dsn, **settings))
+            patch.setattr(pgqueue, "Consumer", consumer, raising=False)
+            if "Consumer(" in code:
+                with connect(self.dsn, autocommit=True) as connection:
+                    pgqueue.Queue(connection, "orders").enqueue({"order_id": 1004})
+            exec(code, {})
+
+    def shell(self, code: str) -> None:
+        """Run the commands of pgqueue, but not what would install something or go on until Ctrl-C."""
+        for line in code.splitlines():
+            program, *words = shlex.split(line, comments=True) or [""]
+            if program == "echo":
+                subprocess.run(["bash", "-c", line], cwd=self.directory, check=True)
+            elif program == "pgqueue":
+                words = [word for word in words if word not in ("--watch", "--until-empty")]
+                words += ["--until-empty"] * ("work" in words)
+                done = commands.run(*words, cwd=self.directory, **self.variables)
+                assert done.status == 0, (line, done)
+                self.out += done.out + done.err
+            else:
+                assert program in ("", "pip", "make") or program.startswith("PGQUEUE_PASSWORD"), line
+
+    def curl(self, code: str) -> None:
+        """Run it against a server on the database."""
+        if shutil.which("curl") is None:
+            pytest.skip("there is no curl")
+        with commands.running("serve", "--port", "0", directory=self.directory, **self.variables) as server:
+            url = server.wait_for(lambda: re.search(r"serves (http://[^/\s]+)/", server.err))[1]
+            script = ["bash", "-c", code.replace("http://127.0.0.1:8080", url)]
+            done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=True)
+        assert '"error"' not in done.stdout, done.stdout
+        self.out += done.stdout
+
+
+@pytest.mark.parametrize("document", PASTED)
+def test_every_block_can_be_pasted_in_order_into_one_database(
+    document: str, empty_database: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    person = Pasting(empty_database(), tmp_path, monkeypatch)
+    if document != "README.md":  # it begins with this itself
+        psql(person.dsn, "create extension pgqueue; select pgqueue.create_queue('orders');")
+    for block in blocks(document):
+        person.paste(block)
+    said = {
+        "README.md": ['{"order_id": 1003}', "ships 1002"],
+        "python/README.md": ["ships 1002"],
+        "python/src/pgqueue/http/README.md": ['{"task_id": ', '"payload": {"order_id": 1001}'],
+    }
+    for text in said.get(document, []):
+        assert text in person.out, person.out
+
+
+def test_no_other_document_has_code_that_is_not_run() -> None:
+    for document in DOCUMENTS:
+        if str(document) not in (*PASTED, SPARK):
+            assert {block.language for block in blocks(document)} <= {"", "text"}, document
+
+
+def test_the_first_block_has_twelve_lines_that_work(pasted: tuple[str, str]) -> None:
+    assert len(blocks("README.md", "sql")[0].code.splitlines()) == 12
+    answers = pasted[1].splitlines()
+    assert answers[1:5] == ["1", "2", "t", "t"]  # two ids, extend, nack
+    assert answers[5] == "t"  # ack
+    assert answers[6].split("|")[:5] == ["orders", "0", "0", "1", "0"]  # what is left is scheduled
+
+
+def test_plain_sql_claims_what_it_inserted(pasted: tuple[str, str]) -> None:
+    (block,) = blocks("sql/REFERENCE.md", "sql")
+    answers = psql(pasted[0], block.code).splitlines()
+    assert answers[0] == "3"
+    assert answers[1].startswith('3|{"order_id": 1003}|1|')
+
+
+def test_topics_and_the_relation_of_a_transport_work_as_shown(pasted: tuple[str, str]) -> None:
+    publish, expose = blocks("README.md", "sql")[1:]
+    assert psql(pasted[0], publish.code).splitlines()[-1] == "2"
+    assert psql(pasted[0], expose.code + 'select count(*) from "Billing";').splitlines() == ['"public"."Billing"', "2"]
+
+
+def test_the_client_and_the_consumer_ship_and_acknowledge(
+    pasted: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    person = Pasting(pasted[0], tmp_path, monkeypatch)
+    with psycopg.connect(pasted[0], autocommit=True) as connection:
+        for block, shipped in zip(blocks("README.md", "python"), ([1001], [1001, 1004]), strict=True):
+            person.paste(block)
+            orders = connection.execute("select order_id from shipped order by order_id").fetchall()
+            assert [order for (order,) in orders] == shipped
+            waiting = connection.execute("select ready_messages, inflight_messages from pgqueue.stats()").fetchone()
+            assert waiting == (0, 0)
+
+
+def test_the_command_line_works_on_the_private_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing exists there but what is pasted."""
+    person = Pasting("", tmp_path, monkeypatch)
+    person.variables = {"PGQUEUE_HOME": str(tmp_path / "home")}
+    (block,) = (block for block in blocks("README.md", "sh") if "pgqueue send" in block.code)
+    person.paste(block)
+    # Two handlers print at the same time, and Python writes the end of a line separately.
+    assert sorted(re.findall(r"ships \d+", person.out)) == ["ships 1001", "ships 1002"]
+    assert "no dead letters" in person.out
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", (ROOT / document).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        file = ((ROOT / document).parent / path).resolve() if path else ROOT / document
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def table(document: str, heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its head."""
+    text = (ROOT / document).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
+    (first,) = re.findall(r"\n\n((?:\|.+\n)+)", text)[:1]
+    return [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in first.splitlines()[2:]]
+
+
+def test_every_error_is_in_the_reference() -> None:
+    listed = {row[0].strip("`"): row[1].replace("_", "") for row in table("sql/REFERENCE.md", "Errors")}
+    codes = {error.sqlstate: error.__name__.lower() for error in pgqueue.Error.__subclasses__()}
+    assert {code: name for code, name in listed.items() if code.startswith("PQ")} == codes
+    # The codes that errors of ours have besides; names of conditions as in PostgreSQL's list.
+    sql = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "sql").glob("*.sql"))
+    raised = set(re.findall(r"errcode = '([a-z_]+)'", sql))
+    assert raised <= {row[1] for row in table("sql/REFERENCE.md", "Errors")}
+
+
+def test_every_setting_is_in_the_reference_with_its_default() -> None:
+    sql = (ROOT / "sql/queue.sql").read_text(encoding="utf-8")
+    arguments = sql.partition("function pgqueue.create_queue(")[2].partition("\n)\n")[0]
+    defaults = dict(re.findall(r"^    (\w+) [a-z ]+ default '?([^',]+)'?,?$", arguments, re.MULTILINE))
+    del defaults["if_not_exists"]
+    listed = {row[0].strip("`"): row[1] for row in table("sql/REFERENCE.md", "Settings of a queue")}
+    assert listed == defaults
+
+
+def test_every_argument_of_a_consumer_is_in_its_chapter() -> None:
+    arguments = list(inspect.signature(pgqueue.consumer.Consumer).parameters)[3:]
+    text = (ROOT / "python/README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \|", text.partition("| argument |")[2].partition("\n\n")[0], re.MULTILINE)
+    assert listed == arguments
