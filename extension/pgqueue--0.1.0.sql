@@ -1,13 +1,12 @@
 \echo Use "create extension pgqueue" to load this file. \quit
--- The schema that everything lives in. It is created, never adopted: if somebody made a schema
--- of this name before, the installation stops here.
+-- The schema of all objects. The installation fails if a schema of this name already exists: it is never adopted.
 create schema pgqueue;
 comment on schema pgqueue is
 'A message queue in PostgreSQL: enqueue, claim, ack, nack, extend, dead letters and redrive.';
 
--- For grants.sql, later in this transaction: an upgrade does not set it.
+-- grants.sql reads this setting later in the same transaction. An upgrade does not set it.
 do $$ begin perform pg_catalog.set_config('pgqueue.installing', 'yes', true); end $$;
--- What the verbs return. Attributes are API: new ones go last.
+-- The row types that the functions return. Their attributes are part of the API: add new ones at the end.
 
 create type pgqueue.queue as (
     name text,
@@ -47,7 +46,7 @@ create type pgqueue.message as (
     last_error text
 );
 comment on type pgqueue.message is
-'A message, as claim, receive and browse return it; attempt_count includes the attempt in progress.';
+'A message, as claim, receive and browse return it. attempt_count includes the attempt in progress.';
 
 create type pgqueue.exchanged as (
     id bigint,
@@ -67,7 +66,8 @@ create type pgqueue.exchanged as (
     lost boolean
 );
 comment on type pgqueue.exchanged is
-'A row of exchange: a claimed message, or, where lost is true, the id of an acknowledgement that came too late.';
+'A row of exchange: a claimed message or, if lost is true, the id of a message whose claim was lost before the
+acknowledgement.';
 
 create type pgqueue.dead_message as (
     id bigint,
@@ -86,7 +86,7 @@ create type pgqueue.dead_message as (
     died_at timestamptz
 );
 comment on type pgqueue.dead_message is
-'A dead letter: the message, its last error, and why and when it died.';
+'A dead letter: the message, its last error, and the reason and time of its dead-lettering.';
 
 create type pgqueue.archived_message as (
     id bigint,
@@ -105,14 +105,16 @@ create type pgqueue.archived_message as (
     last_error text
 );
 comment on type pgqueue.archived_message is
-'A message that was acknowledged: when it was sent, claimed and finished, and the attempt that it took; claimed_at is null where it was received.';
+'An acknowledged message, with the times at which it was sent, claimed and acknowledged and with its number of attempts.
+claimed_at is null if the message was received.';
 
 create type pgqueue.archive_change as (
     day date,
     change text
 );
 comment on type pgqueue.archive_change is
-'What maintain_archive did with a day (UTC) of the archive: made, emptied, dropped, or busy where it gave way.';
+'What maintain_archive did with one day (UTC) of the archive. change is made, emptied, dropped, or busy if another
+transaction used the partition.';
 
 create type pgqueue.queue_stats as (
     queue_name text,
@@ -125,7 +127,7 @@ create type pgqueue.queue_stats as (
     estimates text[]
 );
 comment on type pgqueue.queue_stats is
-'The depth of a queue. estimates names the figures that are estimated; empty where all were counted.';
+'The depth of a queue. estimates lists the figures that are estimated; it is empty if all were counted.';
 
 create type pgqueue.finding as (
     severity text,
@@ -135,7 +137,8 @@ create type pgqueue.finding as (
     repair text
 );
 comment on type pgqueue.finding is
-'Something that doctor found: how bad (error, warning, info), where, what, and the statement that repairs it.';
+'A problem that doctor found: its severity (error, warning or info), the queue, the name and detail of the finding, and
+the statement that repairs it.';
 
 create type pgqueue.stream as (
     queue_name text,
@@ -156,7 +159,9 @@ create type pgqueue.stream as (
     on_ack text
 );
 comment on type pgqueue.stream is
-'A stream, as stream_open and list_streams return it: the batch it acknowledged last, by number and token, and the open one, whose columns from claim_token to claimed_until are null where there is none. last_id is the highest message id given out so far. on_ack is archive, delete, or null where that is as the queue says.';
+'A stream, as stream_open and list_streams return it. acked_seq and acked_token name the batch acknowledged last. The
+columns from claim_token to claimed_until describe the open batch and are null if no batch is open. last_id is the
+highest message id given out so far. on_ack is archive, delete, or null if the setting of the queue applies.';
 
 create type pgqueue.stream_batch as (
     queue_name text,
@@ -171,7 +176,8 @@ create type pgqueue.stream_batch as (
     lost bigint[]
 );
 comment on type pgqueue.stream_batch is
-'A batch that is reserved for a stream, named by seq and claim_token. lost has the ids that were found to be no longer the stream''s.';
+'A batch that is reserved for a stream, identified by seq and claim_token. lost lists the ids whose messages are no
+longer reserved for the stream.';
 
 create type pgqueue.subscription as (
     topic text,
@@ -179,12 +185,14 @@ create type pgqueue.subscription as (
     subscribed_at timestamptz
 );
 comment on type pgqueue.subscription is
-'That a queue has a copy of what is published to a topic, or to the topics that a pattern matches.';
--- Where messages live. The column names are a public contract: raw SQL on these tables is a
--- supported way to send, claim and settle. New columns go last.
+'A subscription: the queue receives a copy of each message published to the topic, or to the topics that the pattern
+matches.';
+-- Tables, sequences and indexes. The column names are part of the API: applications may send, claim and acknowledge
+-- messages with plain SQL on these tables. Add new columns at the end.
 
 create sequence pgqueue.queue_id;
-comment on sequence pgqueue.queue_id is 'Numbers queues, to name the registers and partitions of each.';
+comment on sequence pgqueue.queue_id is
+'Numbers the queues. Registers and partitions are named by these numbers.';
 
 create table pgqueue.queues (
     name text collate "C" not null,
@@ -227,25 +235,27 @@ create table pgqueue.queues (
     constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days')
 );
 comment on table pgqueue.queues is
-'One row a queue. Rarely written, so that claims read one clean row; what changes with every claim is kept in registers.';
+'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
 comment on column pgqueue.queues.archive_for is
-'How long at least what was acknowledged stays in archived_messages; null: it does not get there.';
+'The minimum time for which acknowledged messages stay in archived_messages; null: they are not archived.';
 comment on column pgqueue.queues.expires_after_idle is
-'How long the queue stays though nobody uses it and it holds no message; null: for good.';
+'The time after which an empty queue that is not used is dropped; null: never.';
 comment on column pgqueue.queues.fresh_from_id is
-'Register: no message below this id was never claimed, but for late commits. A hint.';
+'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
+committed late. A hint.';
 comment on column pgqueue.queues.sweep_resume_id is
-'Register: the id from which the next sweep goes on. A hint.';
+'Register: the id at which the next sweep continues. A hint.';
 comment on column pgqueue.queues.next_sweep_at is
 'Register: when the next sweep is due, in microseconds since 1970. A hint.';
 comment on column pgqueue.queues.first_due_at is
 'Register: when the first scheduled message is due, in microseconds since 1970. A hint.';
 comment on column pgqueue.queues.waiting_until is
-'Register: until when a consumer waits for a notification, in microseconds since 1970. A hint.';
+'Register: the time until which a consumer waits for a notification, in microseconds since 1970. A hint.';
 
 create sequence pgqueue.message_id;
 comment on sequence pgqueue.message_id is
-'The ids of all messages of all queues. Its cache must stay 1: the sweep relies on ids being taken inside the inserting statement.';
+'The ids of the messages of all queues. Its cache must stay 1: the sweep relies on each id being taken inside the
+inserting statement.';
 
 create table pgqueue.messages (
     id bigint not null default nextval('pgqueue.message_id'),
@@ -269,28 +279,32 @@ create table pgqueue.messages (
     transport_seq bigint
 ) partition by list (queue_name);
 comment on table pgqueue.messages is
-'Messages that are ready (visible_at has come) or in flight (claimed, visible_at is the end of the claim). A message has a payload or a body.';
+'Messages that are ready (visible_at has passed) or in flight (claimed; visible_at is the end of the claim). A message
+has either a payload or a body.';
 comment on column pgqueue.messages.claimed_attempt is
-'The attempt_count that claim_token was given for: a later claim by plain SQL, which sets no token, thereby ends the token''s power.';
+'The attempt_count of the claim that set claim_token. The token is valid only while the two are equal: a claim by plain
+SQL that raises attempt_count and sets no token invalidates the token.';
 comment on column pgqueue.messages.transport_headers is
-'The headers as a transport wrote them, or reads them; null where none does.';
+'The headers in the text form that a transport writes and reads; null if no transport uses the message.';
 comment on column pgqueue.messages.transport_id is
-'The id of the message in the relation that expose_transport made; null where there is none.';
+'The id of the message in the relation that expose_transport created; null if the queue has no such relation.';
 comment on column pgqueue.messages.transport_seq is
-'Its place in that relation. Of its own, as ids of all queues are one sequence and may lie further apart than a transport counts.';
+'The position of the message in that relation. The id cannot serve as position: all queues share one sequence, so the
+gaps between the ids of a queue can exceed the range in which a transport counts.';
 comment on column pgqueue.messages.claimed_at is
-'When the claim was made that claimed_attempt speaks of; an extension leaves it as it is.';
+'When the claim of claimed_attempt was made. An extension does not change it.';
 
--- The primary key is the only index, and nothing that a claim writes is in it: claims are HOT updates. A second
--- index, even a partial one that holds no row, costs every insert and every claim 2.5 microseconds of about 10
--- and 35; two check constraints, compiled anew by every statement, cost as much. So there are none: the verbs
--- check what they write, and an index on expires_at is for who needs it (doctor says when, and how).
--- The key is declared on each partition, not on the parent: pg_dump could not restore a dedicated partition
--- whose parent comes from the extension with a key.
--- fillfactor 50 leaves room for the claimed versions even while no dead version can be pruned: for those of all large
--- messages, and of three out of four of the smallest, which grow by a third when they are claimed.
--- Vacuum and analyze start by count, as the size of a queue says nothing about its churn, and vacuum never truncates,
--- as that ends with an exclusive lock.
+-- The primary key is the only index, and a claim writes none of its columns: claims are HOT updates. A second index,
+-- even a partial one without entries, adds 2.5 microseconds to every insert (about 10) and every claim (about 35). Two
+-- check constraints cost as much, as every statement compiles them anew. So the table has neither. The functions check
+-- what they write. If a queue needs an index on expires_at, doctor reports it with the statement.
+-- Each partition declares the key, not the parent. Otherwise pg_dump could not restore a dedicated partition, as the
+-- parent comes with its key from the extension.
+-- fillfactor 50 leaves room for the row versions that claims write, even while no dead version can be pruned. A claim
+-- enlarges the smallest messages by a third, so the room suffices for three out of four of those, and for all large
+-- messages.
+-- Autovacuum starts by count, as the size of a queue says nothing about its churn. Vacuum never truncates the table, as
+-- a truncation takes an exclusive lock.
 create table pgqueue.messages_shared partition of pgqueue.messages (
     constraint messages_shared_pkey primary key (queue_name, id)
 ) default with (
@@ -303,7 +317,7 @@ create table pgqueue.messages_shared partition of pgqueue.messages (
     vacuum_truncate = false
 );
 comment on table pgqueue.messages_shared is
-'The messages of all queues that have no partition of their own.';
+'The messages of all queues without a dedicated partition.';
 
 create table pgqueue.scheduled_messages (
     id bigint not null default nextval('pgqueue.message_id'),
@@ -329,7 +343,7 @@ create table pgqueue.scheduled_messages (
     vacuum_truncate = false
 );
 comment on table pgqueue.scheduled_messages is
-'Messages that wait for a moment: delayed when sent, sent back with a delay, or redriven (due at once).';
+'Messages with a due time: sent with a delay, returned to the queue after a claim, or redriven (due at once).';
 create index scheduled_messages_due_at on pgqueue.scheduled_messages (queue_name, due_at, id);
 create index scheduled_messages_expires_at on pgqueue.scheduled_messages (queue_name, expires_at)
 where expires_at is not null;
@@ -355,14 +369,15 @@ create table pgqueue.dead_messages (
     check (reason in ('attempts_exhausted', 'expired', 'rejected', 'queue_dropped'))
 );
 comment on table pgqueue.dead_messages is
-'Messages that were given up, with the reason, the last error and the moment. Those that were not due when their queue was dropped (queue_dropped) outlive it, under its name.';
+'Dead letters, with reason, last error and time. When a queue is dropped, its delayed messages that are not due yet stay
+here under its name, with reason queue_dropped.';
 
--- A day of UTC is a partition, made days ahead. There is no default partition: attaching a day beside one locks it
--- against everybody who reads the archive, for as long as the transaction lasts, and fails the acknowledgement that
--- is just on its way there. What meets no partition goes to unfiled_messages instead.
--- No unique key: that somebody put a message back under its old id must not keep it from being acknowledged. The
--- index is declared on each partition, not on the parent: pg_dump could not restore a partition whose parent comes
--- from the extension with an index.
+-- Each day (UTC) has a partition, created days ahead. There is no default partition: while one exists, attaching a day
+-- locks it against all readers of the archive until the transaction ends, and a concurrent acknowledgement fails. A
+-- message whose day has no partition goes to unfiled_messages.
+-- There is no unique key: if a message was put back under its old id, its next acknowledgement must not fail. Each
+-- partition declares the index, not the parent. Otherwise pg_dump could not restore a partition, as the parent comes
+-- with its index from the extension.
 create table pgqueue.archived_messages (
     id bigint not null,
     queue_name text collate "C" not null,
@@ -380,22 +395,25 @@ create table pgqueue.archived_messages (
     last_error text
 ) partition by range (finished_at);
 comment on table pgqueue.archived_messages is
-'Messages that were acknowledged, of queues that have archive_for. A partition a day (UTC), dropped as a whole.';
--- Without a key, and yet published with all that changes: so it is with every table here that has none.
+'Acknowledged messages of queues that have archive_for. Each day (UTC) is one partition and is dropped as a whole.';
+-- The table has no key. With replica identity full, a publication that includes it still accepts updates and deletes.
+-- The same holds for the other tables below that have no key.
 alter table pgqueue.archived_messages replica identity full;
 comment on column pgqueue.archived_messages.claimed_at is
-'When the claim that was acknowledged was made; null for a receive, which takes and finishes at once.';
+'When the acknowledged claim was made; null if the message was received.';
 comment on column pgqueue.archived_messages.finished_at is
-'When it was acknowledged, by the clock, before the commit.';
+'When the message was acknowledged, by the wall clock, before the commit.';
 
 create table pgqueue.unfiled_messages (like pgqueue.archived_messages including all);
 alter table pgqueue.unfiled_messages replica identity full;
 comment on table pgqueue.unfiled_messages is
-'Archived messages of days that had no partition, so that no acknowledgement fails for want of one: sweeps and maintain_archive file them.';
+'Archived messages whose day had no partition when they were acknowledged. Sweeps and maintain_archive move them to
+archived_messages.';
 
 create sequence pgqueue.next_housekeeping_at;
 comment on sequence pgqueue.next_housekeeping_at is
-'Register: when a sweep next calls the housekeeping of the rooms, in microseconds since 1970. A hint, one for all queues.';
+'Register: when a sweep next calls the housekeeping of the rooms, in microseconds since 1970. A hint, shared by all
+queues.';
 
 create table pgqueue.archive_promises (
     queue_name text collate "C" not null,
@@ -404,7 +422,7 @@ create table pgqueue.archive_promises (
 );
 alter table pgqueue.archive_promises replica identity full;
 comment on table pgqueue.archive_promises is
-'Queues that were dropped, or archive no longer: until ends_at, what they archived is kept as long as they said.';
+'Queues that were dropped or no longer archive. Until ends_at, what they archived is kept for archive_for.';
 
 create table pgqueue.requeued_messages (
     queue_name text collate "C" not null,
@@ -414,7 +432,8 @@ create table pgqueue.requeued_messages (
 create index requeued_messages_check_at on pgqueue.requeued_messages (queue_name, check_at, id);
 alter table pgqueue.requeued_messages replica identity full;
 comment on table pgqueue.requeued_messages is
-'Scheduled messages that came due went back to messages under their old id, which the sweep may have left behind for good: where it looks beside its walk.';
+'Scheduled messages that came due and were moved to messages under their old ids. A sweep may skip those ids, so it
+looks up the messages listed here separately.';
 
 create table pgqueue.sweep_state (
     queue_name text collate "C" not null,
@@ -427,13 +446,14 @@ create table pgqueue.sweep_state (
     constraint sweep_state_pkey primary key (queue_name)
 ) with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.sweep_state is
-'What sweeps have learnt about each queue; written at most once a second. A row, not a register: it must be dumped with the messages it speaks of.';
+'What sweeps know about each queue; written at most once a second. It is a table, not a set of registers, because it
+must be dumped together with the messages.';
 comment on column pgqueue.sweep_state.vacant_ids is
-'Ids at which no message lives and none will appear but by way of requeued_messages: a sweep skips them.';
+'Ids at which there is no message and none will appear, except through requeued_messages. A sweep skips them.';
 comment on column pgqueue.sweep_state.settled_id is
-'No transaction that took an id up to this one is running any more.';
+'No running transaction has taken an id up to this one.';
 comment on column pgqueue.sweep_state.bound_id is
-'Becomes settled_id once none of writers runs any more: the highest id taken before they were listed.';
+'The highest id taken before writers were listed. It becomes settled_id when none of writers runs any more.';
 
 create table pgqueue.streams (
     queue_name text collate "C" not null,
@@ -463,17 +483,18 @@ create table pgqueue.streams (
     constraint streams_on_ack_is_known check (on_ack in ('archive', 'delete'))
 ) with (fillfactor = 50, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.streams is
-'One row a stream: how far it has acknowledged, and the batch that it has claimed since, of which there is one at most.';
+'One row per stream: the batch acknowledged last and the open batch. A stream has at most one open batch.';
 comment on column pgqueue.streams.epoch is
-'Who opened the stream last has this number; who has a lower one is fenced.';
+'The number of the latest stream_open. Calls with a lower number are fenced: they raise an error.';
 comment on column pgqueue.streams.acked_seq is
-'The batch acknowledged last; the open one, if any, is the next. 0 before the first.';
+'The number of the batch acknowledged last; 0 before the first. The open batch has the next number.';
 comment on column pgqueue.streams.ids is
-'The messages of the open batch, in order. Never changed, as the partitions are cut from it.';
+'The messages of the open batch, in order. The array is never changed, as the partitions of the batch are slices of
+it.';
 comment on column pgqueue.streams.left_out is
-'Those of ids that are no longer part of the batch: skipped, or lost and given up.';
+'The elements of ids that no longer belong to the batch: skipped, or lost and given up.';
 comment on column pgqueue.streams.begun_epoch is
-'The epoch in which the open batch was begun last; null until it is.';
+'The epoch of the last stream_begin of the open batch; null before the first.';
 
 create unlogged table pgqueue.staged_attempts (
     token uuid not null,
@@ -487,12 +508,13 @@ create unlogged table pgqueue.staged_attempts (
 );
 create index staged_attempts_run on pgqueue.staged_attempts (run);
 comment on table pgqueue.staged_attempts is
-'Who stages rows of a run, one row an attempt at a partition. Unlogged, as what it speaks of: a crash of the server empties both.';
+'Attempts that stage messages of a run: one row per attempt at a partition. Unlogged, like staged_messages: a crash of
+the server empties both.';
 comment on column pgqueue.staged_attempts.token is
-'Known only to whoever stages: with it one adds rows, and names the attempt that won.';
+'A secret of the writer. The token is needed to add rows to the attempt and to name it as the one to commit.';
 
--- Some hundred messages a row, as arrays: a row each would cost more to store, to read and to delete than the message
--- itself. What is read once is not compressed.
+-- A row holds some hundred messages, as arrays. One row per message would cost more to store, read and delete than the
+-- message itself. The arrays are not compressed, as each is read only once.
 create unlogged table pgqueue.staged_messages (
     token uuid not null,
     row_number int not null,
@@ -510,13 +532,15 @@ alter table pgqueue.staged_messages alter column payloads set storage external;
 alter table pgqueue.staged_messages alter column bodies set storage external;
 alter table pgqueue.staged_messages alter column headers set storage external;
 comment on table pgqueue.staged_messages is
-'Messages that wait for sink_commit, in arrays of equal length, of which those that say nothing are null. Nobody can claim them.';
+'Messages that wait for sink_commit and cannot be claimed yet. The arrays of a row have equal length; an array without
+values is null.';
 comment on column pgqueue.staged_messages.row_number is
-'The number of the first message of the row, counted from 1 under the token.';
+'The number of the first message of the row, counted from 1 for each token.';
 comment on column pgqueue.staged_messages.messages is
-'How many there are in the row. This and largest_bytes are counted when it is staged, by the writers, of which there are many, and not by the one that commits.';
+'The number of messages in the row. The parallel writers compute this and largest_bytes, so that the single commit does
+not have to.';
 comment on column pgqueue.staged_messages.largest_bytes is
-'The size of the largest payload, as JSON text, or body.';
+'The size of the largest payload (as JSON text) or body, in bytes.';
 
 create table pgqueue.sink_commits (
     app_id text collate "C" not null,
@@ -529,9 +553,10 @@ create table pgqueue.sink_commits (
     constraint sink_commits_pkey primary key (app_id, version)
 );
 comment on table pgqueue.sink_commits is
-'The ledger of sink_commit: what is in it is not sent again. A run that has no app_id goes by its own id.';
+'The ledger of sink_commit: what is listed here is not sent again. A run without an app_id is listed under its own id.';
 comment on column pgqueue.sink_commits.forgotten_version is
-'Of this app_id, versions up to this one were swept from the ledger: whether they were committed is not known.';
+'Rows of this app_id up to this version were removed from the ledger: whether those versions were committed is
+unknown.';
 
 create table pgqueue.subscriptions (
     topic text collate "C" not null,
@@ -546,11 +571,13 @@ create index subscriptions_topic on pgqueue.subscriptions (topic, queue_name);
 create index subscriptions_words on pgqueue.subscriptions ((topic || '.')) where is_pattern;
 create index subscriptions_queue_name on pgqueue.subscriptions (queue_name, topic);
 comment on table pgqueue.subscriptions is
-'Which queue has a copy of what is published to which topic, or to the topics that a pattern matches.';
+'Subscriptions of queues to topics, or to the topics that a pattern matches. Each subscribed queue receives a copy of a
+published message.';
 comment on column pgqueue.subscriptions.endpoint is
-'Whose subscription it is: an endpoint of a transport, or, with pgqueue: before its name, the queue that subscribe was called for.';
+'The owner of the subscription: an endpoint of a transport, or the queue that subscribe was called for, with the prefix
+pgqueue:.';
 comment on column pgqueue.subscriptions.queue_address is
-'The queue as a transport addresses it.';
+'The address by which a transport knows the queue.';
 
 create table pgqueue.transports (
     queue_name text collate "C" not null,
@@ -564,17 +591,19 @@ create table pgqueue.transports (
 );
 alter table pgqueue.transports replica identity full;
 comment on table pgqueue.transports is
-'The relations that expose_transport made, one row each in a table of its own, which is planned and read faster than one row of many. Written at most once a second, by who looks at a relation.';
+'The relations that expose_transport created. Each has its row in a child table of its own, which is planned and read
+faster than one row of many. A session that reads a relation updates its row at most once a second.';
 comment on column pgqueue.transports.seq_register is
-'The sequence that transport_seq is taken from.';
+'The sequence from which transport_seq is taken.';
 comment on column pgqueue.transports.head is
-'No message has a lower transport_seq, nor will one: there the statements of the transport begin to read.';
+'No message has or will have a lower transport_seq. The statements of the transport start reading here.';
 comment on column pgqueue.transports.next_at is
 'When advance_transport is due again.';
 comment on column pgqueue.transports.settled_seq is
-'No transaction that took a transport_seq up to this one is running any more; bound_seq and writers as in sweep_state.';
--- What pg_dump has to carry: every table and sequence of the extension that holds data.
--- Registers, dedicated partitions and the days of the archive are made later, by functions, and dumped as they are.
+'No running transaction has taken a transport_seq up to this one. bound_seq and writers have the same meaning as in
+sweep_state.';
+-- Marks the tables and sequences of the extension whose data pg_dump must include. Registers, dedicated partitions and
+-- the partitions of the archive are created later, by functions, and pg_dump includes them as ordinary objects.
 select pg_extension_config_dump('pgqueue.queue_id', '');
 select pg_extension_config_dump('pgqueue.queues', '');
 select pg_extension_config_dump('pgqueue.message_id', '');
@@ -591,7 +620,7 @@ select pg_extension_config_dump('pgqueue.sweep_state', '');
 select pg_extension_config_dump('pgqueue.streams', '');
 select pg_extension_config_dump('pgqueue.subscriptions', '');
 select pg_extension_config_dump('pgqueue.transports', '');
--- What is staged outlives neither a crash nor a dump; what was committed must.
+-- Staged messages are not dumped, as they do not survive a crash either. The ledger of commits is dumped.
 select pg_extension_config_dump('pgqueue.staged_attempts', 'where false');
 select pg_extension_config_dump('pgqueue.staged_messages', 'where false');
 select pg_extension_config_dump('pgqueue.sink_commits', '');
@@ -893,21 +922,22 @@ end;
 $$;
 comment on function pgqueue._raise_role_not_found(name) is
 'Raises 42704: an unknown role.';
--- Moments. _now is the only reader of the clock, so that a test can replace it inside its own transaction.
+-- Time. _now is the only function that reads the clock, so that a test can replace it inside its own transaction.
 
 create function pgqueue._now()
 returns timestamptz
 language sql volatile parallel safe
 as $$ select clock_timestamp() $$;
 comment on function pgqueue._now() is
-'The time of day. Not now(), which stands still in a transaction and would start claims and delays in the past.';
+'The current time. Not now(): it stands still in a transaction, so claims and delays would start in the past.';
 
 create function pgqueue._add_interval(moment timestamptz, span interval)
 returns timestamptz
 language sql stable parallel safe
 as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._add_interval(timestamptz, interval) is
-'The moment that lies a span later. A day is 24 hours: added as a day it would be 23 or 25 where the clocks of the session''s TimeZone change.';
+'The moment plus the interval. A day counts as 24 hours. Plain addition would make it 23 or 25 hours where the TimeZone
+of the session changes its clocks.';
 
 create function pgqueue._is_first_statement()
 returns boolean
@@ -917,24 +947,27 @@ as $$
         and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
 $$;
 comment on function pgqueue._is_first_statement() is
-'Whether the transaction began with this statement or just before, and so may commit right behind it. Not by equality: a driver sends a statement as several messages, each of which has a time of its own. Not who begins in the same query, or receives: he goes on with his work.';
--- Registers: sequences used as words of shared memory that survive a crash. A sequence is updated in
--- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs
--- time, never a message.
+'Whether the transaction probably consists of this statement alone, and may commit right after it: it began less than 5
+ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
+each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
+to work in it.';
+-- Registers are sequences used as variables in shared memory that survive a crash. A sequence is updated in place: no
+-- row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no message.
 
 create function pgqueue._to_micros(moment timestamptz)
 returns bigint
 language sql stable parallel safe
 as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
 comment on function pgqueue._to_micros(timestamptz) is
-'A moment as a register holds it: microseconds since 1970, exact until the year 2106, then to two microseconds. Stable as date_part is: an immutable function could not be inlined.';
+'A moment in the form that registers hold: microseconds since 1970, exact until the year 2106, then to two microseconds.
+Stable, as date_part is: PostgreSQL could not inline an immutable function with this body.';
 
 create function pgqueue._from_micros(micros bigint)
 returns timestamptz
 language sql stable parallel safe
 as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
 comment on function pgqueue._from_micros(bigint) is
-'What a register holds, as a moment.';
+'The moment that a register value denotes.';
 
 create function pgqueue._create_register(queue_id bigint, role text)
 returns regclass
@@ -948,14 +981,16 @@ begin
 end;
 $$;
 comment on function pgqueue._create_register(bigint, text) is
-'Creates a register. It is named by number: a queue''s name may be longer than an identifier.';
+'Creates a register. Its name contains the number of the queue, as the name of a queue can be longer than an
+identifier.';
 
 create function pgqueue._register_value(register regclass)
 returns bigint
 language sql volatile
 as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
 comment on function pgqueue._register_value(regclass) is
-'What a register holds. One that holds nothing, as where sequences were not restored or replicated with the tables, begins anew at 1.';
+'The value of a register. A register without a value is set to 1, for example if the tables were restored or replicated
+without the sequences.';
 
 create function pgqueue._revoke_default_privileges(relation regclass)
 returns void
@@ -980,8 +1015,8 @@ begin
 end;
 $$;
 comment on function pgqueue._revoke_default_privileges(regclass) is
-'Takes back what the default privileges of its owner granted on a new table or sequence.';
--- How long a message waits after a failed attempt, where the consumer does not say.
+'Revokes what the default privileges of the owner granted on a new table or sequence.';
+-- The delay of a message after a failed attempt, if the consumer gives none.
 
 create function pgqueue._backoff(q pgqueue.queues, attempt_count int)
 returns interval
@@ -995,19 +1030,20 @@ as $$
     )
 $$;
 comment on function pgqueue._backoff(pgqueue.queues, int) is
-'backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter.';
--- Messages are found by their ids with these two alone, in functions that have enable_seqscan and
--- enable_bitmapscan off:
--- `from pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name, k.names, k.ids, k.id)`.
--- Both are inlined, and leave a plain `m.queue_name = name and m.id = any (ids)`. A bitmap that work_mem does not hold
--- would have each row compared with each id: of millions for hours.
+'backoff_base times backoff_factor for each attempt after the first, at most backoff_max, minus a random fraction of up
+to backoff_jitter.';
+-- Finds messages by their ids. Functions that do so have enable_seqscan and enable_bitmapscan off, and write `from
+-- pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name, k.names, k.ids, k.id)`. Both
+-- are inlined to `m.queue_name = name and m.id = any (ids)`. A bitmap that exceeds work_mem would compare each row with
+-- each id, which takes hours for millions of messages.
 
 create function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
 returns setof record
 language sql immutable parallel safe
 as $$ select ids, null::bigint, null::text[] $$;
 comment on function pgqueue._lookup_keys(text, bigint[]) is
-'What _matches_key compares messages with: a row that has all ids or, before PostgreSQL 17, a row for each, in their order.';
+'The keys that _matches_key compares messages with: one row with all ids or, before PostgreSQL 17, one row per id, in
+order.';
 
 create function pgqueue._matches_key(
     queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
@@ -1016,7 +1052,7 @@ returns boolean
 language sql immutable parallel safe
 as $$ select queue_name = name and id = any (key_ids) $$;
 comment on function pgqueue._matches_key(text, bigint, text, text[], bigint[], bigint) is
-'Whether a message of the queue of this name has an id that _lookup_keys returned.';
+'Whether a message belongs to the queue of this name and has an id that _lookup_keys returned.';
 
 create function pgqueue._has_current_key_lookup()
 returns boolean
@@ -1026,13 +1062,13 @@ as $$
         = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
 $$;
 comment on function pgqueue._has_current_key_lookup() is
-'Whether _lookup_keys is as the major version of the server wants it: pg_upgrade, or a dump of what is no extension, may have brought another.';
+'Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
+installation that is no extension, it may have another.';
 
--- Before PostgreSQL 17 a plan may read a queue from end to end, with `id = any` as a filter. It does so if it was
--- made while the queue was small, and a session keeps it. So there each id is looked up by a join. What would let the
--- planner walk all the same is kept from it: the name is compared with an array, so that to read the whole index in
--- order gains nothing, and with two expressions, which prunes partitions but asks no index. Other scans are off in the
--- verbs.
+-- Before PostgreSQL 17, a plan that was made while a queue was small may read the whole queue with `id = any` as a
+-- filter, and the session keeps that plan. There a join looks up each id. The name is compared with an array, so the
+-- planner gains nothing by reading the whole index in order. It is compared also with two expressions, which prune
+-- partitions but cannot use an index. The calling functions switch other scans off.
 create function pgqueue._install_key_lookup()
 returns void
 language plpgsql volatile
@@ -1056,7 +1092,7 @@ begin
 end;
 $$;
 comment on function pgqueue._install_key_lookup() is
-'Has _lookup_keys and _matches_key be as the major version of the server wants them.';
+'Creates _lookup_keys and _matches_key in the form for the major version of the server.';
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
@@ -1065,7 +1101,7 @@ returns bigint[]
 language sql immutable parallel safe
 as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
 comment on function pgqueue._array_except(bigint[], bigint[]) is
-'The ids that are not among the others, in order.';
+'The elements of ids that are not in others, in order.';
 
 create function pgqueue._is_ready(m pgqueue.messages, at timestamptz)
 returns boolean
@@ -1074,37 +1110,40 @@ as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
 comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
-'Whether a message can be claimed at this moment. Inlined: it leaves plain conditions on columns.';
+'Whether a message can be claimed at this moment. Inlined to plain conditions on columns.';
 
 create function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid)
 returns boolean
 language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
 comment on function pgqueue._is_claimed_by(pgqueue.messages, uuid) is
-'Whether a message is still under the claim of this token, and no other has claimed it since, with or without a token. Inlined.';
--- Every verb finds its queue here, and locks it. The order of locks: the queue, its row in queues, the row of a stream,
--- then message rows by id.
+'Whether the claim with this token is the latest claim of the message, counting also claims without a token. Inlined.';
+-- Finds and locks the queue of a call. The order of locks: the queue, its row in queues, the row of a stream, then
+-- message rows by id.
 
 create function pgqueue._lock_key(queue_name text)
 returns bigint
 language sql immutable strict parallel safe
 as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
 comment on function pgqueue._lock_key(text) is
-'The advisory lock that users of a queue share and that create_queue and drop_queue take alone.';
+'The key of the advisory lock of a queue. Users of the queue hold the lock shared; create_queue and drop_queue hold it
+exclusively.';
 
 create function pgqueue._lock_queue(queue_name text)
 returns boolean
 language sql volatile
 as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
 comment on function pgqueue._lock_queue(text) is
-'Keeps the queue from being dropped until the transaction ends; false for a null name. Locks in this order everywhere: this one, then message rows by id.';
+'Locks the queue against drop_queue until the transaction ends; false if the name is null. Every function takes this
+lock before it locks message rows, and locks message rows by id.';
 
 create function pgqueue._has_fixed_snapshot()
 returns boolean
 language sql stable parallel safe
 as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
 comment on function pgqueue._has_fixed_snapshot() is
-'Whether all statements of the transaction see what its first one saw, and nothing that others have committed since.';
+'Whether all statements of the transaction use the snapshot of its first one, and so do not see what was committed
+later.';
 
 create function pgqueue._refuse_missing_queue(queue_name text)
 returns void
@@ -1112,8 +1151,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- A queue that was made behind the snapshot is there, though it cannot be seen: an index knows. What this inserts
-    -- where there is none goes with the error.
+    -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it through the
+    -- unique index. If there is no such queue, the error raised below rolls the insert back.
     if pgqueue._has_fixed_snapshot() and queue_name collate "C" ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
         begin
             insert into pgqueue.sweep_state (queue_name) values (_refuse_missing_queue.queue_name) on conflict do nothing;
@@ -1125,7 +1164,7 @@ begin
 end;
 $$;
 comment on function pgqueue._refuse_missing_queue(text) is
-'Raises PQ001, or 40001 where there is such a queue now, but the transaction cannot see it.';
+'Raises PQ001, or 40001 if the queue exists but was created after the snapshot of the transaction.';
 
 create function pgqueue._require_current_snapshot(object text)
 returns void
@@ -1144,7 +1183,7 @@ begin
                 exit when pg_xact_status((pg_snapshot_xmax(snapshot)::text::bigint + n)::text::xid8) = 'committed';
             end loop;
         exception when invalid_parameter_value then
-            -- An id from the future: so far nobody has committed.
+            -- The id has not been assigned yet: nothing was committed after the snapshot.
             return;
         end;
     end if;
@@ -1152,7 +1191,9 @@ begin
 end;
 $$;
 comment on function pgqueue._require_current_snapshot(text) is
-'For who must see all that there is of the object, behind the lock that keeps others from adding to it. Raises 40001 where the transaction keeps a snapshot and anybody has committed since: whether that concerned the object nobody can tell.';
+'For callers that must see everything about the object and hold the lock that keeps others from adding to it. Raises
+40001 if the transaction keeps its snapshot and any transaction has committed since. Whether that commit concerned the
+object cannot be known.';
 
 create function pgqueue._get_locked_queue(queue_name text)
 returns pgqueue.queues
@@ -1162,13 +1203,13 @@ as $$
 declare
     q pgqueue.queues;
 begin
-    -- The lock first, the row second, each on its own snapshot: who waited for a drop_queue sees
-    -- that the queue is gone, and nobody writes into a queue while it is being dropped.
+    -- The lock is taken first and the row read second, each with its own snapshot. So a session that waited for
+    -- drop_queue sees that the queue is gone, and no session writes to a queue while it is dropped.
     if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     select * into q from pgqueue.queues where queues.name = queue_name collate "C";
-    -- The snapshot of a repeatable read may be older than a drop_queue: the catalog knows better.
+    -- A repeatable read snapshot can be older than a drop_queue. The catalog shows the current state.
     if not found or pg_relation_filenode(q.fresh_from_id) is null then
         perform pgqueue._refuse_missing_queue(queue_name);
     end if;
@@ -1176,7 +1217,8 @@ begin
 end;
 $$;
 comment on function pgqueue._get_locked_queue(text) is
-'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001, or 40001 where it is there, but was made behind the snapshot.';
+'Locks the queue against drop_queue until the transaction ends, and returns its row. Raises PQ001, or 40001 if the queue
+exists but was created after the snapshot.';
 
 create function pgqueue._get_unlocked_queue(queue_name text)
 returns pgqueue.queues
@@ -1194,7 +1236,7 @@ begin
 end;
 $$;
 comment on function pgqueue._get_unlocked_queue(text) is
-'The queue of that name, for who only looks: holds nothing and waits for nobody. Raises PQ001.';
+'Returns the row of the queue without a lock and without waiting, for callers that only read. Raises PQ001.';
 
 create function pgqueue._try_lock_existing_queue(q pgqueue.queues)
 returns boolean
@@ -1208,10 +1250,11 @@ begin
 end;
 $$;
 comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
-'Whether the queue is there still, and kept from being dropped until the transaction ends; false, without waiting, while it is being dropped.';
--- What the core tells the rooms: a queue was created, altered or is being dropped, housekeeping is due, doctor collects
--- findings. A room takes part by a function of the right name, so that the core calls no room and a new room changes no
--- file of the core. All events are rare: finding the functions by their names costs each of them some 0.1 ms.
+'Locks the queue against drop_queue until the transaction ends, without waiting. False if the queue no longer exists or
+is being dropped.';
+-- Events from the core to the rooms: a queue was created or altered or is being dropped, housekeeping is due, doctor
+-- collects findings. A room defines a function of the matching name. So the core calls no room by name, and a new room
+-- changes no core file. All events are rare: the lookup of the functions by name costs some 0.1 ms each.
 
 create function pgqueue._handlers(event text)
 returns setof regproc
@@ -1219,12 +1262,12 @@ language sql stable
 as $$
     select p.oid::regproc
     from pg_catalog.pg_proc p
-    -- By a range of names, which is a range of an index of the catalog.
+    -- A range condition on the name, which a catalog index supports.
     where p.proname >= event::name and p.proname < (event || '~')::name and p.pronamespace = 'pgqueue'::regnamespace
     order by p.proname
 $$;
 comment on function pgqueue._handlers(text) is
-'The functions whose names begin with that of the event, in the order of their names.';
+'The functions whose names begin with the name of the event, in the order of their names.';
 
 create function pgqueue._tell_rooms(event text, q pgqueue.queues, before pgqueue.queues default null)
 returns void
@@ -1241,7 +1284,9 @@ begin
 end;
 $$;
 comment on function pgqueue._tell_rooms(text, pgqueue.queues, pgqueue.queues) is
-'Calls _on_<event>_<room> of each room that has it: _on_queue_created_<room>(q), _on_queue_altered_<room>(before, after), and _on_queue_dropping_<room>(q), when the row of the queue is deleted and its messages are still there. The queue is locked, for queue_dropping exclusively.';
+'Calls _on_<event>_<room> of each room that defines it: _on_queue_created_<room>(q), _on_queue_altered_<room>(before,
+after), and _on_queue_dropping_<room>(q). At queue_dropping, the row of the queue is deleted and its messages still
+exist. The queue is locked, exclusively for queue_dropping.';
 
 create function pgqueue._do_housekeeping(at timestamptz)
 returns void
@@ -1253,7 +1298,7 @@ declare
         at - pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_housekeeping_at')) + interval '1 h';
     handler regproc;
 begin
-    -- Set first: one session an hour does it, even if that session fails.
+    -- The register is set before the calls: one session an hour does the housekeeping, even if its transaction fails.
     perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 h'));
     for handler in select h from pgqueue._handlers('_on_housekeeping_due_') as h loop
         execute format('select %s($1, $2)', handler) using at, since_last;
@@ -1261,7 +1306,9 @@ begin
 end;
 $$;
 comment on function pgqueue._do_housekeeping(timestamptz) is
-'Calls _on_housekeeping_due_<room>(at, since_last) of each room that has it; since_last is the time since the last call, null if there was none. A sweep calls this once an hour, so a handler waits for no lock and raises no error. A handler with more to do sets pgqueue.next_housekeeping_at to an earlier moment.';
+'Calls _on_housekeeping_due_<room>(at, since_last) of each room that defines it. since_last is the time since the last
+call, null if there was none. A sweep calls this once an hour, so a handler must not wait for a lock or raise an error.
+A handler that has more to do sets pgqueue.next_housekeeping_at to an earlier time.';
 
 create function pgqueue._room_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding
@@ -1277,15 +1324,17 @@ begin
 end;
 $$;
 comment on function pgqueue._room_findings(pgqueue.queues) is
-'What _findings_of_<room>(q) of each room reports to doctor: on one queue, or on what belongs to no queue where q is null.';
--- Notifications: an enqueue wakes the consumers that wait. One that nobody waits for costs nothing.
+'What _findings_of_<room>(q) of each room reports to doctor, about the queue or, if q is null, about what belongs to no
+queue.';
+-- Notifications: an enqueue notifies waiting consumers. If no consumer waits, it sends no notification.
 
 create function pgqueue.channel(queue_name text)
 returns text
 language sql immutable strict parallel safe
 as $$ select 'pgqueue_' || case when octet_length(queue_name) <= 54 then queue_name else md5(queue_name) end $$;
 comment on function pgqueue.channel(text) is
-'The channel to listen on: pgqueue_ and the queue''s name, or its MD5 where that exceeds an identifier. Notifications carry no payload.';
+'Returns the notification channel of a queue: pgqueue_ and the name of the queue, or the MD5 of the name if the channel
+would be longer than an identifier. Notifications carry no payload.';
 
 create function pgqueue._wake(q pgqueue.queues)
 returns void
@@ -1293,13 +1342,13 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- The register stays as it is: a transaction that cleared it, and then went on for long or rolled back, would
-    -- leave the consumer asleep over what others commit in the meantime.
+    -- The register is not cleared. If a transaction cleared it and then ran for long or rolled back, other transactions
+    -- would not notify in the meantime, and the consumer would sleep past their messages.
     perform pg_notify(pgqueue.channel(q.name), '');
 end;
 $$;
 comment on function pgqueue._wake(pgqueue.queues) is
-'Notifies the consumers that wait, when the transaction commits.';
+'Notifies waiting consumers when the transaction commits.';
 
 create function pgqueue._wake_waiting(q pgqueue.queues, at timestamptz)
 returns void
@@ -1313,14 +1362,15 @@ begin
     if until > pgqueue._to_micros(at) then
         perform pgqueue._wake(q);
     end if;
-    -- Nobody waits for so long: a clock that was wrong would have every enqueue notify until then.
+    -- No consumer waits for longer. The value was set while the clock was wrong, and every enqueue would notify until
+    -- then.
     if until > longest then
         perform setval(q.waiting_until, longest);
     end if;
 end;
 $$;
 comment on function pgqueue._wake_waiting(pgqueue.queues, timestamptz) is
-'Notifies the consumers, if any wait.';
+'Notifies the consumers if any are waiting.';
 -- How a message leaves. One whose work is done is deleted or, if its queue has archive_for, moved to the archive. This
 -- part of the archive belongs to the core: every acknowledgement passes here, and an event would cost each one a call.
 
