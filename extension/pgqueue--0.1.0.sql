@@ -1371,8 +1371,9 @@ end;
 $$;
 comment on function pgqueue._wake_waiting(pgqueue.queues, timestamptz) is
 'Notifies the consumers if any are waiting.';
--- How a message leaves. One whose work is done is deleted or, if its queue has archive_for, moved to the archive. This
--- part of the archive belongs to the core: every acknowledgement passes here, and an event would cost each one a call.
+-- Removes messages. A processed message is deleted or, if its queue has archive_for, moved to the archive; a failed one
+-- becomes a dead letter. Archiving on acknowledgement is part of the core: every acknowledgement passes here, and an
+-- event would add a call to each.
 
 create function pgqueue._archive_marker(queue_name text)
 returns text
@@ -1386,21 +1387,23 @@ returns boolean
 language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
 comment on function pgqueue._lock_queue_without_archive(text) is
-'Holds the queue as _lock_queue does, and says whether it keeps no archive; false for a null name. One expression, as each costs an acknowledgement its preparation; by the cache of the catalog, as a look at the row costs ten times as much.';
+'Locks the queue as _lock_queue does, and returns whether it keeps no archive; false if the name is null. It is one
+expression, as each expression adds its preparation to an acknowledgement. It reads the catalog cache, as reading the
+row of the queue costs ten times as much.';
 
 create function pgqueue._utc_day(moment timestamptz)
 returns date
 language sql immutable parallel safe
 as $$ select (moment at time zone 'UTC')::date $$;
 comment on function pgqueue._utc_day(timestamptz) is
-'The day of UTC in which a moment lies, whatever the TimeZone of the session.';
+'The day in UTC of a moment, independent of the TimeZone of the session.';
 
 create function pgqueue._day_partition_name(day date)
 returns text
 language sql stable parallel safe
 as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
 comment on function pgqueue._day_partition_name(date) is
-'The name of the partition that a day of the archive has, or would have.';
+'The name of the partition for a day of the archive, whether or not the partition exists.';
 
 create function pgqueue._has_day_partition(day date)
 returns boolean
@@ -1409,7 +1412,8 @@ as $$
     select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
 $$;
 comment on function pgqueue._has_day_partition(date) is
-'Whether a day of the archive has its partition. By the catalog as it is now, not as an old snapshot has it; null or false if not.';
+'Whether a day of the archive has a partition in the current catalog, which can be newer than the snapshot; null or
+false if not.';
 
 create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
 returns bigint[]
@@ -1440,7 +1444,8 @@ begin
 end;
 $$;
 comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
-'Acknowledges messages of one claim: moves them to the archive, in one statement, and returns the ids of those that were still the caller''s.';
+'Acknowledges messages of one claim: moves them to the archive in one statement, and returns the ids of those whose
+claim was still valid.';
 
 create function pgqueue._ack_to_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
 returns bigint[]
@@ -1467,7 +1472,7 @@ begin
 end;
 $$;
 comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
-'The same where the day has no partition.';
+'Acknowledges as _ack_to_archive does, but moves the messages to unfiled_messages: the day has no partition.';
 
 create function pgqueue._as_message(s pgqueue.scheduled_messages)
 returns pgqueue.messages
@@ -1480,7 +1485,7 @@ as $$
     )::pgqueue.messages
 $$;
 comment on function pgqueue._as_message(pgqueue.scheduled_messages) is
-'A scheduled message as a row of messages, visible when it is due. Inlined.';
+'A scheduled message as a row of messages that becomes visible at its due time. Inlined.';
 
 create function pgqueue._as_dead_letter(m pgqueue.messages, at timestamptz, reason text)
 returns pgqueue.dead_messages
@@ -1493,14 +1498,15 @@ as $$
     )::pgqueue.dead_messages
 $$;
 comment on function pgqueue._as_dead_letter(pgqueue.messages, timestamptz, text) is
-'A message as a row of dead_messages; reason null means what the message itself shows. Inlined, as a call for each message would take four times as long.';
+'A message as a row of dead_messages. If reason is null, the reason is attempts_exhausted if no attempts are left, else
+expired. Inlined, as a call per message would take four times as long.';
 
 create function pgqueue._keeps_spent(q pgqueue.queues, m pgqueue.messages)
 returns boolean
 language sql immutable parallel safe
 as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
 comment on function pgqueue._keeps_spent(pgqueue.queues, pgqueue.messages) is
-'Whether the queue keeps a dead letter of a message that has spent its attempts or expired. Inlined.';
+'Whether the queue keeps a dead letter of a message that has no attempts left or has expired. Inlined.';
 
 create function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text)
 returns void
@@ -1510,16 +1516,16 @@ as $$
 begin
     insert into pgqueue.dead_messages
     select (pgqueue._as_dead_letter(m, at, _add_dead_letter.reason)).*
-    -- A dead letter that was copied back into the queue by plain SQL, and not deleted here, dies a second time.
+    -- The row exists already if a dead letter was copied back into the queue by plain SQL and not deleted here.
     on conflict on constraint dead_messages_pkey do update
     set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
         last_error = excluded.last_error, reason = excluded.reason;
 end;
 $$;
 comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
-'Makes a dead letter of one message that was deleted from its table.';
--- Queues: made, changed, looked up, paused, emptied and dropped. Every verb learns its queue from
--- _get_locked_queue, so that whatever must hold for a queue has one place to be checked.
+'Inserts a dead letter for a message that was deleted from its table.';
+-- Creates, alters, looks up, pauses, purges and drops queues. Functions that use a queue get its row from
+-- _get_locked_queue, so that a check for all of them has one place.
 
 create function pgqueue._public_queue(q pgqueue.queues)
 returns pgqueue.queue
@@ -1532,19 +1538,19 @@ as $$
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
-'A queue''s row without what is internal.';
+'The row of a queue without the internal columns.';
 
 create function pgqueue._is_interval_between(span interval, least_span interval, most_span interval)
 returns boolean
 language sql immutable parallel safe
 as $$
-    -- By its seconds, too: '300000 years -108000000 days' is equal to nothing at all, and added to a moment
-    -- leads out of the calendar.
+    -- The length in seconds is compared, too: '300000 years -108000000 days' compares as equal to 0, but added to a
+    -- moment it leads out of the calendar.
     select span between least_span and most_span
         and date_part('epoch', span) between date_part('epoch', least_span) and date_part('epoch', most_span)
 $$;
 comment on function pgqueue._is_interval_between(interval, interval, interval) is
-'Whether an interval lies within bounds, as it compares and as it counts; null for null.';
+'Whether an interval lies within bounds, by interval comparison and by its length in seconds; null if span is null.';
 
 create function pgqueue._check_visibility_timeout(visibility_timeout interval)
 returns void
@@ -1559,7 +1565,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_visibility_timeout(interval) is
-'Raises 22023 unless null or from 1 s to 43200 s.';
+'Raises 22023 unless visibility_timeout is null or from 1 s to 43200 s.';
 
 create function pgqueue._check_settings(q pgqueue.queues)
 returns void
@@ -1655,15 +1661,15 @@ begin
     q.expires_after_idle := expires_after_idle;
     perform pgqueue._check_settings(q);
 
-    -- Looked up before the lock, which would wait for those who use an existing queue, and again
-    -- behind it: one creator at a time, and none beside a drop.
+    -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
+    -- lock, which serializes this call with other create_queue and drop_queue calls.
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
     if not found or pg_relation_filenode(q.fresh_from_id) is null then
         begin
             perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
             select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
             if not found then
-                -- First of all, as this fails where there is a queue of this name that the snapshot does not show.
+                -- This insert comes first. It fails if there is a queue of this name that the snapshot does not show.
                 insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
                 q.queue_id := nextval('pgqueue.queue_id');
                 if dedicated then
@@ -1684,7 +1690,7 @@ begin
             perform pgqueue._raise_queue_exists(queue_name);
         end if;
         if q.expires_after_idle is not null then
-            -- Who asks for it uses it.
+            -- This call counts as a use of the queue: the idle time starts again.
             perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now()));
         end if;
         return pgqueue._public_queue(q);
@@ -1721,7 +1727,19 @@ comment on function pgqueue.create_queue(
     text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision, boolean, interval,
     interval
 ) is
-'Creates a queue and returns it. queue_name is 1 to 128 of a-z, 0-9, hyphen and underscore. visibility_timeout (1 s to 43200 s) is how long a claimed message stays hidden; after max_attempts (1 to 100) a message goes to the dead letters if dlq_enabled, else it is deleted; dead_letter_expired sends expired messages there too. dedicated gives the queue a table of its own, for the heavy few. max_payload_bytes (up to 100 MB) bounds payload or body. The wait after a failed attempt is backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter (0 to 1). With if_not_exists an existing queue is returned as it is. archive_for (1 day to 10 years) keeps what is acknowledged in pgqueue.archived_messages, at least so long; null keeps nothing. expires_after_idle (1 s to 10 years) is for queues of a while, such as the replies to one instance of a service: once it holds no message and nobody has claimed, received or waited for so long, the next create_queue, of any queue, drops it, as drop_idle_queues does; a dedicated one, the next that makes a dedicated queue, or exposes one. Raises 22023, PQ002 where the queue exists, PQ004 where a longer transaction keeps a dedicated table from being attached.';
+'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
+(1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
+goes to the dead letters if dlq_enabled is true, else it is deleted. An expired message goes to the dead letters if
+dead_letter_expired is true, else it is deleted. dedicated gives the queue a table of its own; use it for a few queues
+with a high load. max_payload_bytes (1 byte to 100 MB) limits the size of a payload or body. The delay after a failed
+attempt is backoff_base times backoff_factor for each attempt after the first, at most backoff_max, minus a random
+fraction of up to backoff_jitter (0 to 1). If if_not_exists is true, an existing queue is returned unchanged.
+archive_for (1 day to 10 years) is the minimum time for which acknowledged messages are kept in
+pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to 10 years) is for temporary queues, such as one
+for the replies to one instance of a service. Such a queue is dropped, as by drop_idle_queues, if it holds no message
+and no session has claimed, received or waited for this long. The next create_queue of any queue drops it; if it is
+dedicated, the next call that creates or exposes a dedicated queue. Raises 22023, PQ002 if the queue exists, and PQ004
+if a longer transaction keeps a dedicated table from being attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -1751,7 +1769,9 @@ begin
 end;
 $$;
 comment on function pgqueue._create_partition(text, bigint) is
-'Gives a queue a partition of its own, with the settings of messages_shared. Named by number: the name may be longer than an identifier.';
+'Creates a partition for one queue, with the storage settings of messages_shared. Its name contains the number of the
+queue, as the name of a queue can be longer than an identifier. Raises 22023 if messages_shared holds messages of the
+queue.';
 
 create function pgqueue._partition_of(q pgqueue.queues)
 returns regclass
@@ -1763,7 +1783,7 @@ as $$
     end
 $$;
 comment on function pgqueue._partition_of(pgqueue.queues) is
-'The partition that holds a queue''s messages.';
+'The partition that holds the messages of a queue.';
 
 create function pgqueue.alter_queue(
     queue_name text,
@@ -1816,7 +1836,12 @@ $$;
 comment on function pgqueue.alter_queue(
     text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval, interval
 ) is
-'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. A new archive_for holds for what was archived before, too, though a transaction that is under way may not hear of it before it ends; 0 ends archiving, and what was archived is kept as long as was promised; an expires_after_idle of 0 keeps the queue for good. Raises 22023, PQ001, and PQ004 where archiving is to begin or end for the relation of a transport while a longer transaction uses it.';
+'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
+Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
+already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
+messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. Raises 22023, PQ001,
+and PQ004 if archiving would begin or end for the relation of a transport while a longer transaction uses that
+relation.';
 
 create function pgqueue.drop_queue(queue_name text)
 returns bigint
@@ -1827,8 +1852,9 @@ as $$
 declare
     q pgqueue.queues;
 begin
-    -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone. Not for long:
-    -- a transaction that sits on the queue would let everybody wait behind this one.
+    -- After this lock no other transaction uses the queue: earlier users have ended, and later ones wait and then find
+    -- the queue gone. lock_timeout limits the wait, as all new users of the queue wait behind this call while a long
+    -- transaction holds the lock.
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
     q := pgqueue._get_locked_queue(queue_name);
     perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
@@ -1839,7 +1865,13 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.drop_queue(text) is
-'Drops a queue with all its messages, the dead ones too, its streams and its subscriptions, and returns how many messages those were. Only delayed messages that are not due yet and were never claimed are kept, as their senders count on a delivery that is still to come: they become dead letters under the name of the queue, with reason queue_dropped, the moment they were due in last_error, and no expiry. browse_dead_messages and purge_dead_messages find them there, and redrive sends them once there is a queue of that name again. Where the queue has no dead letters they go, too, as they do after purge_queue. What it archived is kept, under its name, as long as its archive_for said. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
+'Drops a queue with all its messages, dead letters, streams and subscriptions, and returns the number of messages
+removed. Delayed messages that are not due and were never claimed are kept, as their delivery is still outstanding: they
+become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.
+browse_dead_messages and purge_dead_messages find them by that name. After a queue of that name is created again,
+redrive sends them. They are removed, too, if dlq_enabled of the queue is false. Call purge_queue first to remove them
+in any case. Archived messages of the queue are kept under its name for its archive_for. Raises PQ001, and PQ004 if a
+longer transaction uses the queue or keeps a dedicated table from being dropped.';
 
 create function pgqueue._drop_queue(q pgqueue.queues)
 returns bigint
@@ -1868,7 +1900,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_queue(pgqueue.queues) is
-'Drops a queue that is held alone, and returns how many messages went with it.';
+'Drops a queue that the caller holds exclusively, and returns the number of messages removed.';
 
 create function pgqueue._remove_messages(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -1883,7 +1915,7 @@ declare
     n bigint;
     removed bigint;
 begin
-    -- In the order in which a claim takes them: what is scheduled, then messages, by id.
+    -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id.
     picks := array(select s.id from pgqueue.scheduled_messages s where s.queue_name = q.name order by s.id for update);
     delete from pgqueue.scheduled_messages s
     using pgqueue._lookup_keys(q.name, picks) k
@@ -1892,7 +1924,8 @@ begin
     if q.dedicated and (dropping or not pgqueue._has_fixed_snapshot()) then
         n := pgqueue._truncate_or_drop_partition(q, dropping);
     else
-        -- Also a table of its own where to truncate would take what the snapshot does not show, and not be counted.
+        -- This branch also handles a dedicated table under a fixed snapshot: truncate would remove messages that the
+        -- snapshot does not show and the result does not count.
         picks := array(select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, picks) k
@@ -1907,7 +1940,7 @@ begin
 end;
 $$;
 comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
-'Removes the messages of a queue, with dropping also a dedicated table, and returns how many.';
+'Removes the messages of a queue, and its dedicated table if dropping is true. Returns the number of messages.';
 
 create function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -1919,8 +1952,8 @@ declare
     partition constant regclass := pgqueue._partition_of(q);
     removed bigint;
 begin
-    -- The parent first, as every statement on messages does. lock_timeout is shorter than deadlock_timeout,
-    -- so that it is this statement that gives way, not a client's.
+    -- The parent is locked first, as by every statement on messages. lock_timeout is shorter than deadlock_timeout: in
+    -- a deadlock this statement fails, not that of a client.
     if dropping then
         lock table only pgqueue.messages in access exclusive mode;
     end if;
@@ -1934,7 +1967,8 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean) is
-'Truncates or drops a dedicated table and returns how many messages it held. Raises PQ004 rather than hold up others while it waits.';
+'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 if it does not get its locks
+within 500 ms, as other sessions wait behind it.';
 
 create function pgqueue.purge_queue(queue_name text)
 returns bigint
@@ -1945,13 +1979,16 @@ as $$
 begin
     return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
 exception when lock_not_available then
-    -- Less than deadlock_timeout: a purge gives way before a consumer that settles several messages would.
+    -- lock_timeout is shorter than deadlock_timeout: in a deadlock the purge fails, not a consumer that acknowledges
+    -- several messages.
     perform pgqueue._raise_queue_busy(queue_name, 'purge_queue');
     return null;
 end;
 $$;
 comment on function pgqueue.purge_queue(text) is
-'Removes the messages of a queue that are ready, in flight or scheduled, and returns how many; dead letters stay, and so do streams, which will miss what was reserved for them. Raises PQ001, and PQ004 where a longer transaction holds messages, or a dedicated table.';
+'Removes the ready, in-flight and scheduled messages of a queue and returns their number. Dead letters stay. Streams
+stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004 if a longer transaction holds
+messages or a dedicated table.';
 
 create function pgqueue.get_queue(queue_name text)
 returns pgqueue.queue
@@ -1963,7 +2000,7 @@ begin
 end;
 $$;
 comment on function pgqueue.get_queue(text) is
-'Returns a queue and its settings. Raises PQ001.';
+'Returns a queue with its settings. Raises PQ001.';
 
 create function pgqueue.list_queues()
 returns setof pgqueue.queue
@@ -1976,7 +2013,7 @@ begin
 end;
 $$;
 comment on function pgqueue.list_queues() is
-'Returns all queues and their settings, by name.';
+'Returns all queues with their settings, by name.';
 
 create function pgqueue.pause_queue(queue_name text)
 returns boolean
@@ -1985,7 +2022,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pgqueue._get_locked_queue(queue_name);
-    -- Also where there is nothing to change: what the snapshot shows may have been changed since, which fails.
+    -- The row is locked even if nothing changes: if it was changed after a fixed snapshot, this statement fails.
     perform from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     update pgqueue.queues
     set paused_at = pgqueue._now(), updated_at = pgqueue._now()
@@ -1994,7 +2031,8 @@ begin
 end;
 $$;
 comment on function pgqueue.pause_queue(text) is
-'Stops the handing out of messages: claim, exchange, receive and stream_claim take none until resume_queue. Sending and settling go on. Returns false if the queue was paused already. Raises PQ001.';
+'Pauses a queue: claim, exchange, receive and stream_claim return no messages until resume_queue. Messages can still be
+sent, acknowledged and returned. Returns false if the queue was paused already. Raises PQ001.';
 
 create function pgqueue.resume_queue(queue_name text)
 returns boolean
@@ -2015,7 +2053,7 @@ begin
 end;
 $$;
 comment on function pgqueue.resume_queue(text) is
-'Ends a pause and wakes waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
+'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 
 create function pgqueue._add_undelivered(m pgqueue.messages, at timestamptz)
 returns void
@@ -2029,7 +2067,7 @@ begin
 end;
 $$;
 comment on function pgqueue._add_undelivered(pgqueue.messages, timestamptz) is
-'Makes a dead letter of a delayed message whose queue is dropped before the message is due.';
+'Inserts a dead letter for a delayed message whose queue is dropped before the message is due.';
 
 create function pgqueue._dead_letter_delayed(q pgqueue.queues)
 returns void
@@ -2040,8 +2078,8 @@ declare
     at constant timestamptz := pgqueue._now();
     m pgqueue.messages;
 begin
-    -- The partition by its name: the parent is locked later, and only once. It holds delayed messages if the relation of a
-    -- transport has moved them there ahead of time.
+    -- The statement names the partition, as the parent is locked later, and only once. The partition holds delayed
+    -- messages if the relation of a transport has moved them there ahead of time.
     execute format(
         'with gone as ('
         ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
@@ -2058,9 +2096,9 @@ begin
 end;
 $$;
 comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
-'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';
--- A message enters: at once into messages, with a delay into scheduled_messages, always in the
--- caller's transaction.
+'Makes dead letters of the messages of a queue that are still delayed and were never claimed. Called while the queue is
+dropped.';
+-- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
 
 create function pgqueue._check_content(
     q pgqueue.queues, payload jsonb, body bytea, headers jsonb
@@ -2073,10 +2111,10 @@ declare
     bytes bigint;
 begin
     if payload is not null and body is not null then
-        perform pgqueue._raise_invalid('payload', left(payload::text, 50), 'null where body is given: a message has exactly one of the two');
+        perform pgqueue._raise_invalid('payload', left(payload::text, 50), 'null if body is given: a message has exactly one of the two');
     end if;
     if payload is null and body is null then
-        perform pgqueue._raise_invalid('payload', null, 'given, or body in its place');
+        perform pgqueue._raise_invalid('payload', null, 'given unless body is given');
     end if;
     if headers is not null then
         if jsonb_typeof(headers) <> 'object' then
@@ -2095,7 +2133,8 @@ begin
 end;
 $$;
 comment on function pgqueue._check_content(pgqueue.queues, jsonb, bytea, jsonb) is
-'Raises 22023 or PQ003 unless there is exactly one of payload and body, within the limits, and headers are an object of at most 64 KB.';
+'Checks payload, body and headers. Raises 22023 unless exactly one of payload and body is given and headers is an object
+or null, and PQ003 if the payload or body exceeds max_payload_bytes or headers exceeds 64 KB.';
 
 create function pgqueue._check_enqueue(delay interval, expires_in interval)
 returns void
@@ -2120,17 +2159,17 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Who prepares to wait knows by this lock that somebody sends; it comes before the look at the register.
+    -- prepare_wait detects running senders by this lock. So the lock is taken before the registers are read.
     lock table only pgqueue.messages in row exclusive mode;
     if pgqueue._to_micros(due_at) < pg_sequence_last_value(q.first_due_at) then
         perform setval(q.first_due_at, pgqueue._to_micros(due_at));
     end if;
-    -- Who waits may sleep past this moment.
+    -- Without a notification, a waiting consumer could sleep past this due time.
     perform pgqueue._wake_waiting(q, pgqueue._now());
 end;
 $$;
 comment on function pgqueue._announce_due(pgqueue.queues, timestamptz) is
-'Lets claims look for scheduled messages from this moment on, and consumers that wait reckon with it.';
+'Makes a due time known: claims look for scheduled messages from then on, and waiting consumers are notified.';
 
 create function pgqueue._enqueue(
     queue_name text,
@@ -2152,8 +2191,8 @@ declare
 begin
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_content(q, payload, body, headers);
-    -- enqueue_batch, publish and sink_commit have the same two inserts, each of another source: one function for this and
-    -- publish costs a delayed message 25 per cent.
+    -- enqueue_batch, publish and sink_commit contain the same two inserts, each with another source. A function shared
+    -- with publish would make sending a delayed message 25 per cent slower.
     if delay > interval '0' then
         insert into pgqueue.scheduled_messages (
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
@@ -2177,7 +2216,8 @@ begin
 end;
 $$;
 comment on function pgqueue._enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
-'Sends any message, or says what is wrong with it; the short way that enqueue tries first takes only the common ones.';
+'Sends a message, or raises the error that describes what is wrong with it. enqueue calls this function for all messages
+that its fast path does not handle.';
 
 create function pgqueue.enqueue(
     queue_name text,
@@ -2200,21 +2240,21 @@ begin
     if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
-    -- The common message in one statement, as every further one, and every expression, costs a transaction
-    -- its preparation: a payload within the limit, due at once and for ever. Who waits is woken on the way.
+    -- Fast path: a payload within the limit, with no delay and no expiry. It is one statement, as a transaction has to
+    -- prepare each statement and expression. The statement also notifies waiting consumers.
     insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers)
     select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
         and case
-            -- The snapshot of a repeatable read may be older than a drop_queue, and to read a register that is gone fails.
+            -- A repeatable read snapshot can be older than a drop_queue, and reading a dropped register fails.
             when pg_relation_filenode(q.waiting_until) is null then false
             when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) then true
             when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at + interval '24 h')
                 then pg_notify(pgqueue.channel(q.name), '') is not null
         end
         and enqueue.body is null and enqueue.delay = interval '0' and enqueue.expires_in is null
-        -- As text, which is what will be handed out: 1e131071 takes 16 bytes as jsonb.
+        -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
         and octet_length(enqueue.payload::text) <= q.max_payload_bytes
         and (
             enqueue.headers is null
@@ -2228,7 +2268,12 @@ begin
 end;
 $$;
 comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
-'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body (raw bytes) is given, of at most the queue''s max_payload_bytes, as JSON text; headers is a JSON object of at most 64 KB. delay (0 to 10 years) postpones the first delivery; expires_in (0 to 10 years) is when the message loses its worth and is dropped; both count from now, not from the start of the transaction. message_id is the sender''s own name for the message and is not checked for uniqueness. Raises 22023, PQ001, PQ003.';
+'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body
+(raw bytes) is given, of at most the queue''s max_payload_bytes; a payload counts as JSON text. headers is a JSON object
+of at most 64 KB. delay (0 to 10 years) postpones the first delivery. After expires_in (0 to 10 years; null: never) the
+message is no longer delivered: it is removed, to the dead letters if the queue has dead_letter_expired. Both count from
+the time of the call, not from the start of the transaction. message_id is an identifier that the sender chooses; it is
+not checked for uniqueness. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
 
 create function pgqueue.enqueue_batch(
     queue_name text,
@@ -2254,10 +2299,10 @@ declare
 begin
     if n = 0 then
         perform pgqueue._raise_invalid('payloads', payloads::text,
-            'an array of at least one message, or bodies in its place');
+            'an array of at least one message, unless bodies is given');
     end if;
     perform pgqueue._raise_invalid(a.argument, format('%s elements', a.given),
-        format('null or as long as the messages are many: %s elements', n))
+        format('null or an array with one element for each message: %s elements', n))
     from (
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
@@ -2272,7 +2317,7 @@ begin
     where c.payload is null or c.body is not null or c.headers is not null
         or octet_length(c.payload::text) > q.max_payload_bytes;
 
-    -- The lock that inserting takes anyway, before the ids are taken: the sweep relies on that order.
+    -- The inserts need this lock anyway. It is taken before the ids, as the sweep relies on that order.
     lock table only pgqueue.messages in row exclusive mode;
     ids := array(select nextval('pgqueue.message_id') from generate_series(1, n));
 
@@ -2295,7 +2340,8 @@ begin
             select
                 d.id, q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
                 pgqueue._add_interval(at, expires_in), d.message_id, d.payload, d.body, d.headers
-            -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+            -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
+            -- would scan the dead index entries of all messages already taken.
             from (
                 select u.id, u.payload, u.body, u.headers, u.message_id, w.delay,
                     row_number() over (partition by w.delay order by u.id) as n
@@ -2315,10 +2361,13 @@ begin
 end;
 $$;
 comment on function pgqueue.enqueue_batch(text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[]) is
-'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. Arrays that are given have the same length; each message has exactly one of payload and body; delays, where not null, overrides delay for that message. Otherwise as enqueue. Raises 22023, PQ001, PQ003.';
--- What a claim meets when it starts at the head: claims that ran out, claims rolled back, messages that
--- committed late, what came due, what spent its attempts, what expired. The walk goes on where the last
--- one stopped and stays within a budget, so that a pile of dead rows slows nobody down.
+'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
+arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
+that is not null overrides delay for its message. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a
+payload, body or headers are too large.';
+-- Finds messages below fresh_from_id for a claim: expired claims, rolled-back claims, late commits, messages that came
+-- due. Removes messages that have no attempts left or have expired. The sweep walks over the ids from where the last
+-- one stopped, within a time budget, so that dead rows do not slow down claims.
 
 create function pgqueue._running_writers()
 returns text[]
@@ -2338,7 +2387,8 @@ as $$
     )
 $$;
 comment on function pgqueue._running_writers() is
-'The transactions that have written to messages and run: prepared ones too, through the parent or straight into a partition.';
+'The running transactions that have written to messages, through the parent or directly to a partition, including
+prepared transactions.';
 
 create function pgqueue._promote_due(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
@@ -2356,7 +2406,7 @@ begin
     order by s.due_at limit 1;
     if next_due_at <= at then
         begin
-            -- By ctid, as there is an index besides the key that a plan could choose, to read all of the queue by it.
+            -- Rows are deleted by ctid. By key, a plan could use another index and read the whole queue through it.
             with due as (
                 delete from pgqueue.scheduled_messages s
                 where s.ctid = any (array(
@@ -2380,10 +2430,11 @@ begin
                 from due d
                 returning messages.id, messages.expires_at
             )
-            -- What expired meanwhile is moved, for the sweep to bury, but not handed out.
+            -- Expired messages are moved as well, so that the sweep removes them, but they are not returned.
             select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into picks from moved m;
         exception when disk_full then
-            -- What is ready is handed out all the same: to acknowledge it takes no room, and makes some.
+            -- Without space nothing is moved, and ready messages are still claimed: acknowledging them needs no space,
+            -- and frees some.
             perform setval(q.first_due_at, pgqueue._to_micros(at + interval '1 s'));
             return '{}'::bigint[];
         end;
@@ -2401,7 +2452,8 @@ begin
 end;
 $$;
 comment on function pgqueue._promote_due(pgqueue.queues, timestamptz, int, timestamptz) is
-'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Every one is noted in requeued_messages: its id may lie where no walk comes by any more.';
+'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Records each id in
+requeued_messages, as the walk may never reach that id again.';
 
 create function pgqueue._dead_letter_spent(q pgqueue.queues, ids bigint[], at timestamptz)
 returns void
@@ -2427,18 +2479,19 @@ begin
         )
         insert into pgqueue.dead_messages
         select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_spent(q, g.m)
-        -- As in _add_dead_letter.
+        -- The same conflict as in _add_dead_letter.
         on conflict on constraint dead_messages_pkey do update
         set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
             last_error = excluded.last_error, reason = excluded.reason;
     exception when disk_full then
-        -- They wait for a later sweep, and stand in nobody's way.
+        -- The messages stay for a later sweep and block no others.
         null;
     end;
 end;
 $$;
 comment on function pgqueue._dead_letter_spent(pgqueue.queues, bigint[], timestamptz) is
-'Removes those of the messages that are not claimed and have spent their attempts or expired, to the dead letters where the queue wants that.';
+'Removes those of the messages that are visible and have no attempts left or have expired. They become dead letters if
+the queue keeps them.';
 
 create function pgqueue._lock_ready(
     q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
@@ -2451,13 +2504,15 @@ begin
     return array(
         select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and pgqueue._is_ready(m, at)
-        -- By id, as the index is asked for the ids in their order; to say so would cost a sort.
+        -- The result is ordered by id, as the index is searched for the ids in order. An explicit `order by` would add
+        -- a sort.
         limit wanted for update of m skip locked
     );
 end;
 $$;
 comment on function pgqueue._lock_ready(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
-'Locks up to wanted of the messages that are ready, not held by another and not taken already, and returns their ids.';
+'Locks up to wanted of the messages that are ready, not locked by another transaction and not in taken, and returns
+their ids.';
 
 create function pgqueue._prune_requeued(q pgqueue.queues, watched bigint[], seen_at timestamptz)
 returns void
@@ -2465,9 +2520,9 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- A row here was written together with its message. If this one snapshot shows the row but not
-    -- the message, the message has left for good, or come back again with a row of its own.
-    -- (An array rather than a join, which could be planned to read the whole queue.)
+    -- A row here and its message are written by the same transaction. If the snapshot of this statement shows the row
+    -- but not the message, the message is gone, or has come back with a new row. The ids are passed as an array: a join
+    -- could be planned to read the whole queue.
     delete from pgqueue.requeued_messages r
     where r.ctid = any (array(
         select c.ctid from pgqueue.requeued_messages c
@@ -2479,7 +2534,7 @@ begin
 end;
 $$;
 comment on function pgqueue._prune_requeued(pgqueue.queues, bigint[], timestamptz) is
-'Removes from requeued_messages those of the messages noted up to a moment that have left.';
+'Deletes from requeued_messages the watched ids, recorded up to seen_at, whose messages are gone.';
 
 create function pgqueue._sweep_requeued(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
@@ -2493,7 +2548,7 @@ declare
     watched bigint[];
     ready bigint[];
 begin
-    -- Page by page, as another transaction may hold any number of them for long.
+    -- The rows are read in pages, as another transaction may lock any number of these messages for long.
     loop
         select array_agg(w.id), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)]
         into watched, seen_at, seen_id
@@ -2518,19 +2573,20 @@ begin
 end;
 $$;
 comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int) is
-'Looks at the messages that came back from scheduled_messages: buries what is spent, forgets what has left, returns up to wanted ids that are ready again, locked.';
+'Checks the messages that came back from scheduled_messages: removes those that have no attempts left or have expired,
+deletes the rows of those that are gone, and returns up to wanted ids of ready messages, locked.';
 
 create function pgqueue._first_possible_id(s pgqueue.sweep_state)
 returns bigint
 language sql immutable parallel safe
--- Where the first of the ranges ends. Without a query of its own it becomes part of who asks.
+-- The end of the first range. There is no subquery, so PostgreSQL can inline the function.
 as $$
     select coalesce(
         lower(int8multirange(int8range(lower(s.vacant_ids), upper(s.vacant_ids))) - s.vacant_ids), upper(s.vacant_ids)
     )
 $$;
 comment on function pgqueue._first_possible_id(pgqueue.sweep_state) is
-'The lowest id at which a message may live, those in requeued_messages aside.';
+'The lowest id at which there can be a message, except those in requeued_messages.';
 
 create function pgqueue._first_possible_id_of(queue_name text)
 returns bigint
@@ -2543,13 +2599,13 @@ as $$
         ), 1)
 $$;
 comment on function pgqueue._first_possible_id_of(text) is
-'The lowest id at which a message of the queue may live, those in requeued_messages aside; 1 where nothing is known.';
+'The lowest id at which the queue can have a message, except those in requeued_messages; 1 if nothing is known.';
 
 create function pgqueue._widest_ranges(ids int8multirange)
 returns int8multirange
 language sql immutable parallel safe
 as $$
-    -- Enough to skip what is worth skipping, few enough to be read by every sweep.
+    -- 64 ranges cover the gaps that are worth skipping, and are few enough for every sweep to read.
     select range_agg(w.r)
     from (
         select r from unnest(ids) as r
@@ -2558,7 +2614,7 @@ as $$
     ) w
 $$;
 comment on function pgqueue._widest_ranges(int8multirange) is
-'The first and the 63 widest of the ranges.';
+'The first range, if it has no lower bound, and the widest others, 64 in total.';
 
 create function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh bigint)
 returns boolean
@@ -2576,7 +2632,7 @@ declare
     span bigint := 4096;
     live bigint[];
 begin
-    -- A snapshot that is older than the look at the writers proves nothing.
+    -- The rows must be read with a snapshot taken after the writers are listed. A fixed snapshot is older.
     if pgqueue._has_fixed_snapshot() then
         return false;
     end if;
@@ -2585,18 +2641,18 @@ begin
         return false;
     end if;
 
-    -- What a snapshot shows as empty stays empty only below an id that no running transaction may have
-    -- taken: ids are taken before they are committed. So the sequence is read first, then who is writing;
-    -- once all of those have ended, every id up to that reading is decided, and what was decided to be a
-    -- message is visible to the statements below.
+    -- An id without a row in the snapshot stays without a row only if no running transaction has taken it, as ids are
+    -- taken before they are committed. So the sequence is read first, and then the running writers are listed. Once all
+    -- of those have ended, every id up to the value read is decided, and the statements below see every message with
+    -- such an id.
     bound := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
     writers := pgqueue._running_writers();
-    -- A prepared transaction gets another name when the server restarts: one of that kind which was not
-    -- noted may be any of those that were.
+    -- The name of a prepared transaction changes when the server restarts. A prepared transaction that is not listed
+    -- can therefore be one of the listed ones, and is added.
     s.writers := s.writers || array(
         select w from unnest(writers) as w where w like '-1/%' and w <> all (s.writers));
     if not s.writers && writers then
-        -- One of them was still there at a look in between.
+        -- A check after bound_at found at least one of the writers still running.
         waited := s.recorded_at > s.bound_at;
         s.settled_id := s.bound_id;
         s.bound_id := bound;
@@ -2619,14 +2675,14 @@ begin
                 select m.id from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= from_id and m.id < below_id
                 order by m.id limit 1000);
-            -- Nothing to be learnt where messages lie close.
+            -- A range that is dense with messages has no gaps worth recording.
             exit walk when cardinality(live) = 1000;
             s.vacant_ids := s.vacant_ids + (
                 int8multirange(int8range(from_id, below_id))
                 - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
             );
             from_id := below_id;
-            -- Steps may be many: what doubles with each must end before bigint does.
+            -- The cap prevents an overflow of bigint after many doublings.
             span := least(span * 2, 1099511627776);
         end loop;
     end loop;
@@ -2643,7 +2699,8 @@ begin
 end;
 $$;
 comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigint) is
-'Learns at which ids below fresh no message can appear any more, for sweeps to skip. True if that had to wait for a transaction that wrote for long.';
+'Records the ids below fresh at which no message can appear any more, so that sweeps skip them. Returns true if the
+record had to wait for a long write transaction.';
 
 create function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
@@ -2667,9 +2724,10 @@ declare
     ready bigint[];
     is_quick boolean;
 begin
-    -- Who comes by while this sweep is at it leaves it alone.
+    -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    -- Once an hour, in one sweep of any queue. A moment further ahead was set while the clock was ahead.
+    -- Housekeeping runs once an hour, in a sweep of any queue. A time more than an hour ahead was set while the clock
+    -- was ahead.
     if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
     then
         perform pgqueue._do_housekeeping(at);
@@ -2677,7 +2735,7 @@ begin
 
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     if not found then
-        -- Somebody has deleted it: nothing is known, so everything is walked again.
+        -- The row was deleted by hand: nothing is known, so the sweep walks over all ids again.
         insert into pgqueue.sweep_state (queue_name) values (q.name) on conflict do nothing returning * into s;
         if not found then
             return picks;
@@ -2685,28 +2743,29 @@ begin
     end if;
     if (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh))
         and (
-            -- Where the last round was quick there is little to be skipped: a queue that many others share the
-            -- machine with is swept by almost every claim, and learning would be most of what that costs.
+            -- After a fast full pass there is little to skip, so ids are recorded less often. In a queue that shares
+            -- the server with many others almost every claim sweeps, and recording would be most of the cost.
             at - s.recorded_at not between interval '0' and case pos when 1 then interval '30 s' else interval '1 s' end
-            -- Somebody writes for long: the end is noticed at once.
+            -- The writers of a long wait have ended: record at once.
             or s.writers <> '{}' and s.recorded_at > s.bound_at and not s.writers && pgqueue._running_writers()
         )
     then
         if pgqueue._record_vacant_ids(q, at, fresh) then
-            -- One that wrote for long may have left messages anywhere above the head: start over there.
+            -- A long write transaction may have left messages anywhere above the head: start there again.
             pos := 0;
         end if;
         select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     end if;
 
     started_at := pgqueue._now();
-    -- A full round from where the last sweep stopped, unless the messages suffice or the time runs out first.
+    -- A full pass starts where the last sweep stopped. It ends early if enough messages are found or the time is up.
     head := pgqueue._first_possible_id(s);
     if pos < head or pos >= fresh then
         pos := head;
     end if;
     if pos < fresh - 4096 and cardinality(picks) < wanted then
-        -- Where a round takes long, as somebody writes for long, it must not be waited for by what is only a little late.
+        -- A full pass takes long while a long write transaction runs. Messages that committed only a little late must
+        -- not wait for it, so the last 4096 ids are checked first.
         ready := array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and m.id >= fresh - 4096 and m.id < fresh and m.visible_at <= at
@@ -2747,7 +2806,7 @@ begin
                     perform pgqueue._dead_letter_spent(q, ready, at);
                     picks := picks || pgqueue._lock_ready(q, ready, picks, at, wanted - cardinality(picks));
                     if cardinality(picks) >= wanted then
-                        -- Where the next sweep goes on.
+                        -- The next sweep continues here.
                         pos := picks[cardinality(picks)] + 1;
                     end if;
                 end if;
@@ -2759,11 +2818,11 @@ begin
         goal := start;
     end loop;
 
-    -- At 1 where the whole round was quick: the next one may as well begin at the head.
+    -- 1 if the full pass was fast: the next sweep starts at the head.
     is_quick := cardinality(picks) < wanted and pgqueue._now() < started_at + interval '500 us';
     perform setval(q.sweep_resume_id, case when is_quick then 1 else greatest(pos, 1) end);
     if cardinality(picks) >= wanted then
-        -- There may be more: the next claim goes on from here.
+        -- There may be more messages: the next claim continues the sweep at once.
         perform setval(q.next_sweep_at, 1);
     else
         perform setval(q.next_sweep_at, pgqueue._to_micros(
@@ -2773,9 +2832,11 @@ begin
 end;
 $$;
 comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, bigint) is
-'One sweep below fresh: adds ids of messages that are ready, locked, to those taken, until they are wanted many, and says when the next sweep is due: 20 times what this one cost, at least 50 ms and at most 500 ms later, as what commits late waits for it.';
--- A message is lent: hidden for a while, its attempt counted, its claim fenced by a token.
--- A claim starts where the never-claimed messages begin; what lies below is the sweep's.
+'Makes one sweep below fresh: appends to taken the ids of ready messages, locked, until there are wanted ids, and sets
+the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50 ms
+and at most 500 ms, as messages that commit late wait for it; else at once.';
+-- Claims messages: hides them for a time, counts the attempt, and sets a token that fences the claim. A claim starts at
+-- the first message that was never claimed; the sweep finds the messages below.
 
 create function pgqueue._claim_candidates(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
@@ -2800,7 +2861,7 @@ begin
     if due <= now_micros then
         picks := pgqueue._promote_due(q, at, wanted, pgqueue._from_micros(due - 1));
     end if;
-    -- A turn that is further off than any sweep may take was set by a clock that was wrong.
+    -- A time further ahead than any sweep sets was set while the clock was wrong.
     next_sweep := pgqueue._register_value(q.next_sweep_at);
     if next_sweep > now_micros + 15000000 then
         next_sweep := 0;
@@ -2823,10 +2884,10 @@ begin
         picks := picks || found_ids;
     end if;
 
-    -- Who comes up short sweeps at once, so that a quiet queue is exact, unless the last sweep was a costly
-    -- one: 150 ms from its turn it took less than 7.5 ms.
+    -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. It does
+    -- not if the last sweep was expensive. If the next sweep is due within 150 ms, the last one took less than 7.5 ms.
     if cardinality(picks) < wanted and next_sweep <= now_micros + 150000 then
-        -- What lies above fresh was not to be had, now it is the sweep's.
+        -- The claim could not take the messages above fresh. From now on the sweep finds them.
         select m.id + 1 into last_id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= fresh
         order by m.id desc limit 1;
@@ -2842,7 +2903,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates(pgqueue.queues, timestamptz, int) is
-'The ids of up to wanted messages that are ready, locked for the caller to claim or take.';
+'The ids of up to wanted ready messages, locked, for the caller to claim or delete.';
 
 create function pgqueue._claim_candidates_fast(
     queue_name text, max_messages int, visibility_timeout interval
@@ -2864,8 +2925,9 @@ begin
     end if;
 
     at := pgqueue._now();
-    -- The common case in few steps, as every expression costs a transaction its preparation: the arguments are
-    -- good, nothing is paused, due or to be swept, and enough is ready above fresh. All else is done below.
+    -- The common case with few expressions, as a transaction has to prepare each of them: the arguments are valid, the
+    -- queue is not paused, no message and no sweep is due, and enough messages are ready above fresh. All other cases
+    -- are handled below.
     select
         w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
         w.paused_at is null and max_messages between 1 and 10000
@@ -2881,7 +2943,7 @@ begin
             where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh and pgqueue._is_ready(m, at)
             order by m.id limit max_messages for update skip locked
         );
-        -- Null, and the register as it was, where fewer were found.
+        -- If fewer messages were found, the result is null and the register is unchanged.
         fresh := setval(fresh_from_id, picks[max_messages] + 1);
         if fresh is not null then
             return picks;
@@ -2897,7 +2959,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates_fast(text, int, interval) is
-'The ids of up to max_messages messages that are ready, locked for the caller to claim or take; raises what claim raises.';
+'The ids of up to max_messages ready messages, locked, for the caller to claim or delete. Raises the errors of claim.';
 
 create function pgqueue.claim(
     queue_name text,
@@ -2918,9 +2980,10 @@ declare
     picks constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
 begin
     return query
-    -- exchange has the same statement: one function for both costs the claim of one message 7 per cent.
+    -- exchange contains the same statement. A shared function would make the claim of one message 7 per cent slower.
     update pgqueue.messages m
-    -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
+    -- The clock is read again after all locks are taken. Otherwise a claim that had to wait could expire before it
+    -- begins.
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
             claim.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name collate "C"))),
@@ -2936,8 +2999,12 @@ begin
 end;
 $$;
 comment on function pgqueue.claim(text, int, interval, text) is
-'Lends up to max_messages (1 to 10000) messages to the caller, by id: each is hidden until visibility_timeout (1 s to 43200 s, by default the queue''s) has passed, its attempt is counted, and its claim_token is what ack, nack and extend ask for. claimed_by is a name for humans. Buries on its way what has spent its attempts. Waits for nobody but a drop_queue; returns no row where none is ready or the queue is paused. Claim in autocommit: a rollback takes the claim back. Raises 22023, PQ001.';
--- A message is taken inside the taker's transaction: a commit removes it, a rollback puts it back.
+'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
+s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
+require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
+expired, to the dead letters if the queue keeps them. Waits only for drop_queue. Returns no row if no message is ready
+or the queue is paused. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';
+-- Receives messages inside the caller's transaction: a commit removes them, a rollback returns them to the queue.
 
 create function pgqueue.receive(queue_name text, max_messages int default 1)
 returns setof pgqueue.message
@@ -2991,8 +3058,11 @@ begin
 end;
 $$;
 comment on function pgqueue.receive(text, int) is
-'Deletes up to max_messages (1 to 10000) messages in the caller''s transaction and returns them, by id. A rollback returns each to its place, with its attempts as they were; until the end of the transaction nobody else is given it. Drops what expired. What is received goes to the archive where the queue has archive_for. Waits for nobody but a drop_queue; returns no row where none is ready or the queue is paused. Raises 22023, PQ001.';
--- A message is kept: its claim gets a new end.
+'Deletes up to max_messages (1 to 10000) ready messages in the caller''s transaction and returns them by id. A rollback
+returns them to the queue with their attempt_count unchanged. Until the transaction ends, no other session gets them.
+Expired messages are removed. If the queue has archive_for, received messages go to the archive. Waits only for
+drop_queue. Returns no row if no message is ready or the queue is paused. Raises 22023, PQ001.';
+-- Extends claims: sets a new end for claims that the caller still holds.
 
 create function pgqueue._check_claim(id bigint, claim_token uuid)
 returns void
@@ -3009,7 +3079,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_claim(bigint, uuid) is
-'Raises 22023 where id or claim_token is null.';
+'Raises 22023 if id or claim_token is null.';
 
 create function pgqueue.extend(
     queue_name text, id bigint, claim_token uuid, visibility_timeout interval default null
@@ -3034,7 +3104,8 @@ begin
 end;
 $$;
 comment on function pgqueue.extend(text, bigint, uuid, interval) is
-'Ends the claim of a message visibility_timeout (1 s to 43200 s, by default the queue''s) from now, and returns true; false if the claim was lost. Raises 22023, PQ001.';
+'Extends the claim of a message until visibility_timeout (1 s to 43200 s, default: the queue''s) from now, and returns
+true; false if the claim was lost. Raises 22023, PQ001.';
 
 create function pgqueue.extend_batch(
     queue_name text, ids bigint[], claim_token uuid, visibility_timeout interval default null
@@ -3064,8 +3135,9 @@ begin
 end;
 $$;
 comment on function pgqueue.extend_batch(text, bigint[], uuid, interval) is
-'Ends the claim of messages of one claim as extend does, and returns by id those that are still the caller''s; the others are lost. Raises 22023, PQ001.';
--- A message leaves: its work is done.
+'Extends messages of one claim as extend does, and returns by id those whose claim is still valid. The claims of the
+others were lost. Raises 22023, PQ001.';
+-- Acknowledges processed messages: deletes them or moves them to the archive if their claims are still valid.
 
 create function pgqueue.ack(queue_name text, id bigint, claim_token uuid)
 returns boolean
@@ -3092,7 +3164,9 @@ begin
 end;
 $$;
 comment on function pgqueue.ack(text, bigint, uuid) is
-'Removes a message whose work is done, to the archive where the queue has archive_for, and returns true; false if the claim was lost: it ran out and somebody else has claimed, buried or removed the message. Raises 22023, PQ001.';
+'Acknowledges a message and returns true; false if the claim was lost. The message is deleted or, if the queue has
+archive_for, moved to the archive. A claim is lost if it expired and the message was then claimed again, dead-lettered
+or removed. Raises 22023, PQ001.';
 
 create function pgqueue.ack_batch(queue_name text, ids bigint[], claim_token uuid)
 returns int
@@ -3125,8 +3199,10 @@ begin
 end;
 $$;
 comment on function pgqueue.ack_batch(text, bigint[], uuid) is
-'Removes the messages of one claim whose work is done, as ack does, and returns how many were still the caller''s. Raises 22023, PQ001.';
--- A message comes back, or dies: after a failure, or because its consumer stops.
+'Acknowledges messages of one claim as ack does, and returns how many of their claims were still valid. Raises 22023,
+PQ001.';
+-- Returns claimed messages: after a failure they are scheduled for a retry or become dead letters. A consumer that
+-- stops releases its messages.
 
 create function pgqueue._check_failure(id bigint, delay interval, headers jsonb)
 returns void
@@ -3146,13 +3222,13 @@ begin
 end;
 $$;
 comment on function pgqueue._check_failure(bigint, interval, jsonb) is
-'Raises 22023 for an argument of nack, reject or record_failure that is out of bounds.';
+'Raises 22023 if an argument of nack, reject or record_failure is out of bounds.';
 
 create function pgqueue._merged_headers(own jsonb, added jsonb)
 returns jsonb
 language sql immutable parallel safe
 as $$
-    -- Evidence never hinders settling: where it does not fit, a message keeps the headers it has.
+    -- Headers of a failure must not prevent its record: if they do not fit, the message keeps its own.
     select case
         when added is null or jsonb_typeof(own) <> 'object' then own
         when octet_length((coalesce(own, '{}') || added)::text) > 65536 then own
@@ -3160,7 +3236,8 @@ as $$
     end
 $$;
 comment on function pgqueue._merged_headers(jsonb, jsonb) is
-'The headers of a message with those of a failure added; its own where the two exceed 64 KB, or where its own are no object.';
+'The headers of a message merged with those of a failure; its own unchanged if the result exceeds 64 KB or its own are
+not an object.';
 
 create function pgqueue._retry_or_dead_letter(
     q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, given_up text
@@ -3197,7 +3274,8 @@ $$;
 comment on function pgqueue._retry_or_dead_letter(
     pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, text
 ) is
-'What becomes of a message that was taken out of messages after an attempt failed: it is scheduled, or dead. given_up is the reason why it dies whatever attempts are left, or null.';
+'Schedules a message for a retry after a failed attempt, or makes it a dead letter. The caller has deleted it from
+messages. If given_up is not null, the message becomes a dead letter with this reason even if attempts are left.';
 
 create function pgqueue._settle_failed(
     queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, given_up text
@@ -3225,7 +3303,7 @@ begin
 end;
 $$;
 comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, jsonb, text) is
-'What nack and reject share.';
+'The common part of nack and reject.';
 
 create function pgqueue.nack(
     queue_name text,
@@ -3247,7 +3325,12 @@ begin
 end;
 $$;
 comment on function pgqueue.nack(text, bigint, uuid, interval, text, jsonb) is
-'Gives a claimed message back after a failure, and returns true; false if the claim was lost. It is delivered again after delay (0 to 10 years), by default after the queue''s backoff; if its attempts are spent it goes to the dead letters with reason attempts_exhausted, or is deleted where the queue has none. error is kept as last_error, up to 65,536 characters. headers, a JSON object, is merged into the message''s headers, in place of those of the same name; the message keeps its own as they are where the two together exceed 64 KB, or where its own are no object. Raises 22023, PQ001.';
+'Returns a claimed message to the queue after a failure, and returns true; false if the claim was lost. The message is
+delivered again after delay (0 to 10 years, default: the queue''s backoff). If no attempts are left, it goes to the dead
+letters with reason attempts_exhausted, or is deleted if dlq_enabled of the queue is false. error is kept as last_error,
+up to 65,536 characters. headers (a JSON object) is merged into the headers of the message and replaces headers of the
+same name. The message keeps its own headers unchanged if the result exceeds 64 KB, or if they are not an object. Raises
+22023, PQ001.';
 
 create function pgqueue.reject(
     queue_name text,
@@ -3265,7 +3348,7 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    -- The other reasons are not a matter of opinion.
+    -- Callers cannot set the other reasons, as those state facts that pgqueue determines.
     if reason is null or reason not in ('rejected', 'attempts_exhausted') then
         perform pgqueue._raise_invalid('reason', reason, 'rejected or attempts_exhausted');
     end if;
@@ -3273,7 +3356,10 @@ begin
 end;
 $$;
 comment on function pgqueue.reject(text, bigint, uuid, text, jsonb, text) is
-'Gives a claimed message up at once, whatever attempts are left, and returns true; false if the claim was lost. It goes to the dead letters with reason, or is deleted where the queue has none: rejected, or attempts_exhausted where the caller counts attempts by rules of his own, and they are spent. error and headers are kept as by nack. Raises 22023, PQ001.';
+'Gives up a claimed message at once, even if attempts are left, and returns true; false if the claim was lost. The
+message goes to the dead letters with reason, or is deleted if dlq_enabled of the queue is false. reason is rejected, or
+attempts_exhausted if the caller counts attempts by its own rules and none is left. error and headers are kept as by
+nack. Raises 22023, PQ001.';
 
 create function pgqueue.record_failure(
     queue_name text,
@@ -3307,7 +3393,7 @@ begin
         for update skip locked)
     returning c.* into m;
     if not found then
-        -- What had come due was fetched from here by the transaction that rolled back.
+        -- If the message was scheduled and came due, the transaction that rolled back had moved it from here.
         delete from pgqueue.scheduled_messages c
         where c.ctid = (
             select f.ctid from pgqueue.scheduled_messages f
@@ -3325,7 +3411,11 @@ begin
 end;
 $$;
 comment on function pgqueue.record_failure(text, bigint, int, interval, text, jsonb) is
-'Counts an attempt whose transaction was rolled back, a receive or a claim that never was committed, and returns true: the message is backed off or dead as by nack, whose delay, error and headers these are. attempt_count is that of the failed attempt, as receive returned it (from 1). False, and nothing is done, if the message is gone, claimed, or held by another transaction, which is not waited for, or if an attempt was counted since. Raises 22023, PQ001.';
+'Records a failed attempt whose transaction was rolled back (a receive, or a claim that was never committed), and
+returns true: the message is scheduled for a retry or goes to the dead letters. delay, error and headers are as in nack.
+attempt_count is that of the failed attempt, as receive returned it (from 1). Returns false and does nothing if the
+message is gone, claimed, or locked by another transaction, or if an attempt was counted since. Does not wait for that
+transaction. Raises 22023, PQ001.';
 
 create function pgqueue.release(queue_name text, ids bigint[], claim_token uuid)
 returns int
@@ -3356,7 +3446,8 @@ begin
         payload, body, headers, claimed_by, last_error, transport_headers
     )
     select
-        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
+        -- scan the dead index entries of all messages already taken.
         g.id, g.queue_name, at + (row_number() over () - cardinality(ids)) * interval '1 microsecond', g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
         g.payload, g.body, g.headers, g.claimed_by, g.last_error, g.transport_headers
     from given_back g;
@@ -3368,8 +3459,9 @@ begin
 end;
 $$;
 comment on function pgqueue.release(text, bigint[], uuid) is
-'Gives messages of one claim back unworked, as a consumer that stops does, and returns how many were still the caller''s. They are ready at once, and their attempt does not count. Raises 22023, PQ001.';
--- A consumer's whole step in one call and one commit: what is done leaves, what is next comes.
+'Returns unprocessed messages of one claim to the queue, for example when a consumer stops, and returns how many of
+their claims were still valid. The messages are ready at once, and the attempt is not counted. Raises 22023, PQ001.';
+-- Acknowledges processed messages and claims the next ones, in one call and one commit.
 
 create function pgqueue.exchange(
     queue_name text,
@@ -3421,7 +3513,8 @@ begin
     picks := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
     return query
     update pgqueue.messages m
-    -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
+    -- The clock is read again after all locks are taken. Otherwise a claim that had to wait could expire before it
+    -- begins.
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
             exchange.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name collate "C"))),
@@ -3437,7 +3530,9 @@ begin
 end;
 $$;
 comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) is
-'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call. Returns first a row with lost = true, id and queue_name for every id whose claim was lost, then the claimed messages by id with lost = false. ids may be empty or null, claim_token then too. Raises 22023, PQ001.';
+'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call.
+Returns first a row with lost = true, id and queue_name for each id whose claim was lost, then the claimed messages by
+id with lost = false. ids may be empty or null; claim_token may then be null, too. Raises 22023, PQ001.';
 -- What was given up comes back, or goes for good.
 
 create function pgqueue.redrive(
