@@ -3533,7 +3533,7 @@ comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) 
 'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call.
 Returns first a row with lost = true, id and queue_name for each id whose claim was lost, then the claimed messages by
 id with lost = false. ids may be empty or null; claim_token may then be null, too. Raises 22023, PQ001.';
--- What was given up comes back, or goes for good.
+-- Returns dead letters to their queue, or deletes them.
 
 create function pgqueue.redrive(
     queue_name text, max_messages int default 1000, ids bigint[] default null
@@ -3576,7 +3576,8 @@ begin
         payload, body, headers, claimed_by, last_error, transport_headers
     )
     select
-        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
+        -- scan the dead index entries of all messages already taken.
         r.id, r.queue_name, at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond', r.enqueued_at, 0, q.max_attempts, r.message_id,
         r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
     from revived r;
@@ -3588,7 +3589,10 @@ begin
 end;
 $$;
 comment on function pgqueue.redrive(text, int, bigint[]) is
-'Sends up to max_messages dead letters, lowest id first and only those in ids where given, back to their queue, and returns how many. They keep id, payload, headers and last_error, start with no attempts, the queue''s max_attempts and no expiry, and are ready at once. Raises 22023, PQ001.';
+'Returns up to max_messages dead letters to their queue and returns how many. It takes the lowest ids first; with ids,
+only those. The messages keep id, payload, headers and last_error. They start with no attempts, the queue''s
+max_attempts and no expiry, and are ready at once. Due messages are claimed before new ones, so a large redrive delays
+all new messages. Raises 22023, PQ001.';
 
 create function pgqueue.purge_dead_messages(queue_name text, ids bigint[] default null)
 returns bigint
@@ -3602,7 +3606,7 @@ declare
     picks bigint[];
     purged bigint;
 begin
-    -- What a queue never delivered outlives it.
+    -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not pgqueue._lock_queue(queue_name)
         or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name collate "C")
     then
@@ -3627,8 +3631,9 @@ begin
 end;
 $$;
 comment on function pgqueue.purge_dead_messages(text, bigint[]) is
-'Deletes dead letters, all or those in ids, and returns how many; also those that a queue left which was dropped. Raises PQ001.';
--- What lost its worth is removed ahead of the claim that would pass over it.
+'Deletes the dead letters of a queue, all or only those in ids, and returns how many. The dead letters of a dropped
+queue are found by its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
+-- Removes expired messages before a claim would pass over them.
 
 create function pgqueue.purge_expired(queue_name text, batch_size int default 10000)
 returns int
@@ -3646,11 +3651,11 @@ begin
     if batch_size is null or batch_size not between 1 and 1000000 then
         perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
     end if;
-    -- A message in flight is left to its consumer, who may still be about to acknowledge it.
+    -- A message in flight is not removed, as its consumer may still acknowledge it.
     picks := array(
         select m.id from pgqueue.messages m
         where m.queue_name = q.name and m.expires_at <= at and m.visible_at <= at
-            -- The same again, as the index of a transport's relation has it.
+            -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked);
     scheduled_picks := array(
@@ -3676,7 +3681,7 @@ begin
     )
     insert into pgqueue.dead_messages
     select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_spent(q, g.m)
-    -- As in _add_dead_letter.
+    -- The same conflict as in _add_dead_letter.
     on conflict on constraint dead_messages_pkey do update
     set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
         last_error = excluded.last_error, reason = excluded.reason;
@@ -3684,15 +3689,19 @@ begin
 end;
 $$;
 comment on function pgqueue.purge_expired(text, int) is
-'Removes up to batch_size (1 to 1000000) messages that have expired and are not in flight, to the dead letters where the queue has dead_letter_expired, and returns how many: call it until it returns less than batch_size. Reads the queue unless pgqueue.messages has an index on expires_at: doctor prints the statement. Claims pass over expired messages in any case. Raises 22023, PQ001.';
--- How many messages wait, without touching one.
+'Removes up to batch_size (1 to 1000000) expired messages that are not in flight, and returns how many. They go to the
+dead letters if the queue has dead_letter_expired. Repeat the call until it returns less than batch_size. It reads the
+whole queue unless pgqueue.messages has an index on expires_at; doctor reports a missing index with the statement that
+creates it. Claims skip expired messages in any case. Raises 22023, PQ001.';
+-- Counts the messages that could be claimed, without changing or locking them.
 
 create function pgqueue._is_under_way(xid xid, snapshot pg_snapshot)
 returns boolean
 language sql stable parallel safe
 as $$
-    -- A transaction that began behind the snapshot, or one that the snapshot saw running, or what it does not tell of: a
-    -- subtransaction and, on a standby, any. Ids of transactions are compared as rows store them, in 32 bits.
+    -- True for a transaction that began after the snapshot, and for one that was running at the snapshot. The snapshot
+    -- does not list subtransactions and, on a standby, any transactions: for those pg_xact_status answers. Transaction
+    -- ids are compared in 32 bits, as rows store them.
     select
         ((xid::text::bigint - pg_snapshot_xmax(snapshot)::text::bigint) & 4294967295) < 2147483648
         or exists (
@@ -3709,17 +3718,18 @@ comment on function pgqueue._is_under_way(xid, pg_snapshot) is
 create function pgqueue._is_locked(xmax xid)
 returns boolean
 language sql stable parallel safe
--- Short enough to become part of who asks: most rows are held by nobody, and need no call to tell.
+-- The expression is short enough to be inlined. Most rows are locked by no transaction, and need no function call.
 as $$ select xmax <> '0' and pgqueue._is_under_way(xmax, pg_current_snapshot()) $$;
 comment on function pgqueue._is_locked(xid) is
-'Whether another transaction holds a row, judged by the row''s xmax: reading takes no lock. Shared row locks may be misjudged.';
+'Whether another transaction holds a row, derived from the row''s xmax without taking a lock. Shared row locks may be
+misjudged.';
 
 create function pgqueue._returned(
     queue_name text, within int8multirange, wanted int, out ids bigint[], out stand_for bigint
 )
 language sql stable
 as $$
-    -- As many as wanted at most, at even distances among the first 5,000.
+    -- At most wanted ids, at even distances among the first 5,000.
     with watched as (
         select distinct r.id
         from (
@@ -3735,7 +3745,8 @@ as $$
     from placed p
 $$;
 comment on function pgqueue._returned(text, int8multirange, int) is
-'Ids of messages that came back from scheduled_messages, where nobody else looks for them, and how many each stands for.';
+'Ids of messages that came back from scheduled_messages, within a range that the calling function does not read
+otherwise, and the number of messages for which each stands.';
 
 create function pgqueue.peek(queue_name text, max_records int default 100)
 returns int
@@ -3805,7 +3816,7 @@ begin
         end if;
     end if;
     if some_came_back and total < max_records then
-        -- What came back lies below the head, where the above does not look.
+        -- Messages that came back from scheduled_messages have ids below the head, where the queries above do not look.
         select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), 400) c;
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
@@ -3818,8 +3829,11 @@ begin
 end;
 $$;
 comment on function pgqueue.peek(text, int) is
-'How many messages could be claimed or received now, counted up to max_records (1 to 10000) over rows that no other transaction holds. Locks no message, writes nothing, waits for no consumer, reads a bounded number of rows: where more than 400 messages in flight hide whether any is ready, it returns 1. 0 while the queue is paused. Raises 22023, PQ001.';
--- Looking at messages without touching them.
+'Returns how many messages could be claimed or received now, up to max_records (1 to 10000). Rows that another
+transaction holds are not counted. Locks no message, writes nothing, waits for no consumer, and reads a bounded number
+of rows. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the queue is paused.
+Raises 22023, PQ001.';
+-- Shows messages, dead letters and archived messages without changing or locking them.
 
 create function pgqueue.browse(
     queue_name text, state text default 'ready', max_messages int default 100, after_id bigint default 0
@@ -3873,7 +3887,8 @@ begin
 end;
 $$;
 comment on function pgqueue.browse(text, text, int, bigint) is
-'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, from behind after_id on; for the next page give the last id. Claims nothing, locks nothing. Raises 22023, PQ001.';
+'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, starting after after_id;
+for the next page pass the last id. Claims and locks nothing. Raises 22023, PQ001.';
 
 create function pgqueue.browse_dead_messages(
     queue_name text, max_messages int default 100, after_id bigint default 0
@@ -3883,7 +3898,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- What a queue never delivered outlives it.
+    -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not exists (select from pgqueue.dead_messages d where d.queue_name = browse_dead_messages.queue_name collate "C") then
         perform pgqueue._get_unlocked_queue(queue_name);
     end if;
@@ -3898,7 +3913,9 @@ begin
 end;
 $$;
 comment on function pgqueue.browse_dead_messages(text, int, bigint) is
-'Shows up to max_messages (1 to 10000) dead letters by id, from behind after_id on, with reason, last error and moment. A queue that was dropped shows what it never delivered. Raises 22023, PQ001.';
+'Shows up to max_messages (1 to 10000) dead letters with reason, last error and time, by id, starting after after_id;
+for the next page pass the last id. For a dropped queue it shows the messages that were never delivered. Raises 22023,
+PQ001.';
 
 create function pgqueue.browse_archived_messages(
     queue_name text, max_messages int default 100, before_id bigint default null
@@ -3908,7 +3925,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- The archive of a queue may outlive it.
+    -- Archived messages of a dropped queue remain under its name, so the queue need not exist.
     if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name collate "C")
         and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name collate "C")
         and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name collate "C")
@@ -3942,7 +3959,8 @@ begin
 end;
 $$;
 comment on function pgqueue.browse_archived_messages(text, int, bigint) is
-'Shows up to max_messages (1 to 10000) messages that were acknowledged, the newest id first, from before before_id on; for the next page give the last id. A queue that was dropped shows what is kept of it. Raises 22023, PQ001.';
+'Shows up to max_messages (1 to 10000) acknowledged messages, newest id first, with ids below before_id; for the next
+page pass the last id. For a dropped queue it shows the messages that are still kept. Raises 22023, PQ001.';
 
 create function pgqueue._check_page(max_messages int, after_id bigint)
 returns void
@@ -3954,21 +3972,21 @@ begin
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
     end if;
     if after_id is null then
-        perform pgqueue._raise_invalid('after_id', null, 'the last id of the page before, or 0');
+        perform pgqueue._raise_invalid('after_id', null, 'the last id of the previous page, or 0');
     end if;
 end;
 $$;
 comment on function pgqueue._check_page(int, bigint) is
-'Raises 22023 for a page that cannot be shown.';
--- The depth of a queue, at a cost that does not grow with it: up to 300 messages are counted, more
--- are estimated from samples at even distances, and the answer says so.
+'Raises 22023 if max_messages or after_id is out of bounds.';
+-- Reports the depth of queues at a bounded cost: up to 300 messages are counted; more are estimated from samples at
+-- even distances, and the result names the estimated figures.
 
 create function pgqueue._samples(ids int8multirange)
 returns table (from_id bigint, below_id bigint, stands_for bigint)
 language sql immutable
 as $$
-    -- About 16 strata of equal width; of each a quarter, at another place in every one, so that messages that
-    -- lie in clumps are neither always hit nor always missed.
+    -- About 16 strata of equal width. A quarter of each is read, at a different place in each, so that clusters of
+    -- messages are neither always hit nor always missed.
     with stretches as (
         select lower(r) as from_id, upper(r) as below_id,
             least(upper(r) - lower(r), ceil(16.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())) as parts
@@ -3988,7 +4006,7 @@ as $$
     from strata t
 $$;
 comment on function pgqueue._samples(int8multirange) is
-'Stretches of ids to look at, and how many ids each stands for.';
+'Ranges of ids to read, and the number of ids for which each range stands.';
 
 create function pgqueue._weight(n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint)
 returns numeric
@@ -3997,7 +4015,8 @@ as $$
     select stands_for::numeric / case when n < 16 then below_id - from_id else last_id - from_id + 1 end
 $$;
 comment on function pgqueue._weight(bigint, bigint, bigint, bigint, bigint) is
-'How many messages each of n stands for, found in a sample: fewer than 16 are all of it, else it was read up to last_id.';
+'The number of messages for which each of the n messages of a sample stands. With fewer than 16 messages the sample was
+read completely, else up to last_id.';
 
 create function pgqueue._message_stats(
     q pgqueue.queues, at timestamptz,
@@ -4028,7 +4047,7 @@ begin
         where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
         order by m.id limit 301
     ) w;
-    -- Only a deep queue is held, as locks of thousands of queues would fill the lock table.
+    -- Only a deep queue is locked: locks of thousands of queues would fill the lock table.
     estimated := counted > 300 and pgqueue._try_lock_existing_queue(q);
     if not estimated then
         return;
@@ -4040,7 +4059,7 @@ begin
     order by m.id desc limit 1;
     select int8multirange(int8range(first_id, last_id, '[]')) - s.vacant_ids into stretches
     from pgqueue.sweep_state s where s.queue_name = q.name;
-    -- Split at fresh: what is in flight lies below, what is ready mostly above.
+    -- The samples are split at fresh: messages in flight lie below it, ready ones mostly above.
     select
         sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled),
         least(_message_stats.oldest_at, min(p.oldest_at))
@@ -4069,7 +4088,8 @@ begin
 end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
-'What lies in messages, but for what came back to where sweeps have learnt that nothing lives: counted up to 300, else estimated.';
+'Counts the rows of messages up to 300, and estimates beyond. Excludes messages that came back from scheduled_messages
+to ids that sweeps skip.';
 
 create function pgqueue._returned_stats(
     q pgqueue.queues, at timestamptz, deep boolean,
@@ -4089,7 +4109,7 @@ begin
     if not exists (select from pgqueue.requeued_messages c where c.queue_name = q.name) then
         return;
     end if;
-    -- A queue that is not deep was walked from its head on, whatever sweeps skip there.
+    -- If the queue is not deep, _message_stats has read all ids from the head on, including those that sweeps skip.
     select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end into hidden
     from pgqueue.sweep_state s where s.queue_name = q.name;
     select * into r from pgqueue._returned(q.name, hidden, 150);
@@ -4110,7 +4130,7 @@ begin
 end;
 $$;
 comment on function pgqueue._returned_stats(pgqueue.queues, timestamptz, boolean) is
-'What of messages came back to where sweeps have learnt that nothing lives: counted up to 150, else estimated.';
+'Counts the messages that came back from scheduled_messages to ids that sweeps skip: up to 150, and estimates beyond.';
 
 create function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
@@ -4142,7 +4162,7 @@ begin
 end;
 $$;
 comment on function pgqueue._scheduled_count(text) is
-'How many messages lie in scheduled_messages: counted up to 300, else estimated.';
+'Counts the rows of scheduled_messages up to 300, and estimates beyond.';
 
 create function pgqueue._dead_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
@@ -4174,7 +4194,7 @@ begin
 end;
 $$;
 comment on function pgqueue._dead_count(text) is
-'How many dead letters there are: counted up to 300, else estimated.';
+'Counts dead letters up to 300, and estimates beyond.';
 
 create function pgqueue._stats(q pgqueue.queues, at timestamptz)
 returns pgqueue.queue_stats
@@ -4199,7 +4219,7 @@ begin
     m.estimated := m.estimated or b.estimated;
     select * into s from pgqueue._scheduled_count(q.name);
     select * into d from pgqueue._dead_count(q.name);
-    -- Due already, and moved to messages by the claim that takes it.
+    -- Scheduled messages that are due count as ready: the next claim moves them to messages.
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
         select c.enqueued_at from pgqueue.scheduled_messages c
@@ -4207,7 +4227,7 @@ begin
         order by c.due_at limit 300
     ) w;
     if due = 300 and s.estimated then
-        -- Counted no further: most of what is scheduled is taken to be due.
+        -- Due messages are counted up to 300 only. Beyond, all scheduled messages are assumed to be due.
         due := greatest(due, s.messages);
     end if;
     r.queue_name := q.name;
@@ -4233,7 +4253,8 @@ begin
 end;
 $$;
 comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
-'The statistics of one queue; stable, so that all of it is seen in one snapshot and no message is missed between two tables.';
+'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
+between two tables.';
 
 create function pgqueue.stats(queue_name text default null)
 returns setof pgqueue.queue_stats
@@ -4252,16 +4273,19 @@ begin
         return;
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
-        -- The snapshot may be older than a drop_queue: the catalog knows better.
+        -- The snapshot can be older than a drop_queue. The catalog shows the current state.
         continue when pg_relation_filenode(q.fresh_from_id) is null;
         return next pgqueue._stats(q, at);
     end loop;
 end;
 $$;
 comment on function pgqueue.stats(text) is
-'The depth of one queue, or of every queue, by name, where queue_name is null: messages that are ready, in flight, scheduled and dead, the age of the oldest ready one in seconds since it was sent (null if none is ready), and whether the queue is paused. Up to 300 messages are counted, deeper figures estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';
--- Waiting without polling: a consumer listens on channel, says so by prepare_wait, looks once more,
--- and sleeps. Until its timeout is over an enqueue notifies; one that nobody waits for costs nothing.
+'Returns the depth of one queue or, if queue_name is null, of every queue, by name: the numbers of ready, in-flight,
+scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
+and whether the queue is paused. Up to 300 messages are counted. Higher figures are estimated from samples and named in
+estimates, so that the cost stays bounded. Raises PQ001.';
+-- Lets a consumer wait without polling. It listens on channel, calls prepare_wait, claims once more, and sleeps. Until
+-- its timeout an enqueue notifies; if no consumer waits, an enqueue sends no notification.
 
 create function pgqueue.wake(queue_name text)
 returns void
@@ -4273,7 +4297,8 @@ begin
 end;
 $$;
 comment on function pgqueue.wake(text) is
-'Notifies waiting consumers when the transaction commits: for those who insert into pgqueue.messages themselves. Raises PQ001.';
+'Notifies waiting consumers when the transaction commits. Call it after an insert into pgqueue.messages by plain SQL.
+Raises PQ001.';
 
 create function pgqueue.next_due_at(queue_name text)
 returns timestamptz
@@ -4306,7 +4331,9 @@ begin
 end;
 $$;
 comment on function pgqueue.next_due_at(text) is
-'When the next message comes due: a delay that ends, a backoff, or a claim that runs out; in the past if some are ready, null if nothing is pending. Claims are looked at among the first 1,000 messages by id. Raises PQ001.';
+'Returns when the next message becomes ready, because a delay, a backoff or a claim ends. The time is in the past if
+messages are ready, and null if nothing is pending. Only the first 1,000 messages by id are checked for the ends of
+claims. Raises PQ001.';
 
 create function pgqueue.prepare_wait(queue_name text, timeout interval default '60 s')
 returns timestamptz
@@ -4323,7 +4350,7 @@ begin
     end if;
     until := pgqueue._now() + timeout;
     perform setval(q.waiting_until, greatest(pgqueue._to_micros(until), pg_sequence_last_value(q.waiting_until)));
-    -- Whoever is in the middle of sending looked at the register before this call, and will not notify.
+    -- A transaction that is sending now has read the register before this call, and will not notify.
     if exists (
         select from unnest(pgqueue._running_writers()) as w
         where w <> (select l.virtualtransaction from pg_locks l where l.pid = pg_backend_pid() limit 1)
@@ -4334,13 +4361,17 @@ begin
     if due_at is null or q.paused_at is not null then
         return until;
     end if;
-    -- What is due already, and was not to be had, is held by somebody: no reason to look without a pause.
+    -- Messages that are due but could not be claimed are locked by other transactions. The pause keeps the consumer
+    -- from retrying without a break.
     return least(until, greatest(due_at, pgqueue._now() + interval '100 ms'));
 end;
 $$;
 comment on function pgqueue.prepare_wait(text, interval) is
-'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day), as long as which each enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. While others are in the middle of sending, it returns a second at most, as they will not notify. Raises 22023, PQ001.';
--- What hurts, and the statement that repairs it.
+'Announces that the caller listens on channel(queue_name) and will wait for up to timeout (0 to 1 day). Until then each
+enqueue notifies. Returns the latest time at which to look for messages again. After this call and before the wait, look
+once more: a message may have arrived in between. While other transactions are sending, the returned time is at most one
+second ahead, as those will not notify. Raises 22023, PQ001.';
+-- Finds problems, and for each the statement that repairs it.
 
 create function pgqueue.version()
 returns text
@@ -4348,7 +4379,7 @@ language sql immutable parallel safe security definer
 set search_path = pg_catalog, pg_temp
 as $$ select '0.1.0'::text $$;
 comment on function pgqueue.version() is
-'The version of these functions.';
+'Returns the version of the installed functions.';
 
 create function pgqueue._horizon_holders()
 returns table (pinned_for interval, holder text, repair text)
@@ -4372,13 +4403,13 @@ as $$
     union all
     select
         null,
-        pg_catalog.format('replication slot %s, which nobody reads, holds transaction %s', s.slot_name, coalesce(s.xmin, s.catalog_xmin)),
+        pg_catalog.format('unused replication slot %s holds transaction %s', s.slot_name, coalesce(s.xmin, s.catalog_xmin)),
         pg_catalog.format('select pg_drop_replication_slot(%L);', s.slot_name)
     from pg_catalog.pg_replication_slots s
     where s.xmin is not null and not s.active
 $$;
 comment on function pgqueue._horizon_holders() is
-'Who keeps vacuum from removing dead rows: open transactions, prepared ones, abandoned replication slots.';
+'What keeps vacuum from removing dead rows: open transactions, prepared transactions and unused replication slots.';
 
 create function pgqueue._orphaned_messages()
 returns table (table_name text, queue_name text)
@@ -4409,7 +4440,8 @@ as $$
         and not exists (select from pgqueue.queues q where q.name = a.queue_name)
 $$;
 comment on function pgqueue._orphaned_messages() is
-'Names under which there are messages though no such queue exists: inserted by plain SQL, or, dead ones, left when it was dropped.';
+'Tables and queue names for which there are messages but no queue: inserted by plain SQL or, for dead letters, left by
+drop_queue.';
 
 create function pgqueue._has_index(partition regclass, keys text)
 returns boolean
@@ -4428,7 +4460,8 @@ create function pgqueue._misplaced_messages()
 returns table (queue_name text, id bigint)
 language sql stable
 as $$
-    -- The first one of every stretch. A message that just came back is noted in requeued_messages by the same transaction.
+    -- The first message of every range. A message that just came back is recorded in requeued_messages by the same
+    -- transaction.
     select s.queue_name, m.id
     from pgqueue.sweep_state s
     cross join lateral unnest(s.vacant_ids) as d
@@ -4440,7 +4473,7 @@ as $$
     ) m
 $$;
 comment on function pgqueue._misplaced_messages() is
-'Messages at ids that sweeps skip and that are not noted in requeued_messages either.';
+'Messages at ids that sweeps skip and that are not recorded in requeued_messages either.';
 
 create function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding
@@ -4462,7 +4495,7 @@ declare
     since timestamptz;
     s pgqueue.queue_stats;
 begin
-    -- The ids first, the sequence behind them: what is sent in between has no id from beyond.
+    -- The ids are read before the sequence: a message sent in between cannot have an id above the value read.
     top_id := greatest(
         (select max(m.id) from pgqueue.messages m where m.queue_name = q.name),
         (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name),
@@ -4470,8 +4503,8 @@ begin
         (select w.settled_id from pgqueue.sweep_state w where w.queue_name = q.name));
     select t.last_value - (not t.is_called)::int into last_id from pgqueue.message_id t;
     if top_id > last_id then
-        -- Set back, as by a restore of the tables alone, or ids set by hand: it goes on behind them. Not so far that ids
-        -- would run out.
+        -- The sequence was set back, for example by a restore of the tables alone, or ids were set by hand. The repair
+        -- moves the sequence beyond these ids, unless the ids would soon run out.
         reach_id := last_id + least(1000000000000, 9223372036854775807 - last_id);
         near_id := greatest(
             (select max(m.id) from pgqueue.messages m where m.queue_name = q.name and m.id <= reach_id),
@@ -4479,7 +4512,7 @@ begin
             (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name and d.id <= reach_id),
             (select w.settled_id from pgqueue.sweep_state w where w.queue_name = q.name));
         return next row('error', q.name, 'ids_above_sequence',
-            format('the queue has known the id %s, which the sequence pgqueue.message_id has not reached: messages sent now are found late or never, claims may fail, and so will the enqueue that gets the id of another message', top_id),
+            format('the queue has used the id %s, which the sequence pgqueue.message_id has not reached: messages sent now are found late or never, claims may fail, and an enqueue fails if it gets the id of another message', top_id),
             case when near_id > last_id then
                 format('select setval(''pgqueue.message_id'', greatest(%s, pg_sequence_last_value(''pgqueue.message_id'')));', near_id)
             else format(
@@ -4489,7 +4522,7 @@ begin
                 ' select setval(%3$L, greatest(1, min(id))) from pgqueue.messages where queue_name = %1$L;',
                 q.name, last_id, q.fresh_from_id)
             end)::pgqueue.finding;
-        -- The figures below would be wrong.
+        -- The findings below would be wrong.
         return;
     end if;
 
@@ -4499,7 +4532,7 @@ begin
         select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.due_at, c.id limit 1000));
     if twins > 0 then
         return next row('error', q.name, 'twin_messages',
-            format('%s ids are taken twice, by a message and by a scheduled one, the first is %s: claims fail when its twin comes due', twins, top_id),
+            format('%s ids belong both to a message and to a scheduled message, the first is %s: claims fail when the scheduled one comes due', twins, top_id),
             format(
                 'update pgqueue.scheduled_messages s set id = nextval(''pgqueue.message_id'') from pgqueue.messages m'
                 ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name))::pgqueue.finding;
@@ -4534,7 +4567,7 @@ begin
         )
         union all
         (
-            -- What came back lies below the head.
+            -- Messages that came back from scheduled_messages have ids below the head.
             select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at
             from pgqueue.messages m, pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), 1000) c
             where m.queue_name = q.name and m.id = any (c.ids)
@@ -4542,12 +4575,12 @@ begin
     ) w;
     if lapsed > 0 and q.paused_at is null then
         return next row('warning', q.name, 'stuck_claims',
-            format('%s claims ran out, the first %s ago, and no consumer has come by since', lapsed, at - oldest_at),
-            'Start a consumer: any claim takes them over or buries them.')::pgqueue.finding;
+            format('%s claims expired, the first %s ago, and no consumer has claimed since', lapsed, at - oldest_at),
+            'Start a consumer: any claim takes these messages over or removes them.')::pgqueue.finding;
     end if;
     if ahead_until is not null then
         return next row('warning', q.name, 'clock_ahead',
-            format('messages were sent or claimed under a clock that was ahead: nobody is given them before %s', ahead_until),
+            format('messages were sent or claimed while the clock was ahead: they cannot be claimed before %s', ahead_until),
             format(
                 'update pgqueue.messages set visible_at = %1$L, enqueued_at = least(enqueued_at, %1$L) where queue_name = %2$L and visible_at > %1$L'
                 ' and %3$L < case attempt_count when 0 then enqueued_at else claimed_at end;',
@@ -4555,8 +4588,8 @@ begin
     end if;
     if shortest < peek_delay then
         return next row('warning', q.name, 'peek_delay_above_time_to_live',
-            format('messages live for as little as %s, but consumers look every %s', shortest, peek_delay),
-            format('Let consumers look more often than every %s.', shortest))::pgqueue.finding;
+            format('messages expire after as little as %s, but consumers poll every %s', shortest, peek_delay),
+            format('Let consumers poll more often than every %s.', shortest))::pgqueue.finding;
     end if;
     found := array(select f from pgqueue._room_findings(q) f);
     -- A room that needs another index reports that one instead.
@@ -4573,14 +4606,14 @@ begin
     select w.bound_at, w.writers into since, pending from pgqueue.sweep_state w where w.queue_name = q.name;
     if at - since > interval '1 min' and pending && pgqueue._running_writers() then
         return next row('warning', q.name, 'long_writer',
-            format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps walk over all that was consumed since', at - since),
+            format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps read the ids of all messages consumed since', at - since),
             'select pid, virtualtransaction from pg_locks where relation = ''pgqueue.messages''::regclass;')::pgqueue.finding;
     end if;
     return query select f.* from unnest(found) f;
 end;
 $$;
 comment on function pgqueue._queue_findings(pgqueue.queues, timestamptz, interval) is
-'What doctor finds on one queue.';
+'The findings of doctor about one queue.';
 
 create function pgqueue.doctor(peek_delay interval default '1 s')
 returns setof pgqueue.finding
@@ -4599,7 +4632,7 @@ begin
     return query
     select
         'warning', null::text, 'pinned_horizon',
-        format('%s, for %s: vacuum removes nothing that died since', h.holder, coalesce(h.pinned_for::text, 'an unknown time')),
+        format('%s, for %s: vacuum cannot remove rows deleted or updated since', h.holder, coalesce(h.pinned_for::text, 'an unknown time')),
         h.repair
     from pgqueue._horizon_holders() h
     where h.pinned_for > interval '1 min' or h.pinned_for is null;
@@ -4615,30 +4648,30 @@ begin
     return query
     select
         'error', null::text, 'ids_above_sequence',
-        format('there is a queue of the number %s, which the sequence pgqueue.queue_id has not reached: create_queue fails', max(d.queue_id)),
+        format('a queue has the number %s, which the sequence pgqueue.queue_id has not reached: create_queue fails', max(d.queue_id)),
         format('select setval(''pgqueue.queue_id'', %s);', max(d.queue_id))
     from pgqueue.queues d
     having max(d.queue_id) > (select t.last_value - (not t.is_called)::int from pgqueue.queue_id t);
 
-    -- What he may not see he cannot find.
+    -- Without pg_read_all_stats the owner of pgqueue does not see the transactions of other roles.
     return query
     select
         'info', null::text, 'hidden_transactions',
-        format('role %I, who owns pgqueue, may not see the transactions of others: one that pins the horizon is not found', current_user),
+        format('role %I, the owner of pgqueue, cannot see the transactions of other roles: doctor does not find one that pins the horizon', current_user),
         format('grant pg_read_all_stats to %I;', current_user)
     where not pg_has_role(current_user, 'pg_read_all_stats', 'usage');
 
     return query
     select
         'warning', null::text, 'unfit_keys',
-        'pgqueue came here from another major version of PostgreSQL, with the way in which that one finds messages by their ids: calls cost a tenth more, or read whole queues',
+        'pgqueue was moved here from another major version of PostgreSQL and still looks up ids in the way made for that version: calls cost a tenth more, or read whole queues',
         'select pgqueue._install_key_lookup();'
     where not pgqueue._has_current_key_lookup();
 
     return query
     select
         'error', null::text, 'sequence_cache',
-        'the sequence pgqueue.message_id hands out ids in advance: messages that commit late may be left behind',
+        'the sequence pgqueue.message_id caches ids: messages that commit late may never be found',
         'alter sequence pgqueue.message_id cache 1;'
     from pg_sequence s
     where s.seqrelid = 'pgqueue.message_id'::regclass and s.seqcache <> 1;
@@ -4646,20 +4679,20 @@ begin
     return query
     select
         'warning', null::text, 'few_locks',
-        format('each of a call''s statements locks the tables of all %s dedicated queues, and the server has room for %s locks a connection: calls may fail with "out of shared memory"',
+        format('each statement of a call locks the tables of all %s dedicated queues, and the server has room for %s locks per connection: calls may fail with "out of shared memory"',
             w.tables, w.locks),
         format('alter system set max_locks_per_transaction = %s; -- and restart the server', 64 * ceil((w.tables + 16) / 32.0))
     from (
         select count(*) as tables, current_setting('max_locks_per_transaction')::int as locks
         from pgqueue.queues d where d.dedicated
     ) w
-    -- Besides, a call locks the tables and indexes that all queues share, and the queue's registers.
+    -- In addition, a call locks the tables and indexes that all queues share, and the registers of its queue.
     where w.tables + 16 > w.locks;
 
     return query
     select
         'error', null::text, 'autovacuum_off',
-        format('autovacuum is off for %s: what was consumed is never removed', c.table_name),
+        format('autovacuum is off for %s: rows of consumed messages are never removed', c.table_name),
         c.repair
     from (
         select 'the server' as table_name, 'alter system set autovacuum = on; select pg_reload_conf();' as repair
@@ -4677,7 +4710,7 @@ begin
     return query
     select
         'error', m.queue_name, 'misplaced_messages',
-        format('message %s, the first, lies where no sweep looks: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
+        format('message %s, the first of these, has an id that sweeps skip: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
             min(m.id)),
         format(
             'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, ''-infinity'', m.id'
@@ -4697,7 +4730,8 @@ begin
             if pgqueue._try_lock_existing_queue(q) then
                 findings := array(select f from pgqueue._queue_findings(q, at, peek_delay) f);
             end if;
-            -- Only an error gives the lock back before the transaction ends, and thousands would fill the lock table.
+            -- Only an error releases the lock before the transaction ends. Locks of thousands of queues would fill the
+            -- lock table.
             perform pgqueue._raise_queue_busy(q.name, 'doctor');
         exception when sqlstate 'PQ004' then
             return query select f.* from unnest(findings) f;
@@ -4706,7 +4740,14 @@ begin
 end;
 $$;
 comment on function pgqueue.doctor(interval) is
-'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, undelivered_messages (that a dropped queue left), misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (where the owner of pgqueue may not see those of others), few_locks (for as many dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
+'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
+that none was found. severity is error, warning or info. finding is one of: pinned_horizon, orphaned_messages,
+undelivered_messages (left by a dropped queue), misplaced_messages, ids_above_sequence, twin_messages (checked among the
+first 1,000 scheduled messages), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of
+pgqueue cannot see the transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off,
+stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
+consumers that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
+archive_overdue.';
 -- What was acknowledged is kept for a while: the statement that removes a message writes it here, into the partition
 -- of its day (UTC), which goes as a whole. Days are made ahead, by whoever switches archiving on, by a sweep once an
 -- hour, and by maintain_archive; a message whose day has none is filed later. No acknowledgement waits or fails.
@@ -7476,7 +7517,8 @@ end;
 $$;
 comment on function pgqueue._on_queue_altered_idle(pgqueue.queues, pgqueue.queues) is
 'Drops up to ten idle queues when a queue becomes dedicated.';
--- Who may do what, on one page: the verbs that a role may call are its privileges.
+-- Access to the functions and tables: defines what each kind of access may call, grants it and revokes it. Grants to a
+-- role are the only record of its access.
 
 create function pgqueue._access_matrix()
 returns table (verb text, allowed_to text[])
@@ -7544,7 +7586,7 @@ as $$
     ('version', '{producer,consumer,admin,raw,reader}'::text[])
 $$;
 comment on function pgqueue._access_matrix() is
-'Which verbs each kind of access may call. grant_access and revoke_access stay with the owner.';
+'The functions that each kind of access may call. grant_access and revoke_access are reserved for the owner.';
 
 create function pgqueue._verbs(access text)
 returns setof regprocedure
@@ -7562,7 +7604,7 @@ create function pgqueue._has_access(role_name name, access text)
 returns boolean
 language sql stable
 as $$
-    -- Raw access is known by its tables: what it shares of the verbs, the others have too.
+    -- Raw access is recognized by its rights on the tables, as other kinds of access include all of its functions.
     select not exists (
             select from pgqueue._verbs(access) as v
             where not exists (
@@ -7578,7 +7620,7 @@ as $$
                     and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
             )
         )
-        -- So is that of a reader: by the one that nobody else has.
+        -- Reader access is recognized by select on message_id, which no other access includes.
         and (
             access <> 'reader'
             or exists (
@@ -7589,7 +7631,7 @@ as $$
         )
 $$;
 comment on function pgqueue._has_access(name, text) is
-'Whether a role itself was granted a kind of access.';
+'Whether a kind of access was granted to the role itself.';
 
 create function pgqueue._check_access(role_name name, access text)
 returns void
@@ -7609,7 +7651,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_access(name, text) is
-'Raises 22023 for an unknown access and 42704 for an unknown role.';
+'Raises 22023 for an unknown kind of access and 42704 for an unknown role.';
 
 create function pgqueue._apply_access(role_name name, access text)
 returns void
@@ -7644,14 +7686,15 @@ begin
 end;
 $$;
 comment on function pgqueue._apply_access(name, text) is
-'Grants what a kind of access consists of.';
+'Grants all privileges of a kind of access to a role.';
 
 create function pgqueue._serialize_grants()
 returns void
 language sql volatile
 as $$ select pg_advisory_xact_lock(pgqueue._lock_key('')) $$;
 comment on function pgqueue._serialize_grants() is
-'Lets grants wait for each other: PostgreSQL fails where two change the privileges of one function at once. No queue has this name.';
+'Makes concurrent grants wait for each other: PostgreSQL raises an error if two transactions change the privileges of
+one function at once. No queue has the empty name, so the lock is free for this purpose.';
 
 create function pgqueue.grant_access(role_name name, access text)
 returns void
@@ -7665,7 +7708,13 @@ begin
 end;
 $$;
 comment on function pgqueue.grant_access(name, text) is
-'Lets a role use the queues: a producer sends, also by staging, and sees depth, but no payload; a consumer claims, settles, receives, reads streams and browses, the archive too; an admin creates, alters, pauses, drops, redrives, purges, maintains the archive and browses dead letters; a reader reads and browses all messages, by select on their tables, and changes nothing (batch reads of Spark need it); raw means select, insert, update and delete on the tables themselves, for those who want plain SQL; transport means the use of relations that expose_transport made, on which it needs rights besides. A role may have several. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+'Grants a kind of access to a role. A producer sends messages, also by staging, and sees the depth of queues but no
+payload. A consumer claims, acknowledges, receives, reads streams and browses, including the archive. An admin creates,
+alters, pauses, drops, redrives, purges, maintains the archive and browses dead letters. A reader reads and browses all
+messages, by select on the tables, and changes nothing; batch reads of Spark need this access. raw is select, insert,
+update and delete on the tables, for applications that use plain SQL. transport is the use of relations that
+expose_transport created; the role also needs privileges on those relations. A role may have several kinds of access.
+Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
 
 create function pgqueue.revoke_access(role_name name, access text)
 returns void
@@ -7678,9 +7727,9 @@ declare
     verb regprocedure;
 begin
     perform pgqueue._check_access(role_name collate "C", access);
-    -- The verbs call each other as their owner.
+    -- The functions call each other with the privileges of their owner.
     if role_name collate "C" = current_user then
-        perform pgqueue._raise_invalid('role_name', role_name, 'another role than the owner of pgqueue, whose access is not granted');
+        perform pgqueue._raise_invalid('role_name', role_name, 'a role other than the owner of pgqueue, whose access does not come from grants');
     end if;
     perform pgqueue._serialize_grants();
     perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
@@ -7703,19 +7752,20 @@ begin
     if kept = '{}' then
         execute format('revoke usage on schema pgqueue from %I', role_name);
     end if;
-    -- What another access shares with the revoked one stays.
+    -- Privileges that another kind of access includes are granted again.
     foreach other in array kept loop
         perform pgqueue._apply_access(role_name, other);
     end loop;
 end;
 $$;
 comment on function pgqueue.revoke_access(name, text) is
-'Takes back what grant_access gave; what the role has by another access stays. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+'Revokes what grant_access granted. Privileges that the role has by another kind of access remain. Only the owner of the
+extension may call this. Raises 22023, and 42704 for an unknown role.';
 
 revoke all on all functions in schema pgqueue from public;
 
--- Nor does anybody have what the default privileges of who installs this grant on whatever he makes. Later no
--- private function was ever granted, but verbs and tables may have been.
+-- The default privileges of the installing role may have granted rights on the new objects: revoke them. In an upgrade
+-- only private functions are treated, as functions and tables of the API may have been granted on purpose.
 do $$
 declare
     installing constant boolean := coalesce(current_setting('pgqueue.installing', true) = 'yes', false);
