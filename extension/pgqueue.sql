@@ -3,15 +3,14 @@ begin;
 set local search_path = pg_catalog, pg_temp;
 set local check_function_bodies = off;
 set local client_min_messages = warning;
--- The schema that everything lives in. It is created, never adopted: if somebody made a schema
--- of this name before, the installation stops here.
+-- The schema of all objects. The installation fails if a schema of this name already exists: it is never adopted.
 create schema pgqueue;
 comment on schema pgqueue is
 'A message queue in PostgreSQL: enqueue, claim, ack, nack, extend, dead letters and redrive.';
 
--- For grants.sql, later in this transaction: an upgrade does not set it.
+-- grants.sql reads this setting later in the same transaction. An upgrade does not set it.
 do $$ begin perform pg_catalog.set_config('pgqueue.installing', 'yes', true); end $$;
--- What the verbs return. Attributes are API: new ones go last.
+-- The row types that the functions return. Their attributes are part of the API: add new ones at the end.
 
 create type pgqueue.queue as (
     name text,
@@ -51,7 +50,7 @@ create type pgqueue.message as (
     last_error text
 );
 comment on type pgqueue.message is
-'A message, as claim, receive and browse return it; attempt_count includes the attempt in progress.';
+'A message, as claim, receive and browse return it. attempt_count includes the attempt in progress.';
 
 create type pgqueue.exchanged as (
     id bigint,
@@ -71,7 +70,8 @@ create type pgqueue.exchanged as (
     lost boolean
 );
 comment on type pgqueue.exchanged is
-'A row of exchange: a claimed message, or, where lost is true, the id of an acknowledgement that came too late.';
+'A row of exchange: a claimed message or, if lost is true, the id of a message whose claim was lost before the
+acknowledgement.';
 
 create type pgqueue.dead_message as (
     id bigint,
@@ -90,7 +90,7 @@ create type pgqueue.dead_message as (
     died_at timestamptz
 );
 comment on type pgqueue.dead_message is
-'A dead letter: the message, its last error, and why and when it died.';
+'A dead letter: the message, its last error, and the reason and time of its dead-lettering.';
 
 create type pgqueue.archived_message as (
     id bigint,
@@ -109,14 +109,16 @@ create type pgqueue.archived_message as (
     last_error text
 );
 comment on type pgqueue.archived_message is
-'A message that was acknowledged: when it was sent, claimed and finished, and the attempt that it took; claimed_at is null where it was received.';
+'An acknowledged message, with the times at which it was sent, claimed and acknowledged and with its number of attempts.
+claimed_at is null if the message was received.';
 
 create type pgqueue.archive_change as (
     day date,
     change text
 );
 comment on type pgqueue.archive_change is
-'What maintain_archive did with a day (UTC) of the archive: made, emptied, dropped, or busy where it gave way.';
+'What maintain_archive did with one day (UTC) of the archive. change is made, emptied, dropped, or busy if another
+transaction used the partition.';
 
 create type pgqueue.queue_stats as (
     queue_name text,
@@ -129,7 +131,7 @@ create type pgqueue.queue_stats as (
     estimates text[]
 );
 comment on type pgqueue.queue_stats is
-'The depth of a queue. estimates names the figures that are estimated; empty where all were counted.';
+'The depth of a queue. estimates lists the figures that are estimated; it is empty if all were counted.';
 
 create type pgqueue.finding as (
     severity text,
@@ -139,7 +141,8 @@ create type pgqueue.finding as (
     repair text
 );
 comment on type pgqueue.finding is
-'Something that doctor found: how bad (error, warning, info), where, what, and the statement that repairs it.';
+'A problem that doctor found: its severity (error, warning or info), the queue, the name and detail of the finding, and
+the statement that repairs it.';
 
 create type pgqueue.stream as (
     queue_name text,
@@ -160,7 +163,9 @@ create type pgqueue.stream as (
     on_ack text
 );
 comment on type pgqueue.stream is
-'A stream, as stream_open and list_streams return it: the batch it acknowledged last, by number and token, and the open one, whose columns from claim_token to claimed_until are null where there is none. last_id is the highest message id given out so far. on_ack is archive, delete, or null where that is as the queue says.';
+'A stream, as stream_open and list_streams return it. acked_seq and acked_token name the batch acknowledged last. The
+columns from claim_token to claimed_until describe the open batch and are null if no batch is open. last_id is the
+highest message id given out so far. on_ack is archive, delete, or null if the setting of the queue applies.';
 
 create type pgqueue.stream_batch as (
     queue_name text,
@@ -175,7 +180,8 @@ create type pgqueue.stream_batch as (
     lost bigint[]
 );
 comment on type pgqueue.stream_batch is
-'A batch that is reserved for a stream, named by seq and claim_token. lost has the ids that were found to be no longer the stream''s.';
+'A batch that is reserved for a stream, identified by seq and claim_token. lost lists the ids whose messages are no
+longer reserved for the stream.';
 
 create type pgqueue.subscription as (
     topic text,
@@ -183,12 +189,14 @@ create type pgqueue.subscription as (
     subscribed_at timestamptz
 );
 comment on type pgqueue.subscription is
-'That a queue has a copy of what is published to a topic, or to the topics that a pattern matches.';
--- Where messages live. The column names are a public contract: raw SQL on these tables is a
--- supported way to send, claim and settle. New columns go last.
+'A subscription: the queue receives a copy of each message published to the topic, or to the topics that the pattern
+matches.';
+-- Tables, sequences and indexes. The column names are part of the API: applications may send, claim and acknowledge
+-- messages with plain SQL on these tables. Add new columns at the end.
 
 create sequence pgqueue.queue_id;
-comment on sequence pgqueue.queue_id is 'Numbers queues, to name the registers and partitions of each.';
+comment on sequence pgqueue.queue_id is
+'Numbers the queues. Registers and partitions are named by these numbers.';
 
 create table pgqueue.queues (
     name text collate "C" not null,
@@ -231,25 +239,27 @@ create table pgqueue.queues (
     constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days')
 );
 comment on table pgqueue.queues is
-'One row a queue. Rarely written, so that claims read one clean row; what changes with every claim is kept in registers.';
+'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
 comment on column pgqueue.queues.archive_for is
-'How long at least what was acknowledged stays in archived_messages; null: it does not get there.';
+'The minimum time for which acknowledged messages stay in archived_messages; null: they are not archived.';
 comment on column pgqueue.queues.expires_after_idle is
-'How long the queue stays though nobody uses it and it holds no message; null: for good.';
+'The time after which an empty queue that is not used is dropped; null: never.';
 comment on column pgqueue.queues.fresh_from_id is
-'Register: no message below this id was never claimed, but for late commits. A hint.';
+'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
+committed late. A hint.';
 comment on column pgqueue.queues.sweep_resume_id is
-'Register: the id from which the next sweep goes on. A hint.';
+'Register: the id at which the next sweep continues. A hint.';
 comment on column pgqueue.queues.next_sweep_at is
 'Register: when the next sweep is due, in microseconds since 1970. A hint.';
 comment on column pgqueue.queues.first_due_at is
 'Register: when the first scheduled message is due, in microseconds since 1970. A hint.';
 comment on column pgqueue.queues.waiting_until is
-'Register: until when a consumer waits for a notification, in microseconds since 1970. A hint.';
+'Register: the time until which a consumer waits for a notification, in microseconds since 1970. A hint.';
 
 create sequence pgqueue.message_id;
 comment on sequence pgqueue.message_id is
-'The ids of all messages of all queues. Its cache must stay 1: the sweep relies on ids being taken inside the inserting statement.';
+'The ids of the messages of all queues. Its cache must stay 1: the sweep relies on each id being taken inside the
+inserting statement.';
 
 create table pgqueue.messages (
     id bigint not null default nextval('pgqueue.message_id'),
@@ -273,28 +283,32 @@ create table pgqueue.messages (
     transport_seq bigint
 ) partition by list (queue_name);
 comment on table pgqueue.messages is
-'Messages that are ready (visible_at has come) or in flight (claimed, visible_at is the end of the claim). A message has a payload or a body.';
+'Messages that are ready (visible_at has passed) or in flight (claimed; visible_at is the end of the claim). A message
+has either a payload or a body.';
 comment on column pgqueue.messages.claimed_attempt is
-'The attempt_count that claim_token was given for: a later claim by plain SQL, which sets no token, thereby ends the token''s power.';
+'The attempt_count of the claim that set claim_token. The token is valid only while the two are equal: a claim by plain
+SQL that raises attempt_count and sets no token invalidates the token.';
 comment on column pgqueue.messages.transport_headers is
-'The headers as a transport wrote them, or reads them; null where none does.';
+'The headers in the text form that a transport writes and reads; null if no transport uses the message.';
 comment on column pgqueue.messages.transport_id is
-'The id of the message in the relation that expose_transport made; null where there is none.';
+'The id of the message in the relation that expose_transport created; null if the queue has no such relation.';
 comment on column pgqueue.messages.transport_seq is
-'Its place in that relation. Of its own, as ids of all queues are one sequence and may lie further apart than a transport counts.';
+'The position of the message in that relation. The id cannot serve as position: all queues share one sequence, so the
+gaps between the ids of a queue can exceed the range in which a transport counts.';
 comment on column pgqueue.messages.claimed_at is
-'When the claim was made that claimed_attempt speaks of; an extension leaves it as it is.';
+'When the claim of claimed_attempt was made. An extension does not change it.';
 
--- The primary key is the only index, and nothing that a claim writes is in it: claims are HOT updates. A second
--- index, even a partial one that holds no row, costs every insert and every claim 2.5 microseconds of about 10
--- and 35; two check constraints, compiled anew by every statement, cost as much. So there are none: the verbs
--- check what they write, and an index on expires_at is for who needs it (doctor says when, and how).
--- The key is declared on each partition, not on the parent: pg_dump could not restore a dedicated partition
--- whose parent comes from the extension with a key.
--- fillfactor 50 leaves room for the claimed versions even while no dead version can be pruned: for those of all large
--- messages, and of three out of four of the smallest, which grow by a third when they are claimed.
--- Vacuum and analyze start by count, as the size of a queue says nothing about its churn, and vacuum never truncates,
--- as that ends with an exclusive lock.
+-- The primary key is the only index, and a claim writes none of its columns: claims are HOT updates. A second index,
+-- even a partial one without entries, adds 2.5 microseconds to every insert (about 10) and every claim (about 35). Two
+-- check constraints cost as much, as every statement compiles them anew. So the table has neither. The functions check
+-- what they write. If a queue needs an index on expires_at, doctor reports it with the statement.
+-- Each partition declares the key, not the parent. Otherwise pg_dump could not restore a dedicated partition, as the
+-- parent comes with its key from the extension.
+-- fillfactor 50 leaves room for the row versions that claims write, even while no dead version can be pruned. A claim
+-- enlarges the smallest messages by a third, so the room suffices for three out of four of those, and for all large
+-- messages.
+-- Autovacuum starts by count, as the size of a queue says nothing about its churn. Vacuum never truncates the table, as
+-- a truncation takes an exclusive lock.
 create table pgqueue.messages_shared partition of pgqueue.messages (
     constraint messages_shared_pkey primary key (queue_name, id)
 ) default with (
@@ -307,7 +321,7 @@ create table pgqueue.messages_shared partition of pgqueue.messages (
     vacuum_truncate = false
 );
 comment on table pgqueue.messages_shared is
-'The messages of all queues that have no partition of their own.';
+'The messages of all queues without a dedicated partition.';
 
 create table pgqueue.scheduled_messages (
     id bigint not null default nextval('pgqueue.message_id'),
@@ -333,7 +347,7 @@ create table pgqueue.scheduled_messages (
     vacuum_truncate = false
 );
 comment on table pgqueue.scheduled_messages is
-'Messages that wait for a moment: delayed when sent, sent back with a delay, or redriven (due at once).';
+'Messages with a due time: sent with a delay, returned to the queue after a claim, or redriven (due at once).';
 create index scheduled_messages_due_at on pgqueue.scheduled_messages (queue_name, due_at, id);
 create index scheduled_messages_expires_at on pgqueue.scheduled_messages (queue_name, expires_at)
 where expires_at is not null;
@@ -359,14 +373,15 @@ create table pgqueue.dead_messages (
     check (reason in ('attempts_exhausted', 'expired', 'rejected', 'queue_dropped'))
 );
 comment on table pgqueue.dead_messages is
-'Messages that were given up, with the reason, the last error and the moment. Those that were not due when their queue was dropped (queue_dropped) outlive it, under its name.';
+'Dead letters, with reason, last error and time. When a queue is dropped, its delayed messages that are not due yet stay
+here under its name, with reason queue_dropped.';
 
--- A day of UTC is a partition, made days ahead. There is no default partition: attaching a day beside one locks it
--- against everybody who reads the archive, for as long as the transaction lasts, and fails the acknowledgement that
--- is just on its way there. What meets no partition goes to unfiled_messages instead.
--- No unique key: that somebody put a message back under its old id must not keep it from being acknowledged. The
--- index is declared on each partition, not on the parent: pg_dump could not restore a partition whose parent comes
--- from the extension with an index.
+-- Each day (UTC) has a partition, created days ahead. There is no default partition: while one exists, attaching a day
+-- locks it against all readers of the archive until the transaction ends, and a concurrent acknowledgement fails. A
+-- message whose day has no partition goes to unfiled_messages.
+-- There is no unique key: if a message was put back under its old id, its next acknowledgement must not fail. Each
+-- partition declares the index, not the parent. Otherwise pg_dump could not restore a partition, as the parent comes
+-- with its index from the extension.
 create table pgqueue.archived_messages (
     id bigint not null,
     queue_name text collate "C" not null,
@@ -384,22 +399,25 @@ create table pgqueue.archived_messages (
     last_error text
 ) partition by range (finished_at);
 comment on table pgqueue.archived_messages is
-'Messages that were acknowledged, of queues that have archive_for. A partition a day (UTC), dropped as a whole.';
--- Without a key, and yet published with all that changes: so it is with every table here that has none.
+'Acknowledged messages of queues that have archive_for. Each day (UTC) is one partition and is dropped as a whole.';
+-- The table has no key. With replica identity full, a publication that includes it still accepts updates and deletes.
+-- The same holds for the other tables below that have no key.
 alter table pgqueue.archived_messages replica identity full;
 comment on column pgqueue.archived_messages.claimed_at is
-'When the claim that was acknowledged was made; null for a receive, which takes and finishes at once.';
+'When the acknowledged claim was made; null if the message was received.';
 comment on column pgqueue.archived_messages.finished_at is
-'When it was acknowledged, by the clock, before the commit.';
+'When the message was acknowledged, by the wall clock, before the commit.';
 
 create table pgqueue.unfiled_messages (like pgqueue.archived_messages including all);
 alter table pgqueue.unfiled_messages replica identity full;
 comment on table pgqueue.unfiled_messages is
-'Archived messages of days that had no partition, so that no acknowledgement fails for want of one: sweeps and maintain_archive file them.';
+'Archived messages whose day had no partition when they were acknowledged. Sweeps and maintain_archive move them to
+archived_messages.';
 
 create sequence pgqueue.next_housekeeping_at;
 comment on sequence pgqueue.next_housekeeping_at is
-'Register: when a sweep next calls the housekeeping of the rooms, in microseconds since 1970. A hint, one for all queues.';
+'Register: when a sweep next calls the housekeeping of the rooms, in microseconds since 1970. A hint, shared by all
+queues.';
 
 create table pgqueue.archive_promises (
     queue_name text collate "C" not null,
@@ -408,7 +426,7 @@ create table pgqueue.archive_promises (
 );
 alter table pgqueue.archive_promises replica identity full;
 comment on table pgqueue.archive_promises is
-'Queues that were dropped, or archive no longer: until ends_at, what they archived is kept as long as they said.';
+'Queues that were dropped or no longer archive. Until ends_at, what they archived is kept for archive_for.';
 
 create table pgqueue.requeued_messages (
     queue_name text collate "C" not null,
@@ -418,7 +436,8 @@ create table pgqueue.requeued_messages (
 create index requeued_messages_check_at on pgqueue.requeued_messages (queue_name, check_at, id);
 alter table pgqueue.requeued_messages replica identity full;
 comment on table pgqueue.requeued_messages is
-'Scheduled messages that came due went back to messages under their old id, which the sweep may have left behind for good: where it looks beside its walk.';
+'Scheduled messages that came due and were moved to messages under their old ids. A sweep may skip those ids, so it
+looks up the messages listed here separately.';
 
 create table pgqueue.sweep_state (
     queue_name text collate "C" not null,
@@ -431,13 +450,14 @@ create table pgqueue.sweep_state (
     constraint sweep_state_pkey primary key (queue_name)
 ) with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.sweep_state is
-'What sweeps have learnt about each queue; written at most once a second. A row, not a register: it must be dumped with the messages it speaks of.';
+'What sweeps know about each queue; written at most once a second. It is a table, not a set of registers, because it
+must be dumped together with the messages.';
 comment on column pgqueue.sweep_state.vacant_ids is
-'Ids at which no message lives and none will appear but by way of requeued_messages: a sweep skips them.';
+'Ids at which there is no message and none will appear, except through requeued_messages. A sweep skips them.';
 comment on column pgqueue.sweep_state.settled_id is
-'No transaction that took an id up to this one is running any more.';
+'No running transaction has taken an id up to this one.';
 comment on column pgqueue.sweep_state.bound_id is
-'Becomes settled_id once none of writers runs any more: the highest id taken before they were listed.';
+'The highest id taken before writers were listed. It becomes settled_id when none of writers runs any more.';
 
 create table pgqueue.streams (
     queue_name text collate "C" not null,
@@ -467,17 +487,18 @@ create table pgqueue.streams (
     constraint streams_on_ack_is_known check (on_ack in ('archive', 'delete'))
 ) with (fillfactor = 50, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.streams is
-'One row a stream: how far it has acknowledged, and the batch that it has claimed since, of which there is one at most.';
+'One row per stream: the batch acknowledged last and the open batch. A stream has at most one open batch.';
 comment on column pgqueue.streams.epoch is
-'Who opened the stream last has this number; who has a lower one is fenced.';
+'The number of the latest stream_open. Calls with a lower number are fenced: they raise an error.';
 comment on column pgqueue.streams.acked_seq is
-'The batch acknowledged last; the open one, if any, is the next. 0 before the first.';
+'The number of the batch acknowledged last; 0 before the first. The open batch has the next number.';
 comment on column pgqueue.streams.ids is
-'The messages of the open batch, in order. Never changed, as the partitions are cut from it.';
+'The messages of the open batch, in order. The array is never changed, as the partitions of the batch are slices of
+it.';
 comment on column pgqueue.streams.left_out is
-'Those of ids that are no longer part of the batch: skipped, or lost and given up.';
+'The elements of ids that no longer belong to the batch: skipped, or lost and given up.';
 comment on column pgqueue.streams.begun_epoch is
-'The epoch in which the open batch was begun last; null until it is.';
+'The epoch of the last stream_begin of the open batch; null before the first.';
 
 create unlogged table pgqueue.staged_attempts (
     token uuid not null,
@@ -491,12 +512,13 @@ create unlogged table pgqueue.staged_attempts (
 );
 create index staged_attempts_run on pgqueue.staged_attempts (run);
 comment on table pgqueue.staged_attempts is
-'Who stages rows of a run, one row an attempt at a partition. Unlogged, as what it speaks of: a crash of the server empties both.';
+'Attempts that stage messages of a run: one row per attempt at a partition. Unlogged, like staged_messages: a crash of
+the server empties both.';
 comment on column pgqueue.staged_attempts.token is
-'Known only to whoever stages: with it one adds rows, and names the attempt that won.';
+'A secret of the writer. The token is needed to add rows to the attempt and to name it as the one to commit.';
 
--- Some hundred messages a row, as arrays: a row each would cost more to store, to read and to delete than the message
--- itself. What is read once is not compressed.
+-- A row holds some hundred messages, as arrays. One row per message would cost more to store, read and delete than the
+-- message itself. The arrays are not compressed, as each is read only once.
 create unlogged table pgqueue.staged_messages (
     token uuid not null,
     row_number int not null,
@@ -514,13 +536,15 @@ alter table pgqueue.staged_messages alter column payloads set storage external;
 alter table pgqueue.staged_messages alter column bodies set storage external;
 alter table pgqueue.staged_messages alter column headers set storage external;
 comment on table pgqueue.staged_messages is
-'Messages that wait for sink_commit, in arrays of equal length, of which those that say nothing are null. Nobody can claim them.';
+'Messages that wait for sink_commit and cannot be claimed yet. The arrays of a row have equal length; an array without
+values is null.';
 comment on column pgqueue.staged_messages.row_number is
-'The number of the first message of the row, counted from 1 under the token.';
+'The number of the first message of the row, counted from 1 for each token.';
 comment on column pgqueue.staged_messages.messages is
-'How many there are in the row. This and largest_bytes are counted when it is staged, by the writers, of which there are many, and not by the one that commits.';
+'The number of messages in the row. The parallel writers compute this and largest_bytes, so that the single commit does
+not have to.';
 comment on column pgqueue.staged_messages.largest_bytes is
-'The size of the largest payload, as JSON text, or body.';
+'The size of the largest payload (as JSON text) or body, in bytes.';
 
 create table pgqueue.sink_commits (
     app_id text collate "C" not null,
@@ -533,9 +557,10 @@ create table pgqueue.sink_commits (
     constraint sink_commits_pkey primary key (app_id, version)
 );
 comment on table pgqueue.sink_commits is
-'The ledger of sink_commit: what is in it is not sent again. A run that has no app_id goes by its own id.';
+'The ledger of sink_commit: what is listed here is not sent again. A run without an app_id is listed under its own id.';
 comment on column pgqueue.sink_commits.forgotten_version is
-'Of this app_id, versions up to this one were swept from the ledger: whether they were committed is not known.';
+'Rows of this app_id up to this version were removed from the ledger: whether those versions were committed is
+unknown.';
 
 create table pgqueue.subscriptions (
     topic text collate "C" not null,
@@ -550,11 +575,13 @@ create index subscriptions_topic on pgqueue.subscriptions (topic, queue_name);
 create index subscriptions_words on pgqueue.subscriptions ((topic || '.')) where is_pattern;
 create index subscriptions_queue_name on pgqueue.subscriptions (queue_name, topic);
 comment on table pgqueue.subscriptions is
-'Which queue has a copy of what is published to which topic, or to the topics that a pattern matches.';
+'Subscriptions of queues to topics, or to the topics that a pattern matches. Each subscribed queue receives a copy of a
+published message.';
 comment on column pgqueue.subscriptions.endpoint is
-'Whose subscription it is: an endpoint of a transport, or, with pgqueue: before its name, the queue that subscribe was called for.';
+'The owner of the subscription: an endpoint of a transport, or the queue that subscribe was called for, with the prefix
+pgqueue:.';
 comment on column pgqueue.subscriptions.queue_address is
-'The queue as a transport addresses it.';
+'The address by which a transport knows the queue.';
 
 create table pgqueue.transports (
     queue_name text collate "C" not null,
@@ -568,15 +595,17 @@ create table pgqueue.transports (
 );
 alter table pgqueue.transports replica identity full;
 comment on table pgqueue.transports is
-'The relations that expose_transport made, one row each in a table of its own, which is planned and read faster than one row of many. Written at most once a second, by who looks at a relation.';
+'The relations that expose_transport created. Each has its row in a child table of its own, which is planned and read
+faster than one row of many. A session that reads a relation updates its row at most once a second.';
 comment on column pgqueue.transports.seq_register is
-'The sequence that transport_seq is taken from.';
+'The sequence from which transport_seq is taken.';
 comment on column pgqueue.transports.head is
-'No message has a lower transport_seq, nor will one: there the statements of the transport begin to read.';
+'No message has or will have a lower transport_seq. The statements of the transport start reading here.';
 comment on column pgqueue.transports.next_at is
 'When advance_transport is due again.';
 comment on column pgqueue.transports.settled_seq is
-'No transaction that took a transport_seq up to this one is running any more; bound_seq and writers as in sweep_state.';
+'No running transaction has taken a transport_seq up to this one. bound_seq and writers have the same meaning as in
+sweep_state.';
 -- Every error that the product raises, each in one place: SQLSTATE, message, hint.
 
 -- For grants.sql, later in this transaction: who has which access before an upgrade brings new verbs to it.
@@ -875,21 +904,22 @@ end;
 $$;
 comment on function pgqueue._raise_role_not_found(name) is
 'Raises 42704: an unknown role.';
--- Moments. _now is the only reader of the clock, so that a test can replace it inside its own transaction.
+-- Time. _now is the only function that reads the clock, so that a test can replace it inside its own transaction.
 
 create function pgqueue._now()
 returns timestamptz
 language sql volatile parallel safe
 as $$ select clock_timestamp() $$;
 comment on function pgqueue._now() is
-'The time of day. Not now(), which stands still in a transaction and would start claims and delays in the past.';
+'The current time. Not now(): it stands still in a transaction, so claims and delays would start in the past.';
 
 create function pgqueue._add_interval(moment timestamptz, span interval)
 returns timestamptz
 language sql stable parallel safe
 as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._add_interval(timestamptz, interval) is
-'The moment that lies a span later. A day is 24 hours: added as a day it would be 23 or 25 where the clocks of the session''s TimeZone change.';
+'The moment plus the interval. A day counts as 24 hours. Plain addition would make it 23 or 25 hours where the TimeZone
+of the session changes its clocks.';
 
 create function pgqueue._is_first_statement()
 returns boolean
@@ -899,24 +929,27 @@ as $$
         and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
 $$;
 comment on function pgqueue._is_first_statement() is
-'Whether the transaction began with this statement or just before, and so may commit right behind it. Not by equality: a driver sends a statement as several messages, each of which has a time of its own. Not who begins in the same query, or receives: he goes on with his work.';
--- Registers: sequences used as words of shared memory that survive a crash. A sequence is updated in
--- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs
--- time, never a message.
+'Whether the transaction probably consists of this statement alone, and may commit right after it: it began less than 5
+ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
+each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
+to work in it.';
+-- Registers are sequences used as variables in shared memory that survive a crash. A sequence is updated in place: no
+-- row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no message.
 
 create function pgqueue._to_micros(moment timestamptz)
 returns bigint
 language sql stable parallel safe
 as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
 comment on function pgqueue._to_micros(timestamptz) is
-'A moment as a register holds it: microseconds since 1970, exact until the year 2106, then to two microseconds. Stable as date_part is: an immutable function could not be inlined.';
+'A moment in the form that registers hold: microseconds since 1970, exact until the year 2106, then to two microseconds.
+Stable, as date_part is: PostgreSQL could not inline an immutable function with this body.';
 
 create function pgqueue._from_micros(micros bigint)
 returns timestamptz
 language sql stable parallel safe
 as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
 comment on function pgqueue._from_micros(bigint) is
-'What a register holds, as a moment.';
+'The moment that a register value denotes.';
 
 create function pgqueue._create_register(queue_id bigint, role text)
 returns regclass
@@ -930,14 +963,16 @@ begin
 end;
 $$;
 comment on function pgqueue._create_register(bigint, text) is
-'Creates a register. It is named by number: a queue''s name may be longer than an identifier.';
+'Creates a register. Its name contains the number of the queue, as the name of a queue can be longer than an
+identifier.';
 
 create function pgqueue._register_value(register regclass)
 returns bigint
 language sql volatile
 as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
 comment on function pgqueue._register_value(regclass) is
-'What a register holds. One that holds nothing, as where sequences were not restored or replicated with the tables, begins anew at 1.';
+'The value of a register. A register without a value is set to 1, for example if the tables were restored or replicated
+without the sequences.';
 
 create function pgqueue._revoke_default_privileges(relation regclass)
 returns void
@@ -962,8 +997,8 @@ begin
 end;
 $$;
 comment on function pgqueue._revoke_default_privileges(regclass) is
-'Takes back what the default privileges of its owner granted on a new table or sequence.';
--- How long a message waits after a failed attempt, where the consumer does not say.
+'Revokes what the default privileges of the owner granted on a new table or sequence.';
+-- The delay of a message after a failed attempt, if the consumer gives none.
 
 create function pgqueue._backoff(q pgqueue.queues, attempt_count int)
 returns interval
@@ -977,19 +1012,20 @@ as $$
     )
 $$;
 comment on function pgqueue._backoff(pgqueue.queues, int) is
-'backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter.';
--- Messages are found by their ids with these two alone, in functions that have enable_seqscan and
--- enable_bitmapscan off:
--- `from pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name, k.names, k.ids, k.id)`.
--- Both are inlined, and leave a plain `m.queue_name = name and m.id = any (ids)`. A bitmap that work_mem does not hold
--- would have each row compared with each id: of millions for hours.
+'backoff_base times backoff_factor for each attempt after the first, at most backoff_max, minus a random fraction of up
+to backoff_jitter.';
+-- Finds messages by their ids. Functions that do so have enable_seqscan and enable_bitmapscan off, and write `from
+-- pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name, k.names, k.ids, k.id)`. Both
+-- are inlined to `m.queue_name = name and m.id = any (ids)`. A bitmap that exceeds work_mem would compare each row with
+-- each id, which takes hours for millions of messages.
 
 create function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
 returns setof record
 language sql immutable parallel safe
 as $$ select ids, null::bigint, null::text[] $$;
 comment on function pgqueue._lookup_keys(text, bigint[]) is
-'What _matches_key compares messages with: a row that has all ids or, before PostgreSQL 17, a row for each, in their order.';
+'The keys that _matches_key compares messages with: one row with all ids or, before PostgreSQL 17, one row per id, in
+order.';
 
 create function pgqueue._matches_key(
     queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
@@ -998,7 +1034,7 @@ returns boolean
 language sql immutable parallel safe
 as $$ select queue_name = name and id = any (key_ids) $$;
 comment on function pgqueue._matches_key(text, bigint, text, text[], bigint[], bigint) is
-'Whether a message of the queue of this name has an id that _lookup_keys returned.';
+'Whether a message belongs to the queue of this name and has an id that _lookup_keys returned.';
 
 create function pgqueue._has_current_key_lookup()
 returns boolean
@@ -1008,13 +1044,13 @@ as $$
         = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
 $$;
 comment on function pgqueue._has_current_key_lookup() is
-'Whether _lookup_keys is as the major version of the server wants it: pg_upgrade, or a dump of what is no extension, may have brought another.';
+'Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
+installation that is no extension, it may have another.';
 
--- Before PostgreSQL 17 a plan may read a queue from end to end, with `id = any` as a filter. It does so if it was
--- made while the queue was small, and a session keeps it. So there each id is looked up by a join. What would let the
--- planner walk all the same is kept from it: the name is compared with an array, so that to read the whole index in
--- order gains nothing, and with two expressions, which prunes partitions but asks no index. Other scans are off in the
--- verbs.
+-- Before PostgreSQL 17, a plan that was made while a queue was small may read the whole queue with `id = any` as a
+-- filter, and the session keeps that plan. There a join looks up each id. The name is compared with an array, so the
+-- planner gains nothing by reading the whole index in order. It is compared also with two expressions, which prune
+-- partitions but cannot use an index. The calling functions switch other scans off.
 create function pgqueue._install_key_lookup()
 returns void
 language plpgsql volatile
@@ -1038,7 +1074,7 @@ begin
 end;
 $$;
 comment on function pgqueue._install_key_lookup() is
-'Has _lookup_keys and _matches_key be as the major version of the server wants them.';
+'Creates _lookup_keys and _matches_key in the form for the major version of the server.';
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
@@ -1047,7 +1083,7 @@ returns bigint[]
 language sql immutable parallel safe
 as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
 comment on function pgqueue._array_except(bigint[], bigint[]) is
-'The ids that are not among the others, in order.';
+'The elements of ids that are not in others, in order.';
 
 create function pgqueue._is_ready(m pgqueue.messages, at timestamptz)
 returns boolean
@@ -1056,37 +1092,40 @@ as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
 comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
-'Whether a message can be claimed at this moment. Inlined: it leaves plain conditions on columns.';
+'Whether a message can be claimed at this moment. Inlined to plain conditions on columns.';
 
 create function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid)
 returns boolean
 language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
 comment on function pgqueue._is_claimed_by(pgqueue.messages, uuid) is
-'Whether a message is still under the claim of this token, and no other has claimed it since, with or without a token. Inlined.';
--- Every verb finds its queue here, and locks it. The order of locks: the queue, its row in queues, the row of a stream,
--- then message rows by id.
+'Whether the claim with this token is the latest claim of the message, counting also claims without a token. Inlined.';
+-- Finds and locks the queue of a call. The order of locks: the queue, its row in queues, the row of a stream, then
+-- message rows by id.
 
 create function pgqueue._lock_key(queue_name text)
 returns bigint
 language sql immutable strict parallel safe
 as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
 comment on function pgqueue._lock_key(text) is
-'The advisory lock that users of a queue share and that create_queue and drop_queue take alone.';
+'The key of the advisory lock of a queue. Users of the queue hold the lock shared; create_queue and drop_queue hold it
+exclusively.';
 
 create function pgqueue._lock_queue(queue_name text)
 returns boolean
 language sql volatile
 as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
 comment on function pgqueue._lock_queue(text) is
-'Keeps the queue from being dropped until the transaction ends; false for a null name. Locks in this order everywhere: this one, then message rows by id.';
+'Locks the queue against drop_queue until the transaction ends; false if the name is null. Every function takes this
+lock before it locks message rows, and locks message rows by id.';
 
 create function pgqueue._has_fixed_snapshot()
 returns boolean
 language sql stable parallel safe
 as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
 comment on function pgqueue._has_fixed_snapshot() is
-'Whether all statements of the transaction see what its first one saw, and nothing that others have committed since.';
+'Whether all statements of the transaction use the snapshot of its first one, and so do not see what was committed
+later.';
 
 create function pgqueue._refuse_missing_queue(queue_name text)
 returns void
@@ -1094,8 +1133,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- A queue that was made behind the snapshot is there, though it cannot be seen: an index knows. What this inserts
-    -- where there is none goes with the error.
+    -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it through the
+    -- unique index. If there is no such queue, the error raised below rolls the insert back.
     if pgqueue._has_fixed_snapshot() and queue_name collate "C" ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
         begin
             insert into pgqueue.sweep_state (queue_name) values (_refuse_missing_queue.queue_name) on conflict do nothing;
@@ -1107,7 +1146,7 @@ begin
 end;
 $$;
 comment on function pgqueue._refuse_missing_queue(text) is
-'Raises PQ001, or 40001 where there is such a queue now, but the transaction cannot see it.';
+'Raises PQ001, or 40001 if the queue exists but was created after the snapshot of the transaction.';
 
 create function pgqueue._require_current_snapshot(object text)
 returns void
@@ -1126,7 +1165,7 @@ begin
                 exit when pg_xact_status((pg_snapshot_xmax(snapshot)::text::bigint + n)::text::xid8) = 'committed';
             end loop;
         exception when invalid_parameter_value then
-            -- An id from the future: so far nobody has committed.
+            -- The id has not been assigned yet: nothing was committed after the snapshot.
             return;
         end;
     end if;
@@ -1134,7 +1173,9 @@ begin
 end;
 $$;
 comment on function pgqueue._require_current_snapshot(text) is
-'For who must see all that there is of the object, behind the lock that keeps others from adding to it. Raises 40001 where the transaction keeps a snapshot and anybody has committed since: whether that concerned the object nobody can tell.';
+'For callers that must see everything about the object and hold the lock that keeps others from adding to it. Raises
+40001 if the transaction keeps its snapshot and any transaction has committed since. Whether that commit concerned the
+object cannot be known.';
 
 create function pgqueue._get_locked_queue(queue_name text)
 returns pgqueue.queues
@@ -1144,13 +1185,13 @@ as $$
 declare
     q pgqueue.queues;
 begin
-    -- The lock first, the row second, each on its own snapshot: who waited for a drop_queue sees
-    -- that the queue is gone, and nobody writes into a queue while it is being dropped.
+    -- The lock is taken first and the row read second, each with its own snapshot. So a session that waited for
+    -- drop_queue sees that the queue is gone, and no session writes to a queue while it is dropped.
     if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     select * into q from pgqueue.queues where queues.name = queue_name collate "C";
-    -- The snapshot of a repeatable read may be older than a drop_queue: the catalog knows better.
+    -- A repeatable read snapshot can be older than a drop_queue. The catalog shows the current state.
     if not found or pg_relation_filenode(q.fresh_from_id) is null then
         perform pgqueue._refuse_missing_queue(queue_name);
     end if;
@@ -1158,7 +1199,8 @@ begin
 end;
 $$;
 comment on function pgqueue._get_locked_queue(text) is
-'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001, or 40001 where it is there, but was made behind the snapshot.';
+'Locks the queue against drop_queue until the transaction ends, and returns its row. Raises PQ001, or 40001 if the queue
+exists but was created after the snapshot.';
 
 create function pgqueue._get_unlocked_queue(queue_name text)
 returns pgqueue.queues
@@ -1176,7 +1218,7 @@ begin
 end;
 $$;
 comment on function pgqueue._get_unlocked_queue(text) is
-'The queue of that name, for who only looks: holds nothing and waits for nobody. Raises PQ001.';
+'Returns the row of the queue without a lock and without waiting, for callers that only read. Raises PQ001.';
 
 create function pgqueue._try_lock_existing_queue(q pgqueue.queues)
 returns boolean
@@ -1190,10 +1232,11 @@ begin
 end;
 $$;
 comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
-'Whether the queue is there still, and kept from being dropped until the transaction ends; false, without waiting, while it is being dropped.';
--- What the core tells the rooms: a queue was created, altered or is being dropped, housekeeping is due, doctor collects
--- findings. A room takes part by a function of the right name, so that the core calls no room and a new room changes no
--- file of the core. All events are rare: finding the functions by their names costs each of them some 0.1 ms.
+'Locks the queue against drop_queue until the transaction ends, without waiting. False if the queue no longer exists or
+is being dropped.';
+-- Events from the core to the rooms: a queue was created or altered or is being dropped, housekeeping is due, doctor
+-- collects findings. A room defines a function of the matching name. So the core calls no room by name, and a new room
+-- changes no core file. All events are rare: the lookup of the functions by name costs some 0.1 ms each.
 
 create function pgqueue._handlers(event text)
 returns setof regproc
@@ -1201,12 +1244,12 @@ language sql stable
 as $$
     select p.oid::regproc
     from pg_catalog.pg_proc p
-    -- By a range of names, which is a range of an index of the catalog.
+    -- A range condition on the name, which a catalog index supports.
     where p.proname >= event::name and p.proname < (event || '~')::name and p.pronamespace = 'pgqueue'::regnamespace
     order by p.proname
 $$;
 comment on function pgqueue._handlers(text) is
-'The functions whose names begin with that of the event, in the order of their names.';
+'The functions whose names begin with the name of the event, in the order of their names.';
 
 create function pgqueue._tell_rooms(event text, q pgqueue.queues, before pgqueue.queues default null)
 returns void
@@ -1223,7 +1266,9 @@ begin
 end;
 $$;
 comment on function pgqueue._tell_rooms(text, pgqueue.queues, pgqueue.queues) is
-'Calls _on_<event>_<room> of each room that has it: _on_queue_created_<room>(q), _on_queue_altered_<room>(before, after), and _on_queue_dropping_<room>(q), when the row of the queue is deleted and its messages are still there. The queue is locked, for queue_dropping exclusively.';
+'Calls _on_<event>_<room> of each room that defines it: _on_queue_created_<room>(q), _on_queue_altered_<room>(before,
+after), and _on_queue_dropping_<room>(q). At queue_dropping, the row of the queue is deleted and its messages still
+exist. The queue is locked, exclusively for queue_dropping.';
 
 create function pgqueue._do_housekeeping(at timestamptz)
 returns void
@@ -1235,7 +1280,7 @@ declare
         at - pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_housekeeping_at')) + interval '1 h';
     handler regproc;
 begin
-    -- Set first: one session an hour does it, even if that session fails.
+    -- The register is set before the calls: one session an hour does the housekeeping, even if its transaction fails.
     perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 h'));
     for handler in select h from pgqueue._handlers('_on_housekeeping_due_') as h loop
         execute format('select %s($1, $2)', handler) using at, since_last;
@@ -1243,7 +1288,9 @@ begin
 end;
 $$;
 comment on function pgqueue._do_housekeeping(timestamptz) is
-'Calls _on_housekeeping_due_<room>(at, since_last) of each room that has it; since_last is the time since the last call, null if there was none. A sweep calls this once an hour, so a handler waits for no lock and raises no error. A handler with more to do sets pgqueue.next_housekeeping_at to an earlier moment.';
+'Calls _on_housekeeping_due_<room>(at, since_last) of each room that defines it. since_last is the time since the last
+call, null if there was none. A sweep calls this once an hour, so a handler must not wait for a lock or raise an error.
+A handler that has more to do sets pgqueue.next_housekeeping_at to an earlier time.';
 
 create function pgqueue._room_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding
@@ -1259,15 +1306,17 @@ begin
 end;
 $$;
 comment on function pgqueue._room_findings(pgqueue.queues) is
-'What _findings_of_<room>(q) of each room reports to doctor: on one queue, or on what belongs to no queue where q is null.';
--- Notifications: an enqueue wakes the consumers that wait. One that nobody waits for costs nothing.
+'What _findings_of_<room>(q) of each room reports to doctor, about the queue or, if q is null, about what belongs to no
+queue.';
+-- Notifications: an enqueue notifies waiting consumers. If no consumer waits, it sends no notification.
 
 create function pgqueue.channel(queue_name text)
 returns text
 language sql immutable strict parallel safe
 as $$ select 'pgqueue_' || case when octet_length(queue_name) <= 54 then queue_name else md5(queue_name) end $$;
 comment on function pgqueue.channel(text) is
-'The channel to listen on: pgqueue_ and the queue''s name, or its MD5 where that exceeds an identifier. Notifications carry no payload.';
+'Returns the notification channel of a queue: pgqueue_ and the name of the queue, or the MD5 of the name if the channel
+would be longer than an identifier. Notifications carry no payload.';
 
 create function pgqueue._wake(q pgqueue.queues)
 returns void
@@ -1275,13 +1324,13 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- The register stays as it is: a transaction that cleared it, and then went on for long or rolled back, would
-    -- leave the consumer asleep over what others commit in the meantime.
+    -- The register is not cleared. If a transaction cleared it and then ran for long or rolled back, other transactions
+    -- would not notify in the meantime, and the consumer would sleep past their messages.
     perform pg_notify(pgqueue.channel(q.name), '');
 end;
 $$;
 comment on function pgqueue._wake(pgqueue.queues) is
-'Notifies the consumers that wait, when the transaction commits.';
+'Notifies waiting consumers when the transaction commits.';
 
 create function pgqueue._wake_waiting(q pgqueue.queues, at timestamptz)
 returns void
@@ -1295,16 +1344,18 @@ begin
     if until > pgqueue._to_micros(at) then
         perform pgqueue._wake(q);
     end if;
-    -- Nobody waits for so long: a clock that was wrong would have every enqueue notify until then.
+    -- No consumer waits for longer. The value was set while the clock was wrong, and every enqueue would notify until
+    -- then.
     if until > longest then
         perform setval(q.waiting_until, longest);
     end if;
 end;
 $$;
 comment on function pgqueue._wake_waiting(pgqueue.queues, timestamptz) is
-'Notifies the consumers, if any wait.';
--- How a message leaves. One whose work is done is deleted or, if its queue has archive_for, moved to the archive. This
--- part of the archive belongs to the core: every acknowledgement passes here, and an event would cost each one a call.
+'Notifies the consumers if any are waiting.';
+-- Removes messages. A processed message is deleted or, if its queue has archive_for, moved to the archive; a failed one
+-- becomes a dead letter. Archiving on acknowledgement is part of the core: every acknowledgement passes here, and an
+-- event would add a call to each.
 
 create function pgqueue._archive_marker(queue_name text)
 returns text
@@ -1318,21 +1369,23 @@ returns boolean
 language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
 comment on function pgqueue._lock_queue_without_archive(text) is
-'Holds the queue as _lock_queue does, and says whether it keeps no archive; false for a null name. One expression, as each costs an acknowledgement its preparation; by the cache of the catalog, as a look at the row costs ten times as much.';
+'Locks the queue as _lock_queue does, and returns whether it keeps no archive; false if the name is null. It is one
+expression, as each expression adds its preparation to an acknowledgement. It reads the catalog cache, as reading the
+row of the queue costs ten times as much.';
 
 create function pgqueue._utc_day(moment timestamptz)
 returns date
 language sql immutable parallel safe
 as $$ select (moment at time zone 'UTC')::date $$;
 comment on function pgqueue._utc_day(timestamptz) is
-'The day of UTC in which a moment lies, whatever the TimeZone of the session.';
+'The day in UTC of a moment, independent of the TimeZone of the session.';
 
 create function pgqueue._day_partition_name(day date)
 returns text
 language sql stable parallel safe
 as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
 comment on function pgqueue._day_partition_name(date) is
-'The name of the partition that a day of the archive has, or would have.';
+'The name of the partition for a day of the archive, whether or not the partition exists.';
 
 create function pgqueue._has_day_partition(day date)
 returns boolean
@@ -1341,7 +1394,8 @@ as $$
     select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
 $$;
 comment on function pgqueue._has_day_partition(date) is
-'Whether a day of the archive has its partition. By the catalog as it is now, not as an old snapshot has it; null or false if not.';
+'Whether a day of the archive has a partition in the current catalog, which can be newer than the snapshot; null or
+false if not.';
 
 create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
 returns bigint[]
@@ -1372,7 +1426,8 @@ begin
 end;
 $$;
 comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
-'Acknowledges messages of one claim: moves them to the archive, in one statement, and returns the ids of those that were still the caller''s.';
+'Acknowledges messages of one claim: moves them to the archive in one statement, and returns the ids of those whose
+claim was still valid.';
 
 create function pgqueue._ack_to_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
 returns bigint[]
@@ -1399,7 +1454,7 @@ begin
 end;
 $$;
 comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
-'The same where the day has no partition.';
+'Acknowledges as _ack_to_archive does, but moves the messages to unfiled_messages: the day has no partition.';
 
 create function pgqueue._as_message(s pgqueue.scheduled_messages)
 returns pgqueue.messages
@@ -1412,7 +1467,7 @@ as $$
     )::pgqueue.messages
 $$;
 comment on function pgqueue._as_message(pgqueue.scheduled_messages) is
-'A scheduled message as a row of messages, visible when it is due. Inlined.';
+'A scheduled message as a row of messages that becomes visible at its due time. Inlined.';
 
 create function pgqueue._as_dead_letter(m pgqueue.messages, at timestamptz, reason text)
 returns pgqueue.dead_messages
@@ -1425,14 +1480,15 @@ as $$
     )::pgqueue.dead_messages
 $$;
 comment on function pgqueue._as_dead_letter(pgqueue.messages, timestamptz, text) is
-'A message as a row of dead_messages; reason null means what the message itself shows. Inlined, as a call for each message would take four times as long.';
+'A message as a row of dead_messages. If reason is null, the reason is attempts_exhausted if no attempts are left, else
+expired. Inlined, as a call per message would take four times as long.';
 
 create function pgqueue._keeps_spent(q pgqueue.queues, m pgqueue.messages)
 returns boolean
 language sql immutable parallel safe
 as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
 comment on function pgqueue._keeps_spent(pgqueue.queues, pgqueue.messages) is
-'Whether the queue keeps a dead letter of a message that has spent its attempts or expired. Inlined.';
+'Whether the queue keeps a dead letter of a message that has no attempts left or has expired. Inlined.';
 
 create function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text)
 returns void
@@ -1442,16 +1498,16 @@ as $$
 begin
     insert into pgqueue.dead_messages
     select (pgqueue._as_dead_letter(m, at, _add_dead_letter.reason)).*
-    -- A dead letter that was copied back into the queue by plain SQL, and not deleted here, dies a second time.
+    -- The row exists already if a dead letter was copied back into the queue by plain SQL and not deleted here.
     on conflict on constraint dead_messages_pkey do update
     set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
         last_error = excluded.last_error, reason = excluded.reason;
 end;
 $$;
 comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
-'Makes a dead letter of one message that was deleted from its table.';
--- Queues: made, changed, looked up, paused, emptied and dropped. Every verb learns its queue from
--- _get_locked_queue, so that whatever must hold for a queue has one place to be checked.
+'Inserts a dead letter for a message that was deleted from its table.';
+-- Creates, alters, looks up, pauses, purges and drops queues. Functions that use a queue get its row from
+-- _get_locked_queue, so that a check for all of them has one place.
 
 create function pgqueue._public_queue(q pgqueue.queues)
 returns pgqueue.queue
@@ -1464,19 +1520,19 @@ as $$
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
-'A queue''s row without what is internal.';
+'The row of a queue without the internal columns.';
 
 create function pgqueue._is_interval_between(span interval, least_span interval, most_span interval)
 returns boolean
 language sql immutable parallel safe
 as $$
-    -- By its seconds, too: '300000 years -108000000 days' is equal to nothing at all, and added to a moment
-    -- leads out of the calendar.
+    -- The length in seconds is compared, too: '300000 years -108000000 days' compares as equal to 0, but added to a
+    -- moment it leads out of the calendar.
     select span between least_span and most_span
         and date_part('epoch', span) between date_part('epoch', least_span) and date_part('epoch', most_span)
 $$;
 comment on function pgqueue._is_interval_between(interval, interval, interval) is
-'Whether an interval lies within bounds, as it compares and as it counts; null for null.';
+'Whether an interval lies within bounds, by interval comparison and by its length in seconds; null if span is null.';
 
 create function pgqueue._check_visibility_timeout(visibility_timeout interval)
 returns void
@@ -1491,7 +1547,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_visibility_timeout(interval) is
-'Raises 22023 unless null or from 1 s to 43200 s.';
+'Raises 22023 unless visibility_timeout is null or from 1 s to 43200 s.';
 
 create function pgqueue._check_settings(q pgqueue.queues)
 returns void
@@ -1587,15 +1643,15 @@ begin
     q.expires_after_idle := expires_after_idle;
     perform pgqueue._check_settings(q);
 
-    -- Looked up before the lock, which would wait for those who use an existing queue, and again
-    -- behind it: one creator at a time, and none beside a drop.
+    -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
+    -- lock, which serializes this call with other create_queue and drop_queue calls.
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
     if not found or pg_relation_filenode(q.fresh_from_id) is null then
         begin
             perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
             select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
             if not found then
-                -- First of all, as this fails where there is a queue of this name that the snapshot does not show.
+                -- This insert comes first. It fails if there is a queue of this name that the snapshot does not show.
                 insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
                 q.queue_id := nextval('pgqueue.queue_id');
                 if dedicated then
@@ -1616,7 +1672,7 @@ begin
             perform pgqueue._raise_queue_exists(queue_name);
         end if;
         if q.expires_after_idle is not null then
-            -- Who asks for it uses it.
+            -- This call counts as a use of the queue: the idle time starts again.
             perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now()));
         end if;
         return pgqueue._public_queue(q);
@@ -1653,7 +1709,19 @@ comment on function pgqueue.create_queue(
     text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision, boolean, interval,
     interval
 ) is
-'Creates a queue and returns it. queue_name is 1 to 128 of a-z, 0-9, hyphen and underscore. visibility_timeout (1 s to 43200 s) is how long a claimed message stays hidden; after max_attempts (1 to 100) a message goes to the dead letters if dlq_enabled, else it is deleted; dead_letter_expired sends expired messages there too. dedicated gives the queue a table of its own, for the heavy few. max_payload_bytes (up to 100 MB) bounds payload or body. The wait after a failed attempt is backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter (0 to 1). With if_not_exists an existing queue is returned as it is. archive_for (1 day to 10 years) keeps what is acknowledged in pgqueue.archived_messages, at least so long; null keeps nothing. expires_after_idle (1 s to 10 years) is for queues of a while, such as the replies to one instance of a service: once it holds no message and nobody has claimed, received or waited for so long, the next create_queue, of any queue, drops it, as drop_idle_queues does; a dedicated one, the next that makes a dedicated queue, or exposes one. Raises 22023, PQ002 where the queue exists, PQ004 where a longer transaction keeps a dedicated table from being attached.';
+'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
+(1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
+goes to the dead letters if dlq_enabled is true, else it is deleted. An expired message goes to the dead letters if
+dead_letter_expired is true, else it is deleted. dedicated gives the queue a table of its own; use it for a few queues
+with a high load. max_payload_bytes (1 byte to 100 MB) limits the size of a payload or body. The delay after a failed
+attempt is backoff_base times backoff_factor for each attempt after the first, at most backoff_max, minus a random
+fraction of up to backoff_jitter (0 to 1). If if_not_exists is true, an existing queue is returned unchanged.
+archive_for (1 day to 10 years) is the minimum time for which acknowledged messages are kept in
+pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to 10 years) is for temporary queues, such as one
+for the replies to one instance of a service. Such a queue is dropped, as by drop_idle_queues, if it holds no message
+and no session has claimed, received or waited for this long. The next create_queue of any queue drops it; if it is
+dedicated, the next call that creates or exposes a dedicated queue. Raises 22023, PQ002 if the queue exists, and PQ004
+if a longer transaction keeps a dedicated table from being attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -1683,7 +1751,9 @@ begin
 end;
 $$;
 comment on function pgqueue._create_partition(text, bigint) is
-'Gives a queue a partition of its own, with the settings of messages_shared. Named by number: the name may be longer than an identifier.';
+'Creates a partition for one queue, with the storage settings of messages_shared. Its name contains the number of the
+queue, as the name of a queue can be longer than an identifier. Raises 22023 if messages_shared holds messages of the
+queue.';
 
 create function pgqueue._partition_of(q pgqueue.queues)
 returns regclass
@@ -1695,7 +1765,7 @@ as $$
     end
 $$;
 comment on function pgqueue._partition_of(pgqueue.queues) is
-'The partition that holds a queue''s messages.';
+'The partition that holds the messages of a queue.';
 
 create function pgqueue.alter_queue(
     queue_name text,
@@ -1748,7 +1818,12 @@ $$;
 comment on function pgqueue.alter_queue(
     text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval, interval
 ) is
-'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. A new archive_for holds for what was archived before, too, though a transaction that is under way may not hear of it before it ends; 0 ends archiving, and what was archived is kept as long as was promised; an expires_after_idle of 0 keeps the queue for good. Raises 22023, PQ001, and PQ004 where archiving is to begin or end for the relation of a transport while a longer transaction uses it.';
+'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
+Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
+already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
+messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. Raises 22023, PQ001,
+and PQ004 if archiving would begin or end for the relation of a transport while a longer transaction uses that
+relation.';
 
 create function pgqueue.drop_queue(queue_name text)
 returns bigint
@@ -1759,8 +1834,9 @@ as $$
 declare
     q pgqueue.queues;
 begin
-    -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone. Not for long:
-    -- a transaction that sits on the queue would let everybody wait behind this one.
+    -- After this lock no other transaction uses the queue: earlier users have ended, and later ones wait and then find
+    -- the queue gone. lock_timeout limits the wait, as all new users of the queue wait behind this call while a long
+    -- transaction holds the lock.
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
     q := pgqueue._get_locked_queue(queue_name);
     perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
@@ -1771,7 +1847,13 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.drop_queue(text) is
-'Drops a queue with all its messages, the dead ones too, its streams and its subscriptions, and returns how many messages those were. Only delayed messages that are not due yet and were never claimed are kept, as their senders count on a delivery that is still to come: they become dead letters under the name of the queue, with reason queue_dropped, the moment they were due in last_error, and no expiry. browse_dead_messages and purge_dead_messages find them there, and redrive sends them once there is a queue of that name again. Where the queue has no dead letters they go, too, as they do after purge_queue. What it archived is kept, under its name, as long as its archive_for said. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
+'Drops a queue with all its messages, dead letters, streams and subscriptions, and returns the number of messages
+removed. Delayed messages that are not due and were never claimed are kept, as their delivery is still outstanding: they
+become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.
+browse_dead_messages and purge_dead_messages find them by that name. After a queue of that name is created again,
+redrive sends them. They are removed, too, if dlq_enabled of the queue is false. Call purge_queue first to remove them
+in any case. Archived messages of the queue are kept under its name for its archive_for. Raises PQ001, and PQ004 if a
+longer transaction uses the queue or keeps a dedicated table from being dropped.';
 
 create function pgqueue._drop_queue(q pgqueue.queues)
 returns bigint
@@ -1800,7 +1882,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_queue(pgqueue.queues) is
-'Drops a queue that is held alone, and returns how many messages went with it.';
+'Drops a queue that the caller holds exclusively, and returns the number of messages removed.';
 
 create function pgqueue._remove_messages(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -1815,7 +1897,7 @@ declare
     n bigint;
     removed bigint;
 begin
-    -- In the order in which a claim takes them: what is scheduled, then messages, by id.
+    -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id.
     picks := array(select s.id from pgqueue.scheduled_messages s where s.queue_name = q.name order by s.id for update);
     delete from pgqueue.scheduled_messages s
     using pgqueue._lookup_keys(q.name, picks) k
@@ -1824,7 +1906,8 @@ begin
     if q.dedicated and (dropping or not pgqueue._has_fixed_snapshot()) then
         n := pgqueue._truncate_or_drop_partition(q, dropping);
     else
-        -- Also a table of its own where to truncate would take what the snapshot does not show, and not be counted.
+        -- This branch also handles a dedicated table under a fixed snapshot: truncate would remove messages that the
+        -- snapshot does not show and the result does not count.
         picks := array(select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, picks) k
@@ -1839,7 +1922,7 @@ begin
 end;
 $$;
 comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
-'Removes the messages of a queue, with dropping also a dedicated table, and returns how many.';
+'Removes the messages of a queue, and its dedicated table if dropping is true. Returns the number of messages.';
 
 create function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -1851,8 +1934,8 @@ declare
     partition constant regclass := pgqueue._partition_of(q);
     removed bigint;
 begin
-    -- The parent first, as every statement on messages does. lock_timeout is shorter than deadlock_timeout,
-    -- so that it is this statement that gives way, not a client's.
+    -- The parent is locked first, as by every statement on messages. lock_timeout is shorter than deadlock_timeout: in
+    -- a deadlock this statement fails, not that of a client.
     if dropping then
         lock table only pgqueue.messages in access exclusive mode;
     end if;
@@ -1866,7 +1949,8 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean) is
-'Truncates or drops a dedicated table and returns how many messages it held. Raises PQ004 rather than hold up others while it waits.';
+'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 if it does not get its locks
+within 500 ms, as other sessions wait behind it.';
 
 create function pgqueue.purge_queue(queue_name text)
 returns bigint
@@ -1877,13 +1961,16 @@ as $$
 begin
     return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
 exception when lock_not_available then
-    -- Less than deadlock_timeout: a purge gives way before a consumer that settles several messages would.
+    -- lock_timeout is shorter than deadlock_timeout: in a deadlock the purge fails, not a consumer that acknowledges
+    -- several messages.
     perform pgqueue._raise_queue_busy(queue_name, 'purge_queue');
     return null;
 end;
 $$;
 comment on function pgqueue.purge_queue(text) is
-'Removes the messages of a queue that are ready, in flight or scheduled, and returns how many; dead letters stay, and so do streams, which will miss what was reserved for them. Raises PQ001, and PQ004 where a longer transaction holds messages, or a dedicated table.';
+'Removes the ready, in-flight and scheduled messages of a queue and returns their number. Dead letters stay. Streams
+stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004 if a longer transaction holds
+messages or a dedicated table.';
 
 create function pgqueue.get_queue(queue_name text)
 returns pgqueue.queue
@@ -1895,7 +1982,7 @@ begin
 end;
 $$;
 comment on function pgqueue.get_queue(text) is
-'Returns a queue and its settings. Raises PQ001.';
+'Returns a queue with its settings. Raises PQ001.';
 
 create function pgqueue.list_queues()
 returns setof pgqueue.queue
@@ -1908,7 +1995,7 @@ begin
 end;
 $$;
 comment on function pgqueue.list_queues() is
-'Returns all queues and their settings, by name.';
+'Returns all queues with their settings, by name.';
 
 create function pgqueue.pause_queue(queue_name text)
 returns boolean
@@ -1917,7 +2004,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pgqueue._get_locked_queue(queue_name);
-    -- Also where there is nothing to change: what the snapshot shows may have been changed since, which fails.
+    -- The row is locked even if nothing changes: if it was changed after a fixed snapshot, this statement fails.
     perform from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     update pgqueue.queues
     set paused_at = pgqueue._now(), updated_at = pgqueue._now()
@@ -1926,7 +2013,8 @@ begin
 end;
 $$;
 comment on function pgqueue.pause_queue(text) is
-'Stops the handing out of messages: claim, exchange, receive and stream_claim take none until resume_queue. Sending and settling go on. Returns false if the queue was paused already. Raises PQ001.';
+'Pauses a queue: claim, exchange, receive and stream_claim return no messages until resume_queue. Messages can still be
+sent, acknowledged and returned. Returns false if the queue was paused already. Raises PQ001.';
 
 create function pgqueue.resume_queue(queue_name text)
 returns boolean
@@ -1947,7 +2035,7 @@ begin
 end;
 $$;
 comment on function pgqueue.resume_queue(text) is
-'Ends a pause and wakes waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
+'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 
 create function pgqueue._add_undelivered(m pgqueue.messages, at timestamptz)
 returns void
@@ -1961,7 +2049,7 @@ begin
 end;
 $$;
 comment on function pgqueue._add_undelivered(pgqueue.messages, timestamptz) is
-'Makes a dead letter of a delayed message whose queue is dropped before the message is due.';
+'Inserts a dead letter for a delayed message whose queue is dropped before the message is due.';
 
 create function pgqueue._dead_letter_delayed(q pgqueue.queues)
 returns void
@@ -1972,8 +2060,8 @@ declare
     at constant timestamptz := pgqueue._now();
     m pgqueue.messages;
 begin
-    -- The partition by its name: the parent is locked later, and only once. It holds delayed messages if the relation of a
-    -- transport has moved them there ahead of time.
+    -- The statement names the partition, as the parent is locked later, and only once. The partition holds delayed
+    -- messages if the relation of a transport has moved them there ahead of time.
     execute format(
         'with gone as ('
         ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
@@ -1990,9 +2078,9 @@ begin
 end;
 $$;
 comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
-'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';
--- A message enters: at once into messages, with a delay into scheduled_messages, always in the
--- caller's transaction.
+'Makes dead letters of the messages of a queue that are still delayed and were never claimed. Called while the queue is
+dropped.';
+-- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
 
 create function pgqueue._check_content(
     q pgqueue.queues, payload jsonb, body bytea, headers jsonb
@@ -2005,10 +2093,10 @@ declare
     bytes bigint;
 begin
     if payload is not null and body is not null then
-        perform pgqueue._raise_invalid('payload', left(payload::text, 50), 'null where body is given: a message has exactly one of the two');
+        perform pgqueue._raise_invalid('payload', left(payload::text, 50), 'null if body is given: a message has exactly one of the two');
     end if;
     if payload is null and body is null then
-        perform pgqueue._raise_invalid('payload', null, 'given, or body in its place');
+        perform pgqueue._raise_invalid('payload', null, 'given unless body is given');
     end if;
     if headers is not null then
         if jsonb_typeof(headers) <> 'object' then
@@ -2027,7 +2115,8 @@ begin
 end;
 $$;
 comment on function pgqueue._check_content(pgqueue.queues, jsonb, bytea, jsonb) is
-'Raises 22023 or PQ003 unless there is exactly one of payload and body, within the limits, and headers are an object of at most 64 KB.';
+'Checks payload, body and headers. Raises 22023 unless exactly one of payload and body is given and headers is an object
+or null, and PQ003 if the payload or body exceeds max_payload_bytes or headers exceeds 64 KB.';
 
 create function pgqueue._check_enqueue(delay interval, expires_in interval)
 returns void
@@ -2052,17 +2141,17 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Who prepares to wait knows by this lock that somebody sends; it comes before the look at the register.
+    -- prepare_wait detects running senders by this lock. So the lock is taken before the registers are read.
     lock table only pgqueue.messages in row exclusive mode;
     if pgqueue._to_micros(due_at) < pg_sequence_last_value(q.first_due_at) then
         perform setval(q.first_due_at, pgqueue._to_micros(due_at));
     end if;
-    -- Who waits may sleep past this moment.
+    -- Without a notification, a waiting consumer could sleep past this due time.
     perform pgqueue._wake_waiting(q, pgqueue._now());
 end;
 $$;
 comment on function pgqueue._announce_due(pgqueue.queues, timestamptz) is
-'Lets claims look for scheduled messages from this moment on, and consumers that wait reckon with it.';
+'Makes a due time known: claims look for scheduled messages from then on, and waiting consumers are notified.';
 
 create function pgqueue._enqueue(
     queue_name text,
@@ -2084,8 +2173,8 @@ declare
 begin
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_content(q, payload, body, headers);
-    -- enqueue_batch, publish and sink_commit have the same two inserts, each of another source: one function for this and
-    -- publish costs a delayed message 25 per cent.
+    -- enqueue_batch, publish and sink_commit contain the same two inserts, each with another source. A function shared
+    -- with publish would make sending a delayed message 25 per cent slower.
     if delay > interval '0' then
         insert into pgqueue.scheduled_messages (
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
@@ -2109,7 +2198,8 @@ begin
 end;
 $$;
 comment on function pgqueue._enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
-'Sends any message, or says what is wrong with it; the short way that enqueue tries first takes only the common ones.';
+'Sends a message, or raises the error that describes what is wrong with it. enqueue calls this function for all messages
+that its fast path does not handle.';
 
 create function pgqueue.enqueue(
     queue_name text,
@@ -2132,21 +2222,21 @@ begin
     if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
-    -- The common message in one statement, as every further one, and every expression, costs a transaction
-    -- its preparation: a payload within the limit, due at once and for ever. Who waits is woken on the way.
+    -- Fast path: a payload within the limit, with no delay and no expiry. It is one statement, as a transaction has to
+    -- prepare each statement and expression. The statement also notifies waiting consumers.
     insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers)
     select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
         and case
-            -- The snapshot of a repeatable read may be older than a drop_queue, and to read a register that is gone fails.
+            -- A repeatable read snapshot can be older than a drop_queue, and reading a dropped register fails.
             when pg_relation_filenode(q.waiting_until) is null then false
             when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) then true
             when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at + interval '24 h')
                 then pg_notify(pgqueue.channel(q.name), '') is not null
         end
         and enqueue.body is null and enqueue.delay = interval '0' and enqueue.expires_in is null
-        -- As text, which is what will be handed out: 1e131071 takes 16 bytes as jsonb.
+        -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
         and octet_length(enqueue.payload::text) <= q.max_payload_bytes
         and (
             enqueue.headers is null
@@ -2160,7 +2250,12 @@ begin
 end;
 $$;
 comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
-'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body (raw bytes) is given, of at most the queue''s max_payload_bytes, as JSON text; headers is a JSON object of at most 64 KB. delay (0 to 10 years) postpones the first delivery; expires_in (0 to 10 years) is when the message loses its worth and is dropped; both count from now, not from the start of the transaction. message_id is the sender''s own name for the message and is not checked for uniqueness. Raises 22023, PQ001, PQ003.';
+'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body
+(raw bytes) is given, of at most the queue''s max_payload_bytes; a payload counts as JSON text. headers is a JSON object
+of at most 64 KB. delay (0 to 10 years) postpones the first delivery. After expires_in (0 to 10 years; null: never) the
+message is no longer delivered: it is removed, to the dead letters if the queue has dead_letter_expired. Both count from
+the time of the call, not from the start of the transaction. message_id is an identifier that the sender chooses; it is
+not checked for uniqueness. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
 
 create function pgqueue.enqueue_batch(
     queue_name text,
@@ -2186,10 +2281,10 @@ declare
 begin
     if n = 0 then
         perform pgqueue._raise_invalid('payloads', payloads::text,
-            'an array of at least one message, or bodies in its place');
+            'an array of at least one message, unless bodies is given');
     end if;
     perform pgqueue._raise_invalid(a.argument, format('%s elements', a.given),
-        format('null or as long as the messages are many: %s elements', n))
+        format('null or an array with one element for each message: %s elements', n))
     from (
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
@@ -2204,7 +2299,7 @@ begin
     where c.payload is null or c.body is not null or c.headers is not null
         or octet_length(c.payload::text) > q.max_payload_bytes;
 
-    -- The lock that inserting takes anyway, before the ids are taken: the sweep relies on that order.
+    -- The inserts need this lock anyway. It is taken before the ids, as the sweep relies on that order.
     lock table only pgqueue.messages in row exclusive mode;
     ids := array(select nextval('pgqueue.message_id') from generate_series(1, n));
 
@@ -2227,7 +2322,8 @@ begin
             select
                 d.id, q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
                 pgqueue._add_interval(at, expires_in), d.message_id, d.payload, d.body, d.headers
-            -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+            -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
+            -- would scan the dead index entries of all messages already taken.
             from (
                 select u.id, u.payload, u.body, u.headers, u.message_id, w.delay,
                     row_number() over (partition by w.delay order by u.id) as n
@@ -2247,10 +2343,13 @@ begin
 end;
 $$;
 comment on function pgqueue.enqueue_batch(text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[]) is
-'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. Arrays that are given have the same length; each message has exactly one of payload and body; delays, where not null, overrides delay for that message. Otherwise as enqueue. Raises 22023, PQ001, PQ003.';
--- What a claim meets when it starts at the head: claims that ran out, claims rolled back, messages that
--- committed late, what came due, what spent its attempts, what expired. The walk goes on where the last
--- one stopped and stays within a budget, so that a pile of dead rows slows nobody down.
+'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
+arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
+that is not null overrides delay for its message. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a
+payload, body or headers are too large.';
+-- Finds messages below fresh_from_id for a claim: expired claims, rolled-back claims, late commits, messages that came
+-- due. Removes messages that have no attempts left or have expired. The sweep walks over the ids from where the last
+-- one stopped, within a time budget, so that dead rows do not slow down claims.
 
 create function pgqueue._running_writers()
 returns text[]
@@ -2270,7 +2369,8 @@ as $$
     )
 $$;
 comment on function pgqueue._running_writers() is
-'The transactions that have written to messages and run: prepared ones too, through the parent or straight into a partition.';
+'The running transactions that have written to messages, through the parent or directly to a partition, including
+prepared transactions.';
 
 create function pgqueue._promote_due(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
@@ -2288,7 +2388,7 @@ begin
     order by s.due_at limit 1;
     if next_due_at <= at then
         begin
-            -- By ctid, as there is an index besides the key that a plan could choose, to read all of the queue by it.
+            -- Rows are deleted by ctid. By key, a plan could use another index and read the whole queue through it.
             with due as (
                 delete from pgqueue.scheduled_messages s
                 where s.ctid = any (array(
@@ -2312,10 +2412,11 @@ begin
                 from due d
                 returning messages.id, messages.expires_at
             )
-            -- What expired meanwhile is moved, for the sweep to bury, but not handed out.
+            -- Expired messages are moved as well, so that the sweep removes them, but they are not returned.
             select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into picks from moved m;
         exception when disk_full then
-            -- What is ready is handed out all the same: to acknowledge it takes no room, and makes some.
+            -- Without space nothing is moved, and ready messages are still claimed: acknowledging them needs no space,
+            -- and frees some.
             perform setval(q.first_due_at, pgqueue._to_micros(at + interval '1 s'));
             return '{}'::bigint[];
         end;
@@ -2333,7 +2434,8 @@ begin
 end;
 $$;
 comment on function pgqueue._promote_due(pgqueue.queues, timestamptz, int, timestamptz) is
-'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Every one is noted in requeued_messages: its id may lie where no walk comes by any more.';
+'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Records each id in
+requeued_messages, as the walk may never reach that id again.';
 
 create function pgqueue._dead_letter_spent(q pgqueue.queues, ids bigint[], at timestamptz)
 returns void
@@ -2359,18 +2461,19 @@ begin
         )
         insert into pgqueue.dead_messages
         select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_spent(q, g.m)
-        -- As in _add_dead_letter.
+        -- The same conflict as in _add_dead_letter.
         on conflict on constraint dead_messages_pkey do update
         set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
             last_error = excluded.last_error, reason = excluded.reason;
     exception when disk_full then
-        -- They wait for a later sweep, and stand in nobody's way.
+        -- The messages stay for a later sweep and block no others.
         null;
     end;
 end;
 $$;
 comment on function pgqueue._dead_letter_spent(pgqueue.queues, bigint[], timestamptz) is
-'Removes those of the messages that are not claimed and have spent their attempts or expired, to the dead letters where the queue wants that.';
+'Removes those of the messages that are visible and have no attempts left or have expired. They become dead letters if
+the queue keeps them.';
 
 create function pgqueue._lock_ready(
     q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
@@ -2383,13 +2486,15 @@ begin
     return array(
         select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and pgqueue._is_ready(m, at)
-        -- By id, as the index is asked for the ids in their order; to say so would cost a sort.
+        -- The result is ordered by id, as the index is searched for the ids in order. An explicit `order by` would add
+        -- a sort.
         limit wanted for update of m skip locked
     );
 end;
 $$;
 comment on function pgqueue._lock_ready(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
-'Locks up to wanted of the messages that are ready, not held by another and not taken already, and returns their ids.';
+'Locks up to wanted of the messages that are ready, not locked by another transaction and not in taken, and returns
+their ids.';
 
 create function pgqueue._prune_requeued(q pgqueue.queues, watched bigint[], seen_at timestamptz)
 returns void
@@ -2397,9 +2502,9 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- A row here was written together with its message. If this one snapshot shows the row but not
-    -- the message, the message has left for good, or come back again with a row of its own.
-    -- (An array rather than a join, which could be planned to read the whole queue.)
+    -- A row here and its message are written by the same transaction. If the snapshot of this statement shows the row
+    -- but not the message, the message is gone, or has come back with a new row. The ids are passed as an array: a join
+    -- could be planned to read the whole queue.
     delete from pgqueue.requeued_messages r
     where r.ctid = any (array(
         select c.ctid from pgqueue.requeued_messages c
@@ -2411,7 +2516,7 @@ begin
 end;
 $$;
 comment on function pgqueue._prune_requeued(pgqueue.queues, bigint[], timestamptz) is
-'Removes from requeued_messages those of the messages noted up to a moment that have left.';
+'Deletes from requeued_messages the watched ids, recorded up to seen_at, whose messages are gone.';
 
 create function pgqueue._sweep_requeued(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
@@ -2425,7 +2530,7 @@ declare
     watched bigint[];
     ready bigint[];
 begin
-    -- Page by page, as another transaction may hold any number of them for long.
+    -- The rows are read in pages, as another transaction may lock any number of these messages for long.
     loop
         select array_agg(w.id), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)]
         into watched, seen_at, seen_id
@@ -2450,19 +2555,20 @@ begin
 end;
 $$;
 comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int) is
-'Looks at the messages that came back from scheduled_messages: buries what is spent, forgets what has left, returns up to wanted ids that are ready again, locked.';
+'Checks the messages that came back from scheduled_messages: removes those that have no attempts left or have expired,
+deletes the rows of those that are gone, and returns up to wanted ids of ready messages, locked.';
 
 create function pgqueue._first_possible_id(s pgqueue.sweep_state)
 returns bigint
 language sql immutable parallel safe
--- Where the first of the ranges ends. Without a query of its own it becomes part of who asks.
+-- The end of the first range. There is no subquery, so PostgreSQL can inline the function.
 as $$
     select coalesce(
         lower(int8multirange(int8range(lower(s.vacant_ids), upper(s.vacant_ids))) - s.vacant_ids), upper(s.vacant_ids)
     )
 $$;
 comment on function pgqueue._first_possible_id(pgqueue.sweep_state) is
-'The lowest id at which a message may live, those in requeued_messages aside.';
+'The lowest id at which there can be a message, except those in requeued_messages.';
 
 create function pgqueue._first_possible_id_of(queue_name text)
 returns bigint
@@ -2475,13 +2581,13 @@ as $$
         ), 1)
 $$;
 comment on function pgqueue._first_possible_id_of(text) is
-'The lowest id at which a message of the queue may live, those in requeued_messages aside; 1 where nothing is known.';
+'The lowest id at which the queue can have a message, except those in requeued_messages; 1 if nothing is known.';
 
 create function pgqueue._widest_ranges(ids int8multirange)
 returns int8multirange
 language sql immutable parallel safe
 as $$
-    -- Enough to skip what is worth skipping, few enough to be read by every sweep.
+    -- 64 ranges cover the gaps that are worth skipping, and are few enough for every sweep to read.
     select range_agg(w.r)
     from (
         select r from unnest(ids) as r
@@ -2490,7 +2596,7 @@ as $$
     ) w
 $$;
 comment on function pgqueue._widest_ranges(int8multirange) is
-'The first and the 63 widest of the ranges.';
+'The first range, if it has no lower bound, and the widest others, 64 in total.';
 
 create function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh bigint)
 returns boolean
@@ -2508,7 +2614,7 @@ declare
     span bigint := 4096;
     live bigint[];
 begin
-    -- A snapshot that is older than the look at the writers proves nothing.
+    -- The rows must be read with a snapshot taken after the writers are listed. A fixed snapshot is older.
     if pgqueue._has_fixed_snapshot() then
         return false;
     end if;
@@ -2517,18 +2623,18 @@ begin
         return false;
     end if;
 
-    -- What a snapshot shows as empty stays empty only below an id that no running transaction may have
-    -- taken: ids are taken before they are committed. So the sequence is read first, then who is writing;
-    -- once all of those have ended, every id up to that reading is decided, and what was decided to be a
-    -- message is visible to the statements below.
+    -- An id without a row in the snapshot stays without a row only if no running transaction has taken it, as ids are
+    -- taken before they are committed. So the sequence is read first, and then the running writers are listed. Once all
+    -- of those have ended, every id up to the value read is decided, and the statements below see every message with
+    -- such an id.
     bound := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
     writers := pgqueue._running_writers();
-    -- A prepared transaction gets another name when the server restarts: one of that kind which was not
-    -- noted may be any of those that were.
+    -- The name of a prepared transaction changes when the server restarts. A prepared transaction that is not listed
+    -- can therefore be one of the listed ones, and is added.
     s.writers := s.writers || array(
         select w from unnest(writers) as w where w like '-1/%' and w <> all (s.writers));
     if not s.writers && writers then
-        -- One of them was still there at a look in between.
+        -- A check after bound_at found at least one of the writers still running.
         waited := s.recorded_at > s.bound_at;
         s.settled_id := s.bound_id;
         s.bound_id := bound;
@@ -2551,14 +2657,14 @@ begin
                 select m.id from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= from_id and m.id < below_id
                 order by m.id limit 1000);
-            -- Nothing to be learnt where messages lie close.
+            -- A range that is dense with messages has no gaps worth recording.
             exit walk when cardinality(live) = 1000;
             s.vacant_ids := s.vacant_ids + (
                 int8multirange(int8range(from_id, below_id))
                 - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
             );
             from_id := below_id;
-            -- Steps may be many: what doubles with each must end before bigint does.
+            -- The cap prevents an overflow of bigint after many doublings.
             span := least(span * 2, 1099511627776);
         end loop;
     end loop;
@@ -2575,7 +2681,8 @@ begin
 end;
 $$;
 comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigint) is
-'Learns at which ids below fresh no message can appear any more, for sweeps to skip. True if that had to wait for a transaction that wrote for long.';
+'Records the ids below fresh at which no message can appear any more, so that sweeps skip them. Returns true if the
+record had to wait for a long write transaction.';
 
 create function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
@@ -2599,9 +2706,10 @@ declare
     ready bigint[];
     is_quick boolean;
 begin
-    -- Who comes by while this sweep is at it leaves it alone.
+    -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    -- Once an hour, in one sweep of any queue. A moment further ahead was set while the clock was ahead.
+    -- Housekeeping runs once an hour, in a sweep of any queue. A time more than an hour ahead was set while the clock
+    -- was ahead.
     if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
     then
         perform pgqueue._do_housekeeping(at);
@@ -2609,7 +2717,7 @@ begin
 
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     if not found then
-        -- Somebody has deleted it: nothing is known, so everything is walked again.
+        -- The row was deleted by hand: nothing is known, so the sweep walks over all ids again.
         insert into pgqueue.sweep_state (queue_name) values (q.name) on conflict do nothing returning * into s;
         if not found then
             return picks;
@@ -2617,28 +2725,29 @@ begin
     end if;
     if (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh))
         and (
-            -- Where the last round was quick there is little to be skipped: a queue that many others share the
-            -- machine with is swept by almost every claim, and learning would be most of what that costs.
+            -- After a fast full pass there is little to skip, so ids are recorded less often. In a queue that shares
+            -- the server with many others almost every claim sweeps, and recording would be most of the cost.
             at - s.recorded_at not between interval '0' and case pos when 1 then interval '30 s' else interval '1 s' end
-            -- Somebody writes for long: the end is noticed at once.
+            -- The writers of a long wait have ended: record at once.
             or s.writers <> '{}' and s.recorded_at > s.bound_at and not s.writers && pgqueue._running_writers()
         )
     then
         if pgqueue._record_vacant_ids(q, at, fresh) then
-            -- One that wrote for long may have left messages anywhere above the head: start over there.
+            -- A long write transaction may have left messages anywhere above the head: start there again.
             pos := 0;
         end if;
         select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     end if;
 
     started_at := pgqueue._now();
-    -- A full round from where the last sweep stopped, unless the messages suffice or the time runs out first.
+    -- A full pass starts where the last sweep stopped. It ends early if enough messages are found or the time is up.
     head := pgqueue._first_possible_id(s);
     if pos < head or pos >= fresh then
         pos := head;
     end if;
     if pos < fresh - 4096 and cardinality(picks) < wanted then
-        -- Where a round takes long, as somebody writes for long, it must not be waited for by what is only a little late.
+        -- A full pass takes long while a long write transaction runs. Messages that committed only a little late must
+        -- not wait for it, so the last 4096 ids are checked first.
         ready := array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and m.id >= fresh - 4096 and m.id < fresh and m.visible_at <= at
@@ -2679,7 +2788,7 @@ begin
                     perform pgqueue._dead_letter_spent(q, ready, at);
                     picks := picks || pgqueue._lock_ready(q, ready, picks, at, wanted - cardinality(picks));
                     if cardinality(picks) >= wanted then
-                        -- Where the next sweep goes on.
+                        -- The next sweep continues here.
                         pos := picks[cardinality(picks)] + 1;
                     end if;
                 end if;
@@ -2691,11 +2800,11 @@ begin
         goal := start;
     end loop;
 
-    -- At 1 where the whole round was quick: the next one may as well begin at the head.
+    -- 1 if the full pass was fast: the next sweep starts at the head.
     is_quick := cardinality(picks) < wanted and pgqueue._now() < started_at + interval '500 us';
     perform setval(q.sweep_resume_id, case when is_quick then 1 else greatest(pos, 1) end);
     if cardinality(picks) >= wanted then
-        -- There may be more: the next claim goes on from here.
+        -- There may be more messages: the next claim continues the sweep at once.
         perform setval(q.next_sweep_at, 1);
     else
         perform setval(q.next_sweep_at, pgqueue._to_micros(
@@ -2705,9 +2814,11 @@ begin
 end;
 $$;
 comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, bigint) is
-'One sweep below fresh: adds ids of messages that are ready, locked, to those taken, until they are wanted many, and says when the next sweep is due: 20 times what this one cost, at least 50 ms and at most 500 ms later, as what commits late waits for it.';
--- A message is lent: hidden for a while, its attempt counted, its claim fenced by a token.
--- A claim starts where the never-claimed messages begin; what lies below is the sweep's.
+'Makes one sweep below fresh: appends to taken the ids of ready messages, locked, until there are wanted ids, and sets
+the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50 ms
+and at most 500 ms, as messages that commit late wait for it; else at once.';
+-- Claims messages: hides them for a time, counts the attempt, and sets a token that fences the claim. A claim starts at
+-- the first message that was never claimed; the sweep finds the messages below.
 
 create function pgqueue._claim_candidates(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
@@ -2732,7 +2843,7 @@ begin
     if due <= now_micros then
         picks := pgqueue._promote_due(q, at, wanted, pgqueue._from_micros(due - 1));
     end if;
-    -- A turn that is further off than any sweep may take was set by a clock that was wrong.
+    -- A time further ahead than any sweep sets was set while the clock was wrong.
     next_sweep := pgqueue._register_value(q.next_sweep_at);
     if next_sweep > now_micros + 15000000 then
         next_sweep := 0;
@@ -2755,10 +2866,10 @@ begin
         picks := picks || found_ids;
     end if;
 
-    -- Who comes up short sweeps at once, so that a quiet queue is exact, unless the last sweep was a costly
-    -- one: 150 ms from its turn it took less than 7.5 ms.
+    -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. It does
+    -- not if the last sweep was expensive. If the next sweep is due within 150 ms, the last one took less than 7.5 ms.
     if cardinality(picks) < wanted and next_sweep <= now_micros + 150000 then
-        -- What lies above fresh was not to be had, now it is the sweep's.
+        -- The claim could not take the messages above fresh. From now on the sweep finds them.
         select m.id + 1 into last_id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= fresh
         order by m.id desc limit 1;
@@ -2774,7 +2885,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates(pgqueue.queues, timestamptz, int) is
-'The ids of up to wanted messages that are ready, locked for the caller to claim or take.';
+'The ids of up to wanted ready messages, locked, for the caller to claim or delete.';
 
 create function pgqueue._claim_candidates_fast(
     queue_name text, max_messages int, visibility_timeout interval
@@ -2796,8 +2907,9 @@ begin
     end if;
 
     at := pgqueue._now();
-    -- The common case in few steps, as every expression costs a transaction its preparation: the arguments are
-    -- good, nothing is paused, due or to be swept, and enough is ready above fresh. All else is done below.
+    -- The common case with few expressions, as a transaction has to prepare each of them: the arguments are valid, the
+    -- queue is not paused, no message and no sweep is due, and enough messages are ready above fresh. All other cases
+    -- are handled below.
     select
         w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
         w.paused_at is null and max_messages between 1 and 10000
@@ -2813,7 +2925,7 @@ begin
             where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh and pgqueue._is_ready(m, at)
             order by m.id limit max_messages for update skip locked
         );
-        -- Null, and the register as it was, where fewer were found.
+        -- If fewer messages were found, the result is null and the register is unchanged.
         fresh := setval(fresh_from_id, picks[max_messages] + 1);
         if fresh is not null then
             return picks;
@@ -2829,7 +2941,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates_fast(text, int, interval) is
-'The ids of up to max_messages messages that are ready, locked for the caller to claim or take; raises what claim raises.';
+'The ids of up to max_messages ready messages, locked, for the caller to claim or delete. Raises the errors of claim.';
 
 create function pgqueue.claim(
     queue_name text,
@@ -2850,9 +2962,10 @@ declare
     picks constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
 begin
     return query
-    -- exchange has the same statement: one function for both costs the claim of one message 7 per cent.
+    -- exchange contains the same statement. A shared function would make the claim of one message 7 per cent slower.
     update pgqueue.messages m
-    -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
+    -- The clock is read again after all locks are taken. Otherwise a claim that had to wait could expire before it
+    -- begins.
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
             claim.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name collate "C"))),
@@ -2868,8 +2981,12 @@ begin
 end;
 $$;
 comment on function pgqueue.claim(text, int, interval, text) is
-'Lends up to max_messages (1 to 10000) messages to the caller, by id: each is hidden until visibility_timeout (1 s to 43200 s, by default the queue''s) has passed, its attempt is counted, and its claim_token is what ack, nack and extend ask for. claimed_by is a name for humans. Buries on its way what has spent its attempts. Waits for nobody but a drop_queue; returns no row where none is ready or the queue is paused. Claim in autocommit: a rollback takes the claim back. Raises 22023, PQ001.';
--- A message is taken inside the taker's transaction: a commit removes it, a rollback puts it back.
+'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
+s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
+require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
+expired, to the dead letters if the queue keeps them. Waits only for drop_queue. Returns no row if no message is ready
+or the queue is paused. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';
+-- Receives messages inside the caller's transaction: a commit removes them, a rollback returns them to the queue.
 
 create function pgqueue.receive(queue_name text, max_messages int default 1)
 returns setof pgqueue.message
@@ -2923,8 +3040,11 @@ begin
 end;
 $$;
 comment on function pgqueue.receive(text, int) is
-'Deletes up to max_messages (1 to 10000) messages in the caller''s transaction and returns them, by id. A rollback returns each to its place, with its attempts as they were; until the end of the transaction nobody else is given it. Drops what expired. What is received goes to the archive where the queue has archive_for. Waits for nobody but a drop_queue; returns no row where none is ready or the queue is paused. Raises 22023, PQ001.';
--- A message is kept: its claim gets a new end.
+'Deletes up to max_messages (1 to 10000) ready messages in the caller''s transaction and returns them by id. A rollback
+returns them to the queue with their attempt_count unchanged. Until the transaction ends, no other session gets them.
+Expired messages are removed. If the queue has archive_for, received messages go to the archive. Waits only for
+drop_queue. Returns no row if no message is ready or the queue is paused. Raises 22023, PQ001.';
+-- Extends claims: sets a new end for claims that the caller still holds.
 
 create function pgqueue._check_claim(id bigint, claim_token uuid)
 returns void
@@ -2941,7 +3061,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_claim(bigint, uuid) is
-'Raises 22023 where id or claim_token is null.';
+'Raises 22023 if id or claim_token is null.';
 
 create function pgqueue.extend(
     queue_name text, id bigint, claim_token uuid, visibility_timeout interval default null
@@ -2966,7 +3086,8 @@ begin
 end;
 $$;
 comment on function pgqueue.extend(text, bigint, uuid, interval) is
-'Ends the claim of a message visibility_timeout (1 s to 43200 s, by default the queue''s) from now, and returns true; false if the claim was lost. Raises 22023, PQ001.';
+'Extends the claim of a message until visibility_timeout (1 s to 43200 s, default: the queue''s) from now, and returns
+true; false if the claim was lost. Raises 22023, PQ001.';
 
 create function pgqueue.extend_batch(
     queue_name text, ids bigint[], claim_token uuid, visibility_timeout interval default null
@@ -2996,8 +3117,9 @@ begin
 end;
 $$;
 comment on function pgqueue.extend_batch(text, bigint[], uuid, interval) is
-'Ends the claim of messages of one claim as extend does, and returns by id those that are still the caller''s; the others are lost. Raises 22023, PQ001.';
--- A message leaves: its work is done.
+'Extends messages of one claim as extend does, and returns by id those whose claim is still valid. The claims of the
+others were lost. Raises 22023, PQ001.';
+-- Acknowledges processed messages: deletes them or moves them to the archive if their claims are still valid.
 
 create function pgqueue.ack(queue_name text, id bigint, claim_token uuid)
 returns boolean
@@ -3024,7 +3146,9 @@ begin
 end;
 $$;
 comment on function pgqueue.ack(text, bigint, uuid) is
-'Removes a message whose work is done, to the archive where the queue has archive_for, and returns true; false if the claim was lost: it ran out and somebody else has claimed, buried or removed the message. Raises 22023, PQ001.';
+'Acknowledges a message and returns true; false if the claim was lost. The message is deleted or, if the queue has
+archive_for, moved to the archive. A claim is lost if it expired and the message was then claimed again, dead-lettered
+or removed. Raises 22023, PQ001.';
 
 create function pgqueue.ack_batch(queue_name text, ids bigint[], claim_token uuid)
 returns int
@@ -3057,8 +3181,10 @@ begin
 end;
 $$;
 comment on function pgqueue.ack_batch(text, bigint[], uuid) is
-'Removes the messages of one claim whose work is done, as ack does, and returns how many were still the caller''s. Raises 22023, PQ001.';
--- A message comes back, or dies: after a failure, or because its consumer stops.
+'Acknowledges messages of one claim as ack does, and returns how many of their claims were still valid. Raises 22023,
+PQ001.';
+-- Returns claimed messages: after a failure they are scheduled for a retry or become dead letters. A consumer that
+-- stops releases its messages.
 
 create function pgqueue._check_failure(id bigint, delay interval, headers jsonb)
 returns void
@@ -3078,13 +3204,13 @@ begin
 end;
 $$;
 comment on function pgqueue._check_failure(bigint, interval, jsonb) is
-'Raises 22023 for an argument of nack, reject or record_failure that is out of bounds.';
+'Raises 22023 if an argument of nack, reject or record_failure is out of bounds.';
 
 create function pgqueue._merged_headers(own jsonb, added jsonb)
 returns jsonb
 language sql immutable parallel safe
 as $$
-    -- Evidence never hinders settling: where it does not fit, a message keeps the headers it has.
+    -- Headers of a failure must not prevent its record: if they do not fit, the message keeps its own.
     select case
         when added is null or jsonb_typeof(own) <> 'object' then own
         when octet_length((coalesce(own, '{}') || added)::text) > 65536 then own
@@ -3092,7 +3218,8 @@ as $$
     end
 $$;
 comment on function pgqueue._merged_headers(jsonb, jsonb) is
-'The headers of a message with those of a failure added; its own where the two exceed 64 KB, or where its own are no object.';
+'The headers of a message merged with those of a failure; its own unchanged if the result exceeds 64 KB or its own are
+not an object.';
 
 create function pgqueue._retry_or_dead_letter(
     q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, given_up text
@@ -3129,7 +3256,8 @@ $$;
 comment on function pgqueue._retry_or_dead_letter(
     pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, text
 ) is
-'What becomes of a message that was taken out of messages after an attempt failed: it is scheduled, or dead. given_up is the reason why it dies whatever attempts are left, or null.';
+'Schedules a message for a retry after a failed attempt, or makes it a dead letter. The caller has deleted it from
+messages. If given_up is not null, the message becomes a dead letter with this reason even if attempts are left.';
 
 create function pgqueue._settle_failed(
     queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, given_up text
@@ -3157,7 +3285,7 @@ begin
 end;
 $$;
 comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, jsonb, text) is
-'What nack and reject share.';
+'The common part of nack and reject.';
 
 create function pgqueue.nack(
     queue_name text,
@@ -3179,7 +3307,12 @@ begin
 end;
 $$;
 comment on function pgqueue.nack(text, bigint, uuid, interval, text, jsonb) is
-'Gives a claimed message back after a failure, and returns true; false if the claim was lost. It is delivered again after delay (0 to 10 years), by default after the queue''s backoff; if its attempts are spent it goes to the dead letters with reason attempts_exhausted, or is deleted where the queue has none. error is kept as last_error, up to 65,536 characters. headers, a JSON object, is merged into the message''s headers, in place of those of the same name; the message keeps its own as they are where the two together exceed 64 KB, or where its own are no object. Raises 22023, PQ001.';
+'Returns a claimed message to the queue after a failure, and returns true; false if the claim was lost. The message is
+delivered again after delay (0 to 10 years, default: the queue''s backoff). If no attempts are left, it goes to the dead
+letters with reason attempts_exhausted, or is deleted if dlq_enabled of the queue is false. error is kept as last_error,
+up to 65,536 characters. headers (a JSON object) is merged into the headers of the message and replaces headers of the
+same name. The message keeps its own headers unchanged if the result exceeds 64 KB, or if they are not an object. Raises
+22023, PQ001.';
 
 create function pgqueue.reject(
     queue_name text,
@@ -3197,7 +3330,7 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    -- The other reasons are not a matter of opinion.
+    -- Callers cannot set the other reasons, as those state facts that pgqueue determines.
     if reason is null or reason not in ('rejected', 'attempts_exhausted') then
         perform pgqueue._raise_invalid('reason', reason, 'rejected or attempts_exhausted');
     end if;
@@ -3205,7 +3338,10 @@ begin
 end;
 $$;
 comment on function pgqueue.reject(text, bigint, uuid, text, jsonb, text) is
-'Gives a claimed message up at once, whatever attempts are left, and returns true; false if the claim was lost. It goes to the dead letters with reason, or is deleted where the queue has none: rejected, or attempts_exhausted where the caller counts attempts by rules of his own, and they are spent. error and headers are kept as by nack. Raises 22023, PQ001.';
+'Gives up a claimed message at once, even if attempts are left, and returns true; false if the claim was lost. The
+message goes to the dead letters with reason, or is deleted if dlq_enabled of the queue is false. reason is rejected, or
+attempts_exhausted if the caller counts attempts by its own rules and none is left. error and headers are kept as by
+nack. Raises 22023, PQ001.';
 
 create function pgqueue.record_failure(
     queue_name text,
@@ -3239,7 +3375,7 @@ begin
         for update skip locked)
     returning c.* into m;
     if not found then
-        -- What had come due was fetched from here by the transaction that rolled back.
+        -- If the message was scheduled and came due, the transaction that rolled back had moved it from here.
         delete from pgqueue.scheduled_messages c
         where c.ctid = (
             select f.ctid from pgqueue.scheduled_messages f
@@ -3257,7 +3393,11 @@ begin
 end;
 $$;
 comment on function pgqueue.record_failure(text, bigint, int, interval, text, jsonb) is
-'Counts an attempt whose transaction was rolled back, a receive or a claim that never was committed, and returns true: the message is backed off or dead as by nack, whose delay, error and headers these are. attempt_count is that of the failed attempt, as receive returned it (from 1). False, and nothing is done, if the message is gone, claimed, or held by another transaction, which is not waited for, or if an attempt was counted since. Raises 22023, PQ001.';
+'Records a failed attempt whose transaction was rolled back (a receive, or a claim that was never committed), and
+returns true: the message is scheduled for a retry or goes to the dead letters. delay, error and headers are as in nack.
+attempt_count is that of the failed attempt, as receive returned it (from 1). Returns false and does nothing if the
+message is gone, claimed, or locked by another transaction, or if an attempt was counted since. Does not wait for that
+transaction. Raises 22023, PQ001.';
 
 create function pgqueue.release(queue_name text, ids bigint[], claim_token uuid)
 returns int
@@ -3288,7 +3428,8 @@ begin
         payload, body, headers, claimed_by, last_error, transport_headers
     )
     select
-        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
+        -- scan the dead index entries of all messages already taken.
         g.id, g.queue_name, at + (row_number() over () - cardinality(ids)) * interval '1 microsecond', g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
         g.payload, g.body, g.headers, g.claimed_by, g.last_error, g.transport_headers
     from given_back g;
@@ -3300,8 +3441,9 @@ begin
 end;
 $$;
 comment on function pgqueue.release(text, bigint[], uuid) is
-'Gives messages of one claim back unworked, as a consumer that stops does, and returns how many were still the caller''s. They are ready at once, and their attempt does not count. Raises 22023, PQ001.';
--- A consumer's whole step in one call and one commit: what is done leaves, what is next comes.
+'Returns unprocessed messages of one claim to the queue, for example when a consumer stops, and returns how many of
+their claims were still valid. The messages are ready at once, and the attempt is not counted. Raises 22023, PQ001.';
+-- Acknowledges processed messages and claims the next ones, in one call and one commit.
 
 create function pgqueue.exchange(
     queue_name text,
@@ -3353,7 +3495,8 @@ begin
     picks := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
     return query
     update pgqueue.messages m
-    -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
+    -- The clock is read again after all locks are taken. Otherwise a claim that had to wait could expire before it
+    -- begins.
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
             exchange.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name collate "C"))),
@@ -3369,8 +3512,10 @@ begin
 end;
 $$;
 comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) is
-'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call. Returns first a row with lost = true, id and queue_name for every id whose claim was lost, then the claimed messages by id with lost = false. ids may be empty or null, claim_token then too. Raises 22023, PQ001.';
--- What was given up comes back, or goes for good.
+'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call.
+Returns first a row with lost = true, id and queue_name for each id whose claim was lost, then the claimed messages by
+id with lost = false. ids may be empty or null; claim_token may then be null, too. Raises 22023, PQ001.';
+-- Returns dead letters to their queue, or deletes them.
 
 create function pgqueue.redrive(
     queue_name text, max_messages int default 1000, ids bigint[] default null
@@ -3413,7 +3558,8 @@ begin
         payload, body, headers, claimed_by, last_error, transport_headers
     )
     select
-        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
+        -- scan the dead index entries of all messages already taken.
         r.id, r.queue_name, at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond', r.enqueued_at, 0, q.max_attempts, r.message_id,
         r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
     from revived r;
@@ -3425,7 +3571,10 @@ begin
 end;
 $$;
 comment on function pgqueue.redrive(text, int, bigint[]) is
-'Sends up to max_messages dead letters, lowest id first and only those in ids where given, back to their queue, and returns how many. They keep id, payload, headers and last_error, start with no attempts, the queue''s max_attempts and no expiry, and are ready at once. Raises 22023, PQ001.';
+'Returns up to max_messages dead letters to their queue and returns how many. It takes the lowest ids first; with ids,
+only those. The messages keep id, payload, headers and last_error. They start with no attempts, the queue''s
+max_attempts and no expiry, and are ready at once. Due messages are claimed before new ones, so a large redrive delays
+all new messages. Raises 22023, PQ001.';
 
 create function pgqueue.purge_dead_messages(queue_name text, ids bigint[] default null)
 returns bigint
@@ -3439,7 +3588,7 @@ declare
     picks bigint[];
     purged bigint;
 begin
-    -- What a queue never delivered outlives it.
+    -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not pgqueue._lock_queue(queue_name)
         or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name collate "C")
     then
@@ -3464,8 +3613,9 @@ begin
 end;
 $$;
 comment on function pgqueue.purge_dead_messages(text, bigint[]) is
-'Deletes dead letters, all or those in ids, and returns how many; also those that a queue left which was dropped. Raises PQ001.';
--- What lost its worth is removed ahead of the claim that would pass over it.
+'Deletes the dead letters of a queue, all or only those in ids, and returns how many. The dead letters of a dropped
+queue are found by its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
+-- Removes expired messages before a claim would pass over them.
 
 create function pgqueue.purge_expired(queue_name text, batch_size int default 10000)
 returns int
@@ -3483,11 +3633,11 @@ begin
     if batch_size is null or batch_size not between 1 and 1000000 then
         perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
     end if;
-    -- A message in flight is left to its consumer, who may still be about to acknowledge it.
+    -- A message in flight is not removed, as its consumer may still acknowledge it.
     picks := array(
         select m.id from pgqueue.messages m
         where m.queue_name = q.name and m.expires_at <= at and m.visible_at <= at
-            -- The same again, as the index of a transport's relation has it.
+            -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked);
     scheduled_picks := array(
@@ -3513,7 +3663,7 @@ begin
     )
     insert into pgqueue.dead_messages
     select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_spent(q, g.m)
-    -- As in _add_dead_letter.
+    -- The same conflict as in _add_dead_letter.
     on conflict on constraint dead_messages_pkey do update
     set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
         last_error = excluded.last_error, reason = excluded.reason;
@@ -3521,15 +3671,19 @@ begin
 end;
 $$;
 comment on function pgqueue.purge_expired(text, int) is
-'Removes up to batch_size (1 to 1000000) messages that have expired and are not in flight, to the dead letters where the queue has dead_letter_expired, and returns how many: call it until it returns less than batch_size. Reads the queue unless pgqueue.messages has an index on expires_at: doctor prints the statement. Claims pass over expired messages in any case. Raises 22023, PQ001.';
--- How many messages wait, without touching one.
+'Removes up to batch_size (1 to 1000000) expired messages that are not in flight, and returns how many. They go to the
+dead letters if the queue has dead_letter_expired. Repeat the call until it returns less than batch_size. It reads the
+whole queue unless pgqueue.messages has an index on expires_at; doctor reports a missing index with the statement that
+creates it. Claims skip expired messages in any case. Raises 22023, PQ001.';
+-- Counts the messages that could be claimed, without changing or locking them.
 
 create function pgqueue._is_under_way(xid xid, snapshot pg_snapshot)
 returns boolean
 language sql stable parallel safe
 as $$
-    -- A transaction that began behind the snapshot, or one that the snapshot saw running, or what it does not tell of: a
-    -- subtransaction and, on a standby, any. Ids of transactions are compared as rows store them, in 32 bits.
+    -- True for a transaction that began after the snapshot, and for one that was running at the snapshot. The snapshot
+    -- does not list subtransactions and, on a standby, any transactions: for those pg_xact_status answers. Transaction
+    -- ids are compared in 32 bits, as rows store them.
     select
         ((xid::text::bigint - pg_snapshot_xmax(snapshot)::text::bigint) & 4294967295) < 2147483648
         or exists (
@@ -3546,17 +3700,18 @@ comment on function pgqueue._is_under_way(xid, pg_snapshot) is
 create function pgqueue._is_locked(xmax xid)
 returns boolean
 language sql stable parallel safe
--- Short enough to become part of who asks: most rows are held by nobody, and need no call to tell.
+-- The expression is short enough to be inlined. Most rows are locked by no transaction, and need no function call.
 as $$ select xmax <> '0' and pgqueue._is_under_way(xmax, pg_current_snapshot()) $$;
 comment on function pgqueue._is_locked(xid) is
-'Whether another transaction holds a row, judged by the row''s xmax: reading takes no lock. Shared row locks may be misjudged.';
+'Whether another transaction holds a row, derived from the row''s xmax without taking a lock. Shared row locks may be
+misjudged.';
 
 create function pgqueue._returned(
     queue_name text, within int8multirange, wanted int, out ids bigint[], out stand_for bigint
 )
 language sql stable
 as $$
-    -- As many as wanted at most, at even distances among the first 5,000.
+    -- At most wanted ids, at even distances among the first 5,000.
     with watched as (
         select distinct r.id
         from (
@@ -3572,7 +3727,8 @@ as $$
     from placed p
 $$;
 comment on function pgqueue._returned(text, int8multirange, int) is
-'Ids of messages that came back from scheduled_messages, where nobody else looks for them, and how many each stands for.';
+'Ids of messages that came back from scheduled_messages, within a range that the calling function does not read
+otherwise, and the number of messages for which each stands.';
 
 create function pgqueue.peek(queue_name text, max_records int default 100)
 returns int
@@ -3642,7 +3798,7 @@ begin
         end if;
     end if;
     if some_came_back and total < max_records then
-        -- What came back lies below the head, where the above does not look.
+        -- Messages that came back from scheduled_messages have ids below the head, where the queries above do not look.
         select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), 400) c;
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
@@ -3655,8 +3811,11 @@ begin
 end;
 $$;
 comment on function pgqueue.peek(text, int) is
-'How many messages could be claimed or received now, counted up to max_records (1 to 10000) over rows that no other transaction holds. Locks no message, writes nothing, waits for no consumer, reads a bounded number of rows: where more than 400 messages in flight hide whether any is ready, it returns 1. 0 while the queue is paused. Raises 22023, PQ001.';
--- Looking at messages without touching them.
+'Returns how many messages could be claimed or received now, up to max_records (1 to 10000). Rows that another
+transaction holds are not counted. Locks no message, writes nothing, waits for no consumer, and reads a bounded number
+of rows. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the queue is paused.
+Raises 22023, PQ001.';
+-- Shows messages, dead letters and archived messages without changing or locking them.
 
 create function pgqueue.browse(
     queue_name text, state text default 'ready', max_messages int default 100, after_id bigint default 0
@@ -3710,7 +3869,8 @@ begin
 end;
 $$;
 comment on function pgqueue.browse(text, text, int, bigint) is
-'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, from behind after_id on; for the next page give the last id. Claims nothing, locks nothing. Raises 22023, PQ001.';
+'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, starting after after_id;
+for the next page pass the last id. Claims and locks nothing. Raises 22023, PQ001.';
 
 create function pgqueue.browse_dead_messages(
     queue_name text, max_messages int default 100, after_id bigint default 0
@@ -3720,7 +3880,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- What a queue never delivered outlives it.
+    -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not exists (select from pgqueue.dead_messages d where d.queue_name = browse_dead_messages.queue_name collate "C") then
         perform pgqueue._get_unlocked_queue(queue_name);
     end if;
@@ -3735,7 +3895,9 @@ begin
 end;
 $$;
 comment on function pgqueue.browse_dead_messages(text, int, bigint) is
-'Shows up to max_messages (1 to 10000) dead letters by id, from behind after_id on, with reason, last error and moment. A queue that was dropped shows what it never delivered. Raises 22023, PQ001.';
+'Shows up to max_messages (1 to 10000) dead letters with reason, last error and time, by id, starting after after_id;
+for the next page pass the last id. For a dropped queue it shows the messages that were never delivered. Raises 22023,
+PQ001.';
 
 create function pgqueue.browse_archived_messages(
     queue_name text, max_messages int default 100, before_id bigint default null
@@ -3745,7 +3907,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- The archive of a queue may outlive it.
+    -- Archived messages of a dropped queue remain under its name, so the queue need not exist.
     if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name collate "C")
         and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name collate "C")
         and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name collate "C")
@@ -3779,7 +3941,8 @@ begin
 end;
 $$;
 comment on function pgqueue.browse_archived_messages(text, int, bigint) is
-'Shows up to max_messages (1 to 10000) messages that were acknowledged, the newest id first, from before before_id on; for the next page give the last id. A queue that was dropped shows what is kept of it. Raises 22023, PQ001.';
+'Shows up to max_messages (1 to 10000) acknowledged messages, newest id first, with ids below before_id; for the next
+page pass the last id. For a dropped queue it shows the messages that are still kept. Raises 22023, PQ001.';
 
 create function pgqueue._check_page(max_messages int, after_id bigint)
 returns void
@@ -3791,21 +3954,21 @@ begin
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
     end if;
     if after_id is null then
-        perform pgqueue._raise_invalid('after_id', null, 'the last id of the page before, or 0');
+        perform pgqueue._raise_invalid('after_id', null, 'the last id of the previous page, or 0');
     end if;
 end;
 $$;
 comment on function pgqueue._check_page(int, bigint) is
-'Raises 22023 for a page that cannot be shown.';
--- The depth of a queue, at a cost that does not grow with it: up to 300 messages are counted, more
--- are estimated from samples at even distances, and the answer says so.
+'Raises 22023 if max_messages or after_id is out of bounds.';
+-- Reports the depth of queues at a bounded cost: up to 300 messages are counted; more are estimated from samples at
+-- even distances, and the result names the estimated figures.
 
 create function pgqueue._samples(ids int8multirange)
 returns table (from_id bigint, below_id bigint, stands_for bigint)
 language sql immutable
 as $$
-    -- About 16 strata of equal width; of each a quarter, at another place in every one, so that messages that
-    -- lie in clumps are neither always hit nor always missed.
+    -- About 16 strata of equal width. A quarter of each is read, at a different place in each, so that clusters of
+    -- messages are neither always hit nor always missed.
     with stretches as (
         select lower(r) as from_id, upper(r) as below_id,
             least(upper(r) - lower(r), ceil(16.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())) as parts
@@ -3825,7 +3988,7 @@ as $$
     from strata t
 $$;
 comment on function pgqueue._samples(int8multirange) is
-'Stretches of ids to look at, and how many ids each stands for.';
+'Ranges of ids to read, and the number of ids for which each range stands.';
 
 create function pgqueue._weight(n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint)
 returns numeric
@@ -3834,7 +3997,8 @@ as $$
     select stands_for::numeric / case when n < 16 then below_id - from_id else last_id - from_id + 1 end
 $$;
 comment on function pgqueue._weight(bigint, bigint, bigint, bigint, bigint) is
-'How many messages each of n stands for, found in a sample: fewer than 16 are all of it, else it was read up to last_id.';
+'The number of messages for which each of the n messages of a sample stands. With fewer than 16 messages the sample was
+read completely, else up to last_id.';
 
 create function pgqueue._message_stats(
     q pgqueue.queues, at timestamptz,
@@ -3865,7 +4029,7 @@ begin
         where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
         order by m.id limit 301
     ) w;
-    -- Only a deep queue is held, as locks of thousands of queues would fill the lock table.
+    -- Only a deep queue is locked: locks of thousands of queues would fill the lock table.
     estimated := counted > 300 and pgqueue._try_lock_existing_queue(q);
     if not estimated then
         return;
@@ -3877,7 +4041,7 @@ begin
     order by m.id desc limit 1;
     select int8multirange(int8range(first_id, last_id, '[]')) - s.vacant_ids into stretches
     from pgqueue.sweep_state s where s.queue_name = q.name;
-    -- Split at fresh: what is in flight lies below, what is ready mostly above.
+    -- The samples are split at fresh: messages in flight lie below it, ready ones mostly above.
     select
         sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled),
         least(_message_stats.oldest_at, min(p.oldest_at))
@@ -3906,7 +4070,8 @@ begin
 end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
-'What lies in messages, but for what came back to where sweeps have learnt that nothing lives: counted up to 300, else estimated.';
+'Counts the rows of messages up to 300, and estimates beyond. Excludes messages that came back from scheduled_messages
+to ids that sweeps skip.';
 
 create function pgqueue._returned_stats(
     q pgqueue.queues, at timestamptz, deep boolean,
@@ -3926,7 +4091,7 @@ begin
     if not exists (select from pgqueue.requeued_messages c where c.queue_name = q.name) then
         return;
     end if;
-    -- A queue that is not deep was walked from its head on, whatever sweeps skip there.
+    -- If the queue is not deep, _message_stats has read all ids from the head on, including those that sweeps skip.
     select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end into hidden
     from pgqueue.sweep_state s where s.queue_name = q.name;
     select * into r from pgqueue._returned(q.name, hidden, 150);
@@ -3947,7 +4112,7 @@ begin
 end;
 $$;
 comment on function pgqueue._returned_stats(pgqueue.queues, timestamptz, boolean) is
-'What of messages came back to where sweeps have learnt that nothing lives: counted up to 150, else estimated.';
+'Counts the messages that came back from scheduled_messages to ids that sweeps skip: up to 150, and estimates beyond.';
 
 create function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
@@ -3979,7 +4144,7 @@ begin
 end;
 $$;
 comment on function pgqueue._scheduled_count(text) is
-'How many messages lie in scheduled_messages: counted up to 300, else estimated.';
+'Counts the rows of scheduled_messages up to 300, and estimates beyond.';
 
 create function pgqueue._dead_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
@@ -4011,7 +4176,7 @@ begin
 end;
 $$;
 comment on function pgqueue._dead_count(text) is
-'How many dead letters there are: counted up to 300, else estimated.';
+'Counts dead letters up to 300, and estimates beyond.';
 
 create function pgqueue._stats(q pgqueue.queues, at timestamptz)
 returns pgqueue.queue_stats
@@ -4036,7 +4201,7 @@ begin
     m.estimated := m.estimated or b.estimated;
     select * into s from pgqueue._scheduled_count(q.name);
     select * into d from pgqueue._dead_count(q.name);
-    -- Due already, and moved to messages by the claim that takes it.
+    -- Scheduled messages that are due count as ready: the next claim moves them to messages.
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
         select c.enqueued_at from pgqueue.scheduled_messages c
@@ -4044,7 +4209,7 @@ begin
         order by c.due_at limit 300
     ) w;
     if due = 300 and s.estimated then
-        -- Counted no further: most of what is scheduled is taken to be due.
+        -- Due messages are counted up to 300 only. Beyond, all scheduled messages are assumed to be due.
         due := greatest(due, s.messages);
     end if;
     r.queue_name := q.name;
@@ -4070,7 +4235,8 @@ begin
 end;
 $$;
 comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
-'The statistics of one queue; stable, so that all of it is seen in one snapshot and no message is missed between two tables.';
+'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
+between two tables.';
 
 create function pgqueue.stats(queue_name text default null)
 returns setof pgqueue.queue_stats
@@ -4089,16 +4255,19 @@ begin
         return;
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
-        -- The snapshot may be older than a drop_queue: the catalog knows better.
+        -- The snapshot can be older than a drop_queue. The catalog shows the current state.
         continue when pg_relation_filenode(q.fresh_from_id) is null;
         return next pgqueue._stats(q, at);
     end loop;
 end;
 $$;
 comment on function pgqueue.stats(text) is
-'The depth of one queue, or of every queue, by name, where queue_name is null: messages that are ready, in flight, scheduled and dead, the age of the oldest ready one in seconds since it was sent (null if none is ready), and whether the queue is paused. Up to 300 messages are counted, deeper figures estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';
--- Waiting without polling: a consumer listens on channel, says so by prepare_wait, looks once more,
--- and sleeps. Until its timeout is over an enqueue notifies; one that nobody waits for costs nothing.
+'Returns the depth of one queue or, if queue_name is null, of every queue, by name: the numbers of ready, in-flight,
+scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
+and whether the queue is paused. Up to 300 messages are counted. Higher figures are estimated from samples and named in
+estimates, so that the cost stays bounded. Raises PQ001.';
+-- Lets a consumer wait without polling. It listens on channel, calls prepare_wait, claims once more, and sleeps. Until
+-- its timeout an enqueue notifies; if no consumer waits, an enqueue sends no notification.
 
 create function pgqueue.wake(queue_name text)
 returns void
@@ -4110,7 +4279,8 @@ begin
 end;
 $$;
 comment on function pgqueue.wake(text) is
-'Notifies waiting consumers when the transaction commits: for those who insert into pgqueue.messages themselves. Raises PQ001.';
+'Notifies waiting consumers when the transaction commits. Call it after an insert into pgqueue.messages by plain SQL.
+Raises PQ001.';
 
 create function pgqueue.next_due_at(queue_name text)
 returns timestamptz
@@ -4143,7 +4313,9 @@ begin
 end;
 $$;
 comment on function pgqueue.next_due_at(text) is
-'When the next message comes due: a delay that ends, a backoff, or a claim that runs out; in the past if some are ready, null if nothing is pending. Claims are looked at among the first 1,000 messages by id. Raises PQ001.';
+'Returns when the next message becomes ready, because a delay, a backoff or a claim ends. The time is in the past if
+messages are ready, and null if nothing is pending. Only the first 1,000 messages by id are checked for the ends of
+claims. Raises PQ001.';
 
 create function pgqueue.prepare_wait(queue_name text, timeout interval default '60 s')
 returns timestamptz
@@ -4160,7 +4332,7 @@ begin
     end if;
     until := pgqueue._now() + timeout;
     perform setval(q.waiting_until, greatest(pgqueue._to_micros(until), pg_sequence_last_value(q.waiting_until)));
-    -- Whoever is in the middle of sending looked at the register before this call, and will not notify.
+    -- A transaction that is sending now has read the register before this call, and will not notify.
     if exists (
         select from unnest(pgqueue._running_writers()) as w
         where w <> (select l.virtualtransaction from pg_locks l where l.pid = pg_backend_pid() limit 1)
@@ -4171,13 +4343,17 @@ begin
     if due_at is null or q.paused_at is not null then
         return until;
     end if;
-    -- What is due already, and was not to be had, is held by somebody: no reason to look without a pause.
+    -- Messages that are due but could not be claimed are locked by other transactions. The pause keeps the consumer
+    -- from retrying without a break.
     return least(until, greatest(due_at, pgqueue._now() + interval '100 ms'));
 end;
 $$;
 comment on function pgqueue.prepare_wait(text, interval) is
-'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day), as long as which each enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. While others are in the middle of sending, it returns a second at most, as they will not notify. Raises 22023, PQ001.';
--- What hurts, and the statement that repairs it.
+'Announces that the caller listens on channel(queue_name) and will wait for up to timeout (0 to 1 day). Until then each
+enqueue notifies. Returns the latest time at which to look for messages again. After this call and before the wait, look
+once more: a message may have arrived in between. While other transactions are sending, the returned time is at most one
+second ahead, as those will not notify. Raises 22023, PQ001.';
+-- Finds problems, and for each the statement that repairs it.
 
 create function pgqueue.version()
 returns text
@@ -4185,7 +4361,7 @@ language sql immutable parallel safe security definer
 set search_path = pg_catalog, pg_temp
 as $$ select '0.1.0'::text $$;
 comment on function pgqueue.version() is
-'The version of these functions.';
+'Returns the version of the installed functions.';
 
 create function pgqueue._horizon_holders()
 returns table (pinned_for interval, holder text, repair text)
@@ -4209,13 +4385,13 @@ as $$
     union all
     select
         null,
-        pg_catalog.format('replication slot %s, which nobody reads, holds transaction %s', s.slot_name, coalesce(s.xmin, s.catalog_xmin)),
+        pg_catalog.format('unused replication slot %s holds transaction %s', s.slot_name, coalesce(s.xmin, s.catalog_xmin)),
         pg_catalog.format('select pg_drop_replication_slot(%L);', s.slot_name)
     from pg_catalog.pg_replication_slots s
     where s.xmin is not null and not s.active
 $$;
 comment on function pgqueue._horizon_holders() is
-'Who keeps vacuum from removing dead rows: open transactions, prepared ones, abandoned replication slots.';
+'What keeps vacuum from removing dead rows: open transactions, prepared transactions and unused replication slots.';
 
 create function pgqueue._orphaned_messages()
 returns table (table_name text, queue_name text)
@@ -4246,7 +4422,8 @@ as $$
         and not exists (select from pgqueue.queues q where q.name = a.queue_name)
 $$;
 comment on function pgqueue._orphaned_messages() is
-'Names under which there are messages though no such queue exists: inserted by plain SQL, or, dead ones, left when it was dropped.';
+'Tables and queue names for which there are messages but no queue: inserted by plain SQL or, for dead letters, left by
+drop_queue.';
 
 create function pgqueue._has_index(partition regclass, keys text)
 returns boolean
@@ -4265,7 +4442,8 @@ create function pgqueue._misplaced_messages()
 returns table (queue_name text, id bigint)
 language sql stable
 as $$
-    -- The first one of every stretch. A message that just came back is noted in requeued_messages by the same transaction.
+    -- The first message of every range. A message that just came back is recorded in requeued_messages by the same
+    -- transaction.
     select s.queue_name, m.id
     from pgqueue.sweep_state s
     cross join lateral unnest(s.vacant_ids) as d
@@ -4277,7 +4455,7 @@ as $$
     ) m
 $$;
 comment on function pgqueue._misplaced_messages() is
-'Messages at ids that sweeps skip and that are not noted in requeued_messages either.';
+'Messages at ids that sweeps skip and that are not recorded in requeued_messages either.';
 
 create function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding
@@ -4299,7 +4477,7 @@ declare
     since timestamptz;
     s pgqueue.queue_stats;
 begin
-    -- The ids first, the sequence behind them: what is sent in between has no id from beyond.
+    -- The ids are read before the sequence: a message sent in between cannot have an id above the value read.
     top_id := greatest(
         (select max(m.id) from pgqueue.messages m where m.queue_name = q.name),
         (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name),
@@ -4307,8 +4485,8 @@ begin
         (select w.settled_id from pgqueue.sweep_state w where w.queue_name = q.name));
     select t.last_value - (not t.is_called)::int into last_id from pgqueue.message_id t;
     if top_id > last_id then
-        -- Set back, as by a restore of the tables alone, or ids set by hand: it goes on behind them. Not so far that ids
-        -- would run out.
+        -- The sequence was set back, for example by a restore of the tables alone, or ids were set by hand. The repair
+        -- moves the sequence beyond these ids, unless the ids would soon run out.
         reach_id := last_id + least(1000000000000, 9223372036854775807 - last_id);
         near_id := greatest(
             (select max(m.id) from pgqueue.messages m where m.queue_name = q.name and m.id <= reach_id),
@@ -4316,7 +4494,7 @@ begin
             (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name and d.id <= reach_id),
             (select w.settled_id from pgqueue.sweep_state w where w.queue_name = q.name));
         return next row('error', q.name, 'ids_above_sequence',
-            format('the queue has known the id %s, which the sequence pgqueue.message_id has not reached: messages sent now are found late or never, claims may fail, and so will the enqueue that gets the id of another message', top_id),
+            format('the queue has used the id %s, which the sequence pgqueue.message_id has not reached: messages sent now are found late or never, claims may fail, and an enqueue fails if it gets the id of another message', top_id),
             case when near_id > last_id then
                 format('select setval(''pgqueue.message_id'', greatest(%s, pg_sequence_last_value(''pgqueue.message_id'')));', near_id)
             else format(
@@ -4326,7 +4504,7 @@ begin
                 ' select setval(%3$L, greatest(1, min(id))) from pgqueue.messages where queue_name = %1$L;',
                 q.name, last_id, q.fresh_from_id)
             end)::pgqueue.finding;
-        -- The figures below would be wrong.
+        -- The findings below would be wrong.
         return;
     end if;
 
@@ -4336,7 +4514,7 @@ begin
         select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.due_at, c.id limit 1000));
     if twins > 0 then
         return next row('error', q.name, 'twin_messages',
-            format('%s ids are taken twice, by a message and by a scheduled one, the first is %s: claims fail when its twin comes due', twins, top_id),
+            format('%s ids belong both to a message and to a scheduled message, the first is %s: claims fail when the scheduled one comes due', twins, top_id),
             format(
                 'update pgqueue.scheduled_messages s set id = nextval(''pgqueue.message_id'') from pgqueue.messages m'
                 ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name))::pgqueue.finding;
@@ -4371,7 +4549,7 @@ begin
         )
         union all
         (
-            -- What came back lies below the head.
+            -- Messages that came back from scheduled_messages have ids below the head.
             select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at
             from pgqueue.messages m, pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), 1000) c
             where m.queue_name = q.name and m.id = any (c.ids)
@@ -4379,12 +4557,12 @@ begin
     ) w;
     if lapsed > 0 and q.paused_at is null then
         return next row('warning', q.name, 'stuck_claims',
-            format('%s claims ran out, the first %s ago, and no consumer has come by since', lapsed, at - oldest_at),
-            'Start a consumer: any claim takes them over or buries them.')::pgqueue.finding;
+            format('%s claims expired, the first %s ago, and no consumer has claimed since', lapsed, at - oldest_at),
+            'Start a consumer: any claim takes these messages over or removes them.')::pgqueue.finding;
     end if;
     if ahead_until is not null then
         return next row('warning', q.name, 'clock_ahead',
-            format('messages were sent or claimed under a clock that was ahead: nobody is given them before %s', ahead_until),
+            format('messages were sent or claimed while the clock was ahead: they cannot be claimed before %s', ahead_until),
             format(
                 'update pgqueue.messages set visible_at = %1$L, enqueued_at = least(enqueued_at, %1$L) where queue_name = %2$L and visible_at > %1$L'
                 ' and %3$L < case attempt_count when 0 then enqueued_at else claimed_at end;',
@@ -4392,8 +4570,8 @@ begin
     end if;
     if shortest < peek_delay then
         return next row('warning', q.name, 'peek_delay_above_time_to_live',
-            format('messages live for as little as %s, but consumers look every %s', shortest, peek_delay),
-            format('Let consumers look more often than every %s.', shortest))::pgqueue.finding;
+            format('messages expire after as little as %s, but consumers poll every %s', shortest, peek_delay),
+            format('Let consumers poll more often than every %s.', shortest))::pgqueue.finding;
     end if;
     found := array(select f from pgqueue._room_findings(q) f);
     -- A room that needs another index reports that one instead.
@@ -4410,14 +4588,14 @@ begin
     select w.bound_at, w.writers into since, pending from pgqueue.sweep_state w where w.queue_name = q.name;
     if at - since > interval '1 min' and pending && pgqueue._running_writers() then
         return next row('warning', q.name, 'long_writer',
-            format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps walk over all that was consumed since', at - since),
+            format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps read the ids of all messages consumed since', at - since),
             'select pid, virtualtransaction from pg_locks where relation = ''pgqueue.messages''::regclass;')::pgqueue.finding;
     end if;
     return query select f.* from unnest(found) f;
 end;
 $$;
 comment on function pgqueue._queue_findings(pgqueue.queues, timestamptz, interval) is
-'What doctor finds on one queue.';
+'The findings of doctor about one queue.';
 
 create function pgqueue.doctor(peek_delay interval default '1 s')
 returns setof pgqueue.finding
@@ -4436,7 +4614,7 @@ begin
     return query
     select
         'warning', null::text, 'pinned_horizon',
-        format('%s, for %s: vacuum removes nothing that died since', h.holder, coalesce(h.pinned_for::text, 'an unknown time')),
+        format('%s, for %s: vacuum cannot remove rows deleted or updated since', h.holder, coalesce(h.pinned_for::text, 'an unknown time')),
         h.repair
     from pgqueue._horizon_holders() h
     where h.pinned_for > interval '1 min' or h.pinned_for is null;
@@ -4452,30 +4630,30 @@ begin
     return query
     select
         'error', null::text, 'ids_above_sequence',
-        format('there is a queue of the number %s, which the sequence pgqueue.queue_id has not reached: create_queue fails', max(d.queue_id)),
+        format('a queue has the number %s, which the sequence pgqueue.queue_id has not reached: create_queue fails', max(d.queue_id)),
         format('select setval(''pgqueue.queue_id'', %s);', max(d.queue_id))
     from pgqueue.queues d
     having max(d.queue_id) > (select t.last_value - (not t.is_called)::int from pgqueue.queue_id t);
 
-    -- What he may not see he cannot find.
+    -- Without pg_read_all_stats the owner of pgqueue does not see the transactions of other roles.
     return query
     select
         'info', null::text, 'hidden_transactions',
-        format('role %I, who owns pgqueue, may not see the transactions of others: one that pins the horizon is not found', current_user),
+        format('role %I, the owner of pgqueue, cannot see the transactions of other roles: doctor does not find one that pins the horizon', current_user),
         format('grant pg_read_all_stats to %I;', current_user)
     where not pg_has_role(current_user, 'pg_read_all_stats', 'usage');
 
     return query
     select
         'warning', null::text, 'unfit_keys',
-        'pgqueue came here from another major version of PostgreSQL, with the way in which that one finds messages by their ids: calls cost a tenth more, or read whole queues',
+        'pgqueue was moved here from another major version of PostgreSQL and still looks up ids in the way made for that version: calls cost a tenth more, or read whole queues',
         'select pgqueue._install_key_lookup();'
     where not pgqueue._has_current_key_lookup();
 
     return query
     select
         'error', null::text, 'sequence_cache',
-        'the sequence pgqueue.message_id hands out ids in advance: messages that commit late may be left behind',
+        'the sequence pgqueue.message_id caches ids: messages that commit late may never be found',
         'alter sequence pgqueue.message_id cache 1;'
     from pg_sequence s
     where s.seqrelid = 'pgqueue.message_id'::regclass and s.seqcache <> 1;
@@ -4483,20 +4661,20 @@ begin
     return query
     select
         'warning', null::text, 'few_locks',
-        format('each of a call''s statements locks the tables of all %s dedicated queues, and the server has room for %s locks a connection: calls may fail with "out of shared memory"',
+        format('each statement of a call locks the tables of all %s dedicated queues, and the server has room for %s locks per connection: calls may fail with "out of shared memory"',
             w.tables, w.locks),
         format('alter system set max_locks_per_transaction = %s; -- and restart the server', 64 * ceil((w.tables + 16) / 32.0))
     from (
         select count(*) as tables, current_setting('max_locks_per_transaction')::int as locks
         from pgqueue.queues d where d.dedicated
     ) w
-    -- Besides, a call locks the tables and indexes that all queues share, and the queue's registers.
+    -- In addition, a call locks the tables and indexes that all queues share, and the registers of its queue.
     where w.tables + 16 > w.locks;
 
     return query
     select
         'error', null::text, 'autovacuum_off',
-        format('autovacuum is off for %s: what was consumed is never removed', c.table_name),
+        format('autovacuum is off for %s: rows of consumed messages are never removed', c.table_name),
         c.repair
     from (
         select 'the server' as table_name, 'alter system set autovacuum = on; select pg_reload_conf();' as repair
@@ -4514,7 +4692,7 @@ begin
     return query
     select
         'error', m.queue_name, 'misplaced_messages',
-        format('message %s, the first, lies where no sweep looks: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
+        format('message %s, the first of these, has an id that sweeps skip: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
             min(m.id)),
         format(
             'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, ''-infinity'', m.id'
@@ -4534,7 +4712,8 @@ begin
             if pgqueue._try_lock_existing_queue(q) then
                 findings := array(select f from pgqueue._queue_findings(q, at, peek_delay) f);
             end if;
-            -- Only an error gives the lock back before the transaction ends, and thousands would fill the lock table.
+            -- Only an error releases the lock before the transaction ends. Locks of thousands of queues would fill the
+            -- lock table.
             perform pgqueue._raise_queue_busy(q.name, 'doctor');
         exception when sqlstate 'PQ004' then
             return query select f.* from unnest(findings) f;
@@ -4543,7 +4722,14 @@ begin
 end;
 $$;
 comment on function pgqueue.doctor(interval) is
-'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, undelivered_messages (that a dropped queue left), misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (where the owner of pgqueue may not see those of others), few_locks (for as many dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
+'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
+that none was found. severity is error, warning or info. finding is one of: pinned_horizon, orphaned_messages,
+undelivered_messages (left by a dropped queue), misplaced_messages, ids_above_sequence, twin_messages (checked among the
+first 1,000 scheduled messages), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of
+pgqueue cannot see the transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off,
+stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
+consumers that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
+archive_overdue.';
 -- What was acknowledged is kept for a while: the statement that removes a message writes it here, into the partition
 -- of its day (UTC), which goes as a whole. Days are made ahead, by whoever switches archiving on, by a sweep once an
 -- hour, and by maintain_archive; a message whose day has none is filed later. No acknowledgement waits or fails.
@@ -7313,7 +7499,8 @@ end;
 $$;
 comment on function pgqueue._on_queue_altered_idle(pgqueue.queues, pgqueue.queues) is
 'Drops up to ten idle queues when a queue becomes dedicated.';
--- Who may do what, on one page: the verbs that a role may call are its privileges.
+-- Access to the functions and tables: defines what each kind of access may call, grants it and revokes it. Grants to a
+-- role are the only record of its access.
 
 create function pgqueue._access_matrix()
 returns table (verb text, allowed_to text[])
@@ -7381,7 +7568,7 @@ as $$
     ('version', '{producer,consumer,admin,raw,reader}'::text[])
 $$;
 comment on function pgqueue._access_matrix() is
-'Which verbs each kind of access may call. grant_access and revoke_access stay with the owner.';
+'The functions that each kind of access may call. grant_access and revoke_access are reserved for the owner.';
 
 create function pgqueue._verbs(access text)
 returns setof regprocedure
@@ -7399,7 +7586,7 @@ create function pgqueue._has_access(role_name name, access text)
 returns boolean
 language sql stable
 as $$
-    -- Raw access is known by its tables: what it shares of the verbs, the others have too.
+    -- Raw access is recognized by its rights on the tables, as other kinds of access include all of its functions.
     select not exists (
             select from pgqueue._verbs(access) as v
             where not exists (
@@ -7415,7 +7602,7 @@ as $$
                     and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
             )
         )
-        -- So is that of a reader: by the one that nobody else has.
+        -- Reader access is recognized by select on message_id, which no other access includes.
         and (
             access <> 'reader'
             or exists (
@@ -7426,7 +7613,7 @@ as $$
         )
 $$;
 comment on function pgqueue._has_access(name, text) is
-'Whether a role itself was granted a kind of access.';
+'Whether a kind of access was granted to the role itself.';
 
 create function pgqueue._check_access(role_name name, access text)
 returns void
@@ -7446,7 +7633,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_access(name, text) is
-'Raises 22023 for an unknown access and 42704 for an unknown role.';
+'Raises 22023 for an unknown kind of access and 42704 for an unknown role.';
 
 create function pgqueue._apply_access(role_name name, access text)
 returns void
@@ -7481,14 +7668,15 @@ begin
 end;
 $$;
 comment on function pgqueue._apply_access(name, text) is
-'Grants what a kind of access consists of.';
+'Grants all privileges of a kind of access to a role.';
 
 create function pgqueue._serialize_grants()
 returns void
 language sql volatile
 as $$ select pg_advisory_xact_lock(pgqueue._lock_key('')) $$;
 comment on function pgqueue._serialize_grants() is
-'Lets grants wait for each other: PostgreSQL fails where two change the privileges of one function at once. No queue has this name.';
+'Makes concurrent grants wait for each other: PostgreSQL raises an error if two transactions change the privileges of
+one function at once. No queue has the empty name, so the lock is free for this purpose.';
 
 create function pgqueue.grant_access(role_name name, access text)
 returns void
@@ -7502,7 +7690,13 @@ begin
 end;
 $$;
 comment on function pgqueue.grant_access(name, text) is
-'Lets a role use the queues: a producer sends, also by staging, and sees depth, but no payload; a consumer claims, settles, receives, reads streams and browses, the archive too; an admin creates, alters, pauses, drops, redrives, purges, maintains the archive and browses dead letters; a reader reads and browses all messages, by select on their tables, and changes nothing (batch reads of Spark need it); raw means select, insert, update and delete on the tables themselves, for those who want plain SQL; transport means the use of relations that expose_transport made, on which it needs rights besides. A role may have several. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+'Grants a kind of access to a role. A producer sends messages, also by staging, and sees the depth of queues but no
+payload. A consumer claims, acknowledges, receives, reads streams and browses, including the archive. An admin creates,
+alters, pauses, drops, redrives, purges, maintains the archive and browses dead letters. A reader reads and browses all
+messages, by select on the tables, and changes nothing; batch reads of Spark need this access. raw is select, insert,
+update and delete on the tables, for applications that use plain SQL. transport is the use of relations that
+expose_transport created; the role also needs privileges on those relations. A role may have several kinds of access.
+Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
 
 create function pgqueue.revoke_access(role_name name, access text)
 returns void
@@ -7515,9 +7709,9 @@ declare
     verb regprocedure;
 begin
     perform pgqueue._check_access(role_name collate "C", access);
-    -- The verbs call each other as their owner.
+    -- The functions call each other with the privileges of their owner.
     if role_name collate "C" = current_user then
-        perform pgqueue._raise_invalid('role_name', role_name, 'another role than the owner of pgqueue, whose access is not granted');
+        perform pgqueue._raise_invalid('role_name', role_name, 'a role other than the owner of pgqueue, whose access does not come from grants');
     end if;
     perform pgqueue._serialize_grants();
     perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
@@ -7540,19 +7734,20 @@ begin
     if kept = '{}' then
         execute format('revoke usage on schema pgqueue from %I', role_name);
     end if;
-    -- What another access shares with the revoked one stays.
+    -- Privileges that another kind of access includes are granted again.
     foreach other in array kept loop
         perform pgqueue._apply_access(role_name, other);
     end loop;
 end;
 $$;
 comment on function pgqueue.revoke_access(name, text) is
-'Takes back what grant_access gave; what the role has by another access stays. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+'Revokes what grant_access granted. Privileges that the role has by another kind of access remain. Only the owner of the
+extension may call this. Raises 22023, and 42704 for an unknown role.';
 
 revoke all on all functions in schema pgqueue from public;
 
--- Nor does anybody have what the default privileges of who installs this grant on whatever he makes. Later no
--- private function was ever granted, but verbs and tables may have been.
+-- The default privileges of the installing role may have granted rights on the new objects: revoke them. In an upgrade
+-- only private functions are treated, as functions and tables of the API may have been granted on purpose.
 do $$
 declare
     installing constant boolean := coalesce(current_setting('pgqueue.installing', true) = 'yes', false);

@@ -1,4 +1,4 @@
--- A message leaves: its work is done.
+-- Acknowledges processed messages: deletes them or moves them to the archive if their claims are still valid.
 
 create or replace function pgqueue.ack(queue_name text, id bigint, claim_token uuid)
 returns boolean
@@ -25,7 +25,9 @@ begin
 end;
 $$;
 comment on function pgqueue.ack(text, bigint, uuid) is
-'Removes a message whose work is done, to the archive where the queue has archive_for, and returns true; false if the claim was lost: it ran out and somebody else has claimed, buried or removed the message. Raises 22023, PQ001.';
+'Acknowledges a message and returns true; false if the claim was lost. The message is deleted or, if the queue has
+archive_for, moved to the archive. A claim is lost if it expired and the message was then claimed again, dead-lettered
+or removed. Raises 22023, PQ001.';
 
 create or replace function pgqueue.ack_batch(queue_name text, ids bigint[], claim_token uuid)
 returns int
@@ -58,4 +60,5 @@ begin
 end;
 $$;
 comment on function pgqueue.ack_batch(text, bigint[], uuid) is
-'Removes the messages of one claim whose work is done, as ack does, and returns how many were still the caller''s. Raises 22023, PQ001.';
+'Acknowledges messages of one claim as ack does, and returns how many of their claims were still valid. Raises 22023,
+PQ001.';

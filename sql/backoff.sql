@@ -1,4 +1,4 @@
--- How long a message waits after a failed attempt, where the consumer does not say.
+-- The delay of a message after a failed attempt, if the consumer gives none.
 
 create or replace function pgqueue._backoff(q pgqueue.queues, attempt_count int)
 returns interval
@@ -12,4 +12,5 @@ as $$
     )
 $$;
 comment on function pgqueue._backoff(pgqueue.queues, int) is
-'backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter.';
+'backoff_base times backoff_factor for each attempt after the first, at most backoff_max, minus a random fraction of up
+to backoff_jitter.';

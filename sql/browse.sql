@@ -1,4 +1,4 @@
--- Looking at messages without touching them.
+-- Shows messages, dead letters and archived messages without changing or locking them.
 
 create or replace function pgqueue.browse(
     queue_name text, state text default 'ready', max_messages int default 100, after_id bigint default 0
@@ -52,7 +52,8 @@ begin
 end;
 $$;
 comment on function pgqueue.browse(text, text, int, bigint) is
-'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, from behind after_id on; for the next page give the last id. Claims nothing, locks nothing. Raises 22023, PQ001.';
+'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, starting after after_id;
+for the next page pass the last id. Claims and locks nothing. Raises 22023, PQ001.';
 
 create or replace function pgqueue.browse_dead_messages(
     queue_name text, max_messages int default 100, after_id bigint default 0
@@ -62,7 +63,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- What a queue never delivered outlives it.
+    -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not exists (select from pgqueue.dead_messages d where d.queue_name = browse_dead_messages.queue_name collate "C") then
         perform pgqueue._get_unlocked_queue(queue_name);
     end if;
@@ -77,7 +78,9 @@ begin
 end;
 $$;
 comment on function pgqueue.browse_dead_messages(text, int, bigint) is
-'Shows up to max_messages (1 to 10000) dead letters by id, from behind after_id on, with reason, last error and moment. A queue that was dropped shows what it never delivered. Raises 22023, PQ001.';
+'Shows up to max_messages (1 to 10000) dead letters with reason, last error and time, by id, starting after after_id;
+for the next page pass the last id. For a dropped queue it shows the messages that were never delivered. Raises 22023,
+PQ001.';
 
 create or replace function pgqueue.browse_archived_messages(
     queue_name text, max_messages int default 100, before_id bigint default null
@@ -87,7 +90,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- The archive of a queue may outlive it.
+    -- Archived messages of a dropped queue remain under its name, so the queue need not exist.
     if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name collate "C")
         and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name collate "C")
         and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name collate "C")
@@ -121,7 +124,8 @@ begin
 end;
 $$;
 comment on function pgqueue.browse_archived_messages(text, int, bigint) is
-'Shows up to max_messages (1 to 10000) messages that were acknowledged, the newest id first, from before before_id on; for the next page give the last id. A queue that was dropped shows what is kept of it. Raises 22023, PQ001.';
+'Shows up to max_messages (1 to 10000) acknowledged messages, newest id first, with ids below before_id; for the next
+page pass the last id. For a dropped queue it shows the messages that are still kept. Raises 22023, PQ001.';
 
 create or replace function pgqueue._check_page(max_messages int, after_id bigint)
 returns void
@@ -133,9 +137,9 @@ begin
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
     end if;
     if after_id is null then
-        perform pgqueue._raise_invalid('after_id', null, 'the last id of the page before, or 0');
+        perform pgqueue._raise_invalid('after_id', null, 'the last id of the previous page, or 0');
     end if;
 end;
 $$;
 comment on function pgqueue._check_page(int, bigint) is
-'Raises 22023 for a page that cannot be shown.';
+'Raises 22023 if max_messages or after_id is out of bounds.';

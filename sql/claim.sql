@@ -1,5 +1,5 @@
--- A message is lent: hidden for a while, its attempt counted, its claim fenced by a token.
--- A claim starts where the never-claimed messages begin; what lies below is the sweep's.
+-- Claims messages: hides them for a time, counts the attempt, and sets a token that fences the claim. A claim starts at
+-- the first message that was never claimed; the sweep finds the messages below.
 
 create or replace function pgqueue._claim_candidates(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
@@ -24,7 +24,7 @@ begin
     if due <= now_micros then
         picks := pgqueue._promote_due(q, at, wanted, pgqueue._from_micros(due - 1));
     end if;
-    -- A turn that is further off than any sweep may take was set by a clock that was wrong.
+    -- A time further ahead than any sweep sets was set while the clock was wrong.
     next_sweep := pgqueue._register_value(q.next_sweep_at);
     if next_sweep > now_micros + 15000000 then
         next_sweep := 0;
@@ -47,10 +47,10 @@ begin
         picks := picks || found_ids;
     end if;
 
-    -- Who comes up short sweeps at once, so that a quiet queue is exact, unless the last sweep was a costly
-    -- one: 150 ms from its turn it took less than 7.5 ms.
+    -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. It does
+    -- not if the last sweep was expensive. If the next sweep is due within 150 ms, the last one took less than 7.5 ms.
     if cardinality(picks) < wanted and next_sweep <= now_micros + 150000 then
-        -- What lies above fresh was not to be had, now it is the sweep's.
+        -- The claim could not take the messages above fresh. From now on the sweep finds them.
         select m.id + 1 into last_id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= fresh
         order by m.id desc limit 1;
@@ -66,7 +66,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates(pgqueue.queues, timestamptz, int) is
-'The ids of up to wanted messages that are ready, locked for the caller to claim or take.';
+'The ids of up to wanted ready messages, locked, for the caller to claim or delete.';
 
 create or replace function pgqueue._claim_candidates_fast(
     queue_name text, max_messages int, visibility_timeout interval
@@ -88,8 +88,9 @@ begin
     end if;
 
     at := pgqueue._now();
-    -- The common case in few steps, as every expression costs a transaction its preparation: the arguments are
-    -- good, nothing is paused, due or to be swept, and enough is ready above fresh. All else is done below.
+    -- The common case with few expressions, as a transaction has to prepare each of them: the arguments are valid, the
+    -- queue is not paused, no message and no sweep is due, and enough messages are ready above fresh. All other cases
+    -- are handled below.
     select
         w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
         w.paused_at is null and max_messages between 1 and 10000
@@ -105,7 +106,7 @@ begin
             where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh and pgqueue._is_ready(m, at)
             order by m.id limit max_messages for update skip locked
         );
-        -- Null, and the register as it was, where fewer were found.
+        -- If fewer messages were found, the result is null and the register is unchanged.
         fresh := setval(fresh_from_id, picks[max_messages] + 1);
         if fresh is not null then
             return picks;
@@ -121,7 +122,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates_fast(text, int, interval) is
-'The ids of up to max_messages messages that are ready, locked for the caller to claim or take; raises what claim raises.';
+'The ids of up to max_messages ready messages, locked, for the caller to claim or delete. Raises the errors of claim.';
 
 create or replace function pgqueue.claim(
     queue_name text,
@@ -142,9 +143,10 @@ declare
     picks constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
 begin
     return query
-    -- exchange has the same statement: one function for both costs the claim of one message 7 per cent.
+    -- exchange contains the same statement. A shared function would make the claim of one message 7 per cent slower.
     update pgqueue.messages m
-    -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
+    -- The clock is read again after all locks are taken. Otherwise a claim that had to wait could expire before it
+    -- begins.
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
             claim.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = claim.queue_name collate "C"))),
@@ -160,4 +162,8 @@ begin
 end;
 $$;
 comment on function pgqueue.claim(text, int, interval, text) is
-'Lends up to max_messages (1 to 10000) messages to the caller, by id: each is hidden until visibility_timeout (1 s to 43200 s, by default the queue''s) has passed, its attempt is counted, and its claim_token is what ack, nack and extend ask for. claimed_by is a name for humans. Buries on its way what has spent its attempts. Waits for nobody but a drop_queue; returns no row where none is ready or the queue is paused. Claim in autocommit: a rollback takes the claim back. Raises 22023, PQ001.';
+'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
+s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
+require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
+expired, to the dead letters if the queue keeps them. Waits only for drop_queue. Returns no row if no message is ready
+or the queue is paused. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';

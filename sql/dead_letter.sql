@@ -1,4 +1,4 @@
--- What was given up comes back, or goes for good.
+-- Returns dead letters to their queue, or deletes them.
 
 create or replace function pgqueue.redrive(
     queue_name text, max_messages int default 1000, ids bigint[] default null
@@ -41,7 +41,8 @@ begin
         payload, body, headers, claimed_by, last_error, transport_headers
     )
     select
-        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
+        -- scan the dead index entries of all messages already taken.
         r.id, r.queue_name, at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond', r.enqueued_at, 0, q.max_attempts, r.message_id,
         r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
     from revived r;
@@ -53,7 +54,10 @@ begin
 end;
 $$;
 comment on function pgqueue.redrive(text, int, bigint[]) is
-'Sends up to max_messages dead letters, lowest id first and only those in ids where given, back to their queue, and returns how many. They keep id, payload, headers and last_error, start with no attempts, the queue''s max_attempts and no expiry, and are ready at once. Raises 22023, PQ001.';
+'Returns up to max_messages dead letters to their queue and returns how many. It takes the lowest ids first; with ids,
+only those. The messages keep id, payload, headers and last_error. They start with no attempts, the queue''s
+max_attempts and no expiry, and are ready at once. Due messages are claimed before new ones, so a large redrive delays
+all new messages. Raises 22023, PQ001.';
 
 create or replace function pgqueue.purge_dead_messages(queue_name text, ids bigint[] default null)
 returns bigint
@@ -67,7 +71,7 @@ declare
     picks bigint[];
     purged bigint;
 begin
-    -- What a queue never delivered outlives it.
+    -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not pgqueue._lock_queue(queue_name)
         or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name collate "C")
     then
@@ -92,4 +96,5 @@ begin
 end;
 $$;
 comment on function pgqueue.purge_dead_messages(text, bigint[]) is
-'Deletes dead letters, all or those in ids, and returns how many; also those that a queue left which was dropped. Raises PQ001.';
+'Deletes the dead letters of a queue, all or only those in ids, and returns how many. The dead letters of a dropped
+queue are found by its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';

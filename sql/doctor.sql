@@ -1,4 +1,4 @@
--- What hurts, and the statement that repairs it.
+-- Finds problems, and for each the statement that repairs it.
 
 create or replace function pgqueue.version()
 returns text
@@ -6,7 +6,7 @@ language sql immutable parallel safe security definer
 set search_path = pg_catalog, pg_temp
 as $$ select '0.1.0'::text $$;
 comment on function pgqueue.version() is
-'The version of these functions.';
+'Returns the version of the installed functions.';
 
 create or replace function pgqueue._horizon_holders()
 returns table (pinned_for interval, holder text, repair text)
@@ -30,13 +30,13 @@ as $$
     union all
     select
         null,
-        pg_catalog.format('replication slot %s, which nobody reads, holds transaction %s', s.slot_name, coalesce(s.xmin, s.catalog_xmin)),
+        pg_catalog.format('unused replication slot %s holds transaction %s', s.slot_name, coalesce(s.xmin, s.catalog_xmin)),
         pg_catalog.format('select pg_drop_replication_slot(%L);', s.slot_name)
     from pg_catalog.pg_replication_slots s
     where s.xmin is not null and not s.active
 $$;
 comment on function pgqueue._horizon_holders() is
-'Who keeps vacuum from removing dead rows: open transactions, prepared ones, abandoned replication slots.';
+'What keeps vacuum from removing dead rows: open transactions, prepared transactions and unused replication slots.';
 
 create or replace function pgqueue._orphaned_messages()
 returns table (table_name text, queue_name text)
@@ -67,7 +67,8 @@ as $$
         and not exists (select from pgqueue.queues q where q.name = a.queue_name)
 $$;
 comment on function pgqueue._orphaned_messages() is
-'Names under which there are messages though no such queue exists: inserted by plain SQL, or, dead ones, left when it was dropped.';
+'Tables and queue names for which there are messages but no queue: inserted by plain SQL or, for dead letters, left by
+drop_queue.';
 
 create or replace function pgqueue._has_index(partition regclass, keys text)
 returns boolean
@@ -86,7 +87,8 @@ create or replace function pgqueue._misplaced_messages()
 returns table (queue_name text, id bigint)
 language sql stable
 as $$
-    -- The first one of every stretch. A message that just came back is noted in requeued_messages by the same transaction.
+    -- The first message of every range. A message that just came back is recorded in requeued_messages by the same
+    -- transaction.
     select s.queue_name, m.id
     from pgqueue.sweep_state s
     cross join lateral unnest(s.vacant_ids) as d
@@ -98,7 +100,7 @@ as $$
     ) m
 $$;
 comment on function pgqueue._misplaced_messages() is
-'Messages at ids that sweeps skip and that are not noted in requeued_messages either.';
+'Messages at ids that sweeps skip and that are not recorded in requeued_messages either.';
 
 create or replace function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_delay interval)
 returns setof pgqueue.finding
@@ -120,7 +122,7 @@ declare
     since timestamptz;
     s pgqueue.queue_stats;
 begin
-    -- The ids first, the sequence behind them: what is sent in between has no id from beyond.
+    -- The ids are read before the sequence: a message sent in between cannot have an id above the value read.
     top_id := greatest(
         (select max(m.id) from pgqueue.messages m where m.queue_name = q.name),
         (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name),
@@ -128,8 +130,8 @@ begin
         (select w.settled_id from pgqueue.sweep_state w where w.queue_name = q.name));
     select t.last_value - (not t.is_called)::int into last_id from pgqueue.message_id t;
     if top_id > last_id then
-        -- Set back, as by a restore of the tables alone, or ids set by hand: it goes on behind them. Not so far that ids
-        -- would run out.
+        -- The sequence was set back, for example by a restore of the tables alone, or ids were set by hand. The repair
+        -- moves the sequence beyond these ids, unless the ids would soon run out.
         reach_id := last_id + least(1000000000000, 9223372036854775807 - last_id);
         near_id := greatest(
             (select max(m.id) from pgqueue.messages m where m.queue_name = q.name and m.id <= reach_id),
@@ -137,7 +139,7 @@ begin
             (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name and d.id <= reach_id),
             (select w.settled_id from pgqueue.sweep_state w where w.queue_name = q.name));
         return next row('error', q.name, 'ids_above_sequence',
-            format('the queue has known the id %s, which the sequence pgqueue.message_id has not reached: messages sent now are found late or never, claims may fail, and so will the enqueue that gets the id of another message', top_id),
+            format('the queue has used the id %s, which the sequence pgqueue.message_id has not reached: messages sent now are found late or never, claims may fail, and an enqueue fails if it gets the id of another message', top_id),
             case when near_id > last_id then
                 format('select setval(''pgqueue.message_id'', greatest(%s, pg_sequence_last_value(''pgqueue.message_id'')));', near_id)
             else format(
@@ -147,7 +149,7 @@ begin
                 ' select setval(%3$L, greatest(1, min(id))) from pgqueue.messages where queue_name = %1$L;',
                 q.name, last_id, q.fresh_from_id)
             end)::pgqueue.finding;
-        -- The figures below would be wrong.
+        -- The findings below would be wrong.
         return;
     end if;
 
@@ -157,7 +159,7 @@ begin
         select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.due_at, c.id limit 1000));
     if twins > 0 then
         return next row('error', q.name, 'twin_messages',
-            format('%s ids are taken twice, by a message and by a scheduled one, the first is %s: claims fail when its twin comes due', twins, top_id),
+            format('%s ids belong both to a message and to a scheduled message, the first is %s: claims fail when the scheduled one comes due', twins, top_id),
             format(
                 'update pgqueue.scheduled_messages s set id = nextval(''pgqueue.message_id'') from pgqueue.messages m'
                 ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name))::pgqueue.finding;
@@ -192,7 +194,7 @@ begin
         )
         union all
         (
-            -- What came back lies below the head.
+            -- Messages that came back from scheduled_messages have ids below the head.
             select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at
             from pgqueue.messages m, pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), 1000) c
             where m.queue_name = q.name and m.id = any (c.ids)
@@ -200,12 +202,12 @@ begin
     ) w;
     if lapsed > 0 and q.paused_at is null then
         return next row('warning', q.name, 'stuck_claims',
-            format('%s claims ran out, the first %s ago, and no consumer has come by since', lapsed, at - oldest_at),
-            'Start a consumer: any claim takes them over or buries them.')::pgqueue.finding;
+            format('%s claims expired, the first %s ago, and no consumer has claimed since', lapsed, at - oldest_at),
+            'Start a consumer: any claim takes these messages over or removes them.')::pgqueue.finding;
     end if;
     if ahead_until is not null then
         return next row('warning', q.name, 'clock_ahead',
-            format('messages were sent or claimed under a clock that was ahead: nobody is given them before %s', ahead_until),
+            format('messages were sent or claimed while the clock was ahead: they cannot be claimed before %s', ahead_until),
             format(
                 'update pgqueue.messages set visible_at = %1$L, enqueued_at = least(enqueued_at, %1$L) where queue_name = %2$L and visible_at > %1$L'
                 ' and %3$L < case attempt_count when 0 then enqueued_at else claimed_at end;',
@@ -213,8 +215,8 @@ begin
     end if;
     if shortest < peek_delay then
         return next row('warning', q.name, 'peek_delay_above_time_to_live',
-            format('messages live for as little as %s, but consumers look every %s', shortest, peek_delay),
-            format('Let consumers look more often than every %s.', shortest))::pgqueue.finding;
+            format('messages expire after as little as %s, but consumers poll every %s', shortest, peek_delay),
+            format('Let consumers poll more often than every %s.', shortest))::pgqueue.finding;
     end if;
     found := array(select f from pgqueue._room_findings(q) f);
     -- A room that needs another index reports that one instead.
@@ -231,14 +233,14 @@ begin
     select w.bound_at, w.writers into since, pending from pgqueue.sweep_state w where w.queue_name = q.name;
     if at - since > interval '1 min' and pending && pgqueue._running_writers() then
         return next row('warning', q.name, 'long_writer',
-            format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps walk over all that was consumed since', at - since),
+            format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps read the ids of all messages consumed since', at - since),
             'select pid, virtualtransaction from pg_locks where relation = ''pgqueue.messages''::regclass;')::pgqueue.finding;
     end if;
     return query select f.* from unnest(found) f;
 end;
 $$;
 comment on function pgqueue._queue_findings(pgqueue.queues, timestamptz, interval) is
-'What doctor finds on one queue.';
+'The findings of doctor about one queue.';
 
 create or replace function pgqueue.doctor(peek_delay interval default '1 s')
 returns setof pgqueue.finding
@@ -257,7 +259,7 @@ begin
     return query
     select
         'warning', null::text, 'pinned_horizon',
-        format('%s, for %s: vacuum removes nothing that died since', h.holder, coalesce(h.pinned_for::text, 'an unknown time')),
+        format('%s, for %s: vacuum cannot remove rows deleted or updated since', h.holder, coalesce(h.pinned_for::text, 'an unknown time')),
         h.repair
     from pgqueue._horizon_holders() h
     where h.pinned_for > interval '1 min' or h.pinned_for is null;
@@ -273,30 +275,30 @@ begin
     return query
     select
         'error', null::text, 'ids_above_sequence',
-        format('there is a queue of the number %s, which the sequence pgqueue.queue_id has not reached: create_queue fails', max(d.queue_id)),
+        format('a queue has the number %s, which the sequence pgqueue.queue_id has not reached: create_queue fails', max(d.queue_id)),
         format('select setval(''pgqueue.queue_id'', %s);', max(d.queue_id))
     from pgqueue.queues d
     having max(d.queue_id) > (select t.last_value - (not t.is_called)::int from pgqueue.queue_id t);
 
-    -- What he may not see he cannot find.
+    -- Without pg_read_all_stats the owner of pgqueue does not see the transactions of other roles.
     return query
     select
         'info', null::text, 'hidden_transactions',
-        format('role %I, who owns pgqueue, may not see the transactions of others: one that pins the horizon is not found', current_user),
+        format('role %I, the owner of pgqueue, cannot see the transactions of other roles: doctor does not find one that pins the horizon', current_user),
         format('grant pg_read_all_stats to %I;', current_user)
     where not pg_has_role(current_user, 'pg_read_all_stats', 'usage');
 
     return query
     select
         'warning', null::text, 'unfit_keys',
-        'pgqueue came here from another major version of PostgreSQL, with the way in which that one finds messages by their ids: calls cost a tenth more, or read whole queues',
+        'pgqueue was moved here from another major version of PostgreSQL and still looks up ids in the way made for that version: calls cost a tenth more, or read whole queues',
         'select pgqueue._install_key_lookup();'
     where not pgqueue._has_current_key_lookup();
 
     return query
     select
         'error', null::text, 'sequence_cache',
-        'the sequence pgqueue.message_id hands out ids in advance: messages that commit late may be left behind',
+        'the sequence pgqueue.message_id caches ids: messages that commit late may never be found',
         'alter sequence pgqueue.message_id cache 1;'
     from pg_sequence s
     where s.seqrelid = 'pgqueue.message_id'::regclass and s.seqcache <> 1;
@@ -304,20 +306,20 @@ begin
     return query
     select
         'warning', null::text, 'few_locks',
-        format('each of a call''s statements locks the tables of all %s dedicated queues, and the server has room for %s locks a connection: calls may fail with "out of shared memory"',
+        format('each statement of a call locks the tables of all %s dedicated queues, and the server has room for %s locks per connection: calls may fail with "out of shared memory"',
             w.tables, w.locks),
         format('alter system set max_locks_per_transaction = %s; -- and restart the server', 64 * ceil((w.tables + 16) / 32.0))
     from (
         select count(*) as tables, current_setting('max_locks_per_transaction')::int as locks
         from pgqueue.queues d where d.dedicated
     ) w
-    -- Besides, a call locks the tables and indexes that all queues share, and the queue's registers.
+    -- In addition, a call locks the tables and indexes that all queues share, and the registers of its queue.
     where w.tables + 16 > w.locks;
 
     return query
     select
         'error', null::text, 'autovacuum_off',
-        format('autovacuum is off for %s: what was consumed is never removed', c.table_name),
+        format('autovacuum is off for %s: rows of consumed messages are never removed', c.table_name),
         c.repair
     from (
         select 'the server' as table_name, 'alter system set autovacuum = on; select pg_reload_conf();' as repair
@@ -335,7 +337,7 @@ begin
     return query
     select
         'error', m.queue_name, 'misplaced_messages',
-        format('message %s, the first, lies where no sweep looks: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
+        format('message %s, the first of these, has an id that sweeps skip: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
             min(m.id)),
         format(
             'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, ''-infinity'', m.id'
@@ -355,7 +357,8 @@ begin
             if pgqueue._try_lock_existing_queue(q) then
                 findings := array(select f from pgqueue._queue_findings(q, at, peek_delay) f);
             end if;
-            -- Only an error gives the lock back before the transaction ends, and thousands would fill the lock table.
+            -- Only an error releases the lock before the transaction ends. Locks of thousands of queues would fill the
+            -- lock table.
             perform pgqueue._raise_queue_busy(q.name, 'doctor');
         exception when sqlstate 'PQ004' then
             return query select f.* from unnest(findings) f;
@@ -364,4 +367,11 @@ begin
 end;
 $$;
 comment on function pgqueue.doctor(interval) is
-'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, undelivered_messages (that a dropped queue left), misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (where the owner of pgqueue may not see those of others), few_locks (for as many dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
+'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
+that none was found. severity is error, warning or info. finding is one of: pinned_horizon, orphaned_messages,
+undelivered_messages (left by a dropped queue), misplaced_messages, ids_above_sequence, twin_messages (checked among the
+first 1,000 scheduled messages), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of
+pgqueue cannot see the transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off,
+stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
+consumers that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
+archive_overdue.';

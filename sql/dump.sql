@@ -1,5 +1,5 @@
--- What pg_dump has to carry: every table and sequence of the extension that holds data.
--- Registers, dedicated partitions and the days of the archive are made later, by functions, and dumped as they are.
+-- Marks the tables and sequences of the extension whose data pg_dump must include. Registers, dedicated partitions and
+-- the partitions of the archive are created later, by functions, and pg_dump includes them as ordinary objects.
 select pg_extension_config_dump('pgqueue.queue_id', '');
 select pg_extension_config_dump('pgqueue.queues', '');
 select pg_extension_config_dump('pgqueue.message_id', '');
@@ -16,7 +16,7 @@ select pg_extension_config_dump('pgqueue.sweep_state', '');
 select pg_extension_config_dump('pgqueue.streams', '');
 select pg_extension_config_dump('pgqueue.subscriptions', '');
 select pg_extension_config_dump('pgqueue.transports', '');
--- What is staged outlives neither a crash nor a dump; what was committed must.
+-- Staged messages are not dumped, as they do not survive a crash either. The ledger of commits is dumped.
 select pg_extension_config_dump('pgqueue.staged_attempts', 'where false');
 select pg_extension_config_dump('pgqueue.staged_messages', 'where false');
 select pg_extension_config_dump('pgqueue.sink_commits', '');

@@ -1,5 +1,4 @@
--- A message enters: at once into messages, with a delay into scheduled_messages, always in the
--- caller's transaction.
+-- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
 
 create or replace function pgqueue._check_content(
     q pgqueue.queues, payload jsonb, body bytea, headers jsonb
@@ -12,10 +11,10 @@ declare
     bytes bigint;
 begin
     if payload is not null and body is not null then
-        perform pgqueue._raise_invalid('payload', left(payload::text, 50), 'null where body is given: a message has exactly one of the two');
+        perform pgqueue._raise_invalid('payload', left(payload::text, 50), 'null if body is given: a message has exactly one of the two');
     end if;
     if payload is null and body is null then
-        perform pgqueue._raise_invalid('payload', null, 'given, or body in its place');
+        perform pgqueue._raise_invalid('payload', null, 'given unless body is given');
     end if;
     if headers is not null then
         if jsonb_typeof(headers) <> 'object' then
@@ -34,7 +33,8 @@ begin
 end;
 $$;
 comment on function pgqueue._check_content(pgqueue.queues, jsonb, bytea, jsonb) is
-'Raises 22023 or PQ003 unless there is exactly one of payload and body, within the limits, and headers are an object of at most 64 KB.';
+'Checks payload, body and headers. Raises 22023 unless exactly one of payload and body is given and headers is an object
+or null, and PQ003 if the payload or body exceeds max_payload_bytes or headers exceeds 64 KB.';
 
 create or replace function pgqueue._check_enqueue(delay interval, expires_in interval)
 returns void
@@ -59,17 +59,17 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Who prepares to wait knows by this lock that somebody sends; it comes before the look at the register.
+    -- prepare_wait detects running senders by this lock. So the lock is taken before the registers are read.
     lock table only pgqueue.messages in row exclusive mode;
     if pgqueue._to_micros(due_at) < pg_sequence_last_value(q.first_due_at) then
         perform setval(q.first_due_at, pgqueue._to_micros(due_at));
     end if;
-    -- Who waits may sleep past this moment.
+    -- Without a notification, a waiting consumer could sleep past this due time.
     perform pgqueue._wake_waiting(q, pgqueue._now());
 end;
 $$;
 comment on function pgqueue._announce_due(pgqueue.queues, timestamptz) is
-'Lets claims look for scheduled messages from this moment on, and consumers that wait reckon with it.';
+'Makes a due time known: claims look for scheduled messages from then on, and waiting consumers are notified.';
 
 create or replace function pgqueue._enqueue(
     queue_name text,
@@ -91,8 +91,8 @@ declare
 begin
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_content(q, payload, body, headers);
-    -- enqueue_batch, publish and sink_commit have the same two inserts, each of another source: one function for this and
-    -- publish costs a delayed message 25 per cent.
+    -- enqueue_batch, publish and sink_commit contain the same two inserts, each with another source. A function shared
+    -- with publish would make sending a delayed message 25 per cent slower.
     if delay > interval '0' then
         insert into pgqueue.scheduled_messages (
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
@@ -116,7 +116,8 @@ begin
 end;
 $$;
 comment on function pgqueue._enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
-'Sends any message, or says what is wrong with it; the short way that enqueue tries first takes only the common ones.';
+'Sends a message, or raises the error that describes what is wrong with it. enqueue calls this function for all messages
+that its fast path does not handle.';
 
 create or replace function pgqueue.enqueue(
     queue_name text,
@@ -139,21 +140,21 @@ begin
     if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
-    -- The common message in one statement, as every further one, and every expression, costs a transaction
-    -- its preparation: a payload within the limit, due at once and for ever. Who waits is woken on the way.
+    -- Fast path: a payload within the limit, with no delay and no expiry. It is one statement, as a transaction has to
+    -- prepare each statement and expression. The statement also notifies waiting consumers.
     insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers)
     select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
         and case
-            -- The snapshot of a repeatable read may be older than a drop_queue, and to read a register that is gone fails.
+            -- A repeatable read snapshot can be older than a drop_queue, and reading a dropped register fails.
             when pg_relation_filenode(q.waiting_until) is null then false
             when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) then true
             when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at + interval '24 h')
                 then pg_notify(pgqueue.channel(q.name), '') is not null
         end
         and enqueue.body is null and enqueue.delay = interval '0' and enqueue.expires_in is null
-        -- As text, which is what will be handed out: 1e131071 takes 16 bytes as jsonb.
+        -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
         and octet_length(enqueue.payload::text) <= q.max_payload_bytes
         and (
             enqueue.headers is null
@@ -167,7 +168,12 @@ begin
 end;
 $$;
 comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
-'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body (raw bytes) is given, of at most the queue''s max_payload_bytes, as JSON text; headers is a JSON object of at most 64 KB. delay (0 to 10 years) postpones the first delivery; expires_in (0 to 10 years) is when the message loses its worth and is dropped; both count from now, not from the start of the transaction. message_id is the sender''s own name for the message and is not checked for uniqueness. Raises 22023, PQ001, PQ003.';
+'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body
+(raw bytes) is given, of at most the queue''s max_payload_bytes; a payload counts as JSON text. headers is a JSON object
+of at most 64 KB. delay (0 to 10 years) postpones the first delivery. After expires_in (0 to 10 years; null: never) the
+message is no longer delivered: it is removed, to the dead letters if the queue has dead_letter_expired. Both count from
+the time of the call, not from the start of the transaction. message_id is an identifier that the sender chooses; it is
+not checked for uniqueness. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
 
 create or replace function pgqueue.enqueue_batch(
     queue_name text,
@@ -193,10 +199,10 @@ declare
 begin
     if n = 0 then
         perform pgqueue._raise_invalid('payloads', payloads::text,
-            'an array of at least one message, or bodies in its place');
+            'an array of at least one message, unless bodies is given');
     end if;
     perform pgqueue._raise_invalid(a.argument, format('%s elements', a.given),
-        format('null or as long as the messages are many: %s elements', n))
+        format('null or an array with one element for each message: %s elements', n))
     from (
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
@@ -211,7 +217,7 @@ begin
     where c.payload is null or c.body is not null or c.headers is not null
         or octet_length(c.payload::text) > q.max_payload_bytes;
 
-    -- The lock that inserting takes anyway, before the ids are taken: the sweep relies on that order.
+    -- The inserts need this lock anyway. It is taken before the ids, as the sweep relies on that order.
     lock table only pgqueue.messages in row exclusive mode;
     ids := array(select nextval('pgqueue.message_id') from generate_series(1, n));
 
@@ -234,7 +240,8 @@ begin
             select
                 d.id, q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
                 pgqueue._add_interval(at, expires_in), d.message_id, d.payload, d.body, d.headers
-            -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+            -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
+            -- would scan the dead index entries of all messages already taken.
             from (
                 select u.id, u.payload, u.body, u.headers, u.message_id, w.delay,
                     row_number() over (partition by w.delay order by u.id) as n
@@ -254,4 +261,7 @@ begin
 end;
 $$;
 comment on function pgqueue.enqueue_batch(text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[]) is
-'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. Arrays that are given have the same length; each message has exactly one of payload and body; delays, where not null, overrides delay for that message. Otherwise as enqueue. Raises 22023, PQ001, PQ003.';
+'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
+arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
+that is not null overrides delay for its message. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a
+payload, body or headers are too large.';

@@ -1,4 +1,4 @@
--- A consumer's whole step in one call and one commit: what is done leaves, what is next comes.
+-- Acknowledges processed messages and claims the next ones, in one call and one commit.
 
 create or replace function pgqueue.exchange(
     queue_name text,
@@ -50,7 +50,8 @@ begin
     picks := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
     return query
     update pgqueue.messages m
-    -- The clock is read once more, behind all locks: a claim that had to wait must not be over when it begins.
+    -- The clock is read again after all locks are taken. Otherwise a claim that had to wait could expire before it
+    -- begins.
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
             exchange.visibility_timeout,
             (select q.visibility_timeout from pgqueue.queues q where q.name = exchange.queue_name collate "C"))),
@@ -66,4 +67,6 @@ begin
 end;
 $$;
 comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) is
-'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call. Returns first a row with lost = true, id and queue_name for every id whose claim was lost, then the claimed messages by id with lost = false. ids may be empty or null, claim_token then too. Raises 22023, PQ001.';
+'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call.
+Returns first a row with lost = true, id and queue_name for each id whose claim was lost, then the claimed messages by
+id with lost = false. ids may be empty or null; claim_token may then be null, too. Raises 22023, PQ001.';

@@ -1,4 +1,4 @@
--- What lost its worth is removed ahead of the claim that would pass over it.
+-- Removes expired messages before a claim would pass over them.
 
 create or replace function pgqueue.purge_expired(queue_name text, batch_size int default 10000)
 returns int
@@ -16,11 +16,11 @@ begin
     if batch_size is null or batch_size not between 1 and 1000000 then
         perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
     end if;
-    -- A message in flight is left to its consumer, who may still be about to acknowledge it.
+    -- A message in flight is not removed, as its consumer may still acknowledge it.
     picks := array(
         select m.id from pgqueue.messages m
         where m.queue_name = q.name and m.expires_at <= at and m.visible_at <= at
-            -- The same again, as the index of a transport's relation has it.
+            -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked);
     scheduled_picks := array(
@@ -46,7 +46,7 @@ begin
     )
     insert into pgqueue.dead_messages
     select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_spent(q, g.m)
-    -- As in _add_dead_letter.
+    -- The same conflict as in _add_dead_letter.
     on conflict on constraint dead_messages_pkey do update
     set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
         last_error = excluded.last_error, reason = excluded.reason;
@@ -54,4 +54,7 @@ begin
 end;
 $$;
 comment on function pgqueue.purge_expired(text, int) is
-'Removes up to batch_size (1 to 1000000) messages that have expired and are not in flight, to the dead letters where the queue has dead_letter_expired, and returns how many: call it until it returns less than batch_size. Reads the queue unless pgqueue.messages has an index on expires_at: doctor prints the statement. Claims pass over expired messages in any case. Raises 22023, PQ001.';
+'Removes up to batch_size (1 to 1000000) expired messages that are not in flight, and returns how many. They go to the
+dead letters if the queue has dead_letter_expired. Repeat the call until it returns less than batch_size. It reads the
+whole queue unless pgqueue.messages has an index on expires_at; doctor reports a missing index with the statement that
+creates it. Claims skip expired messages in any case. Raises 22023, PQ001.';

@@ -1,4 +1,4 @@
--- A message is kept: its claim gets a new end.
+-- Extends claims: sets a new end for claims that the caller still holds.
 
 create or replace function pgqueue._check_claim(id bigint, claim_token uuid)
 returns void
@@ -15,7 +15,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_claim(bigint, uuid) is
-'Raises 22023 where id or claim_token is null.';
+'Raises 22023 if id or claim_token is null.';
 
 create or replace function pgqueue.extend(
     queue_name text, id bigint, claim_token uuid, visibility_timeout interval default null
@@ -40,7 +40,8 @@ begin
 end;
 $$;
 comment on function pgqueue.extend(text, bigint, uuid, interval) is
-'Ends the claim of a message visibility_timeout (1 s to 43200 s, by default the queue''s) from now, and returns true; false if the claim was lost. Raises 22023, PQ001.';
+'Extends the claim of a message until visibility_timeout (1 s to 43200 s, default: the queue''s) from now, and returns
+true; false if the claim was lost. Raises 22023, PQ001.';
 
 create or replace function pgqueue.extend_batch(
     queue_name text, ids bigint[], claim_token uuid, visibility_timeout interval default null
@@ -70,4 +71,5 @@ begin
 end;
 $$;
 comment on function pgqueue.extend_batch(text, bigint[], uuid, interval) is
-'Ends the claim of messages of one claim as extend does, and returns by id those that are still the caller''s; the others are lost. Raises 22023, PQ001.';
+'Extends messages of one claim as extend does, and returns by id those whose claim is still valid. The claims of the
+others were lost. Raises 22023, PQ001.';

@@ -1,5 +1,6 @@
--- How a message leaves. One whose work is done is deleted or, if its queue has archive_for, moved to the archive. This
--- part of the archive belongs to the core: every acknowledgement passes here, and an event would cost each one a call.
+-- Removes messages. A processed message is deleted or, if its queue has archive_for, moved to the archive; a failed one
+-- becomes a dead letter. Archiving on acknowledgement is part of the core: every acknowledgement passes here, and an
+-- event would add a call to each.
 
 create or replace function pgqueue._archive_marker(queue_name text)
 returns text
@@ -13,21 +14,23 @@ returns boolean
 language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
 comment on function pgqueue._lock_queue_without_archive(text) is
-'Holds the queue as _lock_queue does, and says whether it keeps no archive; false for a null name. One expression, as each costs an acknowledgement its preparation; by the cache of the catalog, as a look at the row costs ten times as much.';
+'Locks the queue as _lock_queue does, and returns whether it keeps no archive; false if the name is null. It is one
+expression, as each expression adds its preparation to an acknowledgement. It reads the catalog cache, as reading the
+row of the queue costs ten times as much.';
 
 create or replace function pgqueue._utc_day(moment timestamptz)
 returns date
 language sql immutable parallel safe
 as $$ select (moment at time zone 'UTC')::date $$;
 comment on function pgqueue._utc_day(timestamptz) is
-'The day of UTC in which a moment lies, whatever the TimeZone of the session.';
+'The day in UTC of a moment, independent of the TimeZone of the session.';
 
 create or replace function pgqueue._day_partition_name(day date)
 returns text
 language sql stable parallel safe
 as $$ select 'archived_messages_' || to_char(day, 'YYYYMMDD') $$;
 comment on function pgqueue._day_partition_name(date) is
-'The name of the partition that a day of the archive has, or would have.';
+'The name of the partition for a day of the archive, whether or not the partition exists.';
 
 create or replace function pgqueue._has_day_partition(day date)
 returns boolean
@@ -36,7 +39,8 @@ as $$
     select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
 $$;
 comment on function pgqueue._has_day_partition(date) is
-'Whether a day of the archive has its partition. By the catalog as it is now, not as an old snapshot has it; null or false if not.';
+'Whether a day of the archive has a partition in the current catalog, which can be newer than the snapshot; null or
+false if not.';
 
 create or replace function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
 returns bigint[]
@@ -67,7 +71,8 @@ begin
 end;
 $$;
 comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
-'Acknowledges messages of one claim: moves them to the archive, in one statement, and returns the ids of those that were still the caller''s.';
+'Acknowledges messages of one claim: moves them to the archive in one statement, and returns the ids of those whose
+claim was still valid.';
 
 create or replace function pgqueue._ack_to_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
 returns bigint[]
@@ -94,7 +99,7 @@ begin
 end;
 $$;
 comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
-'The same where the day has no partition.';
+'Acknowledges as _ack_to_archive does, but moves the messages to unfiled_messages: the day has no partition.';
 
 create or replace function pgqueue._as_message(s pgqueue.scheduled_messages)
 returns pgqueue.messages
@@ -107,7 +112,7 @@ as $$
     )::pgqueue.messages
 $$;
 comment on function pgqueue._as_message(pgqueue.scheduled_messages) is
-'A scheduled message as a row of messages, visible when it is due. Inlined.';
+'A scheduled message as a row of messages that becomes visible at its due time. Inlined.';
 
 create or replace function pgqueue._as_dead_letter(m pgqueue.messages, at timestamptz, reason text)
 returns pgqueue.dead_messages
@@ -120,14 +125,15 @@ as $$
     )::pgqueue.dead_messages
 $$;
 comment on function pgqueue._as_dead_letter(pgqueue.messages, timestamptz, text) is
-'A message as a row of dead_messages; reason null means what the message itself shows. Inlined, as a call for each message would take four times as long.';
+'A message as a row of dead_messages. If reason is null, the reason is attempts_exhausted if no attempts are left, else
+expired. Inlined, as a call per message would take four times as long.';
 
 create or replace function pgqueue._keeps_spent(q pgqueue.queues, m pgqueue.messages)
 returns boolean
 language sql immutable parallel safe
 as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
 comment on function pgqueue._keeps_spent(pgqueue.queues, pgqueue.messages) is
-'Whether the queue keeps a dead letter of a message that has spent its attempts or expired. Inlined.';
+'Whether the queue keeps a dead letter of a message that has no attempts left or has expired. Inlined.';
 
 create or replace function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text)
 returns void
@@ -137,11 +143,11 @@ as $$
 begin
     insert into pgqueue.dead_messages
     select (pgqueue._as_dead_letter(m, at, _add_dead_letter.reason)).*
-    -- A dead letter that was copied back into the queue by plain SQL, and not deleted here, dies a second time.
+    -- The row exists already if a dead letter was copied back into the queue by plain SQL and not deleted here.
     on conflict on constraint dead_messages_pkey do update
     set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
         last_error = excluded.last_error, reason = excluded.reason;
 end;
 $$;
 comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
-'Makes a dead letter of one message that was deleted from its table.';
+'Inserts a dead letter for a message that was deleted from its table.';

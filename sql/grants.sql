@@ -1,4 +1,5 @@
--- Who may do what, on one page: the verbs that a role may call are its privileges.
+-- Access to the functions and tables: defines what each kind of access may call, grants it and revokes it. Grants to a
+-- role are the only record of its access.
 
 create or replace function pgqueue._access_matrix()
 returns table (verb text, allowed_to text[])
@@ -66,7 +67,7 @@ as $$
     ('version', '{producer,consumer,admin,raw,reader}'::text[])
 $$;
 comment on function pgqueue._access_matrix() is
-'Which verbs each kind of access may call. grant_access and revoke_access stay with the owner.';
+'The functions that each kind of access may call. grant_access and revoke_access are reserved for the owner.';
 
 create or replace function pgqueue._verbs(access text)
 returns setof regprocedure
@@ -84,7 +85,7 @@ create or replace function pgqueue._has_access(role_name name, access text)
 returns boolean
 language sql stable
 as $$
-    -- Raw access is known by its tables: what it shares of the verbs, the others have too.
+    -- Raw access is recognized by its rights on the tables, as other kinds of access include all of its functions.
     select not exists (
             select from pgqueue._verbs(access) as v
             where not exists (
@@ -100,7 +101,7 @@ as $$
                     and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
             )
         )
-        -- So is that of a reader: by the one that nobody else has.
+        -- Reader access is recognized by select on message_id, which no other access includes.
         and (
             access <> 'reader'
             or exists (
@@ -111,7 +112,7 @@ as $$
         )
 $$;
 comment on function pgqueue._has_access(name, text) is
-'Whether a role itself was granted a kind of access.';
+'Whether a kind of access was granted to the role itself.';
 
 create or replace function pgqueue._check_access(role_name name, access text)
 returns void
@@ -131,7 +132,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_access(name, text) is
-'Raises 22023 for an unknown access and 42704 for an unknown role.';
+'Raises 22023 for an unknown kind of access and 42704 for an unknown role.';
 
 create or replace function pgqueue._apply_access(role_name name, access text)
 returns void
@@ -166,14 +167,15 @@ begin
 end;
 $$;
 comment on function pgqueue._apply_access(name, text) is
-'Grants what a kind of access consists of.';
+'Grants all privileges of a kind of access to a role.';
 
 create or replace function pgqueue._serialize_grants()
 returns void
 language sql volatile
 as $$ select pg_advisory_xact_lock(pgqueue._lock_key('')) $$;
 comment on function pgqueue._serialize_grants() is
-'Lets grants wait for each other: PostgreSQL fails where two change the privileges of one function at once. No queue has this name.';
+'Makes concurrent grants wait for each other: PostgreSQL raises an error if two transactions change the privileges of
+one function at once. No queue has the empty name, so the lock is free for this purpose.';
 
 create or replace function pgqueue.grant_access(role_name name, access text)
 returns void
@@ -187,7 +189,13 @@ begin
 end;
 $$;
 comment on function pgqueue.grant_access(name, text) is
-'Lets a role use the queues: a producer sends, also by staging, and sees depth, but no payload; a consumer claims, settles, receives, reads streams and browses, the archive too; an admin creates, alters, pauses, drops, redrives, purges, maintains the archive and browses dead letters; a reader reads and browses all messages, by select on their tables, and changes nothing (batch reads of Spark need it); raw means select, insert, update and delete on the tables themselves, for those who want plain SQL; transport means the use of relations that expose_transport made, on which it needs rights besides. A role may have several. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+'Grants a kind of access to a role. A producer sends messages, also by staging, and sees the depth of queues but no
+payload. A consumer claims, acknowledges, receives, reads streams and browses, including the archive. An admin creates,
+alters, pauses, drops, redrives, purges, maintains the archive and browses dead letters. A reader reads and browses all
+messages, by select on the tables, and changes nothing; batch reads of Spark need this access. raw is select, insert,
+update and delete on the tables, for applications that use plain SQL. transport is the use of relations that
+expose_transport created; the role also needs privileges on those relations. A role may have several kinds of access.
+Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
 
 create or replace function pgqueue.revoke_access(role_name name, access text)
 returns void
@@ -200,9 +208,9 @@ declare
     verb regprocedure;
 begin
     perform pgqueue._check_access(role_name collate "C", access);
-    -- The verbs call each other as their owner.
+    -- The functions call each other with the privileges of their owner.
     if role_name collate "C" = current_user then
-        perform pgqueue._raise_invalid('role_name', role_name, 'another role than the owner of pgqueue, whose access is not granted');
+        perform pgqueue._raise_invalid('role_name', role_name, 'a role other than the owner of pgqueue, whose access does not come from grants');
     end if;
     perform pgqueue._serialize_grants();
     perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
@@ -225,19 +233,20 @@ begin
     if kept = '{}' then
         execute format('revoke usage on schema pgqueue from %I', role_name);
     end if;
-    -- What another access shares with the revoked one stays.
+    -- Privileges that another kind of access includes are granted again.
     foreach other in array kept loop
         perform pgqueue._apply_access(role_name, other);
     end loop;
 end;
 $$;
 comment on function pgqueue.revoke_access(name, text) is
-'Takes back what grant_access gave; what the role has by another access stays. Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+'Revokes what grant_access granted. Privileges that the role has by another kind of access remain. Only the owner of the
+extension may call this. Raises 22023, and 42704 for an unknown role.';
 
 revoke all on all functions in schema pgqueue from public;
 
--- Nor does anybody have what the default privileges of who installs this grant on whatever he makes. Later no
--- private function was ever granted, but verbs and tables may have been.
+-- The default privileges of the installing role may have granted rights on the new objects: revoke them. In an upgrade
+-- only private functions are treated, as functions and tables of the API may have been granted on purpose.
 do $$
 declare
     installing constant boolean := coalesce(current_setting('pgqueue.installing', true) = 'yes', false);

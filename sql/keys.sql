@@ -1,15 +1,15 @@
--- Messages are found by their ids with these two alone, in functions that have enable_seqscan and
--- enable_bitmapscan off:
--- `from pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name, k.names, k.ids, k.id)`.
--- Both are inlined, and leave a plain `m.queue_name = name and m.id = any (ids)`. A bitmap that work_mem does not hold
--- would have each row compared with each id: of millions for hours.
+-- Finds messages by their ids. Functions that do so have enable_seqscan and enable_bitmapscan off, and write `from
+-- pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name, k.names, k.ids, k.id)`. Both
+-- are inlined to `m.queue_name = name and m.id = any (ids)`. A bitmap that exceeds work_mem would compare each row with
+-- each id, which takes hours for millions of messages.
 
 create or replace function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
 returns setof record
 language sql immutable parallel safe
 as $$ select ids, null::bigint, null::text[] $$;
 comment on function pgqueue._lookup_keys(text, bigint[]) is
-'What _matches_key compares messages with: a row that has all ids or, before PostgreSQL 17, a row for each, in their order.';
+'The keys that _matches_key compares messages with: one row with all ids or, before PostgreSQL 17, one row per id, in
+order.';
 
 create or replace function pgqueue._matches_key(
     queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint
@@ -18,7 +18,7 @@ returns boolean
 language sql immutable parallel safe
 as $$ select queue_name = name and id = any (key_ids) $$;
 comment on function pgqueue._matches_key(text, bigint, text, text[], bigint[], bigint) is
-'Whether a message of the queue of this name has an id that _lookup_keys returned.';
+'Whether a message belongs to the queue of this name and has an id that _lookup_keys returned.';
 
 create or replace function pgqueue._has_current_key_lookup()
 returns boolean
@@ -28,13 +28,13 @@ as $$
         = case when current_setting('server_version_num')::int < 170000 then 2 else 1 end
 $$;
 comment on function pgqueue._has_current_key_lookup() is
-'Whether _lookup_keys is as the major version of the server wants it: pg_upgrade, or a dump of what is no extension, may have brought another.';
+'Whether _lookup_keys has the form for the major version of the server. After pg_upgrade, or a restore of an
+installation that is no extension, it may have another.';
 
--- Before PostgreSQL 17 a plan may read a queue from end to end, with `id = any` as a filter. It does so if it was
--- made while the queue was small, and a session keeps it. So there each id is looked up by a join. What would let the
--- planner walk all the same is kept from it: the name is compared with an array, so that to read the whole index in
--- order gains nothing, and with two expressions, which prunes partitions but asks no index. Other scans are off in the
--- verbs.
+-- Before PostgreSQL 17, a plan that was made while a queue was small may read the whole queue with `id = any` as a
+-- filter, and the session keeps that plan. There a join looks up each id. The name is compared with an array, so the
+-- planner gains nothing by reading the whole index in order. It is compared also with two expressions, which prune
+-- partitions but cannot use an index. The calling functions switch other scans off.
 create or replace function pgqueue._install_key_lookup()
 returns void
 language plpgsql volatile
@@ -58,7 +58,7 @@ begin
 end;
 $$;
 comment on function pgqueue._install_key_lookup() is
-'Has _lookup_keys and _matches_key be as the major version of the server wants them.';
+'Creates _lookup_keys and _matches_key in the form for the major version of the server.';
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
@@ -67,7 +67,7 @@ returns bigint[]
 language sql immutable parallel safe
 as $$ select array(select unnest(ids) except select unnest(others) order by 1) $$;
 comment on function pgqueue._array_except(bigint[], bigint[]) is
-'The ids that are not among the others, in order.';
+'The elements of ids that are not in others, in order.';
 
 create or replace function pgqueue._is_ready(m pgqueue.messages, at timestamptz)
 returns boolean
@@ -76,11 +76,11 @@ as $$
     select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
 $$;
 comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
-'Whether a message can be claimed at this moment. Inlined: it leaves plain conditions on columns.';
+'Whether a message can be claimed at this moment. Inlined to plain conditions on columns.';
 
 create or replace function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid)
 returns boolean
 language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
 comment on function pgqueue._is_claimed_by(pgqueue.messages, uuid) is
-'Whether a message is still under the claim of this token, and no other has claimed it since, with or without a token. Inlined.';
+'Whether the claim with this token is the latest claim of the message, counting also claims without a token. Inlined.';

@@ -1,26 +1,29 @@
--- Every verb finds its queue here, and locks it. The order of locks: the queue, its row in queues, the row of a stream,
--- then message rows by id.
+-- Finds and locks the queue of a call. The order of locks: the queue, its row in queues, the row of a stream, then
+-- message rows by id.
 
 create or replace function pgqueue._lock_key(queue_name text)
 returns bigint
 language sql immutable strict parallel safe
 as $$ select hashtextextended('pgqueue:' || queue_name collate "C", 0) $$;
 comment on function pgqueue._lock_key(text) is
-'The advisory lock that users of a queue share and that create_queue and drop_queue take alone.';
+'The key of the advisory lock of a queue. Users of the queue hold the lock shared; create_queue and drop_queue hold it
+exclusively.';
 
 create or replace function pgqueue._lock_queue(queue_name text)
 returns boolean
 language sql volatile
 as $$ select pg_advisory_xact_lock_shared(pgqueue._lock_key(queue_name)) is not null $$;
 comment on function pgqueue._lock_queue(text) is
-'Keeps the queue from being dropped until the transaction ends; false for a null name. Locks in this order everywhere: this one, then message rows by id.';
+'Locks the queue against drop_queue until the transaction ends; false if the name is null. Every function takes this
+lock before it locks message rows, and locks message rows by id.';
 
 create or replace function pgqueue._has_fixed_snapshot()
 returns boolean
 language sql stable parallel safe
 as $$ select current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') $$;
 comment on function pgqueue._has_fixed_snapshot() is
-'Whether all statements of the transaction see what its first one saw, and nothing that others have committed since.';
+'Whether all statements of the transaction use the snapshot of its first one, and so do not see what was committed
+later.';
 
 create or replace function pgqueue._refuse_missing_queue(queue_name text)
 returns void
@@ -28,8 +31,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- A queue that was made behind the snapshot is there, though it cannot be seen: an index knows. What this inserts
-    -- where there is none goes with the error.
+    -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it through the
+    -- unique index. If there is no such queue, the error raised below rolls the insert back.
     if pgqueue._has_fixed_snapshot() and queue_name collate "C" ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
         begin
             insert into pgqueue.sweep_state (queue_name) values (_refuse_missing_queue.queue_name) on conflict do nothing;
@@ -41,7 +44,7 @@ begin
 end;
 $$;
 comment on function pgqueue._refuse_missing_queue(text) is
-'Raises PQ001, or 40001 where there is such a queue now, but the transaction cannot see it.';
+'Raises PQ001, or 40001 if the queue exists but was created after the snapshot of the transaction.';
 
 create or replace function pgqueue._require_current_snapshot(object text)
 returns void
@@ -60,7 +63,7 @@ begin
                 exit when pg_xact_status((pg_snapshot_xmax(snapshot)::text::bigint + n)::text::xid8) = 'committed';
             end loop;
         exception when invalid_parameter_value then
-            -- An id from the future: so far nobody has committed.
+            -- The id has not been assigned yet: nothing was committed after the snapshot.
             return;
         end;
     end if;
@@ -68,7 +71,9 @@ begin
 end;
 $$;
 comment on function pgqueue._require_current_snapshot(text) is
-'For who must see all that there is of the object, behind the lock that keeps others from adding to it. Raises 40001 where the transaction keeps a snapshot and anybody has committed since: whether that concerned the object nobody can tell.';
+'For callers that must see everything about the object and hold the lock that keeps others from adding to it. Raises
+40001 if the transaction keeps its snapshot and any transaction has committed since. Whether that commit concerned the
+object cannot be known.';
 
 create or replace function pgqueue._get_locked_queue(queue_name text)
 returns pgqueue.queues
@@ -78,13 +83,13 @@ as $$
 declare
     q pgqueue.queues;
 begin
-    -- The lock first, the row second, each on its own snapshot: who waited for a drop_queue sees
-    -- that the queue is gone, and nobody writes into a queue while it is being dropped.
+    -- The lock is taken first and the row read second, each with its own snapshot. So a session that waited for
+    -- drop_queue sees that the queue is gone, and no session writes to a queue while it is dropped.
     if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     select * into q from pgqueue.queues where queues.name = queue_name collate "C";
-    -- The snapshot of a repeatable read may be older than a drop_queue: the catalog knows better.
+    -- A repeatable read snapshot can be older than a drop_queue. The catalog shows the current state.
     if not found or pg_relation_filenode(q.fresh_from_id) is null then
         perform pgqueue._refuse_missing_queue(queue_name);
     end if;
@@ -92,7 +97,8 @@ begin
 end;
 $$;
 comment on function pgqueue._get_locked_queue(text) is
-'The queue of that name, kept from being dropped until the transaction ends. Raises PQ001, or 40001 where it is there, but was made behind the snapshot.';
+'Locks the queue against drop_queue until the transaction ends, and returns its row. Raises PQ001, or 40001 if the queue
+exists but was created after the snapshot.';
 
 create or replace function pgqueue._get_unlocked_queue(queue_name text)
 returns pgqueue.queues
@@ -110,7 +116,7 @@ begin
 end;
 $$;
 comment on function pgqueue._get_unlocked_queue(text) is
-'The queue of that name, for who only looks: holds nothing and waits for nobody. Raises PQ001.';
+'Returns the row of the queue without a lock and without waiting, for callers that only read. Raises PQ001.';
 
 create or replace function pgqueue._try_lock_existing_queue(q pgqueue.queues)
 returns boolean
@@ -124,4 +130,5 @@ begin
 end;
 $$;
 comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
-'Whether the queue is there still, and kept from being dropped until the transaction ends; false, without waiting, while it is being dropped.';
+'Locks the queue against drop_queue until the transaction ends, without waiting. False if the queue no longer exists or
+is being dropped.';

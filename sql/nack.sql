@@ -1,4 +1,5 @@
--- A message comes back, or dies: after a failure, or because its consumer stops.
+-- Returns claimed messages: after a failure they are scheduled for a retry or become dead letters. A consumer that
+-- stops releases its messages.
 
 create or replace function pgqueue._check_failure(id bigint, delay interval, headers jsonb)
 returns void
@@ -18,13 +19,13 @@ begin
 end;
 $$;
 comment on function pgqueue._check_failure(bigint, interval, jsonb) is
-'Raises 22023 for an argument of nack, reject or record_failure that is out of bounds.';
+'Raises 22023 if an argument of nack, reject or record_failure is out of bounds.';
 
 create or replace function pgqueue._merged_headers(own jsonb, added jsonb)
 returns jsonb
 language sql immutable parallel safe
 as $$
-    -- Evidence never hinders settling: where it does not fit, a message keeps the headers it has.
+    -- Headers of a failure must not prevent its record: if they do not fit, the message keeps its own.
     select case
         when added is null or jsonb_typeof(own) <> 'object' then own
         when octet_length((coalesce(own, '{}') || added)::text) > 65536 then own
@@ -32,7 +33,8 @@ as $$
     end
 $$;
 comment on function pgqueue._merged_headers(jsonb, jsonb) is
-'The headers of a message with those of a failure added; its own where the two exceed 64 KB, or where its own are no object.';
+'The headers of a message merged with those of a failure; its own unchanged if the result exceeds 64 KB or its own are
+not an object.';
 
 create or replace function pgqueue._retry_or_dead_letter(
     q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, given_up text
@@ -69,7 +71,8 @@ $$;
 comment on function pgqueue._retry_or_dead_letter(
     pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, text
 ) is
-'What becomes of a message that was taken out of messages after an attempt failed: it is scheduled, or dead. given_up is the reason why it dies whatever attempts are left, or null.';
+'Schedules a message for a retry after a failed attempt, or makes it a dead letter. The caller has deleted it from
+messages. If given_up is not null, the message becomes a dead letter with this reason even if attempts are left.';
 
 create or replace function pgqueue._settle_failed(
     queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, given_up text
@@ -97,7 +100,7 @@ begin
 end;
 $$;
 comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, jsonb, text) is
-'What nack and reject share.';
+'The common part of nack and reject.';
 
 create or replace function pgqueue.nack(
     queue_name text,
@@ -119,7 +122,12 @@ begin
 end;
 $$;
 comment on function pgqueue.nack(text, bigint, uuid, interval, text, jsonb) is
-'Gives a claimed message back after a failure, and returns true; false if the claim was lost. It is delivered again after delay (0 to 10 years), by default after the queue''s backoff; if its attempts are spent it goes to the dead letters with reason attempts_exhausted, or is deleted where the queue has none. error is kept as last_error, up to 65,536 characters. headers, a JSON object, is merged into the message''s headers, in place of those of the same name; the message keeps its own as they are where the two together exceed 64 KB, or where its own are no object. Raises 22023, PQ001.';
+'Returns a claimed message to the queue after a failure, and returns true; false if the claim was lost. The message is
+delivered again after delay (0 to 10 years, default: the queue''s backoff). If no attempts are left, it goes to the dead
+letters with reason attempts_exhausted, or is deleted if dlq_enabled of the queue is false. error is kept as last_error,
+up to 65,536 characters. headers (a JSON object) is merged into the headers of the message and replaces headers of the
+same name. The message keeps its own headers unchanged if the result exceeds 64 KB, or if they are not an object. Raises
+22023, PQ001.';
 
 create or replace function pgqueue.reject(
     queue_name text,
@@ -137,7 +145,7 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    -- The other reasons are not a matter of opinion.
+    -- Callers cannot set the other reasons, as those state facts that pgqueue determines.
     if reason is null or reason not in ('rejected', 'attempts_exhausted') then
         perform pgqueue._raise_invalid('reason', reason, 'rejected or attempts_exhausted');
     end if;
@@ -145,7 +153,10 @@ begin
 end;
 $$;
 comment on function pgqueue.reject(text, bigint, uuid, text, jsonb, text) is
-'Gives a claimed message up at once, whatever attempts are left, and returns true; false if the claim was lost. It goes to the dead letters with reason, or is deleted where the queue has none: rejected, or attempts_exhausted where the caller counts attempts by rules of his own, and they are spent. error and headers are kept as by nack. Raises 22023, PQ001.';
+'Gives up a claimed message at once, even if attempts are left, and returns true; false if the claim was lost. The
+message goes to the dead letters with reason, or is deleted if dlq_enabled of the queue is false. reason is rejected, or
+attempts_exhausted if the caller counts attempts by its own rules and none is left. error and headers are kept as by
+nack. Raises 22023, PQ001.';
 
 create or replace function pgqueue.record_failure(
     queue_name text,
@@ -179,7 +190,7 @@ begin
         for update skip locked)
     returning c.* into m;
     if not found then
-        -- What had come due was fetched from here by the transaction that rolled back.
+        -- If the message was scheduled and came due, the transaction that rolled back had moved it from here.
         delete from pgqueue.scheduled_messages c
         where c.ctid = (
             select f.ctid from pgqueue.scheduled_messages f
@@ -197,7 +208,11 @@ begin
 end;
 $$;
 comment on function pgqueue.record_failure(text, bigint, int, interval, text, jsonb) is
-'Counts an attempt whose transaction was rolled back, a receive or a claim that never was committed, and returns true: the message is backed off or dead as by nack, whose delay, error and headers these are. attempt_count is that of the failed attempt, as receive returned it (from 1). False, and nothing is done, if the message is gone, claimed, or held by another transaction, which is not waited for, or if an attempt was counted since. Raises 22023, PQ001.';
+'Records a failed attempt whose transaction was rolled back (a receive, or a claim that was never committed), and
+returns true: the message is scheduled for a retry or goes to the dead letters. delay, error and headers are as in nack.
+attempt_count is that of the failed attempt, as receive returned it (from 1). Returns false and does nothing if the
+message is gone, claimed, or locked by another transaction, or if an attempt was counted since. Does not wait for that
+transaction. Raises 22023, PQ001.';
 
 create or replace function pgqueue.release(queue_name text, ids bigint[], claim_token uuid)
 returns int
@@ -228,7 +243,8 @@ begin
         payload, body, headers, claimed_by, last_error, transport_headers
     )
     select
-        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
+        -- scan the dead index entries of all messages already taken.
         g.id, g.queue_name, at + (row_number() over () - cardinality(ids)) * interval '1 microsecond', g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
         g.payload, g.body, g.headers, g.claimed_by, g.last_error, g.transport_headers
     from given_back g;
@@ -240,4 +256,5 @@ begin
 end;
 $$;
 comment on function pgqueue.release(text, bigint[], uuid) is
-'Gives messages of one claim back unworked, as a consumer that stops does, and returns how many were still the caller''s. They are ready at once, and their attempt does not count. Raises 22023, PQ001.';
+'Returns unprocessed messages of one claim to the queue, for example when a consumer stops, and returns how many of
+their claims were still valid. The messages are ready at once, and the attempt is not counted. Raises 22023, PQ001.';

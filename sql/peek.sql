@@ -1,11 +1,12 @@
--- How many messages wait, without touching one.
+-- Counts the messages that could be claimed, without changing or locking them.
 
 create or replace function pgqueue._is_under_way(xid xid, snapshot pg_snapshot)
 returns boolean
 language sql stable parallel safe
 as $$
-    -- A transaction that began behind the snapshot, or one that the snapshot saw running, or what it does not tell of: a
-    -- subtransaction and, on a standby, any. Ids of transactions are compared as rows store them, in 32 bits.
+    -- True for a transaction that began after the snapshot, and for one that was running at the snapshot. The snapshot
+    -- does not list subtransactions and, on a standby, any transactions: for those pg_xact_status answers. Transaction
+    -- ids are compared in 32 bits, as rows store them.
     select
         ((xid::text::bigint - pg_snapshot_xmax(snapshot)::text::bigint) & 4294967295) < 2147483648
         or exists (
@@ -22,17 +23,18 @@ comment on function pgqueue._is_under_way(xid, pg_snapshot) is
 create or replace function pgqueue._is_locked(xmax xid)
 returns boolean
 language sql stable parallel safe
--- Short enough to become part of who asks: most rows are held by nobody, and need no call to tell.
+-- The expression is short enough to be inlined. Most rows are locked by no transaction, and need no function call.
 as $$ select xmax <> '0' and pgqueue._is_under_way(xmax, pg_current_snapshot()) $$;
 comment on function pgqueue._is_locked(xid) is
-'Whether another transaction holds a row, judged by the row''s xmax: reading takes no lock. Shared row locks may be misjudged.';
+'Whether another transaction holds a row, derived from the row''s xmax without taking a lock. Shared row locks may be
+misjudged.';
 
 create or replace function pgqueue._returned(
     queue_name text, within int8multirange, wanted int, out ids bigint[], out stand_for bigint
 )
 language sql stable
 as $$
-    -- As many as wanted at most, at even distances among the first 5,000.
+    -- At most wanted ids, at even distances among the first 5,000.
     with watched as (
         select distinct r.id
         from (
@@ -48,7 +50,8 @@ as $$
     from placed p
 $$;
 comment on function pgqueue._returned(text, int8multirange, int) is
-'Ids of messages that came back from scheduled_messages, where nobody else looks for them, and how many each stands for.';
+'Ids of messages that came back from scheduled_messages, within a range that the calling function does not read
+otherwise, and the number of messages for which each stands.';
 
 create or replace function pgqueue.peek(queue_name text, max_records int default 100)
 returns int
@@ -118,7 +121,7 @@ begin
         end if;
     end if;
     if some_came_back and total < max_records then
-        -- What came back lies below the head, where the above does not look.
+        -- Messages that came back from scheduled_messages have ids below the head, where the queries above do not look.
         select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), 400) c;
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
@@ -131,4 +134,7 @@ begin
 end;
 $$;
 comment on function pgqueue.peek(text, int) is
-'How many messages could be claimed or received now, counted up to max_records (1 to 10000) over rows that no other transaction holds. Locks no message, writes nothing, waits for no consumer, reads a bounded number of rows: where more than 400 messages in flight hide whether any is ready, it returns 1. 0 while the queue is paused. Raises 22023, PQ001.';
+'Returns how many messages could be claimed or received now, up to max_records (1 to 10000). Rows that another
+transaction holds are not counted. Locks no message, writes nothing, waits for no consumer, and reads a bounded number
+of rows. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the queue is paused.
+Raises 22023, PQ001.';

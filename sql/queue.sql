@@ -1,5 +1,5 @@
--- Queues: made, changed, looked up, paused, emptied and dropped. Every verb learns its queue from
--- _get_locked_queue, so that whatever must hold for a queue has one place to be checked.
+-- Creates, alters, looks up, pauses, purges and drops queues. Functions that use a queue get its row from
+-- _get_locked_queue, so that a check for all of them has one place.
 
 create or replace function pgqueue._public_queue(q pgqueue.queues)
 returns pgqueue.queue
@@ -12,19 +12,19 @@ as $$
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
-'A queue''s row without what is internal.';
+'The row of a queue without the internal columns.';
 
 create or replace function pgqueue._is_interval_between(span interval, least_span interval, most_span interval)
 returns boolean
 language sql immutable parallel safe
 as $$
-    -- By its seconds, too: '300000 years -108000000 days' is equal to nothing at all, and added to a moment
-    -- leads out of the calendar.
+    -- The length in seconds is compared, too: '300000 years -108000000 days' compares as equal to 0, but added to a
+    -- moment it leads out of the calendar.
     select span between least_span and most_span
         and date_part('epoch', span) between date_part('epoch', least_span) and date_part('epoch', most_span)
 $$;
 comment on function pgqueue._is_interval_between(interval, interval, interval) is
-'Whether an interval lies within bounds, as it compares and as it counts; null for null.';
+'Whether an interval lies within bounds, by interval comparison and by its length in seconds; null if span is null.';
 
 create or replace function pgqueue._check_visibility_timeout(visibility_timeout interval)
 returns void
@@ -39,7 +39,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_visibility_timeout(interval) is
-'Raises 22023 unless null or from 1 s to 43200 s.';
+'Raises 22023 unless visibility_timeout is null or from 1 s to 43200 s.';
 
 create or replace function pgqueue._check_settings(q pgqueue.queues)
 returns void
@@ -135,15 +135,15 @@ begin
     q.expires_after_idle := expires_after_idle;
     perform pgqueue._check_settings(q);
 
-    -- Looked up before the lock, which would wait for those who use an existing queue, and again
-    -- behind it: one creator at a time, and none beside a drop.
+    -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
+    -- lock, which serializes this call with other create_queue and drop_queue calls.
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
     if not found or pg_relation_filenode(q.fresh_from_id) is null then
         begin
             perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
             select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
             if not found then
-                -- First of all, as this fails where there is a queue of this name that the snapshot does not show.
+                -- This insert comes first. It fails if there is a queue of this name that the snapshot does not show.
                 insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
                 q.queue_id := nextval('pgqueue.queue_id');
                 if dedicated then
@@ -164,7 +164,7 @@ begin
             perform pgqueue._raise_queue_exists(queue_name);
         end if;
         if q.expires_after_idle is not null then
-            -- Who asks for it uses it.
+            -- This call counts as a use of the queue: the idle time starts again.
             perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now()));
         end if;
         return pgqueue._public_queue(q);
@@ -201,7 +201,19 @@ comment on function pgqueue.create_queue(
     text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision, boolean, interval,
     interval
 ) is
-'Creates a queue and returns it. queue_name is 1 to 128 of a-z, 0-9, hyphen and underscore. visibility_timeout (1 s to 43200 s) is how long a claimed message stays hidden; after max_attempts (1 to 100) a message goes to the dead letters if dlq_enabled, else it is deleted; dead_letter_expired sends expired messages there too. dedicated gives the queue a table of its own, for the heavy few. max_payload_bytes (up to 100 MB) bounds payload or body. The wait after a failed attempt is backoff_base times backoff_factor for every attempt after the first, at most backoff_max, less a random part of up to backoff_jitter (0 to 1). With if_not_exists an existing queue is returned as it is. archive_for (1 day to 10 years) keeps what is acknowledged in pgqueue.archived_messages, at least so long; null keeps nothing. expires_after_idle (1 s to 10 years) is for queues of a while, such as the replies to one instance of a service: once it holds no message and nobody has claimed, received or waited for so long, the next create_queue, of any queue, drops it, as drop_idle_queues does; a dedicated one, the next that makes a dedicated queue, or exposes one. Raises 22023, PQ002 where the queue exists, PQ004 where a longer transaction keeps a dedicated table from being attached.';
+'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
+(1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
+goes to the dead letters if dlq_enabled is true, else it is deleted. An expired message goes to the dead letters if
+dead_letter_expired is true, else it is deleted. dedicated gives the queue a table of its own; use it for a few queues
+with a high load. max_payload_bytes (1 byte to 100 MB) limits the size of a payload or body. The delay after a failed
+attempt is backoff_base times backoff_factor for each attempt after the first, at most backoff_max, minus a random
+fraction of up to backoff_jitter (0 to 1). If if_not_exists is true, an existing queue is returned unchanged.
+archive_for (1 day to 10 years) is the minimum time for which acknowledged messages are kept in
+pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to 10 years) is for temporary queues, such as one
+for the replies to one instance of a service. Such a queue is dropped, as by drop_idle_queues, if it holds no message
+and no session has claimed, received or waited for this long. The next create_queue of any queue drops it; if it is
+dedicated, the next call that creates or exposes a dedicated queue. Raises 22023, PQ002 if the queue exists, and PQ004
+if a longer transaction keeps a dedicated table from being attached.';
 
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -231,7 +243,9 @@ begin
 end;
 $$;
 comment on function pgqueue._create_partition(text, bigint) is
-'Gives a queue a partition of its own, with the settings of messages_shared. Named by number: the name may be longer than an identifier.';
+'Creates a partition for one queue, with the storage settings of messages_shared. Its name contains the number of the
+queue, as the name of a queue can be longer than an identifier. Raises 22023 if messages_shared holds messages of the
+queue.';
 
 create or replace function pgqueue._partition_of(q pgqueue.queues)
 returns regclass
@@ -243,7 +257,7 @@ as $$
     end
 $$;
 comment on function pgqueue._partition_of(pgqueue.queues) is
-'The partition that holds a queue''s messages.';
+'The partition that holds the messages of a queue.';
 
 create or replace function pgqueue.alter_queue(
     queue_name text,
@@ -296,7 +310,12 @@ $$;
 comment on function pgqueue.alter_queue(
     text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval, interval
 ) is
-'Changes the settings that are given, leaves those that are null, and returns the queue. Limits as in create_queue. Messages keep the max_attempts they were sent with. A new archive_for holds for what was archived before, too, though a transaction that is under way may not hear of it before it ends; 0 ends archiving, and what was archived is kept as long as was promised; an expires_after_idle of 0 keeps the queue for good. Raises 22023, PQ001, and PQ004 where archiving is to begin or end for the relation of a transport while a longer transaction uses it.';
+'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
+Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
+already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
+messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. Raises 22023, PQ001,
+and PQ004 if archiving would begin or end for the relation of a transport while a longer transaction uses that
+relation.';
 
 create or replace function pgqueue.drop_queue(queue_name text)
 returns bigint
@@ -307,8 +326,9 @@ as $$
 declare
     q pgqueue.queues;
 begin
-    -- Alone from here on: whoever uses the queue has ended, whoever comes waits and finds it gone. Not for long:
-    -- a transaction that sits on the queue would let everybody wait behind this one.
+    -- After this lock no other transaction uses the queue: earlier users have ended, and later ones wait and then find
+    -- the queue gone. lock_timeout limits the wait, as all new users of the queue wait behind this call while a long
+    -- transaction holds the lock.
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
     q := pgqueue._get_locked_queue(queue_name);
     perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
@@ -319,7 +339,13 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.drop_queue(text) is
-'Drops a queue with all its messages, the dead ones too, its streams and its subscriptions, and returns how many messages those were. Only delayed messages that are not due yet and were never claimed are kept, as their senders count on a delivery that is still to come: they become dead letters under the name of the queue, with reason queue_dropped, the moment they were due in last_error, and no expiry. browse_dead_messages and purge_dead_messages find them there, and redrive sends them once there is a queue of that name again. Where the queue has no dead letters they go, too, as they do after purge_queue. What it archived is kept, under its name, as long as its archive_for said. Raises PQ001, and PQ004 where a longer transaction uses the queue, or keeps a dedicated table from being dropped.';
+'Drops a queue with all its messages, dead letters, streams and subscriptions, and returns the number of messages
+removed. Delayed messages that are not due and were never claimed are kept, as their delivery is still outstanding: they
+become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.
+browse_dead_messages and purge_dead_messages find them by that name. After a queue of that name is created again,
+redrive sends them. They are removed, too, if dlq_enabled of the queue is false. Call purge_queue first to remove them
+in any case. Archived messages of the queue are kept under its name for its archive_for. Raises PQ001, and PQ004 if a
+longer transaction uses the queue or keeps a dedicated table from being dropped.';
 
 create or replace function pgqueue._drop_queue(q pgqueue.queues)
 returns bigint
@@ -348,7 +374,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_queue(pgqueue.queues) is
-'Drops a queue that is held alone, and returns how many messages went with it.';
+'Drops a queue that the caller holds exclusively, and returns the number of messages removed.';
 
 create or replace function pgqueue._remove_messages(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -363,7 +389,7 @@ declare
     n bigint;
     removed bigint;
 begin
-    -- In the order in which a claim takes them: what is scheduled, then messages, by id.
+    -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id.
     picks := array(select s.id from pgqueue.scheduled_messages s where s.queue_name = q.name order by s.id for update);
     delete from pgqueue.scheduled_messages s
     using pgqueue._lookup_keys(q.name, picks) k
@@ -372,7 +398,8 @@ begin
     if q.dedicated and (dropping or not pgqueue._has_fixed_snapshot()) then
         n := pgqueue._truncate_or_drop_partition(q, dropping);
     else
-        -- Also a table of its own where to truncate would take what the snapshot does not show, and not be counted.
+        -- This branch also handles a dedicated table under a fixed snapshot: truncate would remove messages that the
+        -- snapshot does not show and the result does not count.
         picks := array(select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, picks) k
@@ -387,7 +414,7 @@ begin
 end;
 $$;
 comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
-'Removes the messages of a queue, with dropping also a dedicated table, and returns how many.';
+'Removes the messages of a queue, and its dedicated table if dropping is true. Returns the number of messages.';
 
 create or replace function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -399,8 +426,8 @@ declare
     partition constant regclass := pgqueue._partition_of(q);
     removed bigint;
 begin
-    -- The parent first, as every statement on messages does. lock_timeout is shorter than deadlock_timeout,
-    -- so that it is this statement that gives way, not a client's.
+    -- The parent is locked first, as by every statement on messages. lock_timeout is shorter than deadlock_timeout: in
+    -- a deadlock this statement fails, not that of a client.
     if dropping then
         lock table only pgqueue.messages in access exclusive mode;
     end if;
@@ -414,7 +441,8 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean) is
-'Truncates or drops a dedicated table and returns how many messages it held. Raises PQ004 rather than hold up others while it waits.';
+'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 if it does not get its locks
+within 500 ms, as other sessions wait behind it.';
 
 create or replace function pgqueue.purge_queue(queue_name text)
 returns bigint
@@ -425,13 +453,16 @@ as $$
 begin
     return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
 exception when lock_not_available then
-    -- Less than deadlock_timeout: a purge gives way before a consumer that settles several messages would.
+    -- lock_timeout is shorter than deadlock_timeout: in a deadlock the purge fails, not a consumer that acknowledges
+    -- several messages.
     perform pgqueue._raise_queue_busy(queue_name, 'purge_queue');
     return null;
 end;
 $$;
 comment on function pgqueue.purge_queue(text) is
-'Removes the messages of a queue that are ready, in flight or scheduled, and returns how many; dead letters stay, and so do streams, which will miss what was reserved for them. Raises PQ001, and PQ004 where a longer transaction holds messages, or a dedicated table.';
+'Removes the ready, in-flight and scheduled messages of a queue and returns their number. Dead letters stay. Streams
+stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004 if a longer transaction holds
+messages or a dedicated table.';
 
 create or replace function pgqueue.get_queue(queue_name text)
 returns pgqueue.queue
@@ -443,7 +474,7 @@ begin
 end;
 $$;
 comment on function pgqueue.get_queue(text) is
-'Returns a queue and its settings. Raises PQ001.';
+'Returns a queue with its settings. Raises PQ001.';
 
 create or replace function pgqueue.list_queues()
 returns setof pgqueue.queue
@@ -456,7 +487,7 @@ begin
 end;
 $$;
 comment on function pgqueue.list_queues() is
-'Returns all queues and their settings, by name.';
+'Returns all queues with their settings, by name.';
 
 create or replace function pgqueue.pause_queue(queue_name text)
 returns boolean
@@ -465,7 +496,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pgqueue._get_locked_queue(queue_name);
-    -- Also where there is nothing to change: what the snapshot shows may have been changed since, which fails.
+    -- The row is locked even if nothing changes: if it was changed after a fixed snapshot, this statement fails.
     perform from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     update pgqueue.queues
     set paused_at = pgqueue._now(), updated_at = pgqueue._now()
@@ -474,7 +505,8 @@ begin
 end;
 $$;
 comment on function pgqueue.pause_queue(text) is
-'Stops the handing out of messages: claim, exchange, receive and stream_claim take none until resume_queue. Sending and settling go on. Returns false if the queue was paused already. Raises PQ001.';
+'Pauses a queue: claim, exchange, receive and stream_claim return no messages until resume_queue. Messages can still be
+sent, acknowledged and returned. Returns false if the queue was paused already. Raises PQ001.';
 
 create or replace function pgqueue.resume_queue(queue_name text)
 returns boolean
@@ -495,7 +527,7 @@ begin
 end;
 $$;
 comment on function pgqueue.resume_queue(text) is
-'Ends a pause and wakes waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
+'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 
 create or replace function pgqueue._add_undelivered(m pgqueue.messages, at timestamptz)
 returns void
@@ -509,7 +541,7 @@ begin
 end;
 $$;
 comment on function pgqueue._add_undelivered(pgqueue.messages, timestamptz) is
-'Makes a dead letter of a delayed message whose queue is dropped before the message is due.';
+'Inserts a dead letter for a delayed message whose queue is dropped before the message is due.';
 
 create or replace function pgqueue._dead_letter_delayed(q pgqueue.queues)
 returns void
@@ -520,8 +552,8 @@ declare
     at constant timestamptz := pgqueue._now();
     m pgqueue.messages;
 begin
-    -- The partition by its name: the parent is locked later, and only once. It holds delayed messages if the relation of a
-    -- transport has moved them there ahead of time.
+    -- The statement names the partition, as the parent is locked later, and only once. The partition holds delayed
+    -- messages if the relation of a transport has moved them there ahead of time.
     execute format(
         'with gone as ('
         ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
@@ -538,4 +570,5 @@ begin
 end;
 $$;
 comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
-'Makes dead letters of the messages of a queue that is being dropped that are delayed still and were never claimed.';
+'Makes dead letters of the messages of a queue that are still delayed and were never claimed. Called while the queue is
+dropped.';

@@ -1,4 +1,4 @@
--- A message is taken inside the taker's transaction: a commit removes it, a rollback puts it back.
+-- Receives messages inside the caller's transaction: a commit removes them, a rollback returns them to the queue.
 
 create or replace function pgqueue.receive(queue_name text, max_messages int default 1)
 returns setof pgqueue.message
@@ -52,4 +52,7 @@ begin
 end;
 $$;
 comment on function pgqueue.receive(text, int) is
-'Deletes up to max_messages (1 to 10000) messages in the caller''s transaction and returns them, by id. A rollback returns each to its place, with its attempts as they were; until the end of the transaction nobody else is given it. Drops what expired. What is received goes to the archive where the queue has archive_for. Waits for nobody but a drop_queue; returns no row where none is ready or the queue is paused. Raises 22023, PQ001.';
+'Deletes up to max_messages (1 to 10000) ready messages in the caller''s transaction and returns them by id. A rollback
+returns them to the queue with their attempt_count unchanged. Until the transaction ends, no other session gets them.
+Expired messages are removed. If the queue has archive_for, received messages go to the archive. Waits only for
+drop_queue. Returns no row if no message is ready or the queue is paused. Raises 22023, PQ001.';

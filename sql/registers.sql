@@ -1,20 +1,20 @@
--- Registers: sequences used as words of shared memory that survive a crash. A sequence is updated in
--- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs
--- time, never a message.
+-- Registers are sequences used as variables in shared memory that survive a crash. A sequence is updated in place: no
+-- row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no message.
 
 create or replace function pgqueue._to_micros(moment timestamptz)
 returns bigint
 language sql stable parallel safe
 as $$ select (date_part('epoch', moment) * 1000000)::bigint $$;
 comment on function pgqueue._to_micros(timestamptz) is
-'A moment as a register holds it: microseconds since 1970, exact until the year 2106, then to two microseconds. Stable as date_part is: an immutable function could not be inlined.';
+'A moment in the form that registers hold: microseconds since 1970, exact until the year 2106, then to two microseconds.
+Stable, as date_part is: PostgreSQL could not inline an immutable function with this body.';
 
 create or replace function pgqueue._from_micros(micros bigint)
 returns timestamptz
 language sql stable parallel safe
 as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
 comment on function pgqueue._from_micros(bigint) is
-'What a register holds, as a moment.';
+'The moment that a register value denotes.';
 
 create or replace function pgqueue._create_register(queue_id bigint, role text)
 returns regclass
@@ -28,14 +28,16 @@ begin
 end;
 $$;
 comment on function pgqueue._create_register(bigint, text) is
-'Creates a register. It is named by number: a queue''s name may be longer than an identifier.';
+'Creates a register. Its name contains the number of the queue, as the name of a queue can be longer than an
+identifier.';
 
 create or replace function pgqueue._register_value(register regclass)
 returns bigint
 language sql volatile
 as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
 comment on function pgqueue._register_value(regclass) is
-'What a register holds. One that holds nothing, as where sequences were not restored or replicated with the tables, begins anew at 1.';
+'The value of a register. A register without a value is set to 1, for example if the tables were restored or replicated
+without the sequences.';
 
 create or replace function pgqueue._revoke_default_privileges(relation regclass)
 returns void
@@ -60,4 +62,4 @@ begin
 end;
 $$;
 comment on function pgqueue._revoke_default_privileges(regclass) is
-'Takes back what the default privileges of its owner granted on a new table or sequence.';
+'Revokes what the default privileges of the owner granted on a new table or sequence.';

@@ -1,12 +1,12 @@
--- The depth of a queue, at a cost that does not grow with it: up to 300 messages are counted, more
--- are estimated from samples at even distances, and the answer says so.
+-- Reports the depth of queues at a bounded cost: up to 300 messages are counted; more are estimated from samples at
+-- even distances, and the result names the estimated figures.
 
 create or replace function pgqueue._samples(ids int8multirange)
 returns table (from_id bigint, below_id bigint, stands_for bigint)
 language sql immutable
 as $$
-    -- About 16 strata of equal width; of each a quarter, at another place in every one, so that messages that
-    -- lie in clumps are neither always hit nor always missed.
+    -- About 16 strata of equal width. A quarter of each is read, at a different place in each, so that clusters of
+    -- messages are neither always hit nor always missed.
     with stretches as (
         select lower(r) as from_id, upper(r) as below_id,
             least(upper(r) - lower(r), ceil(16.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())) as parts
@@ -26,7 +26,7 @@ as $$
     from strata t
 $$;
 comment on function pgqueue._samples(int8multirange) is
-'Stretches of ids to look at, and how many ids each stands for.';
+'Ranges of ids to read, and the number of ids for which each range stands.';
 
 create or replace function pgqueue._weight(n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint)
 returns numeric
@@ -35,7 +35,8 @@ as $$
     select stands_for::numeric / case when n < 16 then below_id - from_id else last_id - from_id + 1 end
 $$;
 comment on function pgqueue._weight(bigint, bigint, bigint, bigint, bigint) is
-'How many messages each of n stands for, found in a sample: fewer than 16 are all of it, else it was read up to last_id.';
+'The number of messages for which each of the n messages of a sample stands. With fewer than 16 messages the sample was
+read completely, else up to last_id.';
 
 create or replace function pgqueue._message_stats(
     q pgqueue.queues, at timestamptz,
@@ -66,7 +67,7 @@ begin
         where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
         order by m.id limit 301
     ) w;
-    -- Only a deep queue is held, as locks of thousands of queues would fill the lock table.
+    -- Only a deep queue is locked: locks of thousands of queues would fill the lock table.
     estimated := counted > 300 and pgqueue._try_lock_existing_queue(q);
     if not estimated then
         return;
@@ -78,7 +79,7 @@ begin
     order by m.id desc limit 1;
     select int8multirange(int8range(first_id, last_id, '[]')) - s.vacant_ids into stretches
     from pgqueue.sweep_state s where s.queue_name = q.name;
-    -- Split at fresh: what is in flight lies below, what is ready mostly above.
+    -- The samples are split at fresh: messages in flight lie below it, ready ones mostly above.
     select
         sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled),
         least(_message_stats.oldest_at, min(p.oldest_at))
@@ -107,7 +108,8 @@ begin
 end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
-'What lies in messages, but for what came back to where sweeps have learnt that nothing lives: counted up to 300, else estimated.';
+'Counts the rows of messages up to 300, and estimates beyond. Excludes messages that came back from scheduled_messages
+to ids that sweeps skip.';
 
 create or replace function pgqueue._returned_stats(
     q pgqueue.queues, at timestamptz, deep boolean,
@@ -127,7 +129,7 @@ begin
     if not exists (select from pgqueue.requeued_messages c where c.queue_name = q.name) then
         return;
     end if;
-    -- A queue that is not deep was walked from its head on, whatever sweeps skip there.
+    -- If the queue is not deep, _message_stats has read all ids from the head on, including those that sweeps skip.
     select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end into hidden
     from pgqueue.sweep_state s where s.queue_name = q.name;
     select * into r from pgqueue._returned(q.name, hidden, 150);
@@ -148,7 +150,7 @@ begin
 end;
 $$;
 comment on function pgqueue._returned_stats(pgqueue.queues, timestamptz, boolean) is
-'What of messages came back to where sweeps have learnt that nothing lives: counted up to 150, else estimated.';
+'Counts the messages that came back from scheduled_messages to ids that sweeps skip: up to 150, and estimates beyond.';
 
 create or replace function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
@@ -180,7 +182,7 @@ begin
 end;
 $$;
 comment on function pgqueue._scheduled_count(text) is
-'How many messages lie in scheduled_messages: counted up to 300, else estimated.';
+'Counts the rows of scheduled_messages up to 300, and estimates beyond.';
 
 create or replace function pgqueue._dead_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
@@ -212,7 +214,7 @@ begin
 end;
 $$;
 comment on function pgqueue._dead_count(text) is
-'How many dead letters there are: counted up to 300, else estimated.';
+'Counts dead letters up to 300, and estimates beyond.';
 
 create or replace function pgqueue._stats(q pgqueue.queues, at timestamptz)
 returns pgqueue.queue_stats
@@ -237,7 +239,7 @@ begin
     m.estimated := m.estimated or b.estimated;
     select * into s from pgqueue._scheduled_count(q.name);
     select * into d from pgqueue._dead_count(q.name);
-    -- Due already, and moved to messages by the claim that takes it.
+    -- Scheduled messages that are due count as ready: the next claim moves them to messages.
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
         select c.enqueued_at from pgqueue.scheduled_messages c
@@ -245,7 +247,7 @@ begin
         order by c.due_at limit 300
     ) w;
     if due = 300 and s.estimated then
-        -- Counted no further: most of what is scheduled is taken to be due.
+        -- Due messages are counted up to 300 only. Beyond, all scheduled messages are assumed to be due.
         due := greatest(due, s.messages);
     end if;
     r.queue_name := q.name;
@@ -271,7 +273,8 @@ begin
 end;
 $$;
 comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
-'The statistics of one queue; stable, so that all of it is seen in one snapshot and no message is missed between two tables.';
+'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
+between two tables.';
 
 create or replace function pgqueue.stats(queue_name text default null)
 returns setof pgqueue.queue_stats
@@ -290,11 +293,14 @@ begin
         return;
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
-        -- The snapshot may be older than a drop_queue: the catalog knows better.
+        -- The snapshot can be older than a drop_queue. The catalog shows the current state.
         continue when pg_relation_filenode(q.fresh_from_id) is null;
         return next pgqueue._stats(q, at);
     end loop;
 end;
 $$;
 comment on function pgqueue.stats(text) is
-'The depth of one queue, or of every queue, by name, where queue_name is null: messages that are ready, in flight, scheduled and dead, the age of the oldest ready one in seconds since it was sent (null if none is ready), and whether the queue is paused. Up to 300 messages are counted, deeper figures estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';
+'Returns the depth of one queue or, if queue_name is null, of every queue, by name: the numbers of ready, in-flight,
+scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
+and whether the queue is paused. Up to 300 messages are counted. Higher figures are estimated from samples and named in
+estimates, so that the cost stays bounded. Raises PQ001.';

@@ -1,6 +1,6 @@
--- What a claim meets when it starts at the head: claims that ran out, claims rolled back, messages that
--- committed late, what came due, what spent its attempts, what expired. The walk goes on where the last
--- one stopped and stays within a budget, so that a pile of dead rows slows nobody down.
+-- Finds messages below fresh_from_id for a claim: expired claims, rolled-back claims, late commits, messages that came
+-- due. Removes messages that have no attempts left or have expired. The sweep walks over the ids from where the last
+-- one stopped, within a time budget, so that dead rows do not slow down claims.
 
 create or replace function pgqueue._running_writers()
 returns text[]
@@ -20,7 +20,8 @@ as $$
     )
 $$;
 comment on function pgqueue._running_writers() is
-'The transactions that have written to messages and run: prepared ones too, through the parent or straight into a partition.';
+'The running transactions that have written to messages, through the parent or directly to a partition, including
+prepared transactions.';
 
 create or replace function pgqueue._promote_due(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
@@ -38,7 +39,7 @@ begin
     order by s.due_at limit 1;
     if next_due_at <= at then
         begin
-            -- By ctid, as there is an index besides the key that a plan could choose, to read all of the queue by it.
+            -- Rows are deleted by ctid. By key, a plan could use another index and read the whole queue through it.
             with due as (
                 delete from pgqueue.scheduled_messages s
                 where s.ctid = any (array(
@@ -62,10 +63,11 @@ begin
                 from due d
                 returning messages.id, messages.expires_at
             )
-            -- What expired meanwhile is moved, for the sweep to bury, but not handed out.
+            -- Expired messages are moved as well, so that the sweep removes them, but they are not returned.
             select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into picks from moved m;
         exception when disk_full then
-            -- What is ready is handed out all the same: to acknowledge it takes no room, and makes some.
+            -- Without space nothing is moved, and ready messages are still claimed: acknowledging them needs no space,
+            -- and frees some.
             perform setval(q.first_due_at, pgqueue._to_micros(at + interval '1 s'));
             return '{}'::bigint[];
         end;
@@ -83,7 +85,8 @@ begin
 end;
 $$;
 comment on function pgqueue._promote_due(pgqueue.queues, timestamptz, int, timestamptz) is
-'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Every one is noted in requeued_messages: its id may lie where no walk comes by any more.';
+'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Records each id in
+requeued_messages, as the walk may never reach that id again.';
 
 create or replace function pgqueue._dead_letter_spent(q pgqueue.queues, ids bigint[], at timestamptz)
 returns void
@@ -109,18 +112,19 @@ begin
         )
         insert into pgqueue.dead_messages
         select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_spent(q, g.m)
-        -- As in _add_dead_letter.
+        -- The same conflict as in _add_dead_letter.
         on conflict on constraint dead_messages_pkey do update
         set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
             last_error = excluded.last_error, reason = excluded.reason;
     exception when disk_full then
-        -- They wait for a later sweep, and stand in nobody's way.
+        -- The messages stay for a later sweep and block no others.
         null;
     end;
 end;
 $$;
 comment on function pgqueue._dead_letter_spent(pgqueue.queues, bigint[], timestamptz) is
-'Removes those of the messages that are not claimed and have spent their attempts or expired, to the dead letters where the queue wants that.';
+'Removes those of the messages that are visible and have no attempts left or have expired. They become dead letters if
+the queue keeps them.';
 
 create or replace function pgqueue._lock_ready(
     q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
@@ -133,13 +137,15 @@ begin
     return array(
         select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and pgqueue._is_ready(m, at)
-        -- By id, as the index is asked for the ids in their order; to say so would cost a sort.
+        -- The result is ordered by id, as the index is searched for the ids in order. An explicit `order by` would add
+        -- a sort.
         limit wanted for update of m skip locked
     );
 end;
 $$;
 comment on function pgqueue._lock_ready(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
-'Locks up to wanted of the messages that are ready, not held by another and not taken already, and returns their ids.';
+'Locks up to wanted of the messages that are ready, not locked by another transaction and not in taken, and returns
+their ids.';
 
 create or replace function pgqueue._prune_requeued(q pgqueue.queues, watched bigint[], seen_at timestamptz)
 returns void
@@ -147,9 +153,9 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- A row here was written together with its message. If this one snapshot shows the row but not
-    -- the message, the message has left for good, or come back again with a row of its own.
-    -- (An array rather than a join, which could be planned to read the whole queue.)
+    -- A row here and its message are written by the same transaction. If the snapshot of this statement shows the row
+    -- but not the message, the message is gone, or has come back with a new row. The ids are passed as an array: a join
+    -- could be planned to read the whole queue.
     delete from pgqueue.requeued_messages r
     where r.ctid = any (array(
         select c.ctid from pgqueue.requeued_messages c
@@ -161,7 +167,7 @@ begin
 end;
 $$;
 comment on function pgqueue._prune_requeued(pgqueue.queues, bigint[], timestamptz) is
-'Removes from requeued_messages those of the messages noted up to a moment that have left.';
+'Deletes from requeued_messages the watched ids, recorded up to seen_at, whose messages are gone.';
 
 create or replace function pgqueue._sweep_requeued(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
@@ -175,7 +181,7 @@ declare
     watched bigint[];
     ready bigint[];
 begin
-    -- Page by page, as another transaction may hold any number of them for long.
+    -- The rows are read in pages, as another transaction may lock any number of these messages for long.
     loop
         select array_agg(w.id), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)]
         into watched, seen_at, seen_id
@@ -200,19 +206,20 @@ begin
 end;
 $$;
 comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int) is
-'Looks at the messages that came back from scheduled_messages: buries what is spent, forgets what has left, returns up to wanted ids that are ready again, locked.';
+'Checks the messages that came back from scheduled_messages: removes those that have no attempts left or have expired,
+deletes the rows of those that are gone, and returns up to wanted ids of ready messages, locked.';
 
 create or replace function pgqueue._first_possible_id(s pgqueue.sweep_state)
 returns bigint
 language sql immutable parallel safe
--- Where the first of the ranges ends. Without a query of its own it becomes part of who asks.
+-- The end of the first range. There is no subquery, so PostgreSQL can inline the function.
 as $$
     select coalesce(
         lower(int8multirange(int8range(lower(s.vacant_ids), upper(s.vacant_ids))) - s.vacant_ids), upper(s.vacant_ids)
     )
 $$;
 comment on function pgqueue._first_possible_id(pgqueue.sweep_state) is
-'The lowest id at which a message may live, those in requeued_messages aside.';
+'The lowest id at which there can be a message, except those in requeued_messages.';
 
 create or replace function pgqueue._first_possible_id_of(queue_name text)
 returns bigint
@@ -225,13 +232,13 @@ as $$
         ), 1)
 $$;
 comment on function pgqueue._first_possible_id_of(text) is
-'The lowest id at which a message of the queue may live, those in requeued_messages aside; 1 where nothing is known.';
+'The lowest id at which the queue can have a message, except those in requeued_messages; 1 if nothing is known.';
 
 create or replace function pgqueue._widest_ranges(ids int8multirange)
 returns int8multirange
 language sql immutable parallel safe
 as $$
-    -- Enough to skip what is worth skipping, few enough to be read by every sweep.
+    -- 64 ranges cover the gaps that are worth skipping, and are few enough for every sweep to read.
     select range_agg(w.r)
     from (
         select r from unnest(ids) as r
@@ -240,7 +247,7 @@ as $$
     ) w
 $$;
 comment on function pgqueue._widest_ranges(int8multirange) is
-'The first and the 63 widest of the ranges.';
+'The first range, if it has no lower bound, and the widest others, 64 in total.';
 
 create or replace function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh bigint)
 returns boolean
@@ -258,7 +265,7 @@ declare
     span bigint := 4096;
     live bigint[];
 begin
-    -- A snapshot that is older than the look at the writers proves nothing.
+    -- The rows must be read with a snapshot taken after the writers are listed. A fixed snapshot is older.
     if pgqueue._has_fixed_snapshot() then
         return false;
     end if;
@@ -267,18 +274,18 @@ begin
         return false;
     end if;
 
-    -- What a snapshot shows as empty stays empty only below an id that no running transaction may have
-    -- taken: ids are taken before they are committed. So the sequence is read first, then who is writing;
-    -- once all of those have ended, every id up to that reading is decided, and what was decided to be a
-    -- message is visible to the statements below.
+    -- An id without a row in the snapshot stays without a row only if no running transaction has taken it, as ids are
+    -- taken before they are committed. So the sequence is read first, and then the running writers are listed. Once all
+    -- of those have ended, every id up to the value read is decided, and the statements below see every message with
+    -- such an id.
     bound := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
     writers := pgqueue._running_writers();
-    -- A prepared transaction gets another name when the server restarts: one of that kind which was not
-    -- noted may be any of those that were.
+    -- The name of a prepared transaction changes when the server restarts. A prepared transaction that is not listed
+    -- can therefore be one of the listed ones, and is added.
     s.writers := s.writers || array(
         select w from unnest(writers) as w where w like '-1/%' and w <> all (s.writers));
     if not s.writers && writers then
-        -- One of them was still there at a look in between.
+        -- A check after bound_at found at least one of the writers still running.
         waited := s.recorded_at > s.bound_at;
         s.settled_id := s.bound_id;
         s.bound_id := bound;
@@ -301,14 +308,14 @@ begin
                 select m.id from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= from_id and m.id < below_id
                 order by m.id limit 1000);
-            -- Nothing to be learnt where messages lie close.
+            -- A range that is dense with messages has no gaps worth recording.
             exit walk when cardinality(live) = 1000;
             s.vacant_ids := s.vacant_ids + (
                 int8multirange(int8range(from_id, below_id))
                 - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
             );
             from_id := below_id;
-            -- Steps may be many: what doubles with each must end before bigint does.
+            -- The cap prevents an overflow of bigint after many doublings.
             span := least(span * 2, 1099511627776);
         end loop;
     end loop;
@@ -325,7 +332,8 @@ begin
 end;
 $$;
 comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigint) is
-'Learns at which ids below fresh no message can appear any more, for sweeps to skip. True if that had to wait for a transaction that wrote for long.';
+'Records the ids below fresh at which no message can appear any more, so that sweeps skip them. Returns true if the
+record had to wait for a long write transaction.';
 
 create or replace function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
@@ -349,9 +357,10 @@ declare
     ready bigint[];
     is_quick boolean;
 begin
-    -- Who comes by while this sweep is at it leaves it alone.
+    -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    -- Once an hour, in one sweep of any queue. A moment further ahead was set while the clock was ahead.
+    -- Housekeeping runs once an hour, in a sweep of any queue. A time more than an hour ahead was set while the clock
+    -- was ahead.
     if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
     then
         perform pgqueue._do_housekeeping(at);
@@ -359,7 +368,7 @@ begin
 
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     if not found then
-        -- Somebody has deleted it: nothing is known, so everything is walked again.
+        -- The row was deleted by hand: nothing is known, so the sweep walks over all ids again.
         insert into pgqueue.sweep_state (queue_name) values (q.name) on conflict do nothing returning * into s;
         if not found then
             return picks;
@@ -367,28 +376,29 @@ begin
     end if;
     if (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh))
         and (
-            -- Where the last round was quick there is little to be skipped: a queue that many others share the
-            -- machine with is swept by almost every claim, and learning would be most of what that costs.
+            -- After a fast full pass there is little to skip, so ids are recorded less often. In a queue that shares
+            -- the server with many others almost every claim sweeps, and recording would be most of the cost.
             at - s.recorded_at not between interval '0' and case pos when 1 then interval '30 s' else interval '1 s' end
-            -- Somebody writes for long: the end is noticed at once.
+            -- The writers of a long wait have ended: record at once.
             or s.writers <> '{}' and s.recorded_at > s.bound_at and not s.writers && pgqueue._running_writers()
         )
     then
         if pgqueue._record_vacant_ids(q, at, fresh) then
-            -- One that wrote for long may have left messages anywhere above the head: start over there.
+            -- A long write transaction may have left messages anywhere above the head: start there again.
             pos := 0;
         end if;
         select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     end if;
 
     started_at := pgqueue._now();
-    -- A full round from where the last sweep stopped, unless the messages suffice or the time runs out first.
+    -- A full pass starts where the last sweep stopped. It ends early if enough messages are found or the time is up.
     head := pgqueue._first_possible_id(s);
     if pos < head or pos >= fresh then
         pos := head;
     end if;
     if pos < fresh - 4096 and cardinality(picks) < wanted then
-        -- Where a round takes long, as somebody writes for long, it must not be waited for by what is only a little late.
+        -- A full pass takes long while a long write transaction runs. Messages that committed only a little late must
+        -- not wait for it, so the last 4096 ids are checked first.
         ready := array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and m.id >= fresh - 4096 and m.id < fresh and m.visible_at <= at
@@ -429,7 +439,7 @@ begin
                     perform pgqueue._dead_letter_spent(q, ready, at);
                     picks := picks || pgqueue._lock_ready(q, ready, picks, at, wanted - cardinality(picks));
                     if cardinality(picks) >= wanted then
-                        -- Where the next sweep goes on.
+                        -- The next sweep continues here.
                         pos := picks[cardinality(picks)] + 1;
                     end if;
                 end if;
@@ -441,11 +451,11 @@ begin
         goal := start;
     end loop;
 
-    -- At 1 where the whole round was quick: the next one may as well begin at the head.
+    -- 1 if the full pass was fast: the next sweep starts at the head.
     is_quick := cardinality(picks) < wanted and pgqueue._now() < started_at + interval '500 us';
     perform setval(q.sweep_resume_id, case when is_quick then 1 else greatest(pos, 1) end);
     if cardinality(picks) >= wanted then
-        -- There may be more: the next claim goes on from here.
+        -- There may be more messages: the next claim continues the sweep at once.
         perform setval(q.next_sweep_at, 1);
     else
         perform setval(q.next_sweep_at, pgqueue._to_micros(
@@ -455,4 +465,6 @@ begin
 end;
 $$;
 comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, bigint) is
-'One sweep below fresh: adds ids of messages that are ready, locked, to those taken, until they are wanted many, and says when the next sweep is due: 20 times what this one cost, at least 50 ms and at most 500 ms later, as what commits late waits for it.';
+'Makes one sweep below fresh: appends to taken the ids of ready messages, locked, until there are wanted ids, and sets
+the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50 ms
+and at most 500 ms, as messages that commit late wait for it; else at once.';

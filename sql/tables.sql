@@ -1,8 +1,9 @@
--- Where messages live. The column names are a public contract: raw SQL on these tables is a
--- supported way to send, claim and settle. New columns go last.
+-- Tables, sequences and indexes. The column names are part of the API: applications may send, claim and acknowledge
+-- messages with plain SQL on these tables. Add new columns at the end.
 
 create sequence pgqueue.queue_id;
-comment on sequence pgqueue.queue_id is 'Numbers queues, to name the registers and partitions of each.';
+comment on sequence pgqueue.queue_id is
+'Numbers the queues. Registers and partitions are named by these numbers.';
 
 create table pgqueue.queues (
     name text collate "C" not null,
@@ -45,25 +46,27 @@ create table pgqueue.queues (
     constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days')
 );
 comment on table pgqueue.queues is
-'One row a queue. Rarely written, so that claims read one clean row; what changes with every claim is kept in registers.';
+'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
 comment on column pgqueue.queues.archive_for is
-'How long at least what was acknowledged stays in archived_messages; null: it does not get there.';
+'The minimum time for which acknowledged messages stay in archived_messages; null: they are not archived.';
 comment on column pgqueue.queues.expires_after_idle is
-'How long the queue stays though nobody uses it and it holds no message; null: for good.';
+'The time after which an empty queue that is not used is dropped; null: never.';
 comment on column pgqueue.queues.fresh_from_id is
-'Register: no message below this id was never claimed, but for late commits. A hint.';
+'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
+committed late. A hint.';
 comment on column pgqueue.queues.sweep_resume_id is
-'Register: the id from which the next sweep goes on. A hint.';
+'Register: the id at which the next sweep continues. A hint.';
 comment on column pgqueue.queues.next_sweep_at is
 'Register: when the next sweep is due, in microseconds since 1970. A hint.';
 comment on column pgqueue.queues.first_due_at is
 'Register: when the first scheduled message is due, in microseconds since 1970. A hint.';
 comment on column pgqueue.queues.waiting_until is
-'Register: until when a consumer waits for a notification, in microseconds since 1970. A hint.';
+'Register: the time until which a consumer waits for a notification, in microseconds since 1970. A hint.';
 
 create sequence pgqueue.message_id;
 comment on sequence pgqueue.message_id is
-'The ids of all messages of all queues. Its cache must stay 1: the sweep relies on ids being taken inside the inserting statement.';
+'The ids of the messages of all queues. Its cache must stay 1: the sweep relies on each id being taken inside the
+inserting statement.';
 
 create table pgqueue.messages (
     id bigint not null default nextval('pgqueue.message_id'),
@@ -87,28 +90,32 @@ create table pgqueue.messages (
     transport_seq bigint
 ) partition by list (queue_name);
 comment on table pgqueue.messages is
-'Messages that are ready (visible_at has come) or in flight (claimed, visible_at is the end of the claim). A message has a payload or a body.';
+'Messages that are ready (visible_at has passed) or in flight (claimed; visible_at is the end of the claim). A message
+has either a payload or a body.';
 comment on column pgqueue.messages.claimed_attempt is
-'The attempt_count that claim_token was given for: a later claim by plain SQL, which sets no token, thereby ends the token''s power.';
+'The attempt_count of the claim that set claim_token. The token is valid only while the two are equal: a claim by plain
+SQL that raises attempt_count and sets no token invalidates the token.';
 comment on column pgqueue.messages.transport_headers is
-'The headers as a transport wrote them, or reads them; null where none does.';
+'The headers in the text form that a transport writes and reads; null if no transport uses the message.';
 comment on column pgqueue.messages.transport_id is
-'The id of the message in the relation that expose_transport made; null where there is none.';
+'The id of the message in the relation that expose_transport created; null if the queue has no such relation.';
 comment on column pgqueue.messages.transport_seq is
-'Its place in that relation. Of its own, as ids of all queues are one sequence and may lie further apart than a transport counts.';
+'The position of the message in that relation. The id cannot serve as position: all queues share one sequence, so the
+gaps between the ids of a queue can exceed the range in which a transport counts.';
 comment on column pgqueue.messages.claimed_at is
-'When the claim was made that claimed_attempt speaks of; an extension leaves it as it is.';
+'When the claim of claimed_attempt was made. An extension does not change it.';
 
--- The primary key is the only index, and nothing that a claim writes is in it: claims are HOT updates. A second
--- index, even a partial one that holds no row, costs every insert and every claim 2.5 microseconds of about 10
--- and 35; two check constraints, compiled anew by every statement, cost as much. So there are none: the verbs
--- check what they write, and an index on expires_at is for who needs it (doctor says when, and how).
--- The key is declared on each partition, not on the parent: pg_dump could not restore a dedicated partition
--- whose parent comes from the extension with a key.
--- fillfactor 50 leaves room for the claimed versions even while no dead version can be pruned: for those of all large
--- messages, and of three out of four of the smallest, which grow by a third when they are claimed.
--- Vacuum and analyze start by count, as the size of a queue says nothing about its churn, and vacuum never truncates,
--- as that ends with an exclusive lock.
+-- The primary key is the only index, and a claim writes none of its columns: claims are HOT updates. A second index,
+-- even a partial one without entries, adds 2.5 microseconds to every insert (about 10) and every claim (about 35). Two
+-- check constraints cost as much, as every statement compiles them anew. So the table has neither. The functions check
+-- what they write. If a queue needs an index on expires_at, doctor reports it with the statement.
+-- Each partition declares the key, not the parent. Otherwise pg_dump could not restore a dedicated partition, as the
+-- parent comes with its key from the extension.
+-- fillfactor 50 leaves room for the row versions that claims write, even while no dead version can be pruned. A claim
+-- enlarges the smallest messages by a third, so the room suffices for three out of four of those, and for all large
+-- messages.
+-- Autovacuum starts by count, as the size of a queue says nothing about its churn. Vacuum never truncates the table, as
+-- a truncation takes an exclusive lock.
 create table pgqueue.messages_shared partition of pgqueue.messages (
     constraint messages_shared_pkey primary key (queue_name, id)
 ) default with (
@@ -121,7 +128,7 @@ create table pgqueue.messages_shared partition of pgqueue.messages (
     vacuum_truncate = false
 );
 comment on table pgqueue.messages_shared is
-'The messages of all queues that have no partition of their own.';
+'The messages of all queues without a dedicated partition.';
 
 create table pgqueue.scheduled_messages (
     id bigint not null default nextval('pgqueue.message_id'),
@@ -147,7 +154,7 @@ create table pgqueue.scheduled_messages (
     vacuum_truncate = false
 );
 comment on table pgqueue.scheduled_messages is
-'Messages that wait for a moment: delayed when sent, sent back with a delay, or redriven (due at once).';
+'Messages with a due time: sent with a delay, returned to the queue after a claim, or redriven (due at once).';
 create index scheduled_messages_due_at on pgqueue.scheduled_messages (queue_name, due_at, id);
 create index scheduled_messages_expires_at on pgqueue.scheduled_messages (queue_name, expires_at)
 where expires_at is not null;
@@ -173,14 +180,15 @@ create table pgqueue.dead_messages (
     check (reason in ('attempts_exhausted', 'expired', 'rejected', 'queue_dropped'))
 );
 comment on table pgqueue.dead_messages is
-'Messages that were given up, with the reason, the last error and the moment. Those that were not due when their queue was dropped (queue_dropped) outlive it, under its name.';
+'Dead letters, with reason, last error and time. When a queue is dropped, its delayed messages that are not due yet stay
+here under its name, with reason queue_dropped.';
 
--- A day of UTC is a partition, made days ahead. There is no default partition: attaching a day beside one locks it
--- against everybody who reads the archive, for as long as the transaction lasts, and fails the acknowledgement that
--- is just on its way there. What meets no partition goes to unfiled_messages instead.
--- No unique key: that somebody put a message back under its old id must not keep it from being acknowledged. The
--- index is declared on each partition, not on the parent: pg_dump could not restore a partition whose parent comes
--- from the extension with an index.
+-- Each day (UTC) has a partition, created days ahead. There is no default partition: while one exists, attaching a day
+-- locks it against all readers of the archive until the transaction ends, and a concurrent acknowledgement fails. A
+-- message whose day has no partition goes to unfiled_messages.
+-- There is no unique key: if a message was put back under its old id, its next acknowledgement must not fail. Each
+-- partition declares the index, not the parent. Otherwise pg_dump could not restore a partition, as the parent comes
+-- with its index from the extension.
 create table pgqueue.archived_messages (
     id bigint not null,
     queue_name text collate "C" not null,
@@ -198,22 +206,25 @@ create table pgqueue.archived_messages (
     last_error text
 ) partition by range (finished_at);
 comment on table pgqueue.archived_messages is
-'Messages that were acknowledged, of queues that have archive_for. A partition a day (UTC), dropped as a whole.';
--- Without a key, and yet published with all that changes: so it is with every table here that has none.
+'Acknowledged messages of queues that have archive_for. Each day (UTC) is one partition and is dropped as a whole.';
+-- The table has no key. With replica identity full, a publication that includes it still accepts updates and deletes.
+-- The same holds for the other tables below that have no key.
 alter table pgqueue.archived_messages replica identity full;
 comment on column pgqueue.archived_messages.claimed_at is
-'When the claim that was acknowledged was made; null for a receive, which takes and finishes at once.';
+'When the acknowledged claim was made; null if the message was received.';
 comment on column pgqueue.archived_messages.finished_at is
-'When it was acknowledged, by the clock, before the commit.';
+'When the message was acknowledged, by the wall clock, before the commit.';
 
 create table pgqueue.unfiled_messages (like pgqueue.archived_messages including all);
 alter table pgqueue.unfiled_messages replica identity full;
 comment on table pgqueue.unfiled_messages is
-'Archived messages of days that had no partition, so that no acknowledgement fails for want of one: sweeps and maintain_archive file them.';
+'Archived messages whose day had no partition when they were acknowledged. Sweeps and maintain_archive move them to
+archived_messages.';
 
 create sequence pgqueue.next_housekeeping_at;
 comment on sequence pgqueue.next_housekeeping_at is
-'Register: when a sweep next calls the housekeeping of the rooms, in microseconds since 1970. A hint, one for all queues.';
+'Register: when a sweep next calls the housekeeping of the rooms, in microseconds since 1970. A hint, shared by all
+queues.';
 
 create table pgqueue.archive_promises (
     queue_name text collate "C" not null,
@@ -222,7 +233,7 @@ create table pgqueue.archive_promises (
 );
 alter table pgqueue.archive_promises replica identity full;
 comment on table pgqueue.archive_promises is
-'Queues that were dropped, or archive no longer: until ends_at, what they archived is kept as long as they said.';
+'Queues that were dropped or no longer archive. Until ends_at, what they archived is kept for archive_for.';
 
 create table pgqueue.requeued_messages (
     queue_name text collate "C" not null,
@@ -232,7 +243,8 @@ create table pgqueue.requeued_messages (
 create index requeued_messages_check_at on pgqueue.requeued_messages (queue_name, check_at, id);
 alter table pgqueue.requeued_messages replica identity full;
 comment on table pgqueue.requeued_messages is
-'Scheduled messages that came due went back to messages under their old id, which the sweep may have left behind for good: where it looks beside its walk.';
+'Scheduled messages that came due and were moved to messages under their old ids. A sweep may skip those ids, so it
+looks up the messages listed here separately.';
 
 create table pgqueue.sweep_state (
     queue_name text collate "C" not null,
@@ -245,13 +257,14 @@ create table pgqueue.sweep_state (
     constraint sweep_state_pkey primary key (queue_name)
 ) with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.sweep_state is
-'What sweeps have learnt about each queue; written at most once a second. A row, not a register: it must be dumped with the messages it speaks of.';
+'What sweeps know about each queue; written at most once a second. It is a table, not a set of registers, because it
+must be dumped together with the messages.';
 comment on column pgqueue.sweep_state.vacant_ids is
-'Ids at which no message lives and none will appear but by way of requeued_messages: a sweep skips them.';
+'Ids at which there is no message and none will appear, except through requeued_messages. A sweep skips them.';
 comment on column pgqueue.sweep_state.settled_id is
-'No transaction that took an id up to this one is running any more.';
+'No running transaction has taken an id up to this one.';
 comment on column pgqueue.sweep_state.bound_id is
-'Becomes settled_id once none of writers runs any more: the highest id taken before they were listed.';
+'The highest id taken before writers were listed. It becomes settled_id when none of writers runs any more.';
 
 create table pgqueue.streams (
     queue_name text collate "C" not null,
@@ -281,17 +294,18 @@ create table pgqueue.streams (
     constraint streams_on_ack_is_known check (on_ack in ('archive', 'delete'))
 ) with (fillfactor = 50, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.streams is
-'One row a stream: how far it has acknowledged, and the batch that it has claimed since, of which there is one at most.';
+'One row per stream: the batch acknowledged last and the open batch. A stream has at most one open batch.';
 comment on column pgqueue.streams.epoch is
-'Who opened the stream last has this number; who has a lower one is fenced.';
+'The number of the latest stream_open. Calls with a lower number are fenced: they raise an error.';
 comment on column pgqueue.streams.acked_seq is
-'The batch acknowledged last; the open one, if any, is the next. 0 before the first.';
+'The number of the batch acknowledged last; 0 before the first. The open batch has the next number.';
 comment on column pgqueue.streams.ids is
-'The messages of the open batch, in order. Never changed, as the partitions are cut from it.';
+'The messages of the open batch, in order. The array is never changed, as the partitions of the batch are slices of
+it.';
 comment on column pgqueue.streams.left_out is
-'Those of ids that are no longer part of the batch: skipped, or lost and given up.';
+'The elements of ids that no longer belong to the batch: skipped, or lost and given up.';
 comment on column pgqueue.streams.begun_epoch is
-'The epoch in which the open batch was begun last; null until it is.';
+'The epoch of the last stream_begin of the open batch; null before the first.';
 
 create unlogged table pgqueue.staged_attempts (
     token uuid not null,
@@ -305,12 +319,13 @@ create unlogged table pgqueue.staged_attempts (
 );
 create index staged_attempts_run on pgqueue.staged_attempts (run);
 comment on table pgqueue.staged_attempts is
-'Who stages rows of a run, one row an attempt at a partition. Unlogged, as what it speaks of: a crash of the server empties both.';
+'Attempts that stage messages of a run: one row per attempt at a partition. Unlogged, like staged_messages: a crash of
+the server empties both.';
 comment on column pgqueue.staged_attempts.token is
-'Known only to whoever stages: with it one adds rows, and names the attempt that won.';
+'A secret of the writer. The token is needed to add rows to the attempt and to name it as the one to commit.';
 
--- Some hundred messages a row, as arrays: a row each would cost more to store, to read and to delete than the message
--- itself. What is read once is not compressed.
+-- A row holds some hundred messages, as arrays. One row per message would cost more to store, read and delete than the
+-- message itself. The arrays are not compressed, as each is read only once.
 create unlogged table pgqueue.staged_messages (
     token uuid not null,
     row_number int not null,
@@ -328,13 +343,15 @@ alter table pgqueue.staged_messages alter column payloads set storage external;
 alter table pgqueue.staged_messages alter column bodies set storage external;
 alter table pgqueue.staged_messages alter column headers set storage external;
 comment on table pgqueue.staged_messages is
-'Messages that wait for sink_commit, in arrays of equal length, of which those that say nothing are null. Nobody can claim them.';
+'Messages that wait for sink_commit and cannot be claimed yet. The arrays of a row have equal length; an array without
+values is null.';
 comment on column pgqueue.staged_messages.row_number is
-'The number of the first message of the row, counted from 1 under the token.';
+'The number of the first message of the row, counted from 1 for each token.';
 comment on column pgqueue.staged_messages.messages is
-'How many there are in the row. This and largest_bytes are counted when it is staged, by the writers, of which there are many, and not by the one that commits.';
+'The number of messages in the row. The parallel writers compute this and largest_bytes, so that the single commit does
+not have to.';
 comment on column pgqueue.staged_messages.largest_bytes is
-'The size of the largest payload, as JSON text, or body.';
+'The size of the largest payload (as JSON text) or body, in bytes.';
 
 create table pgqueue.sink_commits (
     app_id text collate "C" not null,
@@ -347,9 +364,10 @@ create table pgqueue.sink_commits (
     constraint sink_commits_pkey primary key (app_id, version)
 );
 comment on table pgqueue.sink_commits is
-'The ledger of sink_commit: what is in it is not sent again. A run that has no app_id goes by its own id.';
+'The ledger of sink_commit: what is listed here is not sent again. A run without an app_id is listed under its own id.';
 comment on column pgqueue.sink_commits.forgotten_version is
-'Of this app_id, versions up to this one were swept from the ledger: whether they were committed is not known.';
+'Rows of this app_id up to this version were removed from the ledger: whether those versions were committed is
+unknown.';
 
 create table pgqueue.subscriptions (
     topic text collate "C" not null,
@@ -364,11 +382,13 @@ create index subscriptions_topic on pgqueue.subscriptions (topic, queue_name);
 create index subscriptions_words on pgqueue.subscriptions ((topic || '.')) where is_pattern;
 create index subscriptions_queue_name on pgqueue.subscriptions (queue_name, topic);
 comment on table pgqueue.subscriptions is
-'Which queue has a copy of what is published to which topic, or to the topics that a pattern matches.';
+'Subscriptions of queues to topics, or to the topics that a pattern matches. Each subscribed queue receives a copy of a
+published message.';
 comment on column pgqueue.subscriptions.endpoint is
-'Whose subscription it is: an endpoint of a transport, or, with pgqueue: before its name, the queue that subscribe was called for.';
+'The owner of the subscription: an endpoint of a transport, or the queue that subscribe was called for, with the prefix
+pgqueue:.';
 comment on column pgqueue.subscriptions.queue_address is
-'The queue as a transport addresses it.';
+'The address by which a transport knows the queue.';
 
 create table pgqueue.transports (
     queue_name text collate "C" not null,
@@ -382,12 +402,14 @@ create table pgqueue.transports (
 );
 alter table pgqueue.transports replica identity full;
 comment on table pgqueue.transports is
-'The relations that expose_transport made, one row each in a table of its own, which is planned and read faster than one row of many. Written at most once a second, by who looks at a relation.';
+'The relations that expose_transport created. Each has its row in a child table of its own, which is planned and read
+faster than one row of many. A session that reads a relation updates its row at most once a second.';
 comment on column pgqueue.transports.seq_register is
-'The sequence that transport_seq is taken from.';
+'The sequence from which transport_seq is taken.';
 comment on column pgqueue.transports.head is
-'No message has a lower transport_seq, nor will one: there the statements of the transport begin to read.';
+'No message has or will have a lower transport_seq. The statements of the transport start reading here.';
 comment on column pgqueue.transports.next_at is
 'When advance_transport is due again.';
 comment on column pgqueue.transports.settled_seq is
-'No transaction that took a transport_seq up to this one is running any more; bound_seq and writers as in sweep_state.';
+'No running transaction has taken a transport_seq up to this one. bound_seq and writers have the same meaning as in
+sweep_state.';

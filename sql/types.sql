@@ -1,4 +1,4 @@
--- What the verbs return. Attributes are API: new ones go last.
+-- The row types that the functions return. Their attributes are part of the API: add new ones at the end.
 
 create type pgqueue.queue as (
     name text,
@@ -38,7 +38,7 @@ create type pgqueue.message as (
     last_error text
 );
 comment on type pgqueue.message is
-'A message, as claim, receive and browse return it; attempt_count includes the attempt in progress.';
+'A message, as claim, receive and browse return it. attempt_count includes the attempt in progress.';
 
 create type pgqueue.exchanged as (
     id bigint,
@@ -58,7 +58,8 @@ create type pgqueue.exchanged as (
     lost boolean
 );
 comment on type pgqueue.exchanged is
-'A row of exchange: a claimed message, or, where lost is true, the id of an acknowledgement that came too late.';
+'A row of exchange: a claimed message or, if lost is true, the id of a message whose claim was lost before the
+acknowledgement.';
 
 create type pgqueue.dead_message as (
     id bigint,
@@ -77,7 +78,7 @@ create type pgqueue.dead_message as (
     died_at timestamptz
 );
 comment on type pgqueue.dead_message is
-'A dead letter: the message, its last error, and why and when it died.';
+'A dead letter: the message, its last error, and the reason and time of its dead-lettering.';
 
 create type pgqueue.archived_message as (
     id bigint,
@@ -96,14 +97,16 @@ create type pgqueue.archived_message as (
     last_error text
 );
 comment on type pgqueue.archived_message is
-'A message that was acknowledged: when it was sent, claimed and finished, and the attempt that it took; claimed_at is null where it was received.';
+'An acknowledged message, with the times at which it was sent, claimed and acknowledged and with its number of attempts.
+claimed_at is null if the message was received.';
 
 create type pgqueue.archive_change as (
     day date,
     change text
 );
 comment on type pgqueue.archive_change is
-'What maintain_archive did with a day (UTC) of the archive: made, emptied, dropped, or busy where it gave way.';
+'What maintain_archive did with one day (UTC) of the archive. change is made, emptied, dropped, or busy if another
+transaction used the partition.';
 
 create type pgqueue.queue_stats as (
     queue_name text,
@@ -116,7 +119,7 @@ create type pgqueue.queue_stats as (
     estimates text[]
 );
 comment on type pgqueue.queue_stats is
-'The depth of a queue. estimates names the figures that are estimated; empty where all were counted.';
+'The depth of a queue. estimates lists the figures that are estimated; it is empty if all were counted.';
 
 create type pgqueue.finding as (
     severity text,
@@ -126,7 +129,8 @@ create type pgqueue.finding as (
     repair text
 );
 comment on type pgqueue.finding is
-'Something that doctor found: how bad (error, warning, info), where, what, and the statement that repairs it.';
+'A problem that doctor found: its severity (error, warning or info), the queue, the name and detail of the finding, and
+the statement that repairs it.';
 
 create type pgqueue.stream as (
     queue_name text,
@@ -147,7 +151,9 @@ create type pgqueue.stream as (
     on_ack text
 );
 comment on type pgqueue.stream is
-'A stream, as stream_open and list_streams return it: the batch it acknowledged last, by number and token, and the open one, whose columns from claim_token to claimed_until are null where there is none. last_id is the highest message id given out so far. on_ack is archive, delete, or null where that is as the queue says.';
+'A stream, as stream_open and list_streams return it. acked_seq and acked_token name the batch acknowledged last. The
+columns from claim_token to claimed_until describe the open batch and are null if no batch is open. last_id is the
+highest message id given out so far. on_ack is archive, delete, or null if the setting of the queue applies.';
 
 create type pgqueue.stream_batch as (
     queue_name text,
@@ -162,7 +168,8 @@ create type pgqueue.stream_batch as (
     lost bigint[]
 );
 comment on type pgqueue.stream_batch is
-'A batch that is reserved for a stream, named by seq and claim_token. lost has the ids that were found to be no longer the stream''s.';
+'A batch that is reserved for a stream, identified by seq and claim_token. lost lists the ids whose messages are no
+longer reserved for the stream.';
 
 create type pgqueue.subscription as (
     topic text,
@@ -170,4 +177,5 @@ create type pgqueue.subscription as (
     subscribed_at timestamptz
 );
 comment on type pgqueue.subscription is
-'That a queue has a copy of what is published to a topic, or to the topics that a pattern matches.';
+'A subscription: the queue receives a copy of each message published to the topic, or to the topics that the pattern
+matches.';

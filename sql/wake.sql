@@ -1,5 +1,5 @@
--- Waiting without polling: a consumer listens on channel, says so by prepare_wait, looks once more,
--- and sleeps. Until its timeout is over an enqueue notifies; one that nobody waits for costs nothing.
+-- Lets a consumer wait without polling. It listens on channel, calls prepare_wait, claims once more, and sleeps. Until
+-- its timeout an enqueue notifies; if no consumer waits, an enqueue sends no notification.
 
 create or replace function pgqueue.wake(queue_name text)
 returns void
@@ -11,7 +11,8 @@ begin
 end;
 $$;
 comment on function pgqueue.wake(text) is
-'Notifies waiting consumers when the transaction commits: for those who insert into pgqueue.messages themselves. Raises PQ001.';
+'Notifies waiting consumers when the transaction commits. Call it after an insert into pgqueue.messages by plain SQL.
+Raises PQ001.';
 
 create or replace function pgqueue.next_due_at(queue_name text)
 returns timestamptz
@@ -44,7 +45,9 @@ begin
 end;
 $$;
 comment on function pgqueue.next_due_at(text) is
-'When the next message comes due: a delay that ends, a backoff, or a claim that runs out; in the past if some are ready, null if nothing is pending. Claims are looked at among the first 1,000 messages by id. Raises PQ001.';
+'Returns when the next message becomes ready, because a delay, a backoff or a claim ends. The time is in the past if
+messages are ready, and null if nothing is pending. Only the first 1,000 messages by id are checked for the ends of
+claims. Raises PQ001.';
 
 create or replace function pgqueue.prepare_wait(queue_name text, timeout interval default '60 s')
 returns timestamptz
@@ -61,7 +64,7 @@ begin
     end if;
     until := pgqueue._now() + timeout;
     perform setval(q.waiting_until, greatest(pgqueue._to_micros(until), pg_sequence_last_value(q.waiting_until)));
-    -- Whoever is in the middle of sending looked at the register before this call, and will not notify.
+    -- A transaction that is sending now has read the register before this call, and will not notify.
     if exists (
         select from unnest(pgqueue._running_writers()) as w
         where w <> (select l.virtualtransaction from pg_locks l where l.pid = pg_backend_pid() limit 1)
@@ -72,9 +75,13 @@ begin
     if due_at is null or q.paused_at is not null then
         return until;
     end if;
-    -- What is due already, and was not to be had, is held by somebody: no reason to look without a pause.
+    -- Messages that are due but could not be claimed are locked by other transactions. The pause keeps the consumer
+    -- from retrying without a break.
     return least(until, greatest(due_at, pgqueue._now() + interval '100 ms'));
 end;
 $$;
 comment on function pgqueue.prepare_wait(text, interval) is
-'Says that the caller listens on channel(queue_name) and is going to wait for up to timeout (0 to 1 day), as long as which each enqueue notifies. Returns when to look again at the latest. Look once more after this call and before the wait: a message may have come in between. While others are in the middle of sending, it returns a second at most, as they will not notify. Raises 22023, PQ001.';
+'Announces that the caller listens on channel(queue_name) and will wait for up to timeout (0 to 1 day). Until then each
+enqueue notifies. Returns the latest time at which to look for messages again. After this call and before the wait, look
+once more: a message may have arrived in between. While other transactions are sending, the returned time is at most one
+second ahead, as those will not notify. Raises 22023, PQ001.';
