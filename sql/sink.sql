@@ -1,6 +1,41 @@
 -- Many messages from many writers in one commit: each writer stages its rows under a token of its own, and one
 -- call publishes what the winners staged, all or nothing, once for each (app_id, version).
 
+create or replace function pgqueue._raise_staged_messages_lost(
+    run uuid, partition int, expected bigint, remaining bigint
+)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ010',
+        message = format('run %s staged %s messages in partition %s, and %s are there', run, expected,
+            coalesce(partition::text, 'unknown'), remaining),
+        detail = 'Nothing was sent.',
+        hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
+end;
+$$;
+comment on function pgqueue._raise_staged_messages_lost(uuid, int, bigint, bigint) is
+'Raises PQ010 staged_messages_lost.';
+
+create or replace function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = code,
+        message = format('row %s of partition %s: %s', row_number, coalesce(partition::text, 'unknown'), error),
+        detail = 'Nothing was sent.',
+        hint = hint;
+end;
+$$;
+comment on function pgqueue._raise_in_row(text, int, int, text, text) is
+'Raises an error of a single message again, with its row and partition in the message.';
+
 create or replace function pgqueue.sink_stage(queue_name text, run uuid, partition int, attempt bigint)
 returns uuid
 language plpgsql volatile security definer

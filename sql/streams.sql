@@ -2,6 +2,106 @@
 -- checkpoint: after any crash it is given the very same messages, until it says that the batch is done. One batch is
 -- open at a time; one reader at a time, as each opening fences the one before; each call is one transaction.
 
+create or replace function pgqueue._raise_stream_not_found(queue_name text, stream_name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ005',
+        message = format('stream %s of queue %L does not exist',
+            coalesce(quote_literal(left(stream_name, 200)), 'null'), queue_name),
+        hint = 'Open it with pgqueue.stream_open, or see pgqueue.list_streams().';
+end;
+$$;
+comment on function pgqueue._raise_stream_not_found(text, text) is
+'Raises PQ005 stream_not_found.';
+
+create or replace function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ006',
+        message = format('stream %L of queue %L is fenced: epoch %s was superseded by %s',
+            s.stream_name, s.queue_name, epoch, s.epoch),
+        detail = format('Opened at %s by %s.', s.opened_at, coalesce(quote_literal(s.opened_by), 'a reader without a name')),
+        hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream.';
+end;
+$$;
+comment on function pgqueue._raise_stream_fenced(pgqueue.streams, bigint) is
+'Raises PQ006 stream_fenced.';
+
+create or replace function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ007',
+        message = format('stream %L of queue %L is out of step: batch %s %s', s.stream_name, s.queue_name, seq,
+            case
+                when seq < s.acked_seq then 'is older than the last acknowledged batch'
+                when seq = s.acked_seq then 'is already acknowledged, or its token does not match'
+                when seq = s.acked_seq + 1 and s.claim_token is not null then 'is open with another token'
+                else 'is unknown'
+            end),
+        detail = format('The last acknowledged batch is %s, and %s.', s.acked_seq,
+            case when s.claim_token is null then 'no batch is open' else format('batch %s is open', s.acked_seq + 1) end),
+        hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or set fail_on_data_loss => false to continue with the messages that are left.';
+end;
+$$;
+comment on function pgqueue._raise_stream_out_of_step(pgqueue.streams, bigint) is
+'Raises PQ007 stream_out_of_step.';
+
+create or replace function pgqueue._format_ids(ids bigint[])
+returns text
+language sql immutable parallel safe
+as $$
+    select array_to_string(ids[:20], ', ')
+        || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
+$$;
+comment on function pgqueue._format_ids(bigint[]) is
+'Returns the first 20 ids as text, and the number of ids that follow, for an error message.';
+
+create or replace function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[])
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ008',
+        message = format('stream %L of queue %L has lost %s of %s messages of batch %s: %s',
+            s.stream_name, s.queue_name, cardinality(lost), cardinality(s.ids), s.acked_seq + 1, pgqueue._format_ids(lost)),
+        detail = format('The batch was claimed at %s, and reserved until %s.', s.claimed_at, s.claimed_until),
+        hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. To continue without them, set fail_on_data_loss => false, or call pgqueue.stream_skip. To avoid this error, reserve for longer, or extend more often.';
+end;
+$$;
+comment on function pgqueue._raise_stream_data_lost(pgqueue.streams, bigint[]) is
+'Raises PQ008 stream_data_lost.';
+
+create or replace function pgqueue._raise_stream_poisoned(s pgqueue.streams)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ009',
+        message = format('stream %L of queue %L gives up batch %s after %s replays: messages %s',
+            s.stream_name, s.queue_name, s.acked_seq + 1, s.replays, pgqueue._format_ids(s.ids)),
+        hint = format('Move the batch, or only the messages that cause the failure, to the dead letters: select pgqueue.stream_skip(%L, %L, %s). Or allow more replays.',
+            s.queue_name, s.stream_name, s.acked_seq + 1);
+end;
+$$;
+comment on function pgqueue._raise_stream_poisoned(pgqueue.streams) is
+'Raises PQ009 stream_poisoned.';
+
 create or replace function pgqueue._check_stream_name(stream_name text)
 returns void
 language plpgsql stable

@@ -2,6 +2,36 @@
 -- lowest row that nobody holds. It is a plain view of the queue's own table, updated by PostgreSQL itself: reading it
 -- runs no code but, once a second, advance_transport. What comes in is checked by a trigger.
 
+create or replace function pgqueue._raise_exposed(queue_name text, relation regclass)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'duplicate_object',
+        message = format('queue %L is already exposed as %s', queue_name, relation),
+        hint = format('Drop that relation first: select pgqueue.unexpose_transport(%L).', queue_name);
+end;
+$$;
+comment on function pgqueue._raise_exposed(text, regclass) is
+'Raises 42710: the queue already has a relation. A queue has at most one.';
+
+create or replace function pgqueue._raise_not_allowed(role_name name, deed text, object text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'insufficient_privilege',
+        message = format('role %I may not %s %I', role_name, deed, object),
+        hint = 'The owner can grant this privilege.';
+end;
+$$;
+comment on function pgqueue._raise_not_allowed(name, text, text) is
+'Raises 42501: the caller lacks a privilege that the security definer function itself has.';
+
 create or replace function pgqueue._wire_string(content text)
 returns text
 language sql immutable parallel safe
