@@ -598,8 +598,8 @@ select pg_extension_config_dump('pgqueue.sink_commits', '');
 -- The errors of the core. Each function raises one error, with its SQLSTATE, message and hint. A room defines the
 -- errors that only it raises at the top of its own file.
 
--- During an upgrade, grants.sql reads this setting later in the same transaction. It lists the access that each role has
--- before the upgrade creates new functions.
+-- During an upgrade, grants.sql reads this setting later in the same transaction. It lists the access that each role
+-- has before the upgrade creates new functions.
 do $$
 begin
     if to_regprocedure('pgqueue._has_access(name, text)') is not null then
@@ -4399,9 +4399,9 @@ end;
 $$;
 comment on function pgqueue.doctor(interval) is
 'Says what hurts and what repairs it, one finding a row: pinned_horizon, orphaned_messages, undelivered_messages (that a dropped queue left), misplaced_messages, ids_above_sequence, twin_messages (among the first 1,000 to come due), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (where the owner of pgqueue may not see those of others), few_locks (for as many dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that look every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue. Severities are error, warning and info; no row means all is well.';
--- What was acknowledged is kept for a while: the statement that removes a message writes it here, into the partition
--- of its day (UTC), which goes as a whole. Days are made ahead, by whoever switches archiving on, by a sweep once an
--- hour, and by maintain_archive; a message whose day has none is filed later. No acknowledgement waits or fails.
+-- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
+-- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
+-- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
 
 create function pgqueue._set_archive_marker(queue_name text, archive_for interval)
 returns void
@@ -4412,7 +4412,8 @@ as $$
 declare
     mark constant text := pgqueue._archive_marker(queue_name);
 begin
-    -- Without a look: who had to wait for another who altered the queue may still have an old one in his cache. These ask anew.
+    -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if
+    -- exists" and "if not exists" read the catalog again.
     if archive_for is null then
         execute format('drop sequence if exists %s', mark);
     else
@@ -4422,7 +4423,7 @@ begin
 end;
 $$;
 comment on function pgqueue._set_archive_marker(text, interval) is
-'Has the mark of a queue say whether it archives.';
+'Creates or drops the marker sequence of a queue. Acknowledgements archive if the marker exists.';
 
 create function pgqueue._archive_expiry(at timestamptz)
 returns timestamptz
@@ -4436,7 +4437,7 @@ as $$
     ) w
 $$;
 comment on function pgqueue._archive_expiry(timestamptz) is
-'What was acknowledged before this moment no queue wants to have kept any more, nor does one that was dropped.';
+'Returns the time before which no archived message has to be kept, by the longest archive_for of all queues and of the promises of queues that stopped archiving or were dropped.';
 
 create function pgqueue._expired_days(at timestamptz)
 returns setof date
@@ -4453,7 +4454,7 @@ as $$
     order by d.day
 $$;
 comment on function pgqueue._expired_days(timestamptz) is
-'The days of the archive, oldest first, that ended before anybody would miss them.';
+'Returns the days of the archive that no queue needs any more, oldest first.';
 
 create function pgqueue._create_day_partition(day date)
 returns void
@@ -4463,8 +4464,8 @@ as $$
 declare
     partition constant text := pgqueue._day_partition_name(day);
 begin
-    -- Made by itself and attached then, which hinders nobody who writes or reads; made as a partition it would lock
-    -- everybody out.
+    -- Create the table first and attach it afterwards: this blocks no reader or writer. "create table … partition of"
+    -- would take an access exclusive lock on the parent.
     execute format('create table pgqueue.%I (like pgqueue.archived_messages including all)', partition);
     execute format('create index on pgqueue.%I (queue_name, id)', partition);
     execute format('alter table pgqueue.%I replica identity full', partition);
@@ -4476,7 +4477,7 @@ begin
 end;
 $$;
 comment on function pgqueue._create_day_partition(date) is
-'Makes the partition of a day of the archive.';
+'Creates the partition of one day of the archive.';
 
 create function pgqueue._create_missing_days(at timestamptz)
 returns setof date
@@ -4488,7 +4489,7 @@ declare
     unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
     day date;
 begin
-    -- Eight days ahead: a queue that is used once a week never finds the archive unprepared.
+    -- Eight days ahead are enough for a queue that is used only once a week.
     for day in
         select today + n from generate_series(0, 8) as n
         where exists (select from pgqueue.queues q where q.archive_for is not null)
@@ -4505,7 +4506,7 @@ begin
 end;
 $$;
 comment on function pgqueue._create_missing_days(timestamptz) is
-'Makes, behind a lock that keeps others from doing so, the days of the archive that are missing, those of unfiled messages and, where any queue archives, today and eight days ahead, and returns them.';
+'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives, today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
 
 create function pgqueue._file_messages(at timestamptz, max_messages int)
 returns int
@@ -4516,7 +4517,8 @@ declare
     unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
     filed int;
 begin
-    -- What lies ahead was acknowledged under a clock that was wrong, and waits until its day has come.
+    -- A message with a future finished_at was acknowledged while the clock was wrong. It stays unfiled until its day
+    -- has a partition.
     with gone as (
         delete from pgqueue.unfiled_messages u
         where u.ctid = any (array(
@@ -4532,7 +4534,7 @@ begin
 end;
 $$;
 comment on function pgqueue._file_messages(timestamptz, int) is
-'Moves up to so many unfiled messages into the partitions of their days, where those have one, forgets what nobody wants any more, and returns how many it moved.';
+'Moves up to max_messages (null for all) unfiled messages into the partitions of their days, if those exist, deletes unfiled messages that no queue needs any more, and returns how many it moved.';
 
 create function pgqueue._start_archiving(q pgqueue.queues)
 returns void
@@ -4545,17 +4547,17 @@ declare
 begin
     perform pgqueue._set_archive_marker(q.name, q.archive_for);
     begin
-        -- The lock of who makes days concerns nobody else.
+        -- This lock conflicts only with other sessions that create days.
         lock table only pgqueue.archived_messages in share update exclusive mode;
         perform pgqueue._create_missing_days(at);
     exception when lock_not_available then
-        -- Somebody else is at it.
+        -- Another session is creating the days.
         return;
     end;
 end;
 $$;
 comment on function pgqueue._start_archiving(pgqueue.queues) is
-'Prepares the archive for a queue that begins to keep what it acknowledges.';
+'Creates the marker of a queue and the missing days of the archive. Creates no days if another session is creating them.';
 
 create function pgqueue._stop_archiving(q pgqueue.queues)
 returns void
@@ -4571,7 +4573,7 @@ begin
 end;
 $$;
 comment on function pgqueue._stop_archiving(pgqueue.queues) is
-'Has a queue keep nothing from now on, and notes how long what it kept was promised to last.';
+'Drops the marker of a queue, and records until when its archived messages have to be kept.';
 
 create function pgqueue._on_queue_created_archive(q pgqueue.queues)
 returns void
@@ -4585,7 +4587,7 @@ begin
 end;
 $$;
 comment on function pgqueue._on_queue_created_archive(pgqueue.queues) is
-'Prepares the archive for a new queue that has archive_for.';
+'Starts archiving for a new queue that has archive_for.';
 
 create function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -4593,7 +4595,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Also where the row has not changed, but the marker does not say what the row says: doctor repairs it so.
+    -- Also act if only the marker disagrees with the row: the repair that doctor suggests relies on this.
     if after.archive_for is distinct from before.archive_for
         or (after.archive_for is null) <> (to_regclass(pgqueue._archive_marker(after.name)) is null)
     then
@@ -4606,14 +4608,14 @@ begin
 end;
 $$;
 comment on function pgqueue._on_queue_altered_archive(pgqueue.queues, pgqueue.queues) is
-'Starts or stops archiving as the row of the queue says.';
+'Starts or stops archiving if archive_for changed, or if the marker does not match it.';
 
 create function pgqueue._on_queue_dropping_archive(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ select pgqueue._stop_archiving(q) $$;
 comment on function pgqueue._on_queue_dropping_archive(pgqueue.queues) is
-'Keeps what the queue has archived for as long as its archive_for promised.';
+'Stops archiving. The messages that the queue has archived are kept for its archive_for.';
 
 create function pgqueue._truncate_day(day date)
 returns void
@@ -4621,21 +4623,21 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- The partition alone: acknowledgements, which lock the parent and today, do not notice. And at once or not at
-    -- all: a request that waits for who reads lets others wait behind it.
+    -- Lock only the partition: acknowledgements lock the parent and the partition of today, and are not blocked. Do not
+    -- wait for the lock: other sessions would queue behind a waiting request.
     execute format('lock table only pgqueue.%I in access exclusive mode nowait', pgqueue._day_partition_name(day));
     execute format('truncate only pgqueue.%I', pgqueue._day_partition_name(day));
 end;
 $$;
 comment on function pgqueue._truncate_day(date) is
-'Removes the messages of a day of the archive. Raises 55P03 where it is being read.';
+'Truncates the partition of one day without waiting. Raises 55P03 if it is in use.';
 
 create function pgqueue._is_day_empty(day date)
 returns boolean
 language sql volatile
 as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
 comment on function pgqueue._is_day_empty(date) is
-'Whether a day of the archive was emptied, or never had a message.';
+'Returns whether the partition of a day has no data: it was truncated, or never had a message.';
 
 create function pgqueue._on_housekeeping_due_archive(at timestamptz, since_last interval)
 returns void
@@ -4650,8 +4652,8 @@ begin
     if pgqueue._file_messages(at, 1000) = 1000 then
         perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
     end if;
-    -- Until this transaction commits, a truncated day blocks every reader of the whole archive. So a day is truncated only
-    -- if the transaction can commit at once, and only if the clock has not jumped since the last housekeeping.
+    -- Until this transaction commits, a truncated day blocks every reader of the whole archive. So a day is truncated
+    -- only if the transaction can commit at once, and only if the clock has not jumped since the last housekeeping.
     if pgqueue._is_first_statement() and since_last between interval '0' and interval '1 day' then
         delete from pgqueue.archive_promises p where p.ends_at <= at;
         select d into day from pgqueue._expired_days(at) d where not pgqueue._is_day_empty(d) limit 1;
@@ -4675,8 +4677,8 @@ as $$
 declare
     day date;
 begin
-    -- A request that waits for the whole table lets every acknowledgement wait behind it. So it never waits; it
-    -- is there again at once, as acknowledgements come and go in no time.
+    -- Do not wait for the lock: every acknowledgement would queue behind the request. Retry instead. Acknowledgements
+    -- hold their locks only briefly.
     for attempt in 1..1000 loop
         begin
             lock table only pgqueue.archived_messages in access exclusive mode nowait;
@@ -4685,7 +4687,7 @@ begin
                     execute format('drop table pgqueue.%I', pgqueue._day_partition_name(day));
                     return next day;
                 exception when dependent_objects_still_exist then
-                    -- Somebody has a view of this day: no reason to keep the others.
+                    -- Another object, such as a view, depends on this day. Continue with the other days.
                     null;
                 end;
             end loop;
@@ -4697,7 +4699,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_days(date[]) is
-'Drops the partitions of days, and returns those: none if a longer transaction uses the archive, nor one that something else uses.';
+'Drops the partitions of the given days and returns the days it dropped: none if a longer transaction uses the archive. Leaves out a day on which another object depends.';
 
 create function pgqueue.maintain_archive()
 returns setof pgqueue.archive_change
@@ -4737,7 +4739,7 @@ begin
 end;
 $$;
 comment on function pgqueue.maintain_archive() is
-'Looks after pgqueue.archived_messages, and returns what it did, a row a day: makes the partitions of today and eight days ahead, where any queue archives, files pgqueue.unfiled_messages, and drops the days that ended longer ago than the longest archive_for of any queue, dropped ones included as long as their own. Keeps no acknowledgement waiting: a partition that a longer transaction, or a view of it, keeps from being dropped is emptied, and one that is being read is left (busy), both until the next time. Claims do the same by the way but for the dropping, and receives but for the emptying, so that it may be called once a day, by whatever calls things, or now and then by hand; in a transaction of its own.';
+'Maintains pgqueue.archived_messages and returns one row per day changed. Creates the partitions of today and the next eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days older than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the archive_for they had has passed (dropped). Blocks no acknowledgement: a partition that cannot be dropped, because a longer transaction uses the archive or a view depends on the partition, is emptied (emptied), and one that is being read is left alone (busy); the next call tries again. Claims and receives run the same maintenance about once an hour, but claims drop nothing, and receives neither drop nor empty. Call this once a day from a scheduler, or occasionally by hand, in a transaction of its own.';
 
 create function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -4758,7 +4760,7 @@ begin
     return query
     select
         'error', w.name, 'archive_mark',
-        format('queue %L has archive_for %s, but its acknowledgements %s: it was changed by plain SQL',
+        format('queue %L has archive_for %s, but its acknowledgements %s messages: archive_for was changed by plain SQL',
             w.name, coalesce(w.archive_for::text, 'null'), case when w.archive_for is null then 'archive' else 'delete' end),
         format('select pgqueue.alter_queue(%L, archive_for => %L);', w.name, coalesce(w.archive_for, '0'))
     from pgqueue.queues w
@@ -4769,9 +4771,9 @@ begin
     from (select c.finished_at from pgqueue.unfiled_messages c limit 1000) u;
     if unfiled > 0 then
         return next row('warning', null, 'unfiled_messages',
-            format('%s acknowledged messages wait for a partition of pgqueue.archived_messages%s',
+            format('%s acknowledged messages are not yet in a partition of pgqueue.archived_messages%s',
                 case unfiled when 1000 then '1000 or more' else unfiled::text end,
-                case when is_ahead then ', also such as were acknowledged while the clock was ahead' else '' end),
+                case when is_ahead then ', and some were acknowledged while the clock was ahead' else '' end),
             case when is_ahead then
                 format('update pgqueue.unfiled_messages set finished_at = %1$L where finished_at > %1$L; ', at)
             else '' end || repair)::pgqueue.finding;
@@ -4781,7 +4783,7 @@ begin
         and not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)) and pgqueue._has_day_partition(pgqueue._utc_day(at) + 1), false)
     then
         return next row('warning', null, 'missing_archive_day',
-            'pgqueue.archived_messages has no partition for today or tomorrow: what is acknowledged is filed later',
+            'pgqueue.archived_messages has no partition for today or tomorrow: messages acknowledged on such a day are filed later',
             repair)::pgqueue.finding;
     end if;
 
@@ -4790,17 +4792,18 @@ begin
     where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
     if overdue > 0 and not is_empty or overdue > 30 then
         return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
-            format('%s days of the archive that no queue wants any more %s', overdue,
+            format('%s days of the archive that no queue needs any more %s', overdue,
                 case when is_empty then 'were emptied, but not dropped' else 'are still there' end),
             repair)::pgqueue.finding;
     end if;
 end;
 $$;
 comment on function pgqueue._findings_of_archive(pgqueue.queues) is
-'What doctor finds on the archive: the marks of all queues, unfiled messages, and days that are missing or overdue.';
--- Batches that can be read again. A stream reserves messages under a number and a token, which a reader keeps in its
--- checkpoint: after any crash it is given the very same messages, until it says that the batch is done. One batch is
--- open at a time; one reader at a time, as each opening fences the one before; each call is one transaction.
+'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, and missing or overdue days.';
+-- Batches that can be read again. A stream reserves messages under a batch number and a token, which the reader stores
+-- in its checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch. A stream
+-- has at most one open batch, and one reader: opening it again fences the previous reader. Each call is one
+-- transaction.
 
 create function pgqueue._raise_stream_not_found(queue_name text, stream_name text)
 returns void
@@ -4915,7 +4918,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_stream_name(text) is
-'Raises 22023 for what is no name of a stream.';
+'Raises 22023 for an invalid stream name.';
 
 create function pgqueue._check_batch(seq bigint, claim_token uuid)
 returns void
@@ -4924,7 +4927,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     if seq is null or seq < 1 then
-        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, from 1');
+        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, 1 or higher');
     end if;
     if claim_token is null then
         perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that stream_claim returned');
@@ -4932,14 +4935,14 @@ begin
 end;
 $$;
 comment on function pgqueue._check_batch(bigint, uuid) is
-'Raises 22023 for what names no batch.';
+'Raises 22023 for an invalid batch number or a missing token.';
 
 create function pgqueue._next_epoch(epoch bigint)
 returns bigint
 language sql volatile
 as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
 comment on function pgqueue._next_epoch(bigint) is
-'The epoch that follows. By the clock, as a count would start over in a stream dropped and made again, or in a restored database, and let an old reader pass for the new one.';
+'Returns the next epoch: at least the clock in microseconds. A counter would start over in a stream that was dropped and created again, and repeat itself in a restored database, so that an old reader could pass for the new one.';
 
 create function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
 returns void
@@ -4956,7 +4959,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
-'Raises PQ006 unless the caller opened the stream last.';
+'Raises PQ006 unless epoch is that of the last stream_open, 22023 if it is null.';
 
 create function pgqueue._lock_stream(queue_name text, stream_name text)
 returns pgqueue.streams
@@ -4976,7 +4979,7 @@ begin
 end;
 $$;
 comment on function pgqueue._lock_stream(text, text) is
-'The stream of that name, locked: behind the queue, before messages. Raises PQ005.';
+'Returns the stream and locks its row. Lock order: the queue, then the stream, then messages. Raises PQ005.';
 
 create function pgqueue._public_stream(s pgqueue.streams)
 returns pgqueue.stream
@@ -4989,7 +4992,7 @@ as $$
     )::pgqueue.stream
 $$;
 comment on function pgqueue._public_stream(pgqueue.streams) is
-'A stream''s row without what is internal.';
+'Returns the public columns of a stream.';
 
 create function pgqueue._open_batch(s pgqueue.streams, lost bigint[])
 returns pgqueue.stream_batch
@@ -5001,7 +5004,7 @@ as $$
     )::pgqueue.stream_batch
 $$;
 comment on function pgqueue._open_batch(pgqueue.streams, bigint[]) is
-'The open batch of a stream, as the verbs return it.';
+'Returns the open batch of a stream in the form that the public functions return.';
 
 create function pgqueue._extend_open_batch(s pgqueue.streams, until timestamptz)
 returns bigint[]
@@ -5027,7 +5030,7 @@ begin
 end;
 $$;
 comment on function pgqueue._extend_open_batch(pgqueue.streams, timestamptz) is
-'Keeps the messages of the open batch until then, also where their claim ran out but nobody took them, and returns the ids of those that are lost.';
+'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed the message since. Returns the ids of the messages that are lost.';
 
 create function pgqueue._settle_batch(s pgqueue.streams)
 returns int
@@ -5051,7 +5054,7 @@ begin
 end;
 $$;
 comment on function pgqueue._settle_batch(pgqueue.streams) is
-'Removes the messages of the open batch, to the archive where the stream or else the queue wants that, and returns how many were still the stream''s.';
+'Acknowledges the messages of the open batch and returns how many of them were still claimed by the stream. They go to the archive if on_ack of the stream, or else the queue, says so.';
 
 create function pgqueue._close_batch(s pgqueue.streams)
 returns pgqueue.streams
@@ -5072,7 +5075,7 @@ begin
 end;
 $$;
 comment on function pgqueue._close_batch(pgqueue.streams) is
-'The stream without an open batch.';
+'Returns the stream without an open batch.';
 
 create function pgqueue._save_batch(s pgqueue.streams)
 returns void
@@ -5088,7 +5091,7 @@ begin
 end;
 $$;
 comment on function pgqueue._save_batch(pgqueue.streams) is
-'Writes how far a stream is, and its open batch.';
+'Writes the last acknowledged batch and the open batch of a stream to its row.';
 
 create function pgqueue.stream_open(
     queue_name text, stream_name text, opened_by text default null, on_ack text default null
@@ -5103,7 +5106,7 @@ declare
 begin
     perform pgqueue._check_stream_name(stream_name);
     if on_ack not in ('archive', 'delete') then
-        perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for what the queue says');
+        perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for the default of the queue');
     end if;
     if on_ack = 'archive' and q.archive_for is null then
         perform pgqueue._raise_invalid('on_ack', on_ack, format('delete or null where queue %L has no archive_for', q.name));
@@ -5121,7 +5124,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_open(text, text, text, text) is
-'Opens a stream of the queue, making it where there is none, and returns it with a new epoch: whoever opened it before is fenced, and gets PQ006 from then on. stream_name (as a queue''s name) is one query''s own. Reading begins behind acked_seq and acked_token where the reader has no checkpoint. opened_by is a name for humans. on_ack says what becomes of messages that are acknowledged from now on: delete, archive, which insists on the queue''s archive_for, or null for what the queue says then. Raises 22023, PQ001.';
+'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores; each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. opened_by is a name for humans. on_ack says what happens to messages that are acknowledged from now on: delete; archive, which requires that the queue has archive_for; or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
 
 create function pgqueue._claim_candidates_up_to(
     q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int
@@ -5131,7 +5134,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- What came back may lie below the head, and behind any number of others that came back.
+    -- A requeued message may have an id below the head, and any number of other requeued messages may precede it. So
+    -- all of them up to up_to_id are read.
     returned constant bigint[] := array(
         select distinct r.id from pgqueue.requeued_messages r where r.queue_name = q.name and r.id <= up_to_id);
     picks constant bigint[] := pgqueue._lock_ready(q, returned, '{}', at, wanted);
@@ -5145,7 +5149,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates_up_to(pgqueue.queues, timestamptz, bigint, int) is
-'The ids of up to wanted messages up to an id that are ready, locked: the whole walk, for who must not miss one.';
+'Locks and returns the ids of up to wanted ready messages with ids up to up_to_id. Searches the whole range, so that it misses no message that no other session has locked.';
 
 create function pgqueue._reserve(
     q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, up_to_id bigint
@@ -5165,7 +5169,7 @@ declare
     is_short boolean;
     by_walk boolean := false;
 begin
-    -- In portions, as a pick compares what it finds with what it has.
+    -- In portions of at most 10000: each pick compares the ids it finds with those it already has.
     loop
         wanted := least(max_messages - cardinality(ids), 10000);
         exit when wanted = 0;
@@ -5176,7 +5180,8 @@ begin
             picks := pgqueue._claim_candidates_fast(q.name, wanted, visibility_timeout);
             is_short := cardinality(picks) < wanted;
             if up_to_id is not null and (is_short or up_to_id < any (picks)) then
-                -- What lies beyond is left to others. What does not may still have been passed over.
+                -- Ids above up_to_id are left to other sessions: move fresh_from_id back to the lowest of them.
+                -- The fast path may also have passed over ids up to up_to_id, so the whole range is searched next.
                 perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
                 from unnest(picks) as p
                 where p > up_to_id
@@ -5211,7 +5216,7 @@ begin
 end;
 $$;
 comment on function pgqueue._reserve(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
-'Claims messages for a stream, and returns it with them as its open batch, if any were ready.';
+'Claims up to max_messages ready messages for a stream. Returns the stream with them as its open batch, or without an open batch if none were ready.';
 
 create function pgqueue.stream_claim(
     queue_name text,
@@ -5242,7 +5247,7 @@ declare
 begin
     perform pgqueue._check_epoch(s, epoch);
     if after_seq is null or after_seq not between 0 and 9223372036854775805 then
-        perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last batch that is done, 0 before the first');
+        perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last finished batch, or 0 before the first');
     end if;
     if max_messages is null or max_messages not between 1 and 100000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 100000');
@@ -5257,8 +5262,8 @@ begin
 
     if after_seq = s.acked_seq and after_token is not distinct from s.acked_token then
         if s.claim_token is not null then
-            -- Claimed by one who died before he could note it, or whose answer was lost: it goes on as it is, less what
-            -- others were given since. The attempt is counted already.
+            -- The reader crashed before it stored the batch in its checkpoint, or the answer was lost. Return the open
+            -- batch without the messages that other sessions have claimed since. Its attempt is already counted.
             s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
             lost := pgqueue._extend_open_batch(s, s.claimed_until);
             s.left_out := s.left_out || lost;
@@ -5301,7 +5306,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_claim(text, text, bigint, bigint, uuid, int, int, interval, bigint, boolean) is
-'Acknowledges everything up to batch after_seq with token after_token (0 and null before the first), which must be done for good, and returns the batch behind it: the one that is open already, with the same messages, or else a new one of up to max_messages (1 to 100000) that are ready, claimed as claim does for visibility_timeout; no row where none is ready or the queue is paused. It is to be read in partitions (1 to 1000). up_to_id leaves what is sent later to a later run. Where after_seq and after_token are not the stream''s, the checkpoint was rolled back, copied or taken from another: that raises PQ007; with fail_on_data_loss false the stream follows the checkpoint, and an open batch is given back. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+'Acknowledges all batches up to after_seq with token after_token (0 and null before the first), whose results must be stored durably, and returns the next batch: the open one, with the same messages, or a new one. A new batch has up to max_messages (1 to 100000, default 10000) ready messages, claimed for visibility_timeout as by claim; no row is returned if none are ready or the queue is paused. The batch is read in partitions (1 to 1000, default 1). Messages with ids above up_to_id, such as those sent later, are left for later batches. If after_seq and after_token do not match the stream, the checkpoint was rolled back, copied or taken from another stream: this raises PQ007, or with fail_on_data_loss false the stream continues from the checkpoint and releases an open batch. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
 
 create function pgqueue.stream_begin(
     queue_name text,
@@ -5344,7 +5349,7 @@ begin
         )::pgqueue.stream_batch;
     end if;
 
-    -- What was claimed just now needs no look; what is missing all the same is noticed by who reads it.
+    -- A batch that was claimed just now is not checked. If messages are missing nevertheless, stream_read notices.
     if s.begun_epoch is not null or s.claimed_until < pgqueue._add_interval(at, s.visibility_timeout / 2) then
         s.claimed_until := pgqueue._add_interval(at, s.visibility_timeout);
         lost := pgqueue._extend_open_batch(s, s.claimed_until);
@@ -5355,7 +5360,8 @@ begin
             s.left_out := s.left_out || lost;
         end if;
     end if;
-    -- One replay an epoch, however often a reader plans it. An empty batch cannot do any harm.
+    -- Count one replay per epoch, however often the reader begins the batch in it. Replays of an empty batch do not
+    -- count.
     if s.begun_epoch <> epoch and cardinality(s.left_out) < cardinality(s.ids) then
         if s.replays >= max_replays then
             perform pgqueue._raise_stream_poisoned(s);
@@ -5369,7 +5375,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_begin(text, text, bigint, bigint, uuid, int, boolean) is
-'Begins to read the open batch, for the first time or again after a crash, and returns it: to be called before its partitions are read. Where it is read again the reservation is renewed, and messages that are no longer the stream''s, as it ran out and others took them, raise PQ008, which names them; with fail_on_data_loss false they are left out of the batch from then on, and returned as lost. A batch that was begun in max_replays + 1 epochs (null for any number) raises PQ009, which names it and its messages. A batch that is not the open one raises PQ007, and is never taken for an empty one; with fail_on_data_loss false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
+'Begins to read the open batch, for the first time or again after a crash, and returns it. Call this before reading its partitions. Reading a batch again renews its reservation. Messages that the stream has lost, because the reservation ran out and other sessions claimed them, raise PQ008, which names them; with fail_on_data_loss false they are left out of the batch and returned in lost. A batch that was begun in max_replays + 1 epochs (default 5; null for no limit) raises PQ009, which names the batch and its messages. A batch that is not the open one raises PQ007; with fail_on_data_loss false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
 
 create function pgqueue.stream_read(
     queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
@@ -5383,8 +5389,8 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    -- Stable: the stream and its messages are seen in one snapshot, so that what is skipped or acknowledged
-    -- meanwhile is either read in full or refused.
+    -- The function is stable: it sees the stream and its messages in one snapshot. If the batch is skipped or
+    -- acknowledged meanwhile, the read returns all of its messages or raises an error.
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     s pgqueue.streams;
     wanted bigint[];
@@ -5428,7 +5434,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is
-'Returns the messages of one partition of the open batch, from 0, or of all where partition is null: by id, each partition a stretch of them. It changes nothing, may be called as often as wanted, in parallel, and returns the same each time but for visible_at. Never returns less: messages that are no longer the stream''s raise PQ008, and a batch that is not the open one PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008.';
+'Returns the messages of one partition of the open batch, numbered from 0, or of all partitions if partition is null, in the order of their ids; each partition is a contiguous range of the batch. It changes nothing, may be called repeatedly and in parallel, and returns the same messages each time, except for visible_at. It never returns fewer messages: lost messages raise PQ008, and a batch that is not the open one raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008.';
 
 create function pgqueue.stream_extend(
     queue_name text, stream_name text, epoch bigint, visibility_timeout interval default null
@@ -5460,7 +5466,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_extend(text, text, bigint, interval) is
-'Ends the reservation of the open batch visibility_timeout (1 s to 43200 s, by default that of its claim) from now, and returns the batch, with the ids of the messages that are no longer the stream''s in lost; no row where none is open. The heartbeat of a reader. Raises 22023, PQ001, PQ005, PQ006.';
+'Sets the end of the open batch''s reservation to visibility_timeout (1 s to 43200 s, default that of its claim) from now. Returns the batch, with the ids of the messages that the stream has lost as lost; no row if no batch is open. Readers call this periodically as a heartbeat. Raises 22023, PQ001, PQ005, PQ006.';
 
 create function pgqueue.stream_ack(
     queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid
@@ -5496,7 +5502,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_ack(text, text, bigint, bigint, uuid) is
-'Removes the messages of the open batch, whose work is done for good, and returns how many were still the stream''s; 0 where it was acknowledged before. A batch that was never claimed, or another of its number, raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+'Acknowledges the open batch, whose results must be stored durably, and returns how many of its messages the stream still held; 0 if the batch was acknowledged before. A batch that was never claimed, or whose token differs, raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
 
 create function pgqueue.stream_skip(
     queue_name text,
@@ -5546,7 +5552,8 @@ begin
             null, 'rejected');
         skipped := skipped + 1;
     end loop;
-    -- What is left has another chance. Who reads the batch while nobody has told him is fenced.
+    -- The remaining messages may be replayed max_replays times again. Without an epoch argument the caller is not the
+    -- reader: a new epoch fences the reader, which does not know that the batch has changed.
     update pgqueue.streams t
     set left_out = s.left_out || wanted, replays = 0,
         epoch = case when stream_skip.epoch is null then pgqueue._next_epoch(t.epoch) else t.epoch end
@@ -5555,7 +5562,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_skip(text, text, bigint, bigint[], text, bigint) is
-'Takes messages, all or those in ids, out of the open batch, whose number is seq, and returns how many went to the dead letters, with reason rejected and error as last_error, or were deleted where the queue has none. What the stream had lost is left out, too. The batch goes on with the rest, and its replays start over; without a rest it is read as an empty one. By hand it is called without epoch, which fences who reads the stream: start him again. A reader that sorts out what it cannot use gives its epoch. Raises 22023, PQ001, PQ005, PQ006, and PQ007 where the batch is not open.';
+'Removes messages, all or those in ids, from the open batch, whose number is seq. Returns how many went to the dead letters, with reason rejected and error as last_error, or were deleted if the queue has no dead letters. Messages that the stream has lost are left out as well. The batch continues with the remaining messages and its replay count starts over; if none remain, it is read as an empty batch. An operator calls this without epoch, which fences the reader: restart its query. A reader that skips messages it cannot use passes its own epoch. Raises 22023, PQ001, PQ005, PQ006, and PQ007 if the batch is not open.';
 
 create function pgqueue.list_streams(queue_name text default null)
 returns setof pgqueue.stream
@@ -5574,7 +5581,7 @@ begin
 end;
 $$;
 comment on function pgqueue.list_streams(text) is
-'Returns the streams of a queue, or of every queue where queue_name is null, by name. Raises PQ001.';
+'Returns the streams of a queue, or of all queues if queue_name is null, by queue and stream name. Raises PQ001.';
 
 create function pgqueue.drop_stream(queue_name text, stream_name text)
 returns int
@@ -5594,14 +5601,14 @@ begin
 end;
 $$;
 comment on function pgqueue.drop_stream(text, text) is
-'Drops a stream, gives the messages of its open batch back as release does, and returns how many those were. A reader that still has a checkpoint of it is refused with PQ005, and with PQ007 once the stream is made again. Raises PQ001, PQ005.';
+'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001, PQ005.';
 
 create function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
 comment on function pgqueue._on_queue_dropping_streams(pgqueue.queues) is
-'Drops the streams of the queue.';
+'Deletes the streams of the queue.';
 
 create function pgqueue._findings_of_streams(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -5614,15 +5621,15 @@ begin
     return query
     select
         'warning', q.name, 'lapsed_stream',
-        format('the reservation of batch %s of stream %L, %s messages, ran out %s ago, and its query has not come back',
+        format('the reservation of batch %s of stream %L, %s messages, ran out %s ago, and the stream was not read since',
             t.acked_seq + 1, t.stream_name, cardinality(t.ids) - cardinality(t.left_out), at - t.claimed_until),
-        format('Start its query again, or give the messages back: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
+        format('Start its query again, or release the messages: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
     from pgqueue.streams t
     where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
 end;
 $$;
 comment on function pgqueue._findings_of_streams(pgqueue.queues) is
-'What doctor finds on the streams of a queue: reservations that have run out.';
+'The findings of doctor about the streams of a queue: reservations that have run out.';
 -- Many messages from many writers in one commit: each writer stages its rows under a token of its own, and one
 -- call publishes what the winners staged, all or nothing, once for each (app_id, version).
 

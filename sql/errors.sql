@@ -1,8 +1,8 @@
 -- The errors of the core. Each function raises one error, with its SQLSTATE, message and hint. A room defines the
 -- errors that only it raises at the top of its own file.
 
--- During an upgrade, grants.sql reads this setting later in the same transaction. It lists the access that each role has
--- before the upgrade creates new functions.
+-- During an upgrade, grants.sql reads this setting later in the same transaction. It lists the access that each role
+-- has before the upgrade creates new functions.
 do $$
 begin
     if to_regprocedure('pgqueue._has_access(name, text)') is not null then
