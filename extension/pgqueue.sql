@@ -5612,8 +5612,8 @@ end;
 $$;
 comment on function pgqueue._findings_of_streams(pgqueue.queues) is
 'The findings of doctor about the streams of a queue: reservations that have run out.';
--- Many messages from many writers in one commit: each writer stages its rows under a token of its own, and one
--- call publishes what the winners staged, all or nothing, once for each (app_id, version).
+-- Sends the messages of many writers in one commit. Each writer stages its messages under its own token. sink_commit
+-- sends the messages of the successful attempts, all or none, and only once for each (app_id, version).
 
 create function pgqueue._raise_staged_messages_lost(
     run uuid, partition int, expected bigint, remaining bigint
@@ -5674,7 +5674,7 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_stage(text, uuid, int, bigint) is
-'Begins to stage what one attempt at one partition of a run writes for a queue, and returns its token: messages are copied into pgqueue.staged_messages under it in the same transaction, as arrays of some hundred a row, each with the number of its first message, from 1. What enqueue would refuse is refused there (22023, PQ003), but for payloads over the limit of the queue. Nobody sees them before sink_commit, which only the same session_user may call for them. Raises 22023, PQ001.';
+'Starts to stage the messages that one attempt of one partition of a run writes for a queue, and returns a token. In the same transaction the caller copies the messages into pgqueue.staged_messages under this token: as arrays, some hundred messages per row, each row with the number of its first message, counted from 1. The copy raises 22023 or PQ003 for messages that enqueue would refuse, except for those over the limit of the queue, which sink_commit refuses. No session can claim the messages before sink_commit, which must be called by the same session_user. Raises 22023, PQ001.';
 
 create function pgqueue._check_messages(s pgqueue.staged_messages, a pgqueue.staged_attempts)
 returns void
@@ -5702,7 +5702,7 @@ exception when invalid_parameter_value or sqlstate 'PQ003' then
 end;
 $$;
 comment on function pgqueue._check_messages(pgqueue.staged_messages, pgqueue.staged_attempts) is
-'Raises for the first message of a staged row what enqueue would raise for it: 22023 or PQ003, with its number.';
+'Raises the error that enqueue would raise for the first invalid message of a staged row, 22023 or PQ003, with the number of the message.';
 
 create function pgqueue._measure_messages()
 returns trigger
@@ -5733,7 +5733,7 @@ begin
 end;
 $$;
 comment on function pgqueue._measure_messages() is
-'Trigger of staged_messages: counts and measures the messages of a row, and refuses what enqueue would refuse of any queue.';
+'Trigger of staged_messages: counts and measures the messages of a row, and raises an error for messages that enqueue would refuse in every queue.';
 
 create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
@@ -5745,20 +5745,20 @@ as $$
     select a.* from pgqueue.staged_attempts a where a.run = _own_attempts.run and a.staged_by = session_user
 $$;
 comment on function pgqueue._own_attempts(uuid) is
-'What the session''s own role has staged in a run. By session_user: inside a verb, current_user is the owner.';
+'Returns the attempts that the session''s own role has staged in a run. Uses session_user, because current_user is the owner inside a security definer function.';
 
 create function pgqueue._lock_own_attempts(run uuid)
 returns setof pgqueue.staged_attempts
 language sql volatile
 as $$
-    -- Not by way of _own_attempts: "for update" locks no row of a function.
+    -- Do not call _own_attempts here: "for update" does not lock rows that a function returns.
     select a.* from pgqueue.staged_attempts a
     where a.run = _lock_own_attempts.run and a.staged_by = session_user
     order by a.token
     for update
 $$;
 comment on function pgqueue._lock_own_attempts(uuid) is
-'The same, locked: nobody else sends them, or takes them away, until the transaction ends.';
+'Returns the same rows and locks them: no other session sends or deletes them until the transaction ends.';
 
 create function pgqueue._record_sink_commit(run uuid, messages bigint, app_id text, version bigint)
 returns boolean
@@ -5768,7 +5768,8 @@ as $$
 declare
     earlier pgqueue.sink_commits;
 begin
-    -- Who comes second waits here until the first has committed, and finds its entry.
+    -- A concurrent commit of the same version waits at this insert until the first commit ends, and then finds its
+    -- entry.
     insert into pgqueue.sink_commits (app_id, version, run, messages, committed_by, committed_at)
     values (app_id, version, run, messages, session_user, pgqueue._now())
     on conflict do nothing;
@@ -5778,22 +5779,22 @@ begin
             where c.app_id = _record_sink_commit.app_id collate "C" and c.forgotten_version >= _record_sink_commit.version
         ) then
             perform pgqueue._raise_invalid('version', version::text,
-                format('later than those of app_id %L that sweep_staged has forgotten: nobody knows whether it was committed', app_id));
+                format('higher than the versions of app_id %L that sweep_staged has forgotten: it is not known whether this one was committed', app_id));
         end if;
         return true;
     end if;
     select c.* into earlier from pgqueue.sink_commits c
     where c.app_id = _record_sink_commit.app_id collate "C" and c.version = _record_sink_commit.version;
-    -- To discard what somebody else's entry stands for would lose messages.
+    -- Messages must not be discarded because of another role's entry: that would lose them.
     if earlier.committed_by <> session_user then
         perform pgqueue._raise_invalid('app_id', app_id,
-            format('one of your own: version %s of it was committed by role %I', version, earlier.committed_by));
+            format('an app_id of your own: version %s of this one was committed by role %I', version, earlier.committed_by));
     end if;
     return false;
 end;
 $$;
 comment on function pgqueue._record_sink_commit(uuid, bigint, text, bigint) is
-'Enters a commit into the ledger; false if it is there already. Raises 22023 for another role''s, and for one so old that the ledger has forgotten it.';
+'Records a commit in the ledger; returns false if it is already recorded. Raises 22023 if another role recorded it, or if it is so old that the ledger has forgotten it.';
 
 create function pgqueue._send_staged(token uuid, q pgqueue.queues, at timestamptz)
 returns bigint
@@ -5810,7 +5811,7 @@ declare
     delayed bigint;
     due_at timestamptz;
 begin
-    -- What is over the queue's limit is left out, and thereby noticed: the count is short.
+    -- Rows with a message over the queue's limit are left out. sink_commit notices, because the count is then too low.
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
     )
@@ -5832,7 +5833,8 @@ begin
         select
             q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
             pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
-        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        -- Give each message its own due_at: claims resume at the last due_at, and would read all removed entries that
+        -- have the same one.
         from (
             select u.*, s.row_number, row_number() over (partition by u.delay order by s.row_number, u.place) as n
             from pgqueue.staged_messages s
@@ -5851,7 +5853,7 @@ begin
 end;
 $$;
 comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
-'Sends the messages staged under a token, in their order, and returns how many it sent; rows with one over the limit of the queue are left out.';
+'Sends the messages staged under a token, in their order, and returns how many it sent. Leaves out rows that have a message over the limit of the queue.';
 
 create function pgqueue._discard_staged(run uuid)
 returns bigint
@@ -5869,7 +5871,7 @@ begin
 end;
 $$;
 comment on function pgqueue._discard_staged(uuid) is
-'Deletes what the session''s own role has staged in a run, and returns how many messages.';
+'Deletes the messages and attempts that the session''s own role has staged in a run, and returns the number of messages.';
 
 create function pgqueue._check_sink(
     run uuid, tokens uuid[], counts bigint[], app_id text, version bigint
@@ -5889,18 +5891,18 @@ begin
         select from unnest(counts) as n where n is null or n not between 0 and 2147483647
     ) then
         perform pgqueue._raise_invalid('counts', counts::text,
-            format('an array of %s elements, as many as tokens: how many messages were staged under each, from 0 to 2147483647', cardinality(tokens)));
+            format('an array of %s elements, one for each token: the number of messages staged under it, from 0 to 2147483647', cardinality(tokens)));
     end if;
     if app_id is not null and length(app_id) not between 1 and 512 then
         perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
     end if;
     if num_nulls(app_id, version) = 1 then
-        perform pgqueue._raise_invalid('version', version::text, 'given with app_id, and not without it');
+        perform pgqueue._raise_invalid('version', version::text, 'given if app_id is given, and null otherwise');
     end if;
 end;
 $$;
 comment on function pgqueue._check_sink(uuid, uuid[], bigint[], text, bigint) is
-'Raises 22023 for arguments of sink_commit that make no sense.';
+'Raises 22023 for invalid arguments of sink_commit.';
 
 create function pgqueue.sink_commit(
     run uuid,
@@ -5921,13 +5923,13 @@ declare
     published bigint;
 begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
-    -- The queues first, by name; from here on none of them is dropped.
+    -- Lock the queues first, in the order of their names. From here on none of them can be dropped.
     perform pgqueue._get_locked_queue(n.queue_name)
     from (
         select distinct a.queue_name from pgqueue._own_attempts(run) a where a.token = any (tokens)
         order by a.queue_name
     ) n;
-    -- Without a name of its own a run goes by its id, so that a call whose answer was lost can be repeated.
+    -- A run without app_id is recorded under its own id, so that a call whose answer was lost can be repeated.
     if not pgqueue._record_sink_commit(
         run, (select coalesce(sum(n), 0)::bigint from unnest(counts) as n), coalesce(app_id, run::text), coalesce(version, 0)
     ) then
@@ -5936,7 +5938,7 @@ begin
     end if;
 
     attempts := array(select a from pgqueue._lock_own_attempts(run) as a);
-    -- The clock is read behind all locks: delays count from here.
+    -- Read the clock after all locks are taken: delays count from this time.
     at := pgqueue._now();
     for winner in
         select a as attempt, t.expected
@@ -5962,7 +5964,7 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint) is
-'Sends what was staged in a run, in one transaction: of each attempt named by its token exactly as many messages as counts says, in their order, by the rules of enqueue; delays count from now. What other attempts of the run staged is discarded. Returns false, and discards all, if version of app_id was committed before; a run without app_id is known by its id, so that the call can be repeated until it is answered. Raises PQ010 where staged messages are missing, as after a crash of the server; PQ001 for a queue dropped since; PQ003 for the first message over the limit of its queue, with its row; and 22023 for a version of another role, or older than what sweep_staged has forgotten.';
+'Sends the staged messages of a run in one transaction and returns true. From each attempt named in tokens it sends exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now. Messages of the other attempts of the run are discarded. If version of app_id was committed before, it discards all messages and returns false. A run without app_id is identified by run, so that the call can be repeated until it is answered. Raises PQ010 if staged messages are missing, for example after a crash of the server; PQ001 if a queue was dropped; PQ003 for the first message over the limit of its queue, with its row; and 22023 if the version was committed by another role, or is not higher than those that sweep_staged has forgotten.';
 
 create function pgqueue.sink_abort(run uuid)
 returns bigint
@@ -5977,7 +5979,7 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_abort(uuid) is
-'Discards what the caller''s own role has staged in a run and not committed, and returns how many messages that were. Raises 22023.';
+'Discards the messages that the caller''s own role has staged in a run and not committed, and returns how many there were. Raises 22023.';
 
 create function pgqueue.sweep_staged(
     older_than interval default '1 day', forget_after interval default '90 days'
@@ -5997,16 +5999,16 @@ begin
     if forget_after is null or not pgqueue._is_interval_between(forget_after, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
-    -- One sweep at a time: two would forget behind each other's back.
+    -- One sweep at a time: a sweep must see which versions other sweeps have deleted from the ledger.
     lock table pgqueue.sink_commits in share update exclusive mode;
-    -- Whoever is being committed is locked, and stays.
+    -- Attempts that are being committed are locked. They are skipped.
     tokens := array(
         select a.token from pgqueue.staged_attempts a
         where a.staged_at <= pgqueue._add_interval(at, -older_than)
         order by a.token for update skip locked
     );
     delete from pgqueue.staged_attempts a where a.token = any (tokens);
-    -- Also what was copied under a token that nobody was given.
+    -- Also delete messages that were copied under a token that sink_stage never returned.
     with gone as (
         delete from pgqueue.staged_messages s
         where s.token = any (tokens) or not exists (select from pgqueue.staged_attempts a where a.token = s.token)
@@ -6033,7 +6035,7 @@ begin
 end;
 $$;
 comment on function pgqueue.sweep_staged(interval, interval) is
-'Discards what was staged longer than older_than (0 to 10 years) ago, by writers whose driver died, and returns how many messages that were; a run that lives longer fails with PQ010. Also lets the ledger forget commits after forget_after (0 to 10 years), but never the highest version of an app_id: a lower one that was forgotten is refused from then on, not sent twice. Raises 22023.';
+'Discards messages that were staged more than older_than (0 to 10 years, default 1 day) ago, because the driver of their run died, and returns how many there were. A run that takes longer than that fails with PQ010. Also deletes commits older than forget_after (0 to 10 years, default 90 days) from the ledger, but never the highest version of an app_id: a lower version that was forgotten is refused from then on, and not sent twice. Raises 22023.';
 
 create function pgqueue._findings_of_sink(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -6043,12 +6045,12 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
-    -- On a standby a query of an unlogged table fails.
+    -- On a standby, reading an unlogged table raises an error.
     if q.name is null and not pg_is_in_recovery() then
         return query
         select
             'warning', null::text, 'stale_staging',
-            format('%s attempts of %s runs, staged by %s, wait for a sink_commit, the first for %s: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
+            format('%s attempts of %s runs, staged by %s and up to %s old, were not committed: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
             'select pgqueue.sweep_staged();'
         from (
             select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at
@@ -6061,9 +6063,9 @@ begin
 end;
 $$;
 comment on function pgqueue._findings_of_sink(pgqueue.queues) is
-'What doctor finds on the staging tables, once for all queues: staged messages of drivers that died.';
--- A message for all who want it: queues subscribe to topics, publish sends each of them a copy, in the
--- caller's transaction. Who shares a queue shares the copy.
+'The findings of doctor about the staging tables, once for all queues: staged messages of drivers that died.';
+-- Publish and subscribe. Queues subscribe to topics, and publish sends a copy of a message to each subscribed queue, in
+-- the caller's transaction. The consumers of one queue share its copy.
 
 create function pgqueue._check_topic(argument text, topic text, may_be_pattern boolean)
 returns void
@@ -6071,19 +6073,19 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- A word may hold whatever the name of a type does; * and # are wild only where they are a whole word.
+    -- A word may contain all characters that a type name may contain. * and # are wildcards only as a whole word.
     if topic is null or char_length(topic) not between 1 and 255 or topic ~ '(^|[.])([.]|$)' or topic ~ '[[:cntrl:]]'
         or topic ~ '(^|[.])#[.]#([.]|$)' or not may_be_pattern and topic ~ '(^|[.])[*#]([.]|$)'
     then
         perform pgqueue._raise_invalid(argument, topic,
-            '1 to 255 characters: words joined by dots, none empty, no control characters'
-            || case when may_be_pattern then '; a word * stands for any one, # for any number of words, and no # follows another'
-                else '; * and # are for subscriptions' end);
+            '1 to 255 characters: words joined by dots, not empty, without control characters'
+            || case when may_be_pattern then '; the word * matches one word, # matches any number of words, and no # follows another #'
+                else '; * and # are allowed only in subscriptions' end);
     end if;
 end;
 $$;
 comment on function pgqueue._check_topic(text, text, boolean) is
-'Raises 22023 for what is no topic, nor, where one may be given, a pattern.';
+'Raises 22023 for an invalid topic. A pattern is valid if may_be_pattern is true.';
 
 create function pgqueue._matching_patterns(words text[])
 returns text[]
@@ -6091,39 +6093,39 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- The beginnings of patterns, each word with its dot, that match the words read so far.
-    beginnings text[] := '{"",#.}'::text[];
+    -- The prefixes of patterns that match the words read so far. Each word has a dot behind it.
+    prefixes text[] := '{"",#.}'::text[];
     word text;
 begin
     if not exists (select from pgqueue.subscriptions s where s.is_pattern) then
         return '{}'::text[];
     end if;
-    -- The index on the words of the patterns is walked as a tree: from each beginning it is asked for the next word,
-    -- and for *, alone and with a # behind; what ends in # matches this word too. So the cost depends on the topic and
-    -- on what matches, not on how many subscriptions there are.
+    -- Walk the index on the patterns as a tree: look up each prefix extended by the next word and by *, each alone and
+    -- followed by #. A prefix that ends in # matches this word, too. So the cost depends on the topic and on the
+    -- matching patterns, not on the number of subscriptions.
     foreach word in array words loop
-        beginnings := array(
-            select c.beginning
-            from unnest(beginnings) as b
+        prefixes := array(
+            select c.prefix
+            from unnest(prefixes) as b
             cross join lateral (values
                 (b || word || '.'), (b || word || '.#.'), (b || '*.'), (b || '*.#.')
-            ) as c (beginning)
+            ) as c (prefix)
             where (
-                -- The slash follows the dot.
+                -- The character after "." is "/": this range contains all patterns with the prefix.
                 select true from pgqueue.subscriptions s
-                where s.is_pattern and (s.topic || '.') >= c.beginning and (s.topic || '.') < left(c.beginning, -1) || '/'
+                where s.is_pattern and (s.topic || '.') >= c.prefix and (s.topic || '.') < left(c.prefix, -1) || '/'
                 order by s.topic || '.' limit 1
             )
             union
-            select b from unnest(beginnings) as b where '.' || b like '%.#.'
+            select b from unnest(prefixes) as b where '.' || b like '%.#.'
         );
-        exit when beginnings = '{}'::text[];
+        exit when prefixes = '{}'::text[];
     end loop;
-    return beginnings;
+    return prefixes;
 end;
 $$;
 comment on function pgqueue._matching_patterns(text[]) is
-'Patterns that match the words of a topic, each with a dot behind, and some that nobody subscribed to.';
+'Returns the patterns that match the words of a topic, each with a dot at its end, including some to which no queue is subscribed.';
 
 create function pgqueue._subscribers(topics text[])
 returns text[]
@@ -6146,7 +6148,7 @@ begin
 end;
 $$;
 comment on function pgqueue._subscribers(text[]) is
-'The queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
+'Returns the names of the queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
 
 create function pgqueue.subscribe(topic text, queue_name text)
 returns boolean
@@ -6158,14 +6160,14 @@ declare
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
     insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)
-    -- No queue's name alone: a transport may have an endpoint that is called like a queue which is not its own.
+    -- The endpoint is not the plain queue name: a transport may have an endpoint with the name of another queue.
     values (subscribe.topic, q.name, 'pgqueue:' || q.name, q.name)
     on conflict do nothing;
     return found;
 end;
 $$;
 comment on function pgqueue.subscribe(text, text) is
-'Lets the queue have a copy of what is published to topic from now on, and returns true; false if it is subscribed already. topic is 1 to 255 characters, words joined by dots; in their place, * stands for exactly one word and # for any number, none included: orders.* matches orders.paid, orders.# also orders and orders.paid.late. A queue that several subscriptions match gets one copy. Raises 22023, PQ001.';
+'Subscribes the queue to topic and returns true; false if it is already subscribed. The queue gets a copy of each message that is published to topic from now on. topic is 1 to 255 characters: words joined by dots. In place of a word, * matches exactly one word and # any number of words, including none: orders.* matches orders.paid, and orders.# also matches orders and orders.paid.late. A queue that several subscriptions match gets one copy. Raises 22023, PQ001.';
 
 create function pgqueue.unsubscribe(topic text, queue_name text)
 returns boolean
@@ -6181,7 +6183,7 @@ begin
 end;
 $$;
 comment on function pgqueue.unsubscribe(text, text) is
-'Ends a subscription, named as it was made, and returns true; false if there was none. What was published before stays in the queue. Raises 22023, PQ001.';
+'Ends the subscription of the queue to exactly this topic or pattern and returns true; false if there was none. Messages that were published before stay in the queue. Raises 22023, PQ001.';
 
 create function pgqueue.list_subscriptions(queue_name text default null)
 returns setof pgqueue.subscription
@@ -6193,7 +6195,7 @@ begin
         perform pgqueue._get_unlocked_queue(queue_name);
     end if;
     return query
-    -- A queue may have subscribed by itself, and as the address of endpoints.
+    -- A queue can be subscribed by subscribe, and also as the address of endpoints.
     select s.topic, s.queue_name, min(s.subscribed_at) from pgqueue.subscriptions s
     where list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name collate "C"
     group by s.topic, s.queue_name
@@ -6201,7 +6203,7 @@ begin
 end;
 $$;
 comment on function pgqueue.list_subscriptions(text) is
-'Returns the subscriptions of a queue, or all, by topic and queue, each once and since when, whoever made it: the queue itself, or endpoints of a transport. Raises PQ001.';
+'Returns the subscriptions of a queue, or of all queues if queue_name is null, by topic and queue. Each is returned once, with the time when it was first made, whether by subscribe or by endpoints of a transport. Raises PQ001.';
 
 create function pgqueue.publish(
     topic text,
@@ -6236,8 +6238,9 @@ begin
     select array_agg(q.name order by q.name), array_agg(q.queue_id) into names, queue_ids
     from pgqueue.queues q
     where q.name = any ((select pgqueue._subscribers((topic || array(select unnest(base_topics))) collate "C"))::text[]);
-    -- One after the other, by name. Who waited here for a drop_queue finds that the queue is gone, or another one of
-    -- its name, whatever that is subscribed to; a snapshot may be older still, but the catalog knows.
+    -- Lock one queue after the other, by name. After waiting for a drop_queue, the queue may be gone, or a new queue of
+    -- the same name may exist, with other subscriptions: queue_id tells them apart. The snapshot can be older than the
+    -- drop: pg_relation_filenode does not depend on it.
     perform pgqueue._lock_queue(n) from unnest(names) as n;
     select
         array_agg(q.name order by q.name), min(q.max_payload_bytes),
@@ -6283,14 +6286,14 @@ begin
 end;
 $$;
 comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[]) is
-'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns how many those are: 0, and nothing is sent, where nobody is. base_topics are further names of the same event, those of its base classes for example; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic says topic to the subscribers. Everything else is as in enqueue, and holds for each copy: one queue''s limit refuses all. topic is 1 to 255 characters, words joined by dots. Raises 22023, PQ003.';
+'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns the number of copies; 0 if no queue is subscribed. base_topics are further topics of the same event, for example those of its base classes; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic of each copy is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is sent to none. topic is 1 to 255 characters: words joined by dots. Raises 22023, PQ003.';
 
 create function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
 comment on function pgqueue._on_queue_dropping_topics(pgqueue.queues) is
-'Ends the subscriptions of the queue.';
+'Deletes the subscriptions of the queue.';
 -- A queue as a transport of NServiceBus on SQL has it: a relation into which it inserts, and from which it deletes the
 -- lowest row that nobody holds. It is a plain view of the queue's own table, updated by PostgreSQL itself: reading it
 -- runs no code but, once a second, advance_transport. What comes in is checked by a trigger.
@@ -7173,8 +7176,8 @@ end;
 $$;
 comment on function pgqueue._findings_of_transport(pgqueue.queues) is
 'What doctor finds on the relation of a queue: a sequence that is behind.';
--- Queues for a while, such as one for the replies to each instance of a service: made when the instance starts, and
--- dropped when nobody has come by for long. There is no daemon: whoever makes a queue drops those that are over.
+-- Temporary queues, such as one for the replies to each instance of a service. A queue with expires_after_idle is
+-- dropped when it is empty and was not used for that long. No daemon is needed: creating a queue drops idle ones.
 
 create function pgqueue._last_used_at(q pgqueue.queues, at timestamptz)
 returns timestamptz
@@ -7184,8 +7187,9 @@ as $$
 declare
     swept_at timestamptz := pgqueue._from_micros(pg_sequence_last_value(q.next_sweep_at));
 begin
-    -- Where a claim found all it wanted, or never was, the register says nothing; nor does one from a clock that was
-    -- wrong. It is taken for used now, once: the next sweep is due at once, as it was.
+    -- The register holds no usable time if no claim was ever made, if the last claim found all the messages it wanted,
+    -- or if the clock was wrong. Then the queue counts as used now. Setting the register makes this happen only once,
+    -- and the next sweep is still due at once.
     if swept_at not between timestamptz '1970-01-02 00:00+00' and at + interval '1 min' then
         swept_at := at;
         perform setval(q.next_sweep_at, pgqueue._to_micros(at));
@@ -7196,7 +7200,7 @@ begin
 end;
 $$;
 comment on function pgqueue._last_used_at(pgqueue.queues, timestamptz) is
-'When somebody last claimed, received, or waited for a message of the queue, by its registers: to five seconds.';
+'Returns when a session last claimed, received or waited for messages of the queue, by its registers, to five seconds.';
 
 create function pgqueue._is_queue_empty(q pgqueue.queues)
 returns boolean
@@ -7207,7 +7211,7 @@ as $$
         and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name)
 $$;
 comment on function pgqueue._is_queue_empty(pgqueue.queues) is
-'Whether a queue holds no message: none ready, in flight, scheduled or dead.';
+'Returns whether a queue holds no message: none ready, in flight, scheduled or dead.';
 
 create function pgqueue._has_exclusive_lock_on_messages()
 returns boolean
@@ -7220,7 +7224,7 @@ as $$
     )
 $$;
 comment on function pgqueue._has_exclusive_lock_on_messages() is
-'Whether the transaction keeps everybody else from messages, as one does that made a dedicated table.';
+'Returns whether the transaction holds the access exclusive lock on messages, as it does after creating a dedicated table.';
 
 create function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
 returns boolean
@@ -7229,11 +7233,12 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '100 ms'
 as $$
 begin
-    -- Everybody who sends or claims waits for the end of who drops a table, which may be far off.
+    -- Dropping a dedicated table blocks all senders and consumers until this transaction ends, which may take long.
     if q.dedicated and not patient and not pgqueue._has_exclusive_lock_on_messages() then
         return false;
     end if;
-    -- Whoever uses it keeps it. Nobody is waited for, and nobody waits but for a queue that is gone.
+    -- A queue in use by another transaction stays: do not wait for the lock. The lock only blocks sessions that use
+    -- this queue.
     if not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name)) then
         return false;
     end if;
@@ -7241,7 +7246,7 @@ begin
     if not found or not pgqueue._is_queue_empty(q)
         or pgqueue._last_used_at(q, at) > pgqueue._add_interval(at, -q.expires_after_idle)
     then
-        -- Not by return: only an error gives the lock back before the transaction ends, which may take long.
+        -- Do not return here: only an error releases the lock before the transaction ends, which may take long.
         perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
     end if;
     perform pgqueue._drop_queue(q);
@@ -7252,7 +7257,7 @@ exception
 end;
 $$;
 comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
-'Drops a queue that nobody has used for as long as it said; false if it stays. Only who is patient, or holds messages anyway, drops a dedicated table.';
+'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is dropped only if patient is true, or if the transaction already holds the access exclusive lock on messages.';
 
 create function pgqueue._drop_idle_queues(max_queues int, patient boolean)
 returns setof text
@@ -7264,7 +7269,7 @@ declare
     dropped int := 0;
     q pgqueue.queues;
 begin
-    -- A snapshot that is older than the lock does not show what was sent in between.
+    -- A snapshot that is older than the lock does not show messages that were sent in between.
     if pgqueue._has_fixed_snapshot() then
         return;
     end if;
@@ -7283,7 +7288,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_idle_queues(int, boolean) is
-'Drops up to so many queues that nobody has used for as long as they said, and returns their names.';
+'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. patient is passed to _drop_if_idle.';
 
 create function pgqueue.drop_idle_queues()
 returns setof text
@@ -7291,18 +7296,18 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Each takes some ten locks, and thousands of queues would fill the lock table.
+    -- Dropping a queue takes about ten locks. Thousands of queues would fill the lock table.
     return query select n from pgqueue._drop_idle_queues(100, true) as n;
 end;
 $$;
 comment on function pgqueue.drop_idle_queues() is
-'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long, 100 at most, and returns their names: call it until it returns none. A queue in use by an open transaction stays, and in repeatable read all do, as what others sent cannot be seen there. create_queue does the same, for ten queues at most, where it is a transaction of its own, and so does expose_transport; dedicated queues go with the next that becomes dedicated: there is no need to call this, unless to be rid of them at once.';
+'Drops at most 100 idle queues and returns their names; call it until it returns none. A queue is idle if it has expires_after_idle, holds no message, including dead ones, and was not claimed from, received from or waited for during that time. A queue that an open transaction uses stays. In repeatable read and serializable all queues stay, because messages sent by other transactions may be invisible there. There is no need to call this, except to drop idle queues at once: create_queue, in a transaction of its own, and expose_transport also drop up to ten idle queues, and dedicated ones when a queue becomes dedicated.';
 
 create function pgqueue._on_queue_created_idle(q pgqueue.queues)
 returns void
 language sql volatile
 as $$
-    -- A transaction that goes on for long would hold the locks of what it dropped.
+    -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
     select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, false)) end
 $$;
 comment on function pgqueue._on_queue_created_idle(pgqueue.queues) is
