@@ -606,9 +606,11 @@ comment on column pgqueue.transports.next_at is
 comment on column pgqueue.transports.settled_seq is
 'No running transaction has taken a transport_seq up to this one. bound_seq and writers have the same meaning as in
 sweep_state.';
--- Every error that the product raises, each in one place: SQLSTATE, message, hint.
+-- The errors of the core. Each function raises one error, with its SQLSTATE, message and hint. A room defines the
+-- errors that only it raises at the top of its own file.
 
--- For grants.sql, later in this transaction: who has which access before an upgrade brings new verbs to it.
+-- During an upgrade, grants.sql reads this setting later in the same transaction. It lists the access that each role
+-- has before the upgrade creates new functions.
 do $$
 begin
     if to_regprocedure('pgqueue._has_access(name, text)') is not null then
@@ -637,7 +639,7 @@ begin
 end;
 $$;
 comment on function pgqueue._raise_invalid(text, text, text) is
-'Raises 22023: a bad argument, with its name, its value and what it must be.';
+'Raises 22023 for an invalid argument. The message names the argument and its value; the hint says which values are valid.';
 
 create function pgqueue._raise_queue_not_found(queue_name text)
 returns void
@@ -683,8 +685,8 @@ begin
         message = format('%s of %s bytes is over the limit of %s bytes of queue %L',
             argument, bytes, limit_bytes, queue_name),
         hint = case argument
-            when 'headers' then 'Move what is large into the payload.'
-            else 'Store it elsewhere and send a reference, or raise max_payload_bytes with pgqueue.alter_queue.'
+            when 'headers' then 'Move large values into the payload.'
+            else 'Store the content elsewhere and send a reference, or raise max_payload_bytes with pgqueue.alter_queue.'
         end;
 end;
 $$;
@@ -699,8 +701,8 @@ as $$
 begin
     raise exception using
         errcode = 'PQ004',
-        message = format('queue %L is busy: %s waited in vain for a lock', queue_name, verb),
-        hint = 'A longer transaction holds the queue, its messages or its table. Nothing was changed: try again.';
+        message = format('queue %L is busy: %s could not obtain a lock', queue_name, verb),
+        hint = 'Another transaction holds a lock on the queue, its messages or its table. Nothing was changed. Try again later.';
 end;
 $$;
 comment on function pgqueue._raise_queue_busy(text, text) is
@@ -715,177 +717,12 @@ begin
     raise exception using
         errcode = 'serialization_failure',
         message = format('could not serialize access to %s', object),
-        detail = 'The snapshot of this transaction is older than what others have committed.',
-        hint = 'Try the transaction again, or in read committed, where it cannot happen.';
+        detail = 'The snapshot of this transaction is older than a change that another transaction has committed.',
+        hint = 'Retry the transaction, or run it in read committed, where this error cannot occur.';
 end;
 $$;
 comment on function pgqueue._raise_stale_snapshot(text) is
-'Raises 40001: in repeatable read or serializable, where to go on would miss what others have done.';
-
-create function pgqueue._raise_exposed(queue_name text, relation regclass)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    raise exception using
-        errcode = 'duplicate_object',
-        message = format('queue %L is exposed already, as %s', queue_name, relation),
-        hint = format('Take the relation away first: select pgqueue.unexpose_transport(%L).', queue_name);
-end;
-$$;
-comment on function pgqueue._raise_exposed(text, regclass) is
-'Raises 42710: a queue has one relation at most.';
-
-create function pgqueue._raise_not_allowed(role_name name, deed text, object text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    raise exception using
-        errcode = 'insufficient_privilege',
-        message = format('role %I may not %s %I', role_name, deed, object),
-        hint = 'Its owner can grant the right.';
-end;
-$$;
-comment on function pgqueue._raise_not_allowed(name, text, text) is
-'Raises 42501: the caller lacks a right that the function itself has.';
-
-create function pgqueue._raise_stream_not_found(queue_name text, stream_name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    raise exception using
-        errcode = 'PQ005',
-        message = format('stream %s of queue %L does not exist',
-            coalesce(quote_literal(left(stream_name, 200)), 'null'), queue_name),
-        hint = 'Open it with pgqueue.stream_open, or see pgqueue.list_streams().';
-end;
-$$;
-comment on function pgqueue._raise_stream_not_found(text, text) is
-'Raises PQ005 stream_not_found.';
-
-create function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    raise exception using
-        errcode = 'PQ006',
-        message = format('stream %L of queue %L is fenced: epoch %s was superseded by %s',
-            s.stream_name, s.queue_name, epoch, s.epoch),
-        detail = format('Opened at %s by %s.', s.opened_at, coalesce(quote_literal(s.opened_by), 'somebody without a name')),
-        hint = 'Another query has the same stream, or one of its batches was skipped. Let this one end; two queries need two streams.';
-end;
-$$;
-comment on function pgqueue._raise_stream_fenced(pgqueue.streams, bigint) is
-'Raises PQ006 stream_fenced.';
-
-create function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    raise exception using
-        errcode = 'PQ007',
-        message = format('stream %L of queue %L is out of step: batch %s is %s', s.stream_name, s.queue_name, seq,
-            case
-                when seq < s.acked_seq then 'behind what was acknowledged'
-                when seq = s.acked_seq then 'acknowledged, or another one of this number'
-                when seq = s.acked_seq + 1 and s.claim_token is not null then 'another one of this number'
-                else 'unknown'
-            end),
-        detail = format('Acknowledged up to batch %s, %s.', s.acked_seq,
-            case when s.claim_token is null then 'none is open' else format('batch %s is open', s.acked_seq + 1) end),
-        hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or go on with what there is by fail_on_data_loss => false.';
-end;
-$$;
-comment on function pgqueue._raise_stream_out_of_step(pgqueue.streams, bigint) is
-'Raises PQ007 stream_out_of_step.';
-
-create function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[])
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    raise exception using
-        errcode = 'PQ008',
-        message = format('stream %L of queue %L has lost %s of %s messages of batch %s: %s',
-            s.stream_name, s.queue_name, cardinality(lost), cardinality(s.ids), s.acked_seq + 1, pgqueue._format_ids(lost)),
-        detail = format('Reserved at %s until %s.', s.claimed_at, s.claimed_until),
-        hint = 'The reservation ran out and others were given them, or they were purged. Go on without them by fail_on_data_loss => false, or by pgqueue.stream_skip; reserve for longer, or extend more often.';
-end;
-$$;
-comment on function pgqueue._raise_stream_data_lost(pgqueue.streams, bigint[]) is
-'Raises PQ008 stream_data_lost.';
-
-create function pgqueue._raise_stream_poisoned(s pgqueue.streams)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    raise exception using
-        errcode = 'PQ009',
-        message = format('stream %L of queue %L gives batch %s up after %s replays: messages %s',
-            s.stream_name, s.queue_name, s.acked_seq + 1, s.replays, pgqueue._format_ids(s.ids)),
-        hint = format('Move it, or those of its ids that are the cause, to the dead letters: select pgqueue.stream_skip(%L, %L, %s); or allow more replays.',
-            s.queue_name, s.stream_name, s.acked_seq + 1);
-end;
-$$;
-comment on function pgqueue._raise_stream_poisoned(pgqueue.streams) is
-'Raises PQ009 stream_poisoned.';
-
-create function pgqueue._raise_staged_messages_lost(
-    run uuid, partition int, expected bigint, remaining bigint
-)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    raise exception using
-        errcode = 'PQ010',
-        message = format('run %s staged %s messages in partition %s, and %s are there', run, expected,
-            coalesce(partition::text, 'unknown'), remaining),
-        detail = 'Nothing was sent.',
-        hint = 'The server crashed since, sweep_staged or sink_abort removed them, or another role staged them. Run the job, or the micro-batch, again.';
-end;
-$$;
-comment on function pgqueue._raise_staged_messages_lost(uuid, int, bigint, bigint) is
-'Raises PQ010 staged_messages_lost.';
-
-create function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    raise exception using
-        errcode = code,
-        message = format('row %s of partition %s: %s', row_number, coalesce(partition::text, 'unknown'), error),
-        detail = 'Nothing was sent.',
-        hint = hint;
-end;
-$$;
-comment on function pgqueue._raise_in_row(text, int, int, text, text) is
-'Raises an error of one message again, with the row it is about.';
-
-create function pgqueue._format_ids(ids bigint[])
-returns text
-language sql immutable parallel safe
-as $$
-    select array_to_string(ids[:20], ', ')
-        || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
-$$;
-comment on function pgqueue._format_ids(bigint[]) is
-'The first 20 ids, and how many more there are, for a message.';
+'Raises 40001. Used in repeatable read and serializable, where the snapshot may not show what other transactions have committed.';
 
 create function pgqueue._raise_role_not_found(role_name name)
 returns void
@@ -897,13 +734,13 @@ begin
         errcode = 'undefined_object',
         message = format('role %I does not exist', role_name),
         hint = case role_name
-            when 'public' then 'PUBLIC is everybody, and no access is for everybody: make a role, and grant it to those who need it.'
-            else 'Create it with create role.'
+            when 'public' then 'Access cannot be granted to PUBLIC. Create a role, and grant it to the users who need access.'
+            else 'Create the role with create role.'
         end;
 end;
 $$;
 comment on function pgqueue._raise_role_not_found(name) is
-'Raises 42704: an unknown role.';
+'Raises 42704: the role does not exist.';
 -- Time. _now is the only function that reads the clock, so that a test can replace it inside its own transaction.
 
 create function pgqueue._now()
@@ -4730,9 +4567,9 @@ pgqueue cannot see the transactions of other roles), few_locks (for the number o
 stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
 consumers that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
 archive_overdue.';
--- What was acknowledged is kept for a while: the statement that removes a message writes it here, into the partition
--- of its day (UTC), which goes as a whole. Days are made ahead, by whoever switches archiving on, by a sweep once an
--- hour, and by maintain_archive; a message whose day has none is filed later. No acknowledgement waits or fails.
+-- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
+-- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
+-- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
 
 create function pgqueue._set_archive_marker(queue_name text, archive_for interval)
 returns void
@@ -4743,7 +4580,8 @@ as $$
 declare
     mark constant text := pgqueue._archive_marker(queue_name);
 begin
-    -- Without a look: who had to wait for another who altered the queue may still have an old one in his cache. These ask anew.
+    -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if
+    -- exists" and "if not exists" read the catalog again.
     if archive_for is null then
         execute format('drop sequence if exists %s', mark);
     else
@@ -4753,7 +4591,7 @@ begin
 end;
 $$;
 comment on function pgqueue._set_archive_marker(text, interval) is
-'Has the mark of a queue say whether it archives.';
+'Creates or drops the marker sequence of a queue. Acknowledgements archive if the marker exists.';
 
 create function pgqueue._archive_expiry(at timestamptz)
 returns timestamptz
@@ -4767,7 +4605,7 @@ as $$
     ) w
 $$;
 comment on function pgqueue._archive_expiry(timestamptz) is
-'What was acknowledged before this moment no queue wants to have kept any more, nor does one that was dropped.';
+'Returns the time before which no archived message has to be kept, by the longest archive_for of all queues and of the promises of queues that stopped archiving or were dropped.';
 
 create function pgqueue._expired_days(at timestamptz)
 returns setof date
@@ -4784,7 +4622,7 @@ as $$
     order by d.day
 $$;
 comment on function pgqueue._expired_days(timestamptz) is
-'The days of the archive, oldest first, that ended before anybody would miss them.';
+'Returns the days of the archive that no queue needs any more, oldest first.';
 
 create function pgqueue._create_day_partition(day date)
 returns void
@@ -4794,8 +4632,8 @@ as $$
 declare
     partition constant text := pgqueue._day_partition_name(day);
 begin
-    -- Made by itself and attached then, which hinders nobody who writes or reads; made as a partition it would lock
-    -- everybody out.
+    -- Create the table first and attach it afterwards: this blocks no reader or writer. "create table … partition of"
+    -- would take an access exclusive lock on the parent.
     execute format('create table pgqueue.%I (like pgqueue.archived_messages including all)', partition);
     execute format('create index on pgqueue.%I (queue_name, id)', partition);
     execute format('alter table pgqueue.%I replica identity full', partition);
@@ -4807,7 +4645,7 @@ begin
 end;
 $$;
 comment on function pgqueue._create_day_partition(date) is
-'Makes the partition of a day of the archive.';
+'Creates the partition of one day of the archive.';
 
 create function pgqueue._create_missing_days(at timestamptz)
 returns setof date
@@ -4819,7 +4657,7 @@ declare
     unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
     day date;
 begin
-    -- Eight days ahead: a queue that is used once a week never finds the archive unprepared.
+    -- Eight days ahead are enough for a queue that is used only once a week.
     for day in
         select today + n from generate_series(0, 8) as n
         where exists (select from pgqueue.queues q where q.archive_for is not null)
@@ -4836,7 +4674,7 @@ begin
 end;
 $$;
 comment on function pgqueue._create_missing_days(timestamptz) is
-'Makes, behind a lock that keeps others from doing so, the days of the archive that are missing, those of unfiled messages and, where any queue archives, today and eight days ahead, and returns them.';
+'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives, today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
 
 create function pgqueue._file_messages(at timestamptz, max_messages int)
 returns int
@@ -4847,7 +4685,8 @@ declare
     unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
     filed int;
 begin
-    -- What lies ahead was acknowledged under a clock that was wrong, and waits until its day has come.
+    -- A message with a future finished_at was acknowledged while the clock was wrong. It stays unfiled until its day
+    -- has a partition.
     with gone as (
         delete from pgqueue.unfiled_messages u
         where u.ctid = any (array(
@@ -4863,7 +4702,7 @@ begin
 end;
 $$;
 comment on function pgqueue._file_messages(timestamptz, int) is
-'Moves up to so many unfiled messages into the partitions of their days, where those have one, forgets what nobody wants any more, and returns how many it moved.';
+'Moves up to max_messages (null for all) unfiled messages into the partitions of their days, if those exist, deletes unfiled messages that no queue needs any more, and returns how many it moved.';
 
 create function pgqueue._start_archiving(q pgqueue.queues)
 returns void
@@ -4876,17 +4715,17 @@ declare
 begin
     perform pgqueue._set_archive_marker(q.name, q.archive_for);
     begin
-        -- The lock of who makes days concerns nobody else.
+        -- This lock conflicts only with other sessions that create days.
         lock table only pgqueue.archived_messages in share update exclusive mode;
         perform pgqueue._create_missing_days(at);
     exception when lock_not_available then
-        -- Somebody else is at it.
+        -- Another session is creating the days.
         return;
     end;
 end;
 $$;
 comment on function pgqueue._start_archiving(pgqueue.queues) is
-'Prepares the archive for a queue that begins to keep what it acknowledges.';
+'Creates the marker of a queue and the missing days of the archive. Creates no days if another session is creating them.';
 
 create function pgqueue._stop_archiving(q pgqueue.queues)
 returns void
@@ -4902,7 +4741,7 @@ begin
 end;
 $$;
 comment on function pgqueue._stop_archiving(pgqueue.queues) is
-'Has a queue keep nothing from now on, and notes how long what it kept was promised to last.';
+'Drops the marker of a queue, and records until when its archived messages have to be kept.';
 
 create function pgqueue._on_queue_created_archive(q pgqueue.queues)
 returns void
@@ -4916,7 +4755,7 @@ begin
 end;
 $$;
 comment on function pgqueue._on_queue_created_archive(pgqueue.queues) is
-'Prepares the archive for a new queue that has archive_for.';
+'Starts archiving for a new queue that has archive_for.';
 
 create function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -4924,7 +4763,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Also where the row has not changed, but the marker does not say what the row says: doctor repairs it so.
+    -- Also act if only the marker disagrees with the row: the repair that doctor suggests relies on this.
     if after.archive_for is distinct from before.archive_for
         or (after.archive_for is null) <> (to_regclass(pgqueue._archive_marker(after.name)) is null)
     then
@@ -4937,14 +4776,14 @@ begin
 end;
 $$;
 comment on function pgqueue._on_queue_altered_archive(pgqueue.queues, pgqueue.queues) is
-'Starts or stops archiving as the row of the queue says.';
+'Starts or stops archiving if archive_for changed, or if the marker does not match it.';
 
 create function pgqueue._on_queue_dropping_archive(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ select pgqueue._stop_archiving(q) $$;
 comment on function pgqueue._on_queue_dropping_archive(pgqueue.queues) is
-'Keeps what the queue has archived for as long as its archive_for promised.';
+'Stops archiving. The messages that the queue has archived are kept for its archive_for.';
 
 create function pgqueue._truncate_day(day date)
 returns void
@@ -4952,21 +4791,21 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- The partition alone: acknowledgements, which lock the parent and today, do not notice. And at once or not at
-    -- all: a request that waits for who reads lets others wait behind it.
+    -- Lock only the partition: acknowledgements lock the parent and the partition of today, and are not blocked. Do not
+    -- wait for the lock: other sessions would queue behind a waiting request.
     execute format('lock table only pgqueue.%I in access exclusive mode nowait', pgqueue._day_partition_name(day));
     execute format('truncate only pgqueue.%I', pgqueue._day_partition_name(day));
 end;
 $$;
 comment on function pgqueue._truncate_day(date) is
-'Removes the messages of a day of the archive. Raises 55P03 where it is being read.';
+'Truncates the partition of one day without waiting. Raises 55P03 if it is in use.';
 
 create function pgqueue._is_day_empty(day date)
 returns boolean
 language sql volatile
 as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
 comment on function pgqueue._is_day_empty(date) is
-'Whether a day of the archive was emptied, or never had a message.';
+'Returns whether the partition of a day has no data: it was truncated, or never had a message.';
 
 create function pgqueue._on_housekeeping_due_archive(at timestamptz, since_last interval)
 returns void
@@ -4981,8 +4820,8 @@ begin
     if pgqueue._file_messages(at, 1000) = 1000 then
         perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
     end if;
-    -- Until this transaction commits, a truncated day blocks every reader of the whole archive. So a day is truncated only
-    -- if the transaction can commit at once, and only if the clock has not jumped since the last housekeeping.
+    -- Until this transaction commits, a truncated day blocks every reader of the whole archive. So a day is truncated
+    -- only if the transaction can commit at once, and only if the clock has not jumped since the last housekeeping.
     if pgqueue._is_first_statement() and since_last between interval '0' and interval '1 day' then
         delete from pgqueue.archive_promises p where p.ends_at <= at;
         select d into day from pgqueue._expired_days(at) d where not pgqueue._is_day_empty(d) limit 1;
@@ -5006,8 +4845,8 @@ as $$
 declare
     day date;
 begin
-    -- A request that waits for the whole table lets every acknowledgement wait behind it. So it never waits; it
-    -- is there again at once, as acknowledgements come and go in no time.
+    -- Do not wait for the lock: every acknowledgement would queue behind the request. Retry instead. Acknowledgements
+    -- hold their locks only briefly.
     for attempt in 1..1000 loop
         begin
             lock table only pgqueue.archived_messages in access exclusive mode nowait;
@@ -5016,7 +4855,7 @@ begin
                     execute format('drop table pgqueue.%I', pgqueue._day_partition_name(day));
                     return next day;
                 exception when dependent_objects_still_exist then
-                    -- Somebody has a view of this day: no reason to keep the others.
+                    -- Another object, such as a view, depends on this day. Continue with the other days.
                     null;
                 end;
             end loop;
@@ -5028,7 +4867,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_days(date[]) is
-'Drops the partitions of days, and returns those: none if a longer transaction uses the archive, nor one that something else uses.';
+'Drops the partitions of the given days and returns the days it dropped: none if a longer transaction uses the archive. Leaves out a day on which another object depends.';
 
 create function pgqueue.maintain_archive()
 returns setof pgqueue.archive_change
@@ -5068,7 +4907,7 @@ begin
 end;
 $$;
 comment on function pgqueue.maintain_archive() is
-'Looks after pgqueue.archived_messages, and returns what it did, a row a day: makes the partitions of today and eight days ahead, where any queue archives, files pgqueue.unfiled_messages, and drops the days that ended longer ago than the longest archive_for of any queue, dropped ones included as long as their own. Keeps no acknowledgement waiting: a partition that a longer transaction, or a view of it, keeps from being dropped is emptied, and one that is being read is left (busy), both until the next time. Claims do the same by the way but for the dropping, and receives but for the emptying, so that it may be called once a day, by whatever calls things, or now and then by hand; in a transaction of its own.';
+'Maintains pgqueue.archived_messages and returns one row per day changed. Creates the partitions of today and the next eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days older than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the archive_for they had has passed (dropped). Blocks no acknowledgement: a partition that cannot be dropped, because a longer transaction uses the archive or a view depends on the partition, is emptied (emptied), and one that is being read is left alone (busy); the next call tries again. Claims and receives run the same maintenance about once an hour, but claims drop nothing, and receives neither drop nor empty. Call this once a day from a scheduler, or occasionally by hand, in a transaction of its own.';
 
 create function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -5089,7 +4928,7 @@ begin
     return query
     select
         'error', w.name, 'archive_mark',
-        format('queue %L has archive_for %s, but its acknowledgements %s: it was changed by plain SQL',
+        format('queue %L has archive_for %s, but its acknowledgements %s messages: archive_for was changed by plain SQL',
             w.name, coalesce(w.archive_for::text, 'null'), case when w.archive_for is null then 'archive' else 'delete' end),
         format('select pgqueue.alter_queue(%L, archive_for => %L);', w.name, coalesce(w.archive_for, '0'))
     from pgqueue.queues w
@@ -5100,9 +4939,9 @@ begin
     from (select c.finished_at from pgqueue.unfiled_messages c limit 1000) u;
     if unfiled > 0 then
         return next row('warning', null, 'unfiled_messages',
-            format('%s acknowledged messages wait for a partition of pgqueue.archived_messages%s',
+            format('%s acknowledged messages are not yet in a partition of pgqueue.archived_messages%s',
                 case unfiled when 1000 then '1000 or more' else unfiled::text end,
-                case when is_ahead then ', also such as were acknowledged while the clock was ahead' else '' end),
+                case when is_ahead then ', and some were acknowledged while the clock was ahead' else '' end),
             case when is_ahead then
                 format('update pgqueue.unfiled_messages set finished_at = %1$L where finished_at > %1$L; ', at)
             else '' end || repair)::pgqueue.finding;
@@ -5112,7 +4951,7 @@ begin
         and not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)) and pgqueue._has_day_partition(pgqueue._utc_day(at) + 1), false)
     then
         return next row('warning', null, 'missing_archive_day',
-            'pgqueue.archived_messages has no partition for today or tomorrow: what is acknowledged is filed later',
+            'pgqueue.archived_messages has no partition for today or tomorrow: messages acknowledged on such a day are filed later',
             repair)::pgqueue.finding;
     end if;
 
@@ -5121,17 +4960,118 @@ begin
     where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
     if overdue > 0 and not is_empty or overdue > 30 then
         return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
-            format('%s days of the archive that no queue wants any more %s', overdue,
+            format('%s days of the archive that no queue needs any more %s', overdue,
                 case when is_empty then 'were emptied, but not dropped' else 'are still there' end),
             repair)::pgqueue.finding;
     end if;
 end;
 $$;
 comment on function pgqueue._findings_of_archive(pgqueue.queues) is
-'What doctor finds on the archive: the marks of all queues, unfiled messages, and days that are missing or overdue.';
--- Batches that can be read again. A stream reserves messages under a number and a token, which a reader keeps in its
--- checkpoint: after any crash it is given the very same messages, until it says that the batch is done. One batch is
--- open at a time; one reader at a time, as each opening fences the one before; each call is one transaction.
+'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, and missing or overdue days.';
+-- Batches that can be read again. A stream reserves messages under a batch number and a token, which the reader stores
+-- in its checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch. A stream
+-- has at most one open batch, and one reader: opening it again fences the previous reader. Each call is one
+-- transaction.
+
+create function pgqueue._raise_stream_not_found(queue_name text, stream_name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ005',
+        message = format('stream %s of queue %L does not exist',
+            coalesce(quote_literal(left(stream_name, 200)), 'null'), queue_name),
+        hint = 'Open it with pgqueue.stream_open, or see pgqueue.list_streams().';
+end;
+$$;
+comment on function pgqueue._raise_stream_not_found(text, text) is
+'Raises PQ005 stream_not_found.';
+
+create function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ006',
+        message = format('stream %L of queue %L is fenced: epoch %s was superseded by %s',
+            s.stream_name, s.queue_name, epoch, s.epoch),
+        detail = format('Opened at %s by %s.', s.opened_at, coalesce(quote_literal(s.opened_by), 'a reader without a name')),
+        hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream.';
+end;
+$$;
+comment on function pgqueue._raise_stream_fenced(pgqueue.streams, bigint) is
+'Raises PQ006 stream_fenced.';
+
+create function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ007',
+        message = format('stream %L of queue %L is out of step: batch %s %s', s.stream_name, s.queue_name, seq,
+            case
+                when seq < s.acked_seq then 'is older than the last acknowledged batch'
+                when seq = s.acked_seq then 'is already acknowledged, or its token does not match'
+                when seq = s.acked_seq + 1 and s.claim_token is not null then 'is open with another token'
+                else 'is unknown'
+            end),
+        detail = format('The last acknowledged batch is %s, and %s.', s.acked_seq,
+            case when s.claim_token is null then 'no batch is open' else format('batch %s is open', s.acked_seq + 1) end),
+        hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or set fail_on_data_loss => false to continue with the messages that are left.';
+end;
+$$;
+comment on function pgqueue._raise_stream_out_of_step(pgqueue.streams, bigint) is
+'Raises PQ007 stream_out_of_step.';
+
+create function pgqueue._format_ids(ids bigint[])
+returns text
+language sql immutable parallel safe
+as $$
+    select array_to_string(ids[:20], ', ')
+        || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
+$$;
+comment on function pgqueue._format_ids(bigint[]) is
+'Returns the first 20 ids as text, and the number of ids that follow, for an error message.';
+
+create function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[])
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ008',
+        message = format('stream %L of queue %L has lost %s of %s messages of batch %s: %s',
+            s.stream_name, s.queue_name, cardinality(lost), cardinality(s.ids), s.acked_seq + 1, pgqueue._format_ids(lost)),
+        detail = format('The batch was claimed at %s, and reserved until %s.', s.claimed_at, s.claimed_until),
+        hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. To continue without them, set fail_on_data_loss => false, or call pgqueue.stream_skip. To avoid this error, reserve for longer, or extend more often.';
+end;
+$$;
+comment on function pgqueue._raise_stream_data_lost(pgqueue.streams, bigint[]) is
+'Raises PQ008 stream_data_lost.';
+
+create function pgqueue._raise_stream_poisoned(s pgqueue.streams)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ009',
+        message = format('stream %L of queue %L gives up batch %s after %s replays: messages %s',
+            s.stream_name, s.queue_name, s.acked_seq + 1, s.replays, pgqueue._format_ids(s.ids)),
+        hint = format('Move the batch, or only the messages that cause the failure, to the dead letters: select pgqueue.stream_skip(%L, %L, %s). Or allow more replays.',
+            s.queue_name, s.stream_name, s.acked_seq + 1);
+end;
+$$;
+comment on function pgqueue._raise_stream_poisoned(pgqueue.streams) is
+'Raises PQ009 stream_poisoned.';
 
 create function pgqueue._check_stream_name(stream_name text)
 returns void
@@ -5146,7 +5086,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_stream_name(text) is
-'Raises 22023 for what is no name of a stream.';
+'Raises 22023 for an invalid stream name.';
 
 create function pgqueue._check_batch(seq bigint, claim_token uuid)
 returns void
@@ -5155,7 +5095,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     if seq is null or seq < 1 then
-        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, from 1');
+        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, 1 or higher');
     end if;
     if claim_token is null then
         perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that stream_claim returned');
@@ -5163,14 +5103,14 @@ begin
 end;
 $$;
 comment on function pgqueue._check_batch(bigint, uuid) is
-'Raises 22023 for what names no batch.';
+'Raises 22023 for an invalid batch number or a missing token.';
 
 create function pgqueue._next_epoch(epoch bigint)
 returns bigint
 language sql volatile
 as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
 comment on function pgqueue._next_epoch(bigint) is
-'The epoch that follows. By the clock, as a count would start over in a stream dropped and made again, or in a restored database, and let an old reader pass for the new one.';
+'Returns the next epoch: at least the clock in microseconds. A counter would start over in a stream that was dropped and created again, and repeat itself in a restored database, so that an old reader could pass for the new one.';
 
 create function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
 returns void
@@ -5187,7 +5127,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
-'Raises PQ006 unless the caller opened the stream last.';
+'Raises PQ006 unless epoch is that of the last stream_open, 22023 if it is null.';
 
 create function pgqueue._lock_stream(queue_name text, stream_name text)
 returns pgqueue.streams
@@ -5207,7 +5147,7 @@ begin
 end;
 $$;
 comment on function pgqueue._lock_stream(text, text) is
-'The stream of that name, locked: behind the queue, before messages. Raises PQ005.';
+'Returns the stream and locks its row. Lock order: the queue, then the stream, then messages. Raises PQ005.';
 
 create function pgqueue._public_stream(s pgqueue.streams)
 returns pgqueue.stream
@@ -5220,7 +5160,7 @@ as $$
     )::pgqueue.stream
 $$;
 comment on function pgqueue._public_stream(pgqueue.streams) is
-'A stream''s row without what is internal.';
+'Returns the public columns of a stream.';
 
 create function pgqueue._open_batch(s pgqueue.streams, lost bigint[])
 returns pgqueue.stream_batch
@@ -5232,7 +5172,7 @@ as $$
     )::pgqueue.stream_batch
 $$;
 comment on function pgqueue._open_batch(pgqueue.streams, bigint[]) is
-'The open batch of a stream, as the verbs return it.';
+'Returns the open batch of a stream in the form that the public functions return.';
 
 create function pgqueue._extend_open_batch(s pgqueue.streams, until timestamptz)
 returns bigint[]
@@ -5258,7 +5198,7 @@ begin
 end;
 $$;
 comment on function pgqueue._extend_open_batch(pgqueue.streams, timestamptz) is
-'Keeps the messages of the open batch until then, also where their claim ran out but nobody took them, and returns the ids of those that are lost.';
+'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed the message since. Returns the ids of the messages that are lost.';
 
 create function pgqueue._settle_batch(s pgqueue.streams)
 returns int
@@ -5282,7 +5222,7 @@ begin
 end;
 $$;
 comment on function pgqueue._settle_batch(pgqueue.streams) is
-'Removes the messages of the open batch, to the archive where the stream or else the queue wants that, and returns how many were still the stream''s.';
+'Acknowledges the messages of the open batch and returns how many of them were still claimed by the stream. They go to the archive if on_ack of the stream, or else the queue, says so.';
 
 create function pgqueue._close_batch(s pgqueue.streams)
 returns pgqueue.streams
@@ -5303,7 +5243,7 @@ begin
 end;
 $$;
 comment on function pgqueue._close_batch(pgqueue.streams) is
-'The stream without an open batch.';
+'Returns the stream without an open batch.';
 
 create function pgqueue._save_batch(s pgqueue.streams)
 returns void
@@ -5319,7 +5259,7 @@ begin
 end;
 $$;
 comment on function pgqueue._save_batch(pgqueue.streams) is
-'Writes how far a stream is, and its open batch.';
+'Writes the last acknowledged batch and the open batch of a stream to its row.';
 
 create function pgqueue.stream_open(
     queue_name text, stream_name text, opened_by text default null, on_ack text default null
@@ -5334,7 +5274,7 @@ declare
 begin
     perform pgqueue._check_stream_name(stream_name);
     if on_ack not in ('archive', 'delete') then
-        perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for what the queue says');
+        perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for the default of the queue');
     end if;
     if on_ack = 'archive' and q.archive_for is null then
         perform pgqueue._raise_invalid('on_ack', on_ack, format('delete or null where queue %L has no archive_for', q.name));
@@ -5352,7 +5292,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_open(text, text, text, text) is
-'Opens a stream of the queue, making it where there is none, and returns it with a new epoch: whoever opened it before is fenced, and gets PQ006 from then on. stream_name (as a queue''s name) is one query''s own. Reading begins behind acked_seq and acked_token where the reader has no checkpoint. opened_by is a name for humans. on_ack says what becomes of messages that are acknowledged from now on: delete, archive, which insists on the queue''s archive_for, or null for what the queue says then. Raises 22023, PQ001.';
+'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores; each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. opened_by is a name for humans. on_ack says what happens to messages that are acknowledged from now on: delete; archive, which requires that the queue has archive_for; or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
 
 create function pgqueue._claim_candidates_up_to(
     q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int
@@ -5362,7 +5302,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- What came back may lie below the head, and behind any number of others that came back.
+    -- A requeued message may have an id below the head, and any number of other requeued messages may precede it. So
+    -- all of them up to up_to_id are read.
     returned constant bigint[] := array(
         select distinct r.id from pgqueue.requeued_messages r where r.queue_name = q.name and r.id <= up_to_id);
     picks constant bigint[] := pgqueue._lock_ready(q, returned, '{}', at, wanted);
@@ -5376,7 +5317,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates_up_to(pgqueue.queues, timestamptz, bigint, int) is
-'The ids of up to wanted messages up to an id that are ready, locked: the whole walk, for who must not miss one.';
+'Locks and returns the ids of up to wanted ready messages with ids up to up_to_id. Searches the whole range, so that it misses no message that no other session has locked.';
 
 create function pgqueue._reserve(
     q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, up_to_id bigint
@@ -5396,7 +5337,7 @@ declare
     is_short boolean;
     by_walk boolean := false;
 begin
-    -- In portions, as a pick compares what it finds with what it has.
+    -- In portions of at most 10000: each pick compares the ids it finds with those it already has.
     loop
         wanted := least(max_messages - cardinality(ids), 10000);
         exit when wanted = 0;
@@ -5407,7 +5348,8 @@ begin
             picks := pgqueue._claim_candidates_fast(q.name, wanted, visibility_timeout);
             is_short := cardinality(picks) < wanted;
             if up_to_id is not null and (is_short or up_to_id < any (picks)) then
-                -- What lies beyond is left to others. What does not may still have been passed over.
+                -- Ids above up_to_id are left to other sessions: move fresh_from_id back to the lowest of them.
+                -- The fast path may also have passed over ids up to up_to_id, so the whole range is searched next.
                 perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
                 from unnest(picks) as p
                 where p > up_to_id
@@ -5442,7 +5384,7 @@ begin
 end;
 $$;
 comment on function pgqueue._reserve(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
-'Claims messages for a stream, and returns it with them as its open batch, if any were ready.';
+'Claims up to max_messages ready messages for a stream. Returns the stream with them as its open batch, or without an open batch if none were ready.';
 
 create function pgqueue.stream_claim(
     queue_name text,
@@ -5473,7 +5415,7 @@ declare
 begin
     perform pgqueue._check_epoch(s, epoch);
     if after_seq is null or after_seq not between 0 and 9223372036854775805 then
-        perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last batch that is done, 0 before the first');
+        perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last finished batch, or 0 before the first');
     end if;
     if max_messages is null or max_messages not between 1 and 100000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 100000');
@@ -5488,8 +5430,8 @@ begin
 
     if after_seq = s.acked_seq and after_token is not distinct from s.acked_token then
         if s.claim_token is not null then
-            -- Claimed by one who died before he could note it, or whose answer was lost: it goes on as it is, less what
-            -- others were given since. The attempt is counted already.
+            -- The reader crashed before it stored the batch in its checkpoint, or the answer was lost. Return the open
+            -- batch without the messages that other sessions have claimed since. Its attempt is already counted.
             s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
             lost := pgqueue._extend_open_batch(s, s.claimed_until);
             s.left_out := s.left_out || lost;
@@ -5532,7 +5474,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_claim(text, text, bigint, bigint, uuid, int, int, interval, bigint, boolean) is
-'Acknowledges everything up to batch after_seq with token after_token (0 and null before the first), which must be done for good, and returns the batch behind it: the one that is open already, with the same messages, or else a new one of up to max_messages (1 to 100000) that are ready, claimed as claim does for visibility_timeout; no row where none is ready or the queue is paused. It is to be read in partitions (1 to 1000). up_to_id leaves what is sent later to a later run. Where after_seq and after_token are not the stream''s, the checkpoint was rolled back, copied or taken from another: that raises PQ007; with fail_on_data_loss false the stream follows the checkpoint, and an open batch is given back. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+'Acknowledges all batches up to after_seq with token after_token (0 and null before the first), whose results must be stored durably, and returns the next batch: the open one, with the same messages, or a new one. A new batch has up to max_messages (1 to 100000, default 10000) ready messages, claimed for visibility_timeout as by claim; no row is returned if none are ready or the queue is paused. The batch is read in partitions (1 to 1000, default 1). Messages with ids above up_to_id, such as those sent later, are left for later batches. If after_seq and after_token do not match the stream, the checkpoint was rolled back, copied or taken from another stream: this raises PQ007, or with fail_on_data_loss false the stream continues from the checkpoint and releases an open batch. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
 
 create function pgqueue.stream_begin(
     queue_name text,
@@ -5575,7 +5517,7 @@ begin
         )::pgqueue.stream_batch;
     end if;
 
-    -- What was claimed just now needs no look; what is missing all the same is noticed by who reads it.
+    -- A batch that was claimed just now is not checked. If messages are missing nevertheless, stream_read notices.
     if s.begun_epoch is not null or s.claimed_until < pgqueue._add_interval(at, s.visibility_timeout / 2) then
         s.claimed_until := pgqueue._add_interval(at, s.visibility_timeout);
         lost := pgqueue._extend_open_batch(s, s.claimed_until);
@@ -5586,7 +5528,8 @@ begin
             s.left_out := s.left_out || lost;
         end if;
     end if;
-    -- One replay an epoch, however often a reader plans it. An empty batch cannot do any harm.
+    -- Count one replay per epoch, however often the reader begins the batch in it. Replays of an empty batch do not
+    -- count.
     if s.begun_epoch <> epoch and cardinality(s.left_out) < cardinality(s.ids) then
         if s.replays >= max_replays then
             perform pgqueue._raise_stream_poisoned(s);
@@ -5600,7 +5543,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_begin(text, text, bigint, bigint, uuid, int, boolean) is
-'Begins to read the open batch, for the first time or again after a crash, and returns it: to be called before its partitions are read. Where it is read again the reservation is renewed, and messages that are no longer the stream''s, as it ran out and others took them, raise PQ008, which names them; with fail_on_data_loss false they are left out of the batch from then on, and returned as lost. A batch that was begun in max_replays + 1 epochs (null for any number) raises PQ009, which names it and its messages. A batch that is not the open one raises PQ007, and is never taken for an empty one; with fail_on_data_loss false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
+'Begins to read the open batch, for the first time or again after a crash, and returns it. Call this before reading its partitions. Reading a batch again renews its reservation. Messages that the stream has lost, because the reservation ran out and other sessions claimed them, raise PQ008, which names them; with fail_on_data_loss false they are left out of the batch and returned in lost. A batch that was begun in max_replays + 1 epochs (default 5; null for no limit) raises PQ009, which names the batch and its messages. A batch that is not the open one raises PQ007; with fail_on_data_loss false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
 
 create function pgqueue.stream_read(
     queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
@@ -5614,8 +5557,8 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    -- Stable: the stream and its messages are seen in one snapshot, so that what is skipped or acknowledged
-    -- meanwhile is either read in full or refused.
+    -- The function is stable: it sees the stream and its messages in one snapshot. If the batch is skipped or
+    -- acknowledged meanwhile, the read returns all of its messages or raises an error.
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     s pgqueue.streams;
     wanted bigint[];
@@ -5659,7 +5602,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is
-'Returns the messages of one partition of the open batch, from 0, or of all where partition is null: by id, each partition a stretch of them. It changes nothing, may be called as often as wanted, in parallel, and returns the same each time but for visible_at. Never returns less: messages that are no longer the stream''s raise PQ008, and a batch that is not the open one PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008.';
+'Returns the messages of one partition of the open batch, numbered from 0, or of all partitions if partition is null, in the order of their ids; each partition is a contiguous range of the batch. It changes nothing, may be called repeatedly and in parallel, and returns the same messages each time, except for visible_at. It never returns fewer messages: lost messages raise PQ008, and a batch that is not the open one raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008.';
 
 create function pgqueue.stream_extend(
     queue_name text, stream_name text, epoch bigint, visibility_timeout interval default null
@@ -5691,7 +5634,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_extend(text, text, bigint, interval) is
-'Ends the reservation of the open batch visibility_timeout (1 s to 43200 s, by default that of its claim) from now, and returns the batch, with the ids of the messages that are no longer the stream''s in lost; no row where none is open. The heartbeat of a reader. Raises 22023, PQ001, PQ005, PQ006.';
+'Sets the end of the open batch''s reservation to visibility_timeout (1 s to 43200 s, default that of its claim) from now. Returns the batch, with the ids of the messages that the stream has lost as lost; no row if no batch is open. Readers call this periodically as a heartbeat. Raises 22023, PQ001, PQ005, PQ006.';
 
 create function pgqueue.stream_ack(
     queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid
@@ -5727,7 +5670,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_ack(text, text, bigint, bigint, uuid) is
-'Removes the messages of the open batch, whose work is done for good, and returns how many were still the stream''s; 0 where it was acknowledged before. A batch that was never claimed, or another of its number, raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+'Acknowledges the open batch, whose results must be stored durably, and returns how many of its messages the stream still held; 0 if the batch was acknowledged before. A batch that was never claimed, or whose token differs, raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
 
 create function pgqueue.stream_skip(
     queue_name text,
@@ -5777,7 +5720,8 @@ begin
             null, 'rejected');
         skipped := skipped + 1;
     end loop;
-    -- What is left has another chance. Who reads the batch while nobody has told him is fenced.
+    -- The remaining messages may be replayed max_replays times again. Without an epoch argument the caller is not the
+    -- reader: a new epoch fences the reader, which does not know that the batch has changed.
     update pgqueue.streams t
     set left_out = s.left_out || wanted, replays = 0,
         epoch = case when stream_skip.epoch is null then pgqueue._next_epoch(t.epoch) else t.epoch end
@@ -5786,7 +5730,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_skip(text, text, bigint, bigint[], text, bigint) is
-'Takes messages, all or those in ids, out of the open batch, whose number is seq, and returns how many went to the dead letters, with reason rejected and error as last_error, or were deleted where the queue has none. What the stream had lost is left out, too. The batch goes on with the rest, and its replays start over; without a rest it is read as an empty one. By hand it is called without epoch, which fences who reads the stream: start him again. A reader that sorts out what it cannot use gives its epoch. Raises 22023, PQ001, PQ005, PQ006, and PQ007 where the batch is not open.';
+'Removes messages, all or those in ids, from the open batch, whose number is seq. Returns how many went to the dead letters, with reason rejected and error as last_error, or were deleted if the queue has no dead letters. Messages that the stream has lost are left out as well. The batch continues with the remaining messages and its replay count starts over; if none remain, it is read as an empty batch. An operator calls this without epoch, which fences the reader: restart its query. A reader that skips messages it cannot use passes its own epoch. Raises 22023, PQ001, PQ005, PQ006, and PQ007 if the batch is not open.';
 
 create function pgqueue.list_streams(queue_name text default null)
 returns setof pgqueue.stream
@@ -5805,7 +5749,7 @@ begin
 end;
 $$;
 comment on function pgqueue.list_streams(text) is
-'Returns the streams of a queue, or of every queue where queue_name is null, by name. Raises PQ001.';
+'Returns the streams of a queue, or of all queues if queue_name is null, by queue and stream name. Raises PQ001.';
 
 create function pgqueue.drop_stream(queue_name text, stream_name text)
 returns int
@@ -5825,14 +5769,14 @@ begin
 end;
 $$;
 comment on function pgqueue.drop_stream(text, text) is
-'Drops a stream, gives the messages of its open batch back as release does, and returns how many those were. A reader that still has a checkpoint of it is refused with PQ005, and with PQ007 once the stream is made again. Raises PQ001, PQ005.';
+'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001, PQ005.';
 
 create function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
 comment on function pgqueue._on_queue_dropping_streams(pgqueue.queues) is
-'Drops the streams of the queue.';
+'Deletes the streams of the queue.';
 
 create function pgqueue._findings_of_streams(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -5845,17 +5789,52 @@ begin
     return query
     select
         'warning', q.name, 'lapsed_stream',
-        format('the reservation of batch %s of stream %L, %s messages, ran out %s ago, and its query has not come back',
+        format('the reservation of batch %s of stream %L, %s messages, ran out %s ago, and the stream was not read since',
             t.acked_seq + 1, t.stream_name, cardinality(t.ids) - cardinality(t.left_out), at - t.claimed_until),
-        format('Start its query again, or give the messages back: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
+        format('Start its query again, or release the messages: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
     from pgqueue.streams t
     where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
 end;
 $$;
 comment on function pgqueue._findings_of_streams(pgqueue.queues) is
-'What doctor finds on the streams of a queue: reservations that have run out.';
--- Many messages from many writers in one commit: each writer stages its rows under a token of its own, and one
--- call publishes what the winners staged, all or nothing, once for each (app_id, version).
+'The findings of doctor about the streams of a queue: reservations that have run out.';
+-- Sends the messages of many writers in one commit. Each writer stages its messages under its own token. sink_commit
+-- sends the messages of the successful attempts, all or none, and only once for each (app_id, version).
+
+create function pgqueue._raise_staged_messages_lost(
+    run uuid, partition int, expected bigint, remaining bigint
+)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ010',
+        message = format('run %s staged %s messages in partition %s, and %s are there', run, expected,
+            coalesce(partition::text, 'unknown'), remaining),
+        detail = 'Nothing was sent.',
+        hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
+end;
+$$;
+comment on function pgqueue._raise_staged_messages_lost(uuid, int, bigint, bigint) is
+'Raises PQ010 staged_messages_lost.';
+
+create function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = code,
+        message = format('row %s of partition %s: %s', row_number, coalesce(partition::text, 'unknown'), error),
+        detail = 'Nothing was sent.',
+        hint = hint;
+end;
+$$;
+comment on function pgqueue._raise_in_row(text, int, int, text, text) is
+'Raises an error of a single message again, with its row and partition in the message.';
 
 create function pgqueue.sink_stage(queue_name text, run uuid, partition int, attempt bigint)
 returns uuid
@@ -5881,7 +5860,7 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_stage(text, uuid, int, bigint) is
-'Begins to stage what one attempt at one partition of a run writes for a queue, and returns its token: messages are copied into pgqueue.staged_messages under it in the same transaction, as arrays of some hundred a row, each with the number of its first message, from 1. What enqueue would refuse is refused there (22023, PQ003), but for payloads over the limit of the queue. Nobody sees them before sink_commit, which only the same session_user may call for them. Raises 22023, PQ001.';
+'Starts to stage the messages that one attempt of one partition of a run writes for a queue, and returns a token. In the same transaction the caller copies the messages into pgqueue.staged_messages under this token: as arrays, some hundred messages per row, each row with the number of its first message, counted from 1. The copy raises 22023 or PQ003 for messages that enqueue would refuse, except for those over the limit of the queue, which sink_commit refuses. No session can claim the messages before sink_commit, which must be called by the same session_user. Raises 22023, PQ001.';
 
 create function pgqueue._check_messages(s pgqueue.staged_messages, a pgqueue.staged_attempts)
 returns void
@@ -5909,7 +5888,7 @@ exception when invalid_parameter_value or sqlstate 'PQ003' then
 end;
 $$;
 comment on function pgqueue._check_messages(pgqueue.staged_messages, pgqueue.staged_attempts) is
-'Raises for the first message of a staged row what enqueue would raise for it: 22023 or PQ003, with its number.';
+'Raises the error that enqueue would raise for the first invalid message of a staged row, 22023 or PQ003, with the number of the message.';
 
 create function pgqueue._measure_messages()
 returns trigger
@@ -5940,7 +5919,7 @@ begin
 end;
 $$;
 comment on function pgqueue._measure_messages() is
-'Trigger of staged_messages: counts and measures the messages of a row, and refuses what enqueue would refuse of any queue.';
+'Trigger of staged_messages: counts and measures the messages of a row, and raises an error for messages that enqueue would refuse in every queue.';
 
 create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
@@ -5952,20 +5931,20 @@ as $$
     select a.* from pgqueue.staged_attempts a where a.run = _own_attempts.run and a.staged_by = session_user
 $$;
 comment on function pgqueue._own_attempts(uuid) is
-'What the session''s own role has staged in a run. By session_user: inside a verb, current_user is the owner.';
+'Returns the attempts that the session''s own role has staged in a run. Uses session_user, because current_user is the owner inside a security definer function.';
 
 create function pgqueue._lock_own_attempts(run uuid)
 returns setof pgqueue.staged_attempts
 language sql volatile
 as $$
-    -- Not by way of _own_attempts: "for update" locks no row of a function.
+    -- Do not call _own_attempts here: "for update" does not lock rows that a function returns.
     select a.* from pgqueue.staged_attempts a
     where a.run = _lock_own_attempts.run and a.staged_by = session_user
     order by a.token
     for update
 $$;
 comment on function pgqueue._lock_own_attempts(uuid) is
-'The same, locked: nobody else sends them, or takes them away, until the transaction ends.';
+'Returns the same rows and locks them: no other session sends or deletes them until the transaction ends.';
 
 create function pgqueue._record_sink_commit(run uuid, messages bigint, app_id text, version bigint)
 returns boolean
@@ -5975,7 +5954,8 @@ as $$
 declare
     earlier pgqueue.sink_commits;
 begin
-    -- Who comes second waits here until the first has committed, and finds its entry.
+    -- A concurrent commit of the same version waits at this insert until the first commit ends, and then finds its
+    -- entry.
     insert into pgqueue.sink_commits (app_id, version, run, messages, committed_by, committed_at)
     values (app_id, version, run, messages, session_user, pgqueue._now())
     on conflict do nothing;
@@ -5985,22 +5965,22 @@ begin
             where c.app_id = _record_sink_commit.app_id collate "C" and c.forgotten_version >= _record_sink_commit.version
         ) then
             perform pgqueue._raise_invalid('version', version::text,
-                format('later than those of app_id %L that sweep_staged has forgotten: nobody knows whether it was committed', app_id));
+                format('higher than the versions of app_id %L that sweep_staged has forgotten: it is not known whether this one was committed', app_id));
         end if;
         return true;
     end if;
     select c.* into earlier from pgqueue.sink_commits c
     where c.app_id = _record_sink_commit.app_id collate "C" and c.version = _record_sink_commit.version;
-    -- To discard what somebody else's entry stands for would lose messages.
+    -- Messages must not be discarded because of another role's entry: that would lose them.
     if earlier.committed_by <> session_user then
         perform pgqueue._raise_invalid('app_id', app_id,
-            format('one of your own: version %s of it was committed by role %I', version, earlier.committed_by));
+            format('an app_id of your own: version %s of this one was committed by role %I', version, earlier.committed_by));
     end if;
     return false;
 end;
 $$;
 comment on function pgqueue._record_sink_commit(uuid, bigint, text, bigint) is
-'Enters a commit into the ledger; false if it is there already. Raises 22023 for another role''s, and for one so old that the ledger has forgotten it.';
+'Records a commit in the ledger; returns false if it is already recorded. Raises 22023 if another role recorded it, or if it is so old that the ledger has forgotten it.';
 
 create function pgqueue._send_staged(token uuid, q pgqueue.queues, at timestamptz)
 returns bigint
@@ -6017,7 +5997,7 @@ declare
     delayed bigint;
     due_at timestamptz;
 begin
-    -- What is over the queue's limit is left out, and thereby noticed: the count is short.
+    -- Rows with a message over the queue's limit are left out. sink_commit notices, because the count is then too low.
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
     )
@@ -6039,7 +6019,8 @@ begin
         select
             q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
             pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
-        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        -- Give each message its own due_at: claims resume at the last due_at, and would read all removed entries that
+        -- have the same one.
         from (
             select u.*, s.row_number, row_number() over (partition by u.delay order by s.row_number, u.place) as n
             from pgqueue.staged_messages s
@@ -6058,7 +6039,7 @@ begin
 end;
 $$;
 comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
-'Sends the messages staged under a token, in their order, and returns how many it sent; rows with one over the limit of the queue are left out.';
+'Sends the messages staged under a token, in their order, and returns how many it sent. Leaves out rows that have a message over the limit of the queue.';
 
 create function pgqueue._discard_staged(run uuid)
 returns bigint
@@ -6076,7 +6057,7 @@ begin
 end;
 $$;
 comment on function pgqueue._discard_staged(uuid) is
-'Deletes what the session''s own role has staged in a run, and returns how many messages.';
+'Deletes the messages and attempts that the session''s own role has staged in a run, and returns the number of messages.';
 
 create function pgqueue._check_sink(
     run uuid, tokens uuid[], counts bigint[], app_id text, version bigint
@@ -6096,18 +6077,18 @@ begin
         select from unnest(counts) as n where n is null or n not between 0 and 2147483647
     ) then
         perform pgqueue._raise_invalid('counts', counts::text,
-            format('an array of %s elements, as many as tokens: how many messages were staged under each, from 0 to 2147483647', cardinality(tokens)));
+            format('an array of %s elements, one for each token: the number of messages staged under it, from 0 to 2147483647', cardinality(tokens)));
     end if;
     if app_id is not null and length(app_id) not between 1 and 512 then
         perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
     end if;
     if num_nulls(app_id, version) = 1 then
-        perform pgqueue._raise_invalid('version', version::text, 'given with app_id, and not without it');
+        perform pgqueue._raise_invalid('version', version::text, 'given if app_id is given, and null otherwise');
     end if;
 end;
 $$;
 comment on function pgqueue._check_sink(uuid, uuid[], bigint[], text, bigint) is
-'Raises 22023 for arguments of sink_commit that make no sense.';
+'Raises 22023 for invalid arguments of sink_commit.';
 
 create function pgqueue.sink_commit(
     run uuid,
@@ -6128,13 +6109,13 @@ declare
     published bigint;
 begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
-    -- The queues first, by name; from here on none of them is dropped.
+    -- Lock the queues first, in the order of their names. From here on none of them can be dropped.
     perform pgqueue._get_locked_queue(n.queue_name)
     from (
         select distinct a.queue_name from pgqueue._own_attempts(run) a where a.token = any (tokens)
         order by a.queue_name
     ) n;
-    -- Without a name of its own a run goes by its id, so that a call whose answer was lost can be repeated.
+    -- A run without app_id is recorded under its own id, so that a call whose answer was lost can be repeated.
     if not pgqueue._record_sink_commit(
         run, (select coalesce(sum(n), 0)::bigint from unnest(counts) as n), coalesce(app_id, run::text), coalesce(version, 0)
     ) then
@@ -6143,7 +6124,7 @@ begin
     end if;
 
     attempts := array(select a from pgqueue._lock_own_attempts(run) as a);
-    -- The clock is read behind all locks: delays count from here.
+    -- Read the clock after all locks are taken: delays count from this time.
     at := pgqueue._now();
     for winner in
         select a as attempt, t.expected
@@ -6169,7 +6150,7 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint) is
-'Sends what was staged in a run, in one transaction: of each attempt named by its token exactly as many messages as counts says, in their order, by the rules of enqueue; delays count from now. What other attempts of the run staged is discarded. Returns false, and discards all, if version of app_id was committed before; a run without app_id is known by its id, so that the call can be repeated until it is answered. Raises PQ010 where staged messages are missing, as after a crash of the server; PQ001 for a queue dropped since; PQ003 for the first message over the limit of its queue, with its row; and 22023 for a version of another role, or older than what sweep_staged has forgotten.';
+'Sends the staged messages of a run in one transaction and returns true. From each attempt named in tokens it sends exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now. Messages of the other attempts of the run are discarded. If version of app_id was committed before, it discards all messages and returns false. A run without app_id is identified by run, so that the call can be repeated until it is answered. Raises PQ010 if staged messages are missing, for example after a crash of the server; PQ001 if a queue was dropped; PQ003 for the first message over the limit of its queue, with its row; and 22023 if the version was committed by another role, or is not higher than those that sweep_staged has forgotten.';
 
 create function pgqueue.sink_abort(run uuid)
 returns bigint
@@ -6184,7 +6165,7 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_abort(uuid) is
-'Discards what the caller''s own role has staged in a run and not committed, and returns how many messages that were. Raises 22023.';
+'Discards the messages that the caller''s own role has staged in a run and not committed, and returns how many there were. Raises 22023.';
 
 create function pgqueue.sweep_staged(
     older_than interval default '1 day', forget_after interval default '90 days'
@@ -6204,16 +6185,16 @@ begin
     if forget_after is null or not pgqueue._is_interval_between(forget_after, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
-    -- One sweep at a time: two would forget behind each other's back.
+    -- One sweep at a time: a sweep must see which versions other sweeps have deleted from the ledger.
     lock table pgqueue.sink_commits in share update exclusive mode;
-    -- Whoever is being committed is locked, and stays.
+    -- Attempts that are being committed are locked. They are skipped.
     tokens := array(
         select a.token from pgqueue.staged_attempts a
         where a.staged_at <= pgqueue._add_interval(at, -older_than)
         order by a.token for update skip locked
     );
     delete from pgqueue.staged_attempts a where a.token = any (tokens);
-    -- Also what was copied under a token that nobody was given.
+    -- Also delete messages that were copied under a token that sink_stage never returned.
     with gone as (
         delete from pgqueue.staged_messages s
         where s.token = any (tokens) or not exists (select from pgqueue.staged_attempts a where a.token = s.token)
@@ -6240,7 +6221,7 @@ begin
 end;
 $$;
 comment on function pgqueue.sweep_staged(interval, interval) is
-'Discards what was staged longer than older_than (0 to 10 years) ago, by writers whose driver died, and returns how many messages that were; a run that lives longer fails with PQ010. Also lets the ledger forget commits after forget_after (0 to 10 years), but never the highest version of an app_id: a lower one that was forgotten is refused from then on, not sent twice. Raises 22023.';
+'Discards messages that were staged more than older_than (0 to 10 years, default 1 day) ago, because the driver of their run died, and returns how many there were. A run that takes longer than that fails with PQ010. Also deletes commits older than forget_after (0 to 10 years, default 90 days) from the ledger, but never the highest version of an app_id: a lower version that was forgotten is refused from then on, and not sent twice. Raises 22023.';
 
 create function pgqueue._findings_of_sink(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -6250,12 +6231,12 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
-    -- On a standby a query of an unlogged table fails.
+    -- On a standby, reading an unlogged table raises an error.
     if q.name is null and not pg_is_in_recovery() then
         return query
         select
             'warning', null::text, 'stale_staging',
-            format('%s attempts of %s runs, staged by %s, wait for a sink_commit, the first for %s: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
+            format('%s attempts of %s runs, staged by %s and up to %s old, were not committed: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
             'select pgqueue.sweep_staged();'
         from (
             select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at
@@ -6268,9 +6249,9 @@ begin
 end;
 $$;
 comment on function pgqueue._findings_of_sink(pgqueue.queues) is
-'What doctor finds on the staging tables, once for all queues: staged messages of drivers that died.';
--- A message for all who want it: queues subscribe to topics, publish sends each of them a copy, in the
--- caller's transaction. Who shares a queue shares the copy.
+'The findings of doctor about the staging tables, once for all queues: staged messages of drivers that died.';
+-- Publish and subscribe. Queues subscribe to topics, and publish sends a copy of a message to each subscribed queue, in
+-- the caller's transaction. The consumers of one queue share its copy.
 
 create function pgqueue._check_topic(argument text, topic text, may_be_pattern boolean)
 returns void
@@ -6278,19 +6259,19 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- A word may hold whatever the name of a type does; * and # are wild only where they are a whole word.
+    -- A word may contain all characters that a type name may contain. * and # are wildcards only as a whole word.
     if topic is null or char_length(topic) not between 1 and 255 or topic ~ '(^|[.])([.]|$)' or topic ~ '[[:cntrl:]]'
         or topic ~ '(^|[.])#[.]#([.]|$)' or not may_be_pattern and topic ~ '(^|[.])[*#]([.]|$)'
     then
         perform pgqueue._raise_invalid(argument, topic,
-            '1 to 255 characters: words joined by dots, none empty, no control characters'
-            || case when may_be_pattern then '; a word * stands for any one, # for any number of words, and no # follows another'
-                else '; * and # are for subscriptions' end);
+            '1 to 255 characters: words joined by dots, not empty, without control characters'
+            || case when may_be_pattern then '; the word * matches one word, # matches any number of words, and no # follows another #'
+                else '; * and # are allowed only in subscriptions' end);
     end if;
 end;
 $$;
 comment on function pgqueue._check_topic(text, text, boolean) is
-'Raises 22023 for what is no topic, nor, where one may be given, a pattern.';
+'Raises 22023 for an invalid topic. A pattern is valid if may_be_pattern is true.';
 
 create function pgqueue._matching_patterns(words text[])
 returns text[]
@@ -6298,39 +6279,39 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- The beginnings of patterns, each word with its dot, that match the words read so far.
-    beginnings text[] := '{"",#.}'::text[];
+    -- The prefixes of patterns that match the words read so far. Each word has a dot behind it.
+    prefixes text[] := '{"",#.}'::text[];
     word text;
 begin
     if not exists (select from pgqueue.subscriptions s where s.is_pattern) then
         return '{}'::text[];
     end if;
-    -- The index on the words of the patterns is walked as a tree: from each beginning it is asked for the next word,
-    -- and for *, alone and with a # behind; what ends in # matches this word too. So the cost depends on the topic and
-    -- on what matches, not on how many subscriptions there are.
+    -- Walk the index on the patterns as a tree: look up each prefix extended by the next word and by *, each alone and
+    -- followed by #. A prefix that ends in # matches this word, too. So the cost depends on the topic and on the
+    -- matching patterns, not on the number of subscriptions.
     foreach word in array words loop
-        beginnings := array(
-            select c.beginning
-            from unnest(beginnings) as b
+        prefixes := array(
+            select c.prefix
+            from unnest(prefixes) as b
             cross join lateral (values
                 (b || word || '.'), (b || word || '.#.'), (b || '*.'), (b || '*.#.')
-            ) as c (beginning)
+            ) as c (prefix)
             where (
-                -- The slash follows the dot.
+                -- The character after "." is "/": this range contains all patterns with the prefix.
                 select true from pgqueue.subscriptions s
-                where s.is_pattern and (s.topic || '.') >= c.beginning and (s.topic || '.') < left(c.beginning, -1) || '/'
+                where s.is_pattern and (s.topic || '.') >= c.prefix and (s.topic || '.') < left(c.prefix, -1) || '/'
                 order by s.topic || '.' limit 1
             )
             union
-            select b from unnest(beginnings) as b where '.' || b like '%.#.'
+            select b from unnest(prefixes) as b where '.' || b like '%.#.'
         );
-        exit when beginnings = '{}'::text[];
+        exit when prefixes = '{}'::text[];
     end loop;
-    return beginnings;
+    return prefixes;
 end;
 $$;
 comment on function pgqueue._matching_patterns(text[]) is
-'Patterns that match the words of a topic, each with a dot behind, and some that nobody subscribed to.';
+'Returns the patterns that match the words of a topic, each with a dot at its end, including some to which no queue is subscribed.';
 
 create function pgqueue._subscribers(topics text[])
 returns text[]
@@ -6353,7 +6334,7 @@ begin
 end;
 $$;
 comment on function pgqueue._subscribers(text[]) is
-'The queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
+'Returns the names of the queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
 
 create function pgqueue.subscribe(topic text, queue_name text)
 returns boolean
@@ -6365,14 +6346,14 @@ declare
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
     insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)
-    -- No queue's name alone: a transport may have an endpoint that is called like a queue which is not its own.
+    -- The endpoint is not the plain queue name: a transport may have an endpoint with the name of another queue.
     values (subscribe.topic, q.name, 'pgqueue:' || q.name, q.name)
     on conflict do nothing;
     return found;
 end;
 $$;
 comment on function pgqueue.subscribe(text, text) is
-'Lets the queue have a copy of what is published to topic from now on, and returns true; false if it is subscribed already. topic is 1 to 255 characters, words joined by dots; in their place, * stands for exactly one word and # for any number, none included: orders.* matches orders.paid, orders.# also orders and orders.paid.late. A queue that several subscriptions match gets one copy. Raises 22023, PQ001.';
+'Subscribes the queue to topic and returns true; false if it is already subscribed. The queue gets a copy of each message that is published to topic from now on. topic is 1 to 255 characters: words joined by dots. In place of a word, * matches exactly one word and # any number of words, including none: orders.* matches orders.paid, and orders.# also matches orders and orders.paid.late. A queue that several subscriptions match gets one copy. Raises 22023, PQ001.';
 
 create function pgqueue.unsubscribe(topic text, queue_name text)
 returns boolean
@@ -6388,7 +6369,7 @@ begin
 end;
 $$;
 comment on function pgqueue.unsubscribe(text, text) is
-'Ends a subscription, named as it was made, and returns true; false if there was none. What was published before stays in the queue. Raises 22023, PQ001.';
+'Ends the subscription of the queue to exactly this topic or pattern and returns true; false if there was none. Messages that were published before stay in the queue. Raises 22023, PQ001.';
 
 create function pgqueue.list_subscriptions(queue_name text default null)
 returns setof pgqueue.subscription
@@ -6400,7 +6381,7 @@ begin
         perform pgqueue._get_unlocked_queue(queue_name);
     end if;
     return query
-    -- A queue may have subscribed by itself, and as the address of endpoints.
+    -- A queue can be subscribed by subscribe, and also as the address of endpoints.
     select s.topic, s.queue_name, min(s.subscribed_at) from pgqueue.subscriptions s
     where list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name collate "C"
     group by s.topic, s.queue_name
@@ -6408,7 +6389,7 @@ begin
 end;
 $$;
 comment on function pgqueue.list_subscriptions(text) is
-'Returns the subscriptions of a queue, or all, by topic and queue, each once and since when, whoever made it: the queue itself, or endpoints of a transport. Raises PQ001.';
+'Returns the subscriptions of a queue, or of all queues if queue_name is null, by topic and queue. Each is returned once, with the time when it was first made, whether by subscribe or by endpoints of a transport. Raises PQ001.';
 
 create function pgqueue.publish(
     topic text,
@@ -6443,8 +6424,9 @@ begin
     select array_agg(q.name order by q.name), array_agg(q.queue_id) into names, queue_ids
     from pgqueue.queues q
     where q.name = any ((select pgqueue._subscribers((topic || array(select unnest(base_topics))) collate "C"))::text[]);
-    -- One after the other, by name. Who waited here for a drop_queue finds that the queue is gone, or another one of
-    -- its name, whatever that is subscribed to; a snapshot may be older still, but the catalog knows.
+    -- Lock one queue after the other, by name. After waiting for a drop_queue, the queue may be gone, or a new queue of
+    -- the same name may exist, with other subscriptions: queue_id tells them apart. The snapshot can be older than the
+    -- drop: pg_relation_filenode does not depend on it.
     perform pgqueue._lock_queue(n) from unnest(names) as n;
     select
         array_agg(q.name order by q.name), min(q.max_payload_bytes),
@@ -6490,17 +6472,47 @@ begin
 end;
 $$;
 comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[]) is
-'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns how many those are: 0, and nothing is sent, where nobody is. base_topics are further names of the same event, those of its base classes for example; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic says topic to the subscribers. Everything else is as in enqueue, and holds for each copy: one queue''s limit refuses all. topic is 1 to 255 characters, words joined by dots. Raises 22023, PQ003.';
+'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns the number of copies; 0 if no queue is subscribed. base_topics are further topics of the same event, for example those of its base classes; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic of each copy is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is sent to none. topic is 1 to 255 characters: words joined by dots. Raises 22023, PQ003.';
 
 create function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
 comment on function pgqueue._on_queue_dropping_topics(pgqueue.queues) is
-'Ends the subscriptions of the queue.';
--- A queue as a transport of NServiceBus on SQL has it: a relation into which it inserts, and from which it deletes the
--- lowest row that nobody holds. It is a plain view of the queue's own table, updated by PostgreSQL itself: reading it
--- runs no code but, once a second, advance_transport. What comes in is checked by a trigger.
+'Deletes the subscriptions of the queue.';
+-- Exposes a queue to an SQL transport of NServiceBus, as a relation into which the transport inserts messages and from
+-- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
+-- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
+
+create function pgqueue._raise_exposed(queue_name text, relation regclass)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'duplicate_object',
+        message = format('queue %L is already exposed as %s', queue_name, relation),
+        hint = format('Drop that relation first: select pgqueue.unexpose_transport(%L).', queue_name);
+end;
+$$;
+comment on function pgqueue._raise_exposed(text, regclass) is
+'Raises 42710: the queue already has a relation. A queue has at most one.';
+
+create function pgqueue._raise_not_allowed(role_name name, deed text, object text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'insufficient_privilege',
+        message = format('role %I may not %s %I', role_name, deed, object),
+        hint = 'The owner can grant this privilege.';
+end;
+$$;
+comment on function pgqueue._raise_not_allowed(name, text, text) is
+'Raises 42501: the caller lacks a privilege that the security definer function itself has.';
 
 create function pgqueue._wire_string(content text)
 returns text
@@ -6510,7 +6522,7 @@ as $$
         when content is null then 'null'
         when octet_length(s) = char_length(s) then s
         else (
-            -- What UTF-16 writes as two.
+            -- A character that UTF-16 encodes in two units is written as two escapes.
             select string_agg(case
                 when octet_length(convert_to(c, 'UTF8')) < 4 then c
                 else format(e'\\u%s\\u%s', to_hex(55296 + ((ascii(c) - 65536) >> 10)), to_hex(56320 + ((ascii(c) - 65536) & 1023)))
@@ -6521,7 +6533,7 @@ as $$
     from replace(to_json(content)::text, '/', e'\\/') as s
 $$;
 comment on function pgqueue._wire_string(text) is
-'A string, or null, as the serializer of the transport writes it.';
+'Returns a string, or null, in JSON as the serializer of the transport writes it.';
 
 create function pgqueue._wire_headers(headers jsonb, message_id uuid)
 returns text
@@ -6534,7 +6546,7 @@ as $$
     ) h
 $$;
 comment on function pgqueue._wire_headers(jsonb, uuid) is
-'Headers as a transport reads them: one compact JSON object of strings and nulls, with the name of the message where they lack it.';
+'Returns headers as a transport reads them: one compact JSON object of strings and nulls. Adds the header NServiceBus.MessageId from message_id if the headers lack it.';
 
 create function pgqueue._parsed_headers(wire text)
 returns jsonb
@@ -6546,8 +6558,8 @@ begin
     return wire::jsonb;
 exception when others then
     begin
-        -- JSON may say what no text in PostgreSQL can: U+0000, and halves of characters; and characters that the
-        -- encoding of the database lacks. A transport reads the original.
+        -- JSON can contain escapes that PostgreSQL cannot store: U+0000, unpaired surrogates, and characters that the
+        -- encoding of the database lacks. They are replaced here. A transport reads the original text.
         if getdatabaseencoding() <> 'UTF8' then
             return regexp_replace(
                 wire::json::text, '(?<!\\)((?:\\\\)*)\\u(?:0000|(?!00[0-7])[0-9a-fA-F]{4})', '\1?', 'g')::jsonb;
@@ -6563,21 +6575,21 @@ exception when others then
 end;
 $$;
 comment on function pgqueue._parsed_headers(text) is
-'Headers of a transport as JSON, U+FFFD in place of what PostgreSQL cannot store, a question mark where the encoding is not UTF8; null for what is no JSON.';
+'Returns the headers of a transport as jsonb, or null if they are not JSON. U+FFFD replaces characters that PostgreSQL cannot store, or a question mark if the encoding of the database is not UTF8.';
 
 create function pgqueue._transport_id(id bigint)
 returns uuid
 language sql immutable parallel safe
 as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
 comment on function pgqueue._transport_id(bigint) is
-'The id that a transport sees of a message that did not come from one, or has been put back since.';
+'Returns the id that a transport sees for a message that no transport sent, or that was put back since.';
 
 create function pgqueue._is_transport_id(id uuid)
 returns boolean
 language sql immutable parallel safe
 as $$ select id between '00000000-0000-8000-8000-000000000000' and '00000000-0000-8000-8fff-ffffffffffff' $$;
 comment on function pgqueue._is_transport_id(uuid) is
-'Whether it is an id such as _transport_id makes: nobody else may give one to a message of a queue.';
+'Returns whether _transport_id can return this id. No other source may give such an id to a message of a queue.';
 
 create function pgqueue._accept_from_transport(
     queue_name text, id uuid, expires timestamp, wire_headers text, body bytea, own jsonb
@@ -6612,8 +6624,8 @@ begin
         perform pgqueue._raise_payload_too_large(q.name, 'body', octet_length(body), q.max_payload_bytes);
     end if;
     if fault is not null then
-        -- Nobody could read it: it goes where somebody looks, as it came, and stands in nobody's way. Also where the
-        -- queue has no dead letters: it was never tried.
+        -- No consumer could read this message. It becomes a dead letter, unchanged, and blocks no other message. This
+        -- holds even if the queue has dlq_enabled false, because the message was never attempted.
         perform pgqueue._add_dead_letter(
             row(
                 nextval('pgqueue.message_id'), q.name, at, at, 0, q.max_attempts, null::int, null::uuid,
@@ -6628,14 +6640,15 @@ begin
     )
     values (
         q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, body, headers, wire_headers,
-        -- What was read elsewhere, and may here be the id of another message that is to come back.
+        -- Such an id was read from another queue. In this queue it can be the id of another message that will be put
+        -- back.
         case when not pgqueue._is_transport_id(id) then id end
     );
     perform pgqueue._wake_waiting(q, at);
 end;
 $$;
 comment on function pgqueue._accept_from_transport(text, uuid, timestamp, text, bytea, jsonb) is
-'Sends what a transport inserted; to the dead letters what nobody could read. own are headers that came in columns of their own. Raises PQ001, PQ003.';
+'Sends a message that a transport inserted. A message that no consumer could read goes to the dead letters. own holds the headers that came in columns of their own. Raises PQ001, PQ003.';
 
 create function pgqueue._insert_by_postgresql()
 returns trigger
@@ -6649,7 +6662,7 @@ begin
 end;
 $$;
 comment on function pgqueue._insert_by_postgresql() is
-'Trigger of a relation that expose_transport made: an insert sends a message.';
+'Trigger of a relation that expose_transport created: an insert sends a message.';
 
 create function pgqueue._insert_by_sqlserver()
 returns trigger
@@ -6666,7 +6679,7 @@ begin
 end;
 $$;
 comment on function pgqueue._insert_by_sqlserver() is
-'The same for the flavor sqlserver: what comes in columns of its own becomes a header, where the headers lack it.';
+'Trigger of a relation of flavor sqlserver: an insert sends a message. correlationid and replytoaddress become headers if the headers lack them.';
 
 create function pgqueue._assign_transport_place()
 returns trigger
@@ -6681,7 +6694,7 @@ begin
 end;
 $$;
 comment on function pgqueue._assign_transport_place() is
-'Trigger of the table of an exposed queue: whoever sends, a transport finds the message at its end.';
+'Trigger of the table of an exposed queue: gives each new row the next transport_seq, so that a transport finds it at the end of the queue, and fills in transport_id and transport_headers.';
 
 create function pgqueue._archive_deleted_by_transport()
 returns trigger
@@ -6707,7 +6720,7 @@ begin
 end;
 $$;
 comment on function pgqueue._archive_deleted_by_transport() is
-'Trigger of the table of an exposed queue that archives: what is deleted through the relation goes to the archive, as by receive.';
+'Trigger of the table of an exposed queue that archives: writes messages deleted through the relation to the archive, as receive does. Expired messages are not archived.';
 
 create function pgqueue._sync_archive_trigger(q pgqueue.queues)
 returns void
@@ -6721,8 +6734,9 @@ declare
     is_there constant boolean := exists (
         select from pg_trigger g where g.tgrelid = partition and g.tgname = 'archive_taken');
 begin
-    -- Of the statement: it fires for a delete of this very table, as the relation does it, and not for those of the
-    -- verbs, which delete from the parent and archive by themselves. Without an archive there is no trigger to pay for.
+    -- A statement trigger fires for deletes that name this partition, as the relation does. It does not fire for the
+    -- SQL functions, which delete from the parent table and archive by themselves. Queues that do not archive have no
+    -- trigger, and so do not pay for it.
     if is_wanted and not is_there then
         execute format(
             'create or replace trigger archive_taken after delete on %s referencing old table as taken for each statement'
@@ -6735,33 +6749,33 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue._sync_archive_trigger(pgqueue.queues) is
-'Has the relation of a queue, if there is one, archive what is deleted through it, if the queue archives. Raises PQ004 where a longer transaction uses the table.';
+'Creates the archive trigger on the table of a queue if the queue is exposed and archives, and drops it otherwise. Raises PQ004 if a longer transaction uses the table.';
 
 create function pgqueue._transport_table(q pgqueue.queues)
 returns text
 language sql immutable parallel safe
 as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
 comment on function pgqueue._transport_table(pgqueue.queues) is
-'The table that holds the row of transports of an exposed queue, and nothing else.';
+'Returns the name of the table that holds the row in transports of an exposed queue, and no other row.';
 
 create function pgqueue._transport_of(q pgqueue.queues, out relation regclass, out seq_register regclass)
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- By the name of its table, for which the catalog is asked anew: the cache of who had to wait for an expose_transport
-    -- may be older than that, and so may a snapshot.
+    -- Look the table up by name, in a statement that locks it: after waiting for expose_transport, the session's
+    -- catalog cache and its snapshot can be stale.
     execute format('select t.relation, t.seq_register from %s t', pgqueue._transport_table(q)) into relation, seq_register;
     if relation is null then
         perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
     end if;
 exception when undefined_table then
-    -- It is not exposed.
+    -- The queue is not exposed.
     null;
 end;
 $$;
 comment on function pgqueue._transport_of(pgqueue.queues) is
-'The relation and the sequence of a queue that is held, as of now; nulls where it is not exposed. Raises 40001 where it was exposed behind the snapshot.';
+'Returns the current relation and sequence of a queue that the caller has locked; nulls if it is not exposed. Raises 40001 if it was exposed after the snapshot was taken.';
 
 create function pgqueue._record_transport_head(t pgqueue.transports, partition regclass)
 returns pgqueue.transports
@@ -6773,7 +6787,8 @@ declare
     writers constant text[] := pgqueue._running_writers();
     lowest bigint;
 begin
-    -- As _record_vacant_ids does: the sequence first, the writers second, and what a later statement does not find below is not there.
+    -- As in _record_vacant_ids: read the sequence first and the running writers second. Once these writers have ended,
+    -- a later statement sees all rows up to that value of the sequence, and no other row can appear there.
     t.writers := t.writers || array(select w from unnest(writers) as w where w like '-1/%' and w <> all (t.writers));
     if not t.writers && writers then
         t.settled_seq := t.bound_seq;
@@ -6788,7 +6803,7 @@ begin
 end;
 $$;
 comment on function pgqueue._record_transport_head(pgqueue.transports, regclass) is
-'What is known of a relation, with its head moved up to the lowest row that is there or may appear.';
+'Returns the row in transports of a relation, with head moved up to the lowest transport_seq at which a row exists or may appear.';
 
 create function pgqueue._advance_transport(q pgqueue.queues)
 returns bigint
@@ -6797,18 +6812,19 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    nowhere constant bigint := 9223372036854775807;
-    row_of constant text := pgqueue._transport_table(q);
+    past_the_end constant bigint := 9223372036854775807;
+    table_name constant text := pgqueue._transport_table(q);
     t pgqueue.transports;
-    mine pgqueue.transports;
-    is_mine boolean := false;
+    locked_row pgqueue.transports;
+    is_locked boolean := false;
 begin
-    if q.paused_at is not null or to_regclass(row_of) is null then
-        return nowhere;
+    if q.paused_at is not null or to_regclass(table_name) is null then
+        return past_the_end;
     end if;
-    execute format('select t.head, t.next_at from %s t', row_of) into t.head, t.next_at;
-    -- A receive may stay open for as long as its handler works: it leaves this to those who look, for two seconds.
-    -- What is further off than a minute was set by a clock that was wrong.
+    execute format('select t.head, t.next_at from %s t', table_name) into t.head, t.next_at;
+    -- A transaction that receives can stay open while its handler works, and would hold the row for that long. For two
+    -- seconds it leaves this work to statements that only read. A next_at more than a minute ahead was set while the
+    -- clock was wrong, and is ignored.
     if current_setting('transaction_read_only')::boolean
         or t.next_at < at + interval '1 min' and (
             t.next_at > at
@@ -6817,22 +6833,24 @@ begin
     then
         return t.head;
     end if;
-    -- A snapshot that is older than the look at the writers proves nothing.
+    -- The running writers prove nothing if the snapshot is older than their list.
     if not pgqueue._has_fixed_snapshot() then
         execute format(
             'select t.seq_register, t.head, t.settled_seq, t.bound_seq, t.writers from %s t'
-            ' for no key update skip locked', row_of)
-        into mine.seq_register, mine.head, mine.settled_seq, mine.bound_seq, mine.writers;
-        is_mine := mine.head is not null;
+            ' for no key update skip locked', table_name)
+        into locked_row.seq_register, locked_row.head, locked_row.settled_seq, locked_row.bound_seq, locked_row.writers;
+        is_locked := locked_row.head is not null;
     end if;
-    -- Ahead of time, as this very statement does not see them any more: they are not shown before they are due.
-    if (is_mine or t.next_at not between at - interval '2 s' and at + interval '1 min') and exists (
+    -- Promote messages 15 s ahead, because the current statement does not see what it promotes. The relation shows no
+    -- message before it is due.
+    if (is_locked or t.next_at not between at - interval '2 s' and at + interval '1 min') and exists (
         select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.due_at <= at + interval '15 s'
     ) and pgqueue._try_lock_existing_queue(q) then
         perform pgqueue._promote_due(q, at + interval '15 s', 1000, '-infinity');
     end if;
-    if is_mine then
-        -- What came back is noted for claims, which forget it when it has left; here there may never be one.
+    if is_locked then
+        -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
+        -- never have a claim, so remove them here, too.
         perform pgqueue._prune_requeued(q, array_agg(w.id), max(w.check_at))
         from (
             select r.check_at, r.id from pgqueue.requeued_messages r
@@ -6840,16 +6858,16 @@ begin
             order by r.check_at, r.id limit 1000
         ) w
         having count(*) > 0;
-        t := pgqueue._record_transport_head(mine, pgqueue._partition_of(q));
+        t := pgqueue._record_transport_head(locked_row, pgqueue._partition_of(q));
         execute format(
-            'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', row_of)
+            'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)
         using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
     end if;
     return t.head;
 end;
 $$;
 comment on function pgqueue._advance_transport(pgqueue.queues) is
-'Does what advance_transport says, where it is due.';
+'Does the work of advance_transport if it is due, and returns its result.';
 
 create function pgqueue.advance_transport(queue_name text)
 returns bigint
@@ -6865,7 +6883,7 @@ begin
 end;
 $$;
 comment on function pgqueue.advance_transport(text) is
-'Called by the relations of expose_transport themselves, once a second at most: makes ready what comes due, and returns where their statements begin to read; at the end of all numbers while the queue is paused, or where it is not exposed. Who may read such a relation needs access to this function: grant_access(role, ''transport''). Raises PQ001.';
+'Makes scheduled messages ready when they come due, and returns the lowest seq at which statements on the relation of expose_transport have to read; 9223372036854775807 while the queue is paused, or if it is not exposed. The relation calls this itself, at most once a second. A role that reads the relation needs access to this function: grant_access(role, ''transport''). Raises PQ001.';
 
 create function pgqueue._make_dedicated(q pgqueue.queues)
 returns void
@@ -6874,21 +6892,21 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     partition constant text := format('pgqueue.%I', format('messages_%s', q.queue_id));
-    hall constant text := format('pgqueue.%I', format('messages_%s_moving', q.queue_id));
+    interim constant text := format('pgqueue.%I', format('messages_%s_moving', q.queue_id));
     move constant text := format(
         'with moved as (delete from pgqueue.messages_shared m where m.queue_name = %L returning m.*)'
-        ' insert into %s select m.* from moved m', q.name, hall);
+        ' insert into %s select m.* from moved m', q.name, interim);
 begin
-    -- By way of a table, as a partition cannot be made while its rows lie in the shared one.
-    execute format('create unlogged table %s (like pgqueue.messages_shared)', hall);
+    -- Move the rows by way of another table: the partition cannot be created while its rows are in messages_shared.
+    execute format('create unlogged table %s (like pgqueue.messages_shared)', interim);
     execute move;
-    -- Who sends by plain SQL does not hold the queue: what came meanwhile follows, behind the lock that a new partition
-    -- takes anyway.
+    -- Plain SQL inserts do not lock the queue. Take the lock that creating the partition needs anyway, and move the
+    -- rows that were inserted meanwhile.
     lock table only pgqueue.messages, pgqueue.messages_shared in access exclusive mode;
     execute move;
     perform pgqueue._create_partition(q.name, q.queue_id);
-    execute format('insert into %s select m.* from %s m', partition, hall);
-    execute format('drop table %s', hall);
+    execute format('insert into %s select m.* from %s m', partition, interim);
+    execute format('drop table %s', interim);
     update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name;
 end;
 $$;
@@ -6899,7 +6917,7 @@ create function pgqueue._body_string(as_view text)
 returns text
 language sql stable
 as $$
-    -- By what every role may call. A body is text if its bytes are UTF-8, without a zero.
+    -- Use only functions that every role may call. A body is text if its bytes are valid UTF-8 without a zero byte.
     select case
         when current_setting('server_encoding') = 'UTF8' then format(
             'case when encode(%1$s, ''hex'') ~ %2$L then convert_from(%1$s, ''UTF8'') else encode(%1$s, ''escape'') end', as_view,
@@ -6908,7 +6926,7 @@ as $$
     end
 $$;
 comment on function pgqueue._body_string(text) is
-'The expression that shows a body as text: readable where it is UTF-8, with its bytes as \000 where it is not.';
+'Returns the SQL expression that shows a body as text: decoded if it is UTF-8, otherwise with escaped bytes such as \000.';
 
 create function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean)
 returns text
@@ -6917,13 +6935,14 @@ as $$
     select format(
         'select m.transport_id as id,%1$s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
         ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%2$s%3$s m.transport_seq as seq from %4$s m'
-        -- One condition is planned in less time than two, and a table of one row in less than a row found by a key.
+        -- Planning one condition is faster than planning two, and reading a table of one row is planned faster than a
+        -- lookup by key.
         ' where case when m.attempt_count < m.max_attempts then m.visible_at <= clock_timestamp() end'
         ' and m.transport_seq >= ('
         ' select case when t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
         ' then t.head else pgqueue.advance_transport(%5$L) end from %6$s t)'
-        -- Of no row, so it is asked before any: a table that is empty, and read in sequence as it is small, would ask
-        -- for no head, and nothing would ever come due.
+        -- This condition has no column of m, so it is evaluated before the first row. Otherwise a sequential scan of an
+        -- empty table would never call advance_transport, and no message would ever come due.
         ' and (select t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
         ' or pgqueue.advance_transport(%5$L) is not null from %6$s t)',
         case when flavor = 'sqlserver' then
@@ -6937,7 +6956,7 @@ as $$
         pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
 $$;
 comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
-'What the relation of a transport shows: the rows that could be claimed, and expired ones, as the transport drops those itself.';
+'Returns the query of the relation of a transport. It shows messages that could be claimed, and expired ones, which the transport deletes itself.';
 
 create function pgqueue._expose(
     q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name
@@ -6953,7 +6972,8 @@ declare
     partition regclass;
 begin
     if q.dedicated then
-        -- Who sends by plain SQL does not hold the queue, and would have no place. The trigger takes this lock anyway.
+        -- Plain SQL inserts do not lock the queue. Without this lock their rows could miss the trigger and have no
+        -- transport_seq. Creating the trigger takes the same lock anyway.
         execute format('lock table only %s in share row exclusive mode', pgqueue._partition_of(q));
         perform pgqueue._require_current_snapshot(format('queue %L', q.name));
     else
@@ -6967,13 +6987,15 @@ begin
         ' transport_headers = coalesce(m.transport_headers, pgqueue._wire_headers(m.headers, m.message_id))'
         ' from (select c.id, row_number() over (order by c.id) as n from %1$s c) o where o.id = m.id', partition);
     execute format('select setval(%L, count(*) + 1, false) from %s', register, partition);
-    -- Who looks for the first reads all entries of a page: a page has few. And where next to nothing is known, every index
-    -- seems to find one row, and the planner takes the smaller one, or the one that was made last: that of the id, please.
+    -- A search for the first row reads all entries of an index page: fillfactor 30 keeps them few. Also, with hardly
+    -- any statistics every index seems to find one row, and the planner takes the smaller index, or the one created
+    -- last. For a search by id that must be the index on transport_id.
     execute format(
         'create unique index %I on %s (transport_seq) with (fillfactor = 30)', name || '_transport_seq', partition);
     execute format('create unique index %I on %s (transport_id)', name || '_transport_id', partition);
-    -- What is known of a queue is mostly that it was empty. To read it in its order must look cheap then, too, and not to
-    -- read and sort it as a whole: without knowing how the rows lie. And what is known must be learnt anew soon.
+    -- The statistics of a queue mostly say that it was empty. Even then, reading it in the order of transport_seq must
+    -- look cheaper than reading and sorting all rows. So keep no statistics of that column: they would tell the planner
+    -- the physical order of the rows. The low threshold renews the other statistics soon.
     execute format('alter table %s alter transport_seq set statistics 0', partition);
     execute format('alter table %s set (autovacuum_analyze_threshold = 1000)', partition);
     execute format('create index %I on %s ((expires_at at time zone ''UTC'')) where expires_at is not null',
@@ -6981,7 +7003,7 @@ begin
     execute format(
         'create trigger place_for_transport before insert on %s for each row when (new.transport_seq is null)'
         ' execute function pgqueue._assign_transport_place(%L)', partition, register);
-    -- Also in a session that has triggers off, as what has no place is never received.
+    -- Fire the trigger also in sessions that have triggers disabled: a row without transport_seq is never received.
     execute format('alter table %s enable always trigger place_for_transport', partition);
     execute format(
         'create table %s () inherits (pgqueue.transports)'
@@ -7006,7 +7028,7 @@ begin
 end;
 $$;
 comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
-'Makes the relation of a queue that is held alone, and gives it to a role.';
+'Creates the relation of a queue that the caller has locked exclusively, grants all privileges on it to a role, and returns its address.';
 
 create function pgqueue._transport_address(relation regclass)
 returns text
@@ -7017,7 +7039,7 @@ as $$
     where c.oid = relation
 $$;
 comment on function pgqueue._transport_address(regclass) is
-'A relation as a transport addresses it.';
+'Returns the address of a relation, in the form that a transport uses.';
 
 create function pgqueue._check_exposure(schema_name text, table_name text, flavor text)
 returns name
@@ -7025,13 +7047,13 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- In a definer's function the caller is the role that is set, or who logged in.
+    -- Inside a security definer function, the caller is the role of "set role", or else the session user.
     for_role constant name := coalesce(nullif(current_setting('role'), 'none'), session_user);
 begin
     if schema_name is null or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
         or not exists (select from pg_namespace n where n.nspname = schema_name)
     then
-        perform pgqueue._raise_invalid('schema_name', schema_name, 'the name of a schema that exists and is not the system''s');
+        perform pgqueue._raise_invalid('schema_name', schema_name, 'the name of an existing schema, other than pgqueue and the system schemas');
     end if;
     if table_name is null or octet_length(table_name) not between 1 and 63 then
         perform pgqueue._raise_invalid('table_name', table_name, 'a name of 1 to 63 bytes');
@@ -7046,7 +7068,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_exposure(text, text, text) is
-'Raises 22023 or 42501 unless the caller may make such a relation there; returns who he is.';
+'Returns the role of the caller. Raises 22023 or 42501 unless the caller may create such a relation in the schema.';
 
 create function pgqueue.expose_transport(
     queue_name text,
@@ -7087,13 +7109,14 @@ exception
         perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
         return null;
     when check_violation then
-        -- Plain SQL has sent to it behind the snapshot: no partition is made while that lies in the shared one.
+        -- Plain SQL has inserted messages after the snapshot. They are still in messages_shared, so the partition
+        -- cannot be created.
         perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
         return null;
 end;
 $$;
 comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
-'Makes a relation over the queue, in schema_name under table_name (by default the queue''s name), on which an NServiceBus transport works as on its own table, and returns its address. Its columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text where it is UTF-8; with flavor sqlserver also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; what comes with headers that are no JSON object, or without a body, goes to the dead letters as it is. A delete takes messages as receive does, to the archive where the queue has archive_for, though it does not tell a purge from a receive; who shows up are those that could be claimed, and expired ones, which the transport drops itself and nobody archives. The queue becomes dedicated. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on; who reads it needs grant_access(role, ''transport''), too. Raises 22023, PQ001, PQ004, 42501, 42P07 where the name is taken, 42710 where the queue is exposed.';
+'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text if it is UTF-8; with flavor sqlserver (default postgresql) also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; a message without a body, or with headers that are not a JSON object, goes to the dead letters unchanged. A delete takes messages as receive does, and archives them if the queue has archive_for; a purge cannot be told apart from a receive. The relation shows messages that could be claimed, and expired ones, which the transport deletes itself and which are not archived. The queue becomes dedicated. The caller needs the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. A role that reads the relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004, 42501, 42P07 if the name is taken, and 42710 if the queue is already exposed.';
 
 create function pgqueue._unexpose(q pgqueue.queues)
 returns boolean
@@ -7109,7 +7132,7 @@ begin
     if relation is null then
         return false;
     end if;
-    -- Somebody may have dropped it, or an index.
+    -- The relation, or an index, may have been dropped by hand.
     if exists (select from pg_class c where c.oid = relation) then
         execute format('drop view %s', relation);
     end if;
@@ -7128,7 +7151,7 @@ begin
 end;
 $$;
 comment on function pgqueue._unexpose(pgqueue.queues) is
-'Takes the relation of a queue away; false if there is none.';
+'Drops the relation of a queue; returns false if there is none.';
 
 create function pgqueue.unexpose_transport(queue_name text)
 returns boolean
@@ -7149,7 +7172,7 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.unexpose_transport(text) is
-'Drops the relation that expose_transport made, and returns true; false if there is none. The queue keeps its messages, and stays dedicated. Raises PQ001, PQ004, and 2BP01 where something else uses the relation.';
+'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
 
 create function pgqueue._resolve_subscription()
 returns trigger
@@ -7168,7 +7191,7 @@ begin
 end;
 $$;
 comment on function pgqueue._resolve_subscription() is
-'Trigger of subscriptions: finds the queue that an address leads to, for who has only the address. Raises 22023, PQ001.';
+'Trigger of subscriptions: sets queue_name to the queue that queue_address leads to, if only the address was given or changed. Raises 22023, PQ001.';
 
 create function pgqueue._address_subscription()
 returns trigger
@@ -7186,7 +7209,7 @@ begin
 end;
 $$;
 comment on function pgqueue._address_subscription() is
-'Trigger of subscriptions: gives a subscription that subscribe made the address by which a transport knows the queue.';
+'Trigger of subscriptions: sets queue_address of a subscription that subscribe created to the address by which a transport knows the queue.';
 
 create or replace trigger address_subscription
 before insert on pgqueue.subscriptions
@@ -7208,7 +7231,7 @@ returns text
 language sql immutable parallel safe
 as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
 comment on function pgqueue._subscriptions_comment() is
-'By which the relations of expose_subscriptions are known.';
+'Returns the comment that marks the relations of expose_subscriptions.';
 
 create function pgqueue._create_subscriptions_relation(schema_name text, table_name text, for_role name)
 returns text
@@ -7227,7 +7250,7 @@ begin
 end;
 $$;
 comment on function pgqueue._create_subscriptions_relation(text, text, name) is
-'Makes the relation of expose_subscriptions, and gives it to a role.';
+'Creates the relation of expose_subscriptions, grants all privileges on it to a role, and returns its address.';
 
 create function pgqueue.expose_subscriptions(
     schema_name text default 'public', table_name text default 'SubscriptionRouting'
@@ -7242,7 +7265,7 @@ begin
 end;
 $$;
 comment on function pgqueue.expose_subscriptions(text, text) is
-'Makes a relation over all subscriptions, in schema_name under table_name, on which an NServiceBus transport works as on its own table, and returns its address. Its columns are queueaddress, endpoint and topic; an address is what expose_transport returned, or a queue''s name, and what leads to no queue is refused with PQ001. An endpoint has a topic once, whichever relation it says so in: two systems on one database need endpoints of different names. Who may insert there has any queue sent what any other is sent. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on. Raises 22023, 42501, and 42P07 where the name is taken.';
+'Creates a relation over all subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport uses it like its own table. The columns are queueaddress, endpoint and topic. An address is one that expose_transport returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each topic once across all such relations: two systems in one database need different endpoint names. A role that may insert into the relation can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
 
 create function pgqueue._drop_subscriptions_relation(relation regclass)
 returns boolean
@@ -7260,7 +7283,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_subscriptions_relation(regclass) is
-'Drops a relation of expose_subscriptions; false if it is none.';
+'Drops a relation that expose_subscriptions created; returns false if the relation is not one of them.';
 
 create function pgqueue.unexpose_subscriptions(
     schema_name text default 'public', table_name text default 'SubscriptionRouting'
@@ -7280,7 +7303,7 @@ begin
 end;
 $$;
 comment on function pgqueue.unexpose_subscriptions(text, text) is
-'Drops a relation that expose_subscriptions made, and returns true; false if there is none. The subscriptions stay. Raises 22023, and 2BP01 where something else uses the relation.';
+'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay. Raises 22023, and 2BP01 if another object depends on the relation.';
 
 create function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -7299,7 +7322,7 @@ begin
 end;
 $$;
 comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
-'Has the relation of the queue archive what is deleted through it, if the queue archives.';
+'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 40001 if an old snapshot may hide that the queue is exposed.';
 
 create function pgqueue._on_queue_dropping_transport(q pgqueue.queues)
 returns void
@@ -7328,7 +7351,7 @@ begin
         execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_id;
         if top_id > last_id then
             return next row('error', q.name, 'ids_above_sequence',
-                format('its relation has known the seq %s, which the sequence %s has not reached: what is sent now is refused, or not found by its transport', top_id, register),
+                format('its relation has already used seq %s, which the sequence %s has not reached: new messages are refused, or its transport does not find them', top_id, register),
                 format(
                     'select setval(%1$L, greatest(%2$s, pg_sequence_last_value(%1$L)));'
                     ' update %3$s set transport_seq = nextval(%1$L) where transport_seq < (select t.head from %4$s t);',
@@ -7349,9 +7372,9 @@ begin
 end;
 $$;
 comment on function pgqueue._findings_of_transport(pgqueue.queues) is
-'What doctor finds on the relation of a queue: a sequence that is behind.';
--- Queues for a while, such as one for the replies to each instance of a service: made when the instance starts, and
--- dropped when nobody has come by for long. There is no daemon: whoever makes a queue drops those that are over.
+'The findings of doctor about the relation of a queue: a sequence that is behind, or a missing index on expires.';
+-- Temporary queues, such as one for the replies to each instance of a service. A queue with expires_after_idle is
+-- dropped when it is empty and was not used for that long. No daemon is needed: creating a queue drops idle ones.
 
 create function pgqueue._last_used_at(q pgqueue.queues, at timestamptz)
 returns timestamptz
@@ -7361,8 +7384,9 @@ as $$
 declare
     swept_at timestamptz := pgqueue._from_micros(pg_sequence_last_value(q.next_sweep_at));
 begin
-    -- Where a claim found all it wanted, or never was, the register says nothing; nor does one from a clock that was
-    -- wrong. It is taken for used now, once: the next sweep is due at once, as it was.
+    -- The register holds no usable time if no claim was ever made, if the last claim found all the messages it wanted,
+    -- or if the clock was wrong. Then the queue counts as used now. Setting the register makes this happen only once,
+    -- and the next sweep is still due at once.
     if swept_at not between timestamptz '1970-01-02 00:00+00' and at + interval '1 min' then
         swept_at := at;
         perform setval(q.next_sweep_at, pgqueue._to_micros(at));
@@ -7373,7 +7397,7 @@ begin
 end;
 $$;
 comment on function pgqueue._last_used_at(pgqueue.queues, timestamptz) is
-'When somebody last claimed, received, or waited for a message of the queue, by its registers: to five seconds.';
+'Returns when a session last claimed, received or waited for messages of the queue, by its registers, to five seconds.';
 
 create function pgqueue._is_queue_empty(q pgqueue.queues)
 returns boolean
@@ -7384,7 +7408,7 @@ as $$
         and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name)
 $$;
 comment on function pgqueue._is_queue_empty(pgqueue.queues) is
-'Whether a queue holds no message: none ready, in flight, scheduled or dead.';
+'Returns whether a queue holds no message: none ready, in flight, scheduled or dead.';
 
 create function pgqueue._has_exclusive_lock_on_messages()
 returns boolean
@@ -7397,7 +7421,7 @@ as $$
     )
 $$;
 comment on function pgqueue._has_exclusive_lock_on_messages() is
-'Whether the transaction keeps everybody else from messages, as one does that made a dedicated table.';
+'Returns whether the transaction holds the access exclusive lock on messages, as it does after creating a dedicated table.';
 
 create function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
 returns boolean
@@ -7406,11 +7430,12 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '100 ms'
 as $$
 begin
-    -- Everybody who sends or claims waits for the end of who drops a table, which may be far off.
+    -- Dropping a dedicated table blocks all senders and consumers until this transaction ends, which may take long.
     if q.dedicated and not patient and not pgqueue._has_exclusive_lock_on_messages() then
         return false;
     end if;
-    -- Whoever uses it keeps it. Nobody is waited for, and nobody waits but for a queue that is gone.
+    -- A queue in use by another transaction stays: do not wait for the lock. The lock only blocks sessions that use
+    -- this queue.
     if not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name)) then
         return false;
     end if;
@@ -7418,7 +7443,7 @@ begin
     if not found or not pgqueue._is_queue_empty(q)
         or pgqueue._last_used_at(q, at) > pgqueue._add_interval(at, -q.expires_after_idle)
     then
-        -- Not by return: only an error gives the lock back before the transaction ends, which may take long.
+        -- Do not return here: only an error releases the lock before the transaction ends, which may take long.
         perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
     end if;
     perform pgqueue._drop_queue(q);
@@ -7429,7 +7454,7 @@ exception
 end;
 $$;
 comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
-'Drops a queue that nobody has used for as long as it said; false if it stays. Only who is patient, or holds messages anyway, drops a dedicated table.';
+'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is dropped only if patient is true, or if the transaction already holds the access exclusive lock on messages.';
 
 create function pgqueue._drop_idle_queues(max_queues int, patient boolean)
 returns setof text
@@ -7441,7 +7466,7 @@ declare
     dropped int := 0;
     q pgqueue.queues;
 begin
-    -- A snapshot that is older than the lock does not show what was sent in between.
+    -- A snapshot that is older than the lock does not show messages that were sent in between.
     if pgqueue._has_fixed_snapshot() then
         return;
     end if;
@@ -7460,7 +7485,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_idle_queues(int, boolean) is
-'Drops up to so many queues that nobody has used for as long as they said, and returns their names.';
+'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. patient is passed to _drop_if_idle.';
 
 create function pgqueue.drop_idle_queues()
 returns setof text
@@ -7468,18 +7493,18 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Each takes some ten locks, and thousands of queues would fill the lock table.
+    -- Dropping a queue takes about ten locks. Thousands of queues would fill the lock table.
     return query select n from pgqueue._drop_idle_queues(100, true) as n;
 end;
 $$;
 comment on function pgqueue.drop_idle_queues() is
-'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long, 100 at most, and returns their names: call it until it returns none. A queue in use by an open transaction stays, and in repeatable read all do, as what others sent cannot be seen there. create_queue does the same, for ten queues at most, where it is a transaction of its own, and so does expose_transport; dedicated queues go with the next that becomes dedicated: there is no need to call this, unless to be rid of them at once.';
+'Drops at most 100 idle queues and returns their names; call it until it returns none. A queue is idle if it has expires_after_idle, holds no message, including dead ones, and was not claimed from, received from or waited for during that time. A queue that an open transaction uses stays. In repeatable read and serializable all queues stay, because messages sent by other transactions may be invisible there. There is no need to call this, except to drop idle queues at once: create_queue, in a transaction of its own, and expose_transport also drop up to ten idle queues, and dedicated ones when a queue becomes dedicated.';
 
 create function pgqueue._on_queue_created_idle(q pgqueue.queues)
 returns void
 language sql volatile
 as $$
-    -- A transaction that goes on for long would hold the locks of what it dropped.
+    -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
     select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, false)) end
 $$;
 comment on function pgqueue._on_queue_created_idle(pgqueue.queues) is

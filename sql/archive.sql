@@ -1,6 +1,6 @@
--- What was acknowledged is kept for a while: the statement that removes a message writes it here, into the partition
--- of its day (UTC), which goes as a whole. Days are made ahead, by whoever switches archiving on, by a sweep once an
--- hour, and by maintain_archive; a message whose day has none is filed later. No acknowledgement waits or fails.
+-- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
+-- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
+-- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
 
 create or replace function pgqueue._set_archive_marker(queue_name text, archive_for interval)
 returns void
@@ -11,7 +11,8 @@ as $$
 declare
     mark constant text := pgqueue._archive_marker(queue_name);
 begin
-    -- Without a look: who had to wait for another who altered the queue may still have an old one in his cache. These ask anew.
+    -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if
+    -- exists" and "if not exists" read the catalog again.
     if archive_for is null then
         execute format('drop sequence if exists %s', mark);
     else
@@ -21,7 +22,7 @@ begin
 end;
 $$;
 comment on function pgqueue._set_archive_marker(text, interval) is
-'Has the mark of a queue say whether it archives.';
+'Creates or drops the marker sequence of a queue. Acknowledgements archive if the marker exists.';
 
 create or replace function pgqueue._archive_expiry(at timestamptz)
 returns timestamptz
@@ -35,7 +36,7 @@ as $$
     ) w
 $$;
 comment on function pgqueue._archive_expiry(timestamptz) is
-'What was acknowledged before this moment no queue wants to have kept any more, nor does one that was dropped.';
+'Returns the time before which no archived message has to be kept, by the longest archive_for of all queues and of the promises of queues that stopped archiving or were dropped.';
 
 create or replace function pgqueue._expired_days(at timestamptz)
 returns setof date
@@ -52,7 +53,7 @@ as $$
     order by d.day
 $$;
 comment on function pgqueue._expired_days(timestamptz) is
-'The days of the archive, oldest first, that ended before anybody would miss them.';
+'Returns the days of the archive that no queue needs any more, oldest first.';
 
 create or replace function pgqueue._create_day_partition(day date)
 returns void
@@ -62,8 +63,8 @@ as $$
 declare
     partition constant text := pgqueue._day_partition_name(day);
 begin
-    -- Made by itself and attached then, which hinders nobody who writes or reads; made as a partition it would lock
-    -- everybody out.
+    -- Create the table first and attach it afterwards: this blocks no reader or writer. "create table … partition of"
+    -- would take an access exclusive lock on the parent.
     execute format('create table pgqueue.%I (like pgqueue.archived_messages including all)', partition);
     execute format('create index on pgqueue.%I (queue_name, id)', partition);
     execute format('alter table pgqueue.%I replica identity full', partition);
@@ -75,7 +76,7 @@ begin
 end;
 $$;
 comment on function pgqueue._create_day_partition(date) is
-'Makes the partition of a day of the archive.';
+'Creates the partition of one day of the archive.';
 
 create or replace function pgqueue._create_missing_days(at timestamptz)
 returns setof date
@@ -87,7 +88,7 @@ declare
     unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
     day date;
 begin
-    -- Eight days ahead: a queue that is used once a week never finds the archive unprepared.
+    -- Eight days ahead are enough for a queue that is used only once a week.
     for day in
         select today + n from generate_series(0, 8) as n
         where exists (select from pgqueue.queues q where q.archive_for is not null)
@@ -104,7 +105,7 @@ begin
 end;
 $$;
 comment on function pgqueue._create_missing_days(timestamptz) is
-'Makes, behind a lock that keeps others from doing so, the days of the archive that are missing, those of unfiled messages and, where any queue archives, today and eight days ahead, and returns them.';
+'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives, today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
 
 create or replace function pgqueue._file_messages(at timestamptz, max_messages int)
 returns int
@@ -115,7 +116,8 @@ declare
     unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
     filed int;
 begin
-    -- What lies ahead was acknowledged under a clock that was wrong, and waits until its day has come.
+    -- A message with a future finished_at was acknowledged while the clock was wrong. It stays unfiled until its day
+    -- has a partition.
     with gone as (
         delete from pgqueue.unfiled_messages u
         where u.ctid = any (array(
@@ -131,7 +133,7 @@ begin
 end;
 $$;
 comment on function pgqueue._file_messages(timestamptz, int) is
-'Moves up to so many unfiled messages into the partitions of their days, where those have one, forgets what nobody wants any more, and returns how many it moved.';
+'Moves up to max_messages (null for all) unfiled messages into the partitions of their days, if those exist, deletes unfiled messages that no queue needs any more, and returns how many it moved.';
 
 create or replace function pgqueue._start_archiving(q pgqueue.queues)
 returns void
@@ -144,17 +146,17 @@ declare
 begin
     perform pgqueue._set_archive_marker(q.name, q.archive_for);
     begin
-        -- The lock of who makes days concerns nobody else.
+        -- This lock conflicts only with other sessions that create days.
         lock table only pgqueue.archived_messages in share update exclusive mode;
         perform pgqueue._create_missing_days(at);
     exception when lock_not_available then
-        -- Somebody else is at it.
+        -- Another session is creating the days.
         return;
     end;
 end;
 $$;
 comment on function pgqueue._start_archiving(pgqueue.queues) is
-'Prepares the archive for a queue that begins to keep what it acknowledges.';
+'Creates the marker of a queue and the missing days of the archive. Creates no days if another session is creating them.';
 
 create or replace function pgqueue._stop_archiving(q pgqueue.queues)
 returns void
@@ -170,7 +172,7 @@ begin
 end;
 $$;
 comment on function pgqueue._stop_archiving(pgqueue.queues) is
-'Has a queue keep nothing from now on, and notes how long what it kept was promised to last.';
+'Drops the marker of a queue, and records until when its archived messages have to be kept.';
 
 create or replace function pgqueue._on_queue_created_archive(q pgqueue.queues)
 returns void
@@ -184,7 +186,7 @@ begin
 end;
 $$;
 comment on function pgqueue._on_queue_created_archive(pgqueue.queues) is
-'Prepares the archive for a new queue that has archive_for.';
+'Starts archiving for a new queue that has archive_for.';
 
 create or replace function pgqueue._on_queue_altered_archive(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -192,7 +194,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Also where the row has not changed, but the marker does not say what the row says: doctor repairs it so.
+    -- Also act if only the marker disagrees with the row: the repair that doctor suggests relies on this.
     if after.archive_for is distinct from before.archive_for
         or (after.archive_for is null) <> (to_regclass(pgqueue._archive_marker(after.name)) is null)
     then
@@ -205,14 +207,14 @@ begin
 end;
 $$;
 comment on function pgqueue._on_queue_altered_archive(pgqueue.queues, pgqueue.queues) is
-'Starts or stops archiving as the row of the queue says.';
+'Starts or stops archiving if archive_for changed, or if the marker does not match it.';
 
 create or replace function pgqueue._on_queue_dropping_archive(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ select pgqueue._stop_archiving(q) $$;
 comment on function pgqueue._on_queue_dropping_archive(pgqueue.queues) is
-'Keeps what the queue has archived for as long as its archive_for promised.';
+'Stops archiving. The messages that the queue has archived are kept for its archive_for.';
 
 create or replace function pgqueue._truncate_day(day date)
 returns void
@@ -220,21 +222,21 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- The partition alone: acknowledgements, which lock the parent and today, do not notice. And at once or not at
-    -- all: a request that waits for who reads lets others wait behind it.
+    -- Lock only the partition: acknowledgements lock the parent and the partition of today, and are not blocked. Do not
+    -- wait for the lock: other sessions would queue behind a waiting request.
     execute format('lock table only pgqueue.%I in access exclusive mode nowait', pgqueue._day_partition_name(day));
     execute format('truncate only pgqueue.%I', pgqueue._day_partition_name(day));
 end;
 $$;
 comment on function pgqueue._truncate_day(date) is
-'Removes the messages of a day of the archive. Raises 55P03 where it is being read.';
+'Truncates the partition of one day without waiting. Raises 55P03 if it is in use.';
 
 create or replace function pgqueue._is_day_empty(day date)
 returns boolean
 language sql volatile
 as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 0 $$;
 comment on function pgqueue._is_day_empty(date) is
-'Whether a day of the archive was emptied, or never had a message.';
+'Returns whether the partition of a day has no data: it was truncated, or never had a message.';
 
 create or replace function pgqueue._on_housekeeping_due_archive(at timestamptz, since_last interval)
 returns void
@@ -249,8 +251,8 @@ begin
     if pgqueue._file_messages(at, 1000) = 1000 then
         perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
     end if;
-    -- Until this transaction commits, a truncated day blocks every reader of the whole archive. So a day is truncated only
-    -- if the transaction can commit at once, and only if the clock has not jumped since the last housekeeping.
+    -- Until this transaction commits, a truncated day blocks every reader of the whole archive. So a day is truncated
+    -- only if the transaction can commit at once, and only if the clock has not jumped since the last housekeeping.
     if pgqueue._is_first_statement() and since_last between interval '0' and interval '1 day' then
         delete from pgqueue.archive_promises p where p.ends_at <= at;
         select d into day from pgqueue._expired_days(at) d where not pgqueue._is_day_empty(d) limit 1;
@@ -274,8 +276,8 @@ as $$
 declare
     day date;
 begin
-    -- A request that waits for the whole table lets every acknowledgement wait behind it. So it never waits; it
-    -- is there again at once, as acknowledgements come and go in no time.
+    -- Do not wait for the lock: every acknowledgement would queue behind the request. Retry instead. Acknowledgements
+    -- hold their locks only briefly.
     for attempt in 1..1000 loop
         begin
             lock table only pgqueue.archived_messages in access exclusive mode nowait;
@@ -284,7 +286,7 @@ begin
                     execute format('drop table pgqueue.%I', pgqueue._day_partition_name(day));
                     return next day;
                 exception when dependent_objects_still_exist then
-                    -- Somebody has a view of this day: no reason to keep the others.
+                    -- Another object, such as a view, depends on this day. Continue with the other days.
                     null;
                 end;
             end loop;
@@ -296,7 +298,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_days(date[]) is
-'Drops the partitions of days, and returns those: none if a longer transaction uses the archive, nor one that something else uses.';
+'Drops the partitions of the given days and returns the days it dropped: none if a longer transaction uses the archive. Leaves out a day on which another object depends.';
 
 create or replace function pgqueue.maintain_archive()
 returns setof pgqueue.archive_change
@@ -336,7 +338,7 @@ begin
 end;
 $$;
 comment on function pgqueue.maintain_archive() is
-'Looks after pgqueue.archived_messages, and returns what it did, a row a day: makes the partitions of today and eight days ahead, where any queue archives, files pgqueue.unfiled_messages, and drops the days that ended longer ago than the longest archive_for of any queue, dropped ones included as long as their own. Keeps no acknowledgement waiting: a partition that a longer transaction, or a view of it, keeps from being dropped is emptied, and one that is being read is left (busy), both until the next time. Claims do the same by the way but for the dropping, and receives but for the emptying, so that it may be called once a day, by whatever calls things, or now and then by hand; in a transaction of its own.';
+'Maintains pgqueue.archived_messages and returns one row per day changed. Creates the partitions of today and the next eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days older than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the archive_for they had has passed (dropped). Blocks no acknowledgement: a partition that cannot be dropped, because a longer transaction uses the archive or a view depends on the partition, is emptied (emptied), and one that is being read is left alone (busy); the next call tries again. Claims and receives run the same maintenance about once an hour, but claims drop nothing, and receives neither drop nor empty. Call this once a day from a scheduler, or occasionally by hand, in a transaction of its own.';
 
 create or replace function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -357,7 +359,7 @@ begin
     return query
     select
         'error', w.name, 'archive_mark',
-        format('queue %L has archive_for %s, but its acknowledgements %s: it was changed by plain SQL',
+        format('queue %L has archive_for %s, but its acknowledgements %s messages: archive_for was changed by plain SQL',
             w.name, coalesce(w.archive_for::text, 'null'), case when w.archive_for is null then 'archive' else 'delete' end),
         format('select pgqueue.alter_queue(%L, archive_for => %L);', w.name, coalesce(w.archive_for, '0'))
     from pgqueue.queues w
@@ -368,9 +370,9 @@ begin
     from (select c.finished_at from pgqueue.unfiled_messages c limit 1000) u;
     if unfiled > 0 then
         return next row('warning', null, 'unfiled_messages',
-            format('%s acknowledged messages wait for a partition of pgqueue.archived_messages%s',
+            format('%s acknowledged messages are not yet in a partition of pgqueue.archived_messages%s',
                 case unfiled when 1000 then '1000 or more' else unfiled::text end,
-                case when is_ahead then ', also such as were acknowledged while the clock was ahead' else '' end),
+                case when is_ahead then ', and some were acknowledged while the clock was ahead' else '' end),
             case when is_ahead then
                 format('update pgqueue.unfiled_messages set finished_at = %1$L where finished_at > %1$L; ', at)
             else '' end || repair)::pgqueue.finding;
@@ -380,7 +382,7 @@ begin
         and not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)) and pgqueue._has_day_partition(pgqueue._utc_day(at) + 1), false)
     then
         return next row('warning', null, 'missing_archive_day',
-            'pgqueue.archived_messages has no partition for today or tomorrow: what is acknowledged is filed later',
+            'pgqueue.archived_messages has no partition for today or tomorrow: messages acknowledged on such a day are filed later',
             repair)::pgqueue.finding;
     end if;
 
@@ -389,11 +391,11 @@ begin
     where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
     if overdue > 0 and not is_empty or overdue > 30 then
         return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
-            format('%s days of the archive that no queue wants any more %s', overdue,
+            format('%s days of the archive that no queue needs any more %s', overdue,
                 case when is_empty then 'were emptied, but not dropped' else 'are still there' end),
             repair)::pgqueue.finding;
     end if;
 end;
 $$;
 comment on function pgqueue._findings_of_archive(pgqueue.queues) is
-'What doctor finds on the archive: the marks of all queues, unfiled messages, and days that are missing or overdue.';
+'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, and missing or overdue days.';

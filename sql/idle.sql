@@ -1,5 +1,5 @@
--- Queues for a while, such as one for the replies to each instance of a service: made when the instance starts, and
--- dropped when nobody has come by for long. There is no daemon: whoever makes a queue drops those that are over.
+-- Temporary queues, such as one for the replies to each instance of a service. A queue with expires_after_idle is
+-- dropped when it is empty and was not used for that long. No daemon is needed: creating a queue drops idle ones.
 
 create or replace function pgqueue._last_used_at(q pgqueue.queues, at timestamptz)
 returns timestamptz
@@ -9,8 +9,9 @@ as $$
 declare
     swept_at timestamptz := pgqueue._from_micros(pg_sequence_last_value(q.next_sweep_at));
 begin
-    -- Where a claim found all it wanted, or never was, the register says nothing; nor does one from a clock that was
-    -- wrong. It is taken for used now, once: the next sweep is due at once, as it was.
+    -- The register holds no usable time if no claim was ever made, if the last claim found all the messages it wanted,
+    -- or if the clock was wrong. Then the queue counts as used now. Setting the register makes this happen only once,
+    -- and the next sweep is still due at once.
     if swept_at not between timestamptz '1970-01-02 00:00+00' and at + interval '1 min' then
         swept_at := at;
         perform setval(q.next_sweep_at, pgqueue._to_micros(at));
@@ -21,7 +22,7 @@ begin
 end;
 $$;
 comment on function pgqueue._last_used_at(pgqueue.queues, timestamptz) is
-'When somebody last claimed, received, or waited for a message of the queue, by its registers: to five seconds.';
+'Returns when a session last claimed, received or waited for messages of the queue, by its registers, to five seconds.';
 
 create or replace function pgqueue._is_queue_empty(q pgqueue.queues)
 returns boolean
@@ -32,7 +33,7 @@ as $$
         and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name)
 $$;
 comment on function pgqueue._is_queue_empty(pgqueue.queues) is
-'Whether a queue holds no message: none ready, in flight, scheduled or dead.';
+'Returns whether a queue holds no message: none ready, in flight, scheduled or dead.';
 
 create or replace function pgqueue._has_exclusive_lock_on_messages()
 returns boolean
@@ -45,7 +46,7 @@ as $$
     )
 $$;
 comment on function pgqueue._has_exclusive_lock_on_messages() is
-'Whether the transaction keeps everybody else from messages, as one does that made a dedicated table.';
+'Returns whether the transaction holds the access exclusive lock on messages, as it does after creating a dedicated table.';
 
 create or replace function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
 returns boolean
@@ -54,11 +55,12 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '100 ms'
 as $$
 begin
-    -- Everybody who sends or claims waits for the end of who drops a table, which may be far off.
+    -- Dropping a dedicated table blocks all senders and consumers until this transaction ends, which may take long.
     if q.dedicated and not patient and not pgqueue._has_exclusive_lock_on_messages() then
         return false;
     end if;
-    -- Whoever uses it keeps it. Nobody is waited for, and nobody waits but for a queue that is gone.
+    -- A queue in use by another transaction stays: do not wait for the lock. The lock only blocks sessions that use
+    -- this queue.
     if not pg_try_advisory_xact_lock(pgqueue._lock_key(q.name)) then
         return false;
     end if;
@@ -66,7 +68,7 @@ begin
     if not found or not pgqueue._is_queue_empty(q)
         or pgqueue._last_used_at(q, at) > pgqueue._add_interval(at, -q.expires_after_idle)
     then
-        -- Not by return: only an error gives the lock back before the transaction ends, which may take long.
+        -- Do not return here: only an error releases the lock before the transaction ends, which may take long.
         perform pgqueue._raise_queue_busy(q.name, 'drop_idle_queues');
     end if;
     perform pgqueue._drop_queue(q);
@@ -77,7 +79,7 @@ exception
 end;
 $$;
 comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
-'Drops a queue that nobody has used for as long as it said; false if it stays. Only who is patient, or holds messages anyway, drops a dedicated table.';
+'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is dropped only if patient is true, or if the transaction already holds the access exclusive lock on messages.';
 
 create or replace function pgqueue._drop_idle_queues(max_queues int, patient boolean)
 returns setof text
@@ -89,7 +91,7 @@ declare
     dropped int := 0;
     q pgqueue.queues;
 begin
-    -- A snapshot that is older than the lock does not show what was sent in between.
+    -- A snapshot that is older than the lock does not show messages that were sent in between.
     if pgqueue._has_fixed_snapshot() then
         return;
     end if;
@@ -108,7 +110,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_idle_queues(int, boolean) is
-'Drops up to so many queues that nobody has used for as long as they said, and returns their names.';
+'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. patient is passed to _drop_if_idle.';
 
 create or replace function pgqueue.drop_idle_queues()
 returns setof text
@@ -116,18 +118,18 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Each takes some ten locks, and thousands of queues would fill the lock table.
+    -- Dropping a queue takes about ten locks. Thousands of queues would fill the lock table.
     return query select n from pgqueue._drop_idle_queues(100, true) as n;
 end;
 $$;
 comment on function pgqueue.drop_idle_queues() is
-'Drops the queues that have expires_after_idle, hold no message, dead ones included, and that nobody has claimed or received from, or waited for, for so long, 100 at most, and returns their names: call it until it returns none. A queue in use by an open transaction stays, and in repeatable read all do, as what others sent cannot be seen there. create_queue does the same, for ten queues at most, where it is a transaction of its own, and so does expose_transport; dedicated queues go with the next that becomes dedicated: there is no need to call this, unless to be rid of them at once.';
+'Drops at most 100 idle queues and returns their names; call it until it returns none. A queue is idle if it has expires_after_idle, holds no message, including dead ones, and was not claimed from, received from or waited for during that time. A queue that an open transaction uses stays. In repeatable read and serializable all queues stay, because messages sent by other transactions may be invisible there. There is no need to call this, except to drop idle queues at once: create_queue, in a transaction of its own, and expose_transport also drop up to ten idle queues, and dedicated ones when a queue becomes dedicated.';
 
 create or replace function pgqueue._on_queue_created_idle(q pgqueue.queues)
 returns void
 language sql volatile
 as $$
-    -- A transaction that goes on for long would hold the locks of what it dropped.
+    -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
     select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, false)) end
 $$;
 comment on function pgqueue._on_queue_created_idle(pgqueue.queues) is

@@ -1,5 +1,40 @@
--- Many messages from many writers in one commit: each writer stages its rows under a token of its own, and one
--- call publishes what the winners staged, all or nothing, once for each (app_id, version).
+-- Sends the messages of many writers in one commit. Each writer stages its messages under its own token. sink_commit
+-- sends the messages of the successful attempts, all or none, and only once for each (app_id, version).
+
+create or replace function pgqueue._raise_staged_messages_lost(
+    run uuid, partition int, expected bigint, remaining bigint
+)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ010',
+        message = format('run %s staged %s messages in partition %s, and %s are there', run, expected,
+            coalesce(partition::text, 'unknown'), remaining),
+        detail = 'Nothing was sent.',
+        hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
+end;
+$$;
+comment on function pgqueue._raise_staged_messages_lost(uuid, int, bigint, bigint) is
+'Raises PQ010 staged_messages_lost.';
+
+create or replace function pgqueue._raise_in_row(code text, partition int, row_number int, error text, hint text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = code,
+        message = format('row %s of partition %s: %s', row_number, coalesce(partition::text, 'unknown'), error),
+        detail = 'Nothing was sent.',
+        hint = hint;
+end;
+$$;
+comment on function pgqueue._raise_in_row(text, int, int, text, text) is
+'Raises an error of a single message again, with its row and partition in the message.';
 
 create or replace function pgqueue.sink_stage(queue_name text, run uuid, partition int, attempt bigint)
 returns uuid
@@ -25,7 +60,7 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_stage(text, uuid, int, bigint) is
-'Begins to stage what one attempt at one partition of a run writes for a queue, and returns its token: messages are copied into pgqueue.staged_messages under it in the same transaction, as arrays of some hundred a row, each with the number of its first message, from 1. What enqueue would refuse is refused there (22023, PQ003), but for payloads over the limit of the queue. Nobody sees them before sink_commit, which only the same session_user may call for them. Raises 22023, PQ001.';
+'Starts to stage the messages that one attempt of one partition of a run writes for a queue, and returns a token. In the same transaction the caller copies the messages into pgqueue.staged_messages under this token: as arrays, some hundred messages per row, each row with the number of its first message, counted from 1. The copy raises 22023 or PQ003 for messages that enqueue would refuse, except for those over the limit of the queue, which sink_commit refuses. No session can claim the messages before sink_commit, which must be called by the same session_user. Raises 22023, PQ001.';
 
 create or replace function pgqueue._check_messages(s pgqueue.staged_messages, a pgqueue.staged_attempts)
 returns void
@@ -53,7 +88,7 @@ exception when invalid_parameter_value or sqlstate 'PQ003' then
 end;
 $$;
 comment on function pgqueue._check_messages(pgqueue.staged_messages, pgqueue.staged_attempts) is
-'Raises for the first message of a staged row what enqueue would raise for it: 22023 or PQ003, with its number.';
+'Raises the error that enqueue would raise for the first invalid message of a staged row, 22023 or PQ003, with the number of the message.';
 
 create or replace function pgqueue._measure_messages()
 returns trigger
@@ -84,7 +119,7 @@ begin
 end;
 $$;
 comment on function pgqueue._measure_messages() is
-'Trigger of staged_messages: counts and measures the messages of a row, and refuses what enqueue would refuse of any queue.';
+'Trigger of staged_messages: counts and measures the messages of a row, and raises an error for messages that enqueue would refuse in every queue.';
 
 create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
@@ -96,20 +131,20 @@ as $$
     select a.* from pgqueue.staged_attempts a where a.run = _own_attempts.run and a.staged_by = session_user
 $$;
 comment on function pgqueue._own_attempts(uuid) is
-'What the session''s own role has staged in a run. By session_user: inside a verb, current_user is the owner.';
+'Returns the attempts that the session''s own role has staged in a run. Uses session_user, because current_user is the owner inside a security definer function.';
 
 create or replace function pgqueue._lock_own_attempts(run uuid)
 returns setof pgqueue.staged_attempts
 language sql volatile
 as $$
-    -- Not by way of _own_attempts: "for update" locks no row of a function.
+    -- Do not call _own_attempts here: "for update" does not lock rows that a function returns.
     select a.* from pgqueue.staged_attempts a
     where a.run = _lock_own_attempts.run and a.staged_by = session_user
     order by a.token
     for update
 $$;
 comment on function pgqueue._lock_own_attempts(uuid) is
-'The same, locked: nobody else sends them, or takes them away, until the transaction ends.';
+'Returns the same rows and locks them: no other session sends or deletes them until the transaction ends.';
 
 create or replace function pgqueue._record_sink_commit(run uuid, messages bigint, app_id text, version bigint)
 returns boolean
@@ -119,7 +154,8 @@ as $$
 declare
     earlier pgqueue.sink_commits;
 begin
-    -- Who comes second waits here until the first has committed, and finds its entry.
+    -- A concurrent commit of the same version waits at this insert until the first commit ends, and then finds its
+    -- entry.
     insert into pgqueue.sink_commits (app_id, version, run, messages, committed_by, committed_at)
     values (app_id, version, run, messages, session_user, pgqueue._now())
     on conflict do nothing;
@@ -129,22 +165,22 @@ begin
             where c.app_id = _record_sink_commit.app_id collate "C" and c.forgotten_version >= _record_sink_commit.version
         ) then
             perform pgqueue._raise_invalid('version', version::text,
-                format('later than those of app_id %L that sweep_staged has forgotten: nobody knows whether it was committed', app_id));
+                format('higher than the versions of app_id %L that sweep_staged has forgotten: it is not known whether this one was committed', app_id));
         end if;
         return true;
     end if;
     select c.* into earlier from pgqueue.sink_commits c
     where c.app_id = _record_sink_commit.app_id collate "C" and c.version = _record_sink_commit.version;
-    -- To discard what somebody else's entry stands for would lose messages.
+    -- Messages must not be discarded because of another role's entry: that would lose them.
     if earlier.committed_by <> session_user then
         perform pgqueue._raise_invalid('app_id', app_id,
-            format('one of your own: version %s of it was committed by role %I', version, earlier.committed_by));
+            format('an app_id of your own: version %s of this one was committed by role %I', version, earlier.committed_by));
     end if;
     return false;
 end;
 $$;
 comment on function pgqueue._record_sink_commit(uuid, bigint, text, bigint) is
-'Enters a commit into the ledger; false if it is there already. Raises 22023 for another role''s, and for one so old that the ledger has forgotten it.';
+'Records a commit in the ledger; returns false if it is already recorded. Raises 22023 if another role recorded it, or if it is so old that the ledger has forgotten it.';
 
 create or replace function pgqueue._send_staged(token uuid, q pgqueue.queues, at timestamptz)
 returns bigint
@@ -161,7 +197,7 @@ declare
     delayed bigint;
     due_at timestamptz;
 begin
-    -- What is over the queue's limit is left out, and thereby noticed: the count is short.
+    -- Rows with a message over the queue's limit are left out. sink_commit notices, because the count is then too low.
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
     )
@@ -183,7 +219,8 @@ begin
         select
             q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
             pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
-        -- No two at the same moment: claims go on from there, and would meet all of it that is gone.
+        -- Give each message its own due_at: claims resume at the last due_at, and would read all removed entries that
+        -- have the same one.
         from (
             select u.*, s.row_number, row_number() over (partition by u.delay order by s.row_number, u.place) as n
             from pgqueue.staged_messages s
@@ -202,7 +239,7 @@ begin
 end;
 $$;
 comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
-'Sends the messages staged under a token, in their order, and returns how many it sent; rows with one over the limit of the queue are left out.';
+'Sends the messages staged under a token, in their order, and returns how many it sent. Leaves out rows that have a message over the limit of the queue.';
 
 create or replace function pgqueue._discard_staged(run uuid)
 returns bigint
@@ -220,7 +257,7 @@ begin
 end;
 $$;
 comment on function pgqueue._discard_staged(uuid) is
-'Deletes what the session''s own role has staged in a run, and returns how many messages.';
+'Deletes the messages and attempts that the session''s own role has staged in a run, and returns the number of messages.';
 
 create or replace function pgqueue._check_sink(
     run uuid, tokens uuid[], counts bigint[], app_id text, version bigint
@@ -240,18 +277,18 @@ begin
         select from unnest(counts) as n where n is null or n not between 0 and 2147483647
     ) then
         perform pgqueue._raise_invalid('counts', counts::text,
-            format('an array of %s elements, as many as tokens: how many messages were staged under each, from 0 to 2147483647', cardinality(tokens)));
+            format('an array of %s elements, one for each token: the number of messages staged under it, from 0 to 2147483647', cardinality(tokens)));
     end if;
     if app_id is not null and length(app_id) not between 1 and 512 then
         perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
     end if;
     if num_nulls(app_id, version) = 1 then
-        perform pgqueue._raise_invalid('version', version::text, 'given with app_id, and not without it');
+        perform pgqueue._raise_invalid('version', version::text, 'given if app_id is given, and null otherwise');
     end if;
 end;
 $$;
 comment on function pgqueue._check_sink(uuid, uuid[], bigint[], text, bigint) is
-'Raises 22023 for arguments of sink_commit that make no sense.';
+'Raises 22023 for invalid arguments of sink_commit.';
 
 create or replace function pgqueue.sink_commit(
     run uuid,
@@ -272,13 +309,13 @@ declare
     published bigint;
 begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
-    -- The queues first, by name; from here on none of them is dropped.
+    -- Lock the queues first, in the order of their names. From here on none of them can be dropped.
     perform pgqueue._get_locked_queue(n.queue_name)
     from (
         select distinct a.queue_name from pgqueue._own_attempts(run) a where a.token = any (tokens)
         order by a.queue_name
     ) n;
-    -- Without a name of its own a run goes by its id, so that a call whose answer was lost can be repeated.
+    -- A run without app_id is recorded under its own id, so that a call whose answer was lost can be repeated.
     if not pgqueue._record_sink_commit(
         run, (select coalesce(sum(n), 0)::bigint from unnest(counts) as n), coalesce(app_id, run::text), coalesce(version, 0)
     ) then
@@ -287,7 +324,7 @@ begin
     end if;
 
     attempts := array(select a from pgqueue._lock_own_attempts(run) as a);
-    -- The clock is read behind all locks: delays count from here.
+    -- Read the clock after all locks are taken: delays count from this time.
     at := pgqueue._now();
     for winner in
         select a as attempt, t.expected
@@ -313,7 +350,7 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint) is
-'Sends what was staged in a run, in one transaction: of each attempt named by its token exactly as many messages as counts says, in their order, by the rules of enqueue; delays count from now. What other attempts of the run staged is discarded. Returns false, and discards all, if version of app_id was committed before; a run without app_id is known by its id, so that the call can be repeated until it is answered. Raises PQ010 where staged messages are missing, as after a crash of the server; PQ001 for a queue dropped since; PQ003 for the first message over the limit of its queue, with its row; and 22023 for a version of another role, or older than what sweep_staged has forgotten.';
+'Sends the staged messages of a run in one transaction and returns true. From each attempt named in tokens it sends exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now. Messages of the other attempts of the run are discarded. If version of app_id was committed before, it discards all messages and returns false. A run without app_id is identified by run, so that the call can be repeated until it is answered. Raises PQ010 if staged messages are missing, for example after a crash of the server; PQ001 if a queue was dropped; PQ003 for the first message over the limit of its queue, with its row; and 22023 if the version was committed by another role, or is not higher than those that sweep_staged has forgotten.';
 
 create or replace function pgqueue.sink_abort(run uuid)
 returns bigint
@@ -328,7 +365,7 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_abort(uuid) is
-'Discards what the caller''s own role has staged in a run and not committed, and returns how many messages that were. Raises 22023.';
+'Discards the messages that the caller''s own role has staged in a run and not committed, and returns how many there were. Raises 22023.';
 
 create or replace function pgqueue.sweep_staged(
     older_than interval default '1 day', forget_after interval default '90 days'
@@ -348,16 +385,16 @@ begin
     if forget_after is null or not pgqueue._is_interval_between(forget_after, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
-    -- One sweep at a time: two would forget behind each other's back.
+    -- One sweep at a time: a sweep must see which versions other sweeps have deleted from the ledger.
     lock table pgqueue.sink_commits in share update exclusive mode;
-    -- Whoever is being committed is locked, and stays.
+    -- Attempts that are being committed are locked. They are skipped.
     tokens := array(
         select a.token from pgqueue.staged_attempts a
         where a.staged_at <= pgqueue._add_interval(at, -older_than)
         order by a.token for update skip locked
     );
     delete from pgqueue.staged_attempts a where a.token = any (tokens);
-    -- Also what was copied under a token that nobody was given.
+    -- Also delete messages that were copied under a token that sink_stage never returned.
     with gone as (
         delete from pgqueue.staged_messages s
         where s.token = any (tokens) or not exists (select from pgqueue.staged_attempts a where a.token = s.token)
@@ -384,7 +421,7 @@ begin
 end;
 $$;
 comment on function pgqueue.sweep_staged(interval, interval) is
-'Discards what was staged longer than older_than (0 to 10 years) ago, by writers whose driver died, and returns how many messages that were; a run that lives longer fails with PQ010. Also lets the ledger forget commits after forget_after (0 to 10 years), but never the highest version of an app_id: a lower one that was forgotten is refused from then on, not sent twice. Raises 22023.';
+'Discards messages that were staged more than older_than (0 to 10 years, default 1 day) ago, because the driver of their run died, and returns how many there were. A run that takes longer than that fails with PQ010. Also deletes commits older than forget_after (0 to 10 years, default 90 days) from the ledger, but never the highest version of an app_id: a lower version that was forgotten is refused from then on, and not sent twice. Raises 22023.';
 
 create or replace function pgqueue._findings_of_sink(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -394,12 +431,12 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
-    -- On a standby a query of an unlogged table fails.
+    -- On a standby, reading an unlogged table raises an error.
     if q.name is null and not pg_is_in_recovery() then
         return query
         select
             'warning', null::text, 'stale_staging',
-            format('%s attempts of %s runs, staged by %s, wait for a sink_commit, the first for %s: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
+            format('%s attempts of %s runs, staged by %s and up to %s old, were not committed: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
             'select pgqueue.sweep_staged();'
         from (
             select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at
@@ -412,4 +449,4 @@ begin
 end;
 $$;
 comment on function pgqueue._findings_of_sink(pgqueue.queues) is
-'What doctor finds on the staging tables, once for all queues: staged messages of drivers that died.';
+'The findings of doctor about the staging tables, once for all queues: staged messages of drivers that died.';

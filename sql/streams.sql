@@ -1,6 +1,107 @@
--- Batches that can be read again. A stream reserves messages under a number and a token, which a reader keeps in its
--- checkpoint: after any crash it is given the very same messages, until it says that the batch is done. One batch is
--- open at a time; one reader at a time, as each opening fences the one before; each call is one transaction.
+-- Batches that can be read again. A stream reserves messages under a batch number and a token, which the reader stores
+-- in its checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch. A stream
+-- has at most one open batch, and one reader: opening it again fences the previous reader. Each call is one
+-- transaction.
+
+create or replace function pgqueue._raise_stream_not_found(queue_name text, stream_name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ005',
+        message = format('stream %s of queue %L does not exist',
+            coalesce(quote_literal(left(stream_name, 200)), 'null'), queue_name),
+        hint = 'Open it with pgqueue.stream_open, or see pgqueue.list_streams().';
+end;
+$$;
+comment on function pgqueue._raise_stream_not_found(text, text) is
+'Raises PQ005 stream_not_found.';
+
+create or replace function pgqueue._raise_stream_fenced(s pgqueue.streams, epoch bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ006',
+        message = format('stream %L of queue %L is fenced: epoch %s was superseded by %s',
+            s.stream_name, s.queue_name, epoch, s.epoch),
+        detail = format('Opened at %s by %s.', s.opened_at, coalesce(quote_literal(s.opened_by), 'a reader without a name')),
+        hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream.';
+end;
+$$;
+comment on function pgqueue._raise_stream_fenced(pgqueue.streams, bigint) is
+'Raises PQ006 stream_fenced.';
+
+create or replace function pgqueue._raise_stream_out_of_step(s pgqueue.streams, seq bigint)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ007',
+        message = format('stream %L of queue %L is out of step: batch %s %s', s.stream_name, s.queue_name, seq,
+            case
+                when seq < s.acked_seq then 'is older than the last acknowledged batch'
+                when seq = s.acked_seq then 'is already acknowledged, or its token does not match'
+                when seq = s.acked_seq + 1 and s.claim_token is not null then 'is open with another token'
+                else 'is unknown'
+            end),
+        detail = format('The last acknowledged batch is %s, and %s.', s.acked_seq,
+            case when s.claim_token is null then 'no batch is open' else format('batch %s is open', s.acked_seq + 1) end),
+        hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or set fail_on_data_loss => false to continue with the messages that are left.';
+end;
+$$;
+comment on function pgqueue._raise_stream_out_of_step(pgqueue.streams, bigint) is
+'Raises PQ007 stream_out_of_step.';
+
+create or replace function pgqueue._format_ids(ids bigint[])
+returns text
+language sql immutable parallel safe
+as $$
+    select array_to_string(ids[:20], ', ')
+        || case when cardinality(ids) > 20 then format(' and %s more', cardinality(ids) - 20) else '' end
+$$;
+comment on function pgqueue._format_ids(bigint[]) is
+'Returns the first 20 ids as text, and the number of ids that follow, for an error message.';
+
+create or replace function pgqueue._raise_stream_data_lost(s pgqueue.streams, lost bigint[])
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ008',
+        message = format('stream %L of queue %L has lost %s of %s messages of batch %s: %s',
+            s.stream_name, s.queue_name, cardinality(lost), cardinality(s.ids), s.acked_seq + 1, pgqueue._format_ids(lost)),
+        detail = format('The batch was claimed at %s, and reserved until %s.', s.claimed_at, s.claimed_until),
+        hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. To continue without them, set fail_on_data_loss => false, or call pgqueue.stream_skip. To avoid this error, reserve for longer, or extend more often.';
+end;
+$$;
+comment on function pgqueue._raise_stream_data_lost(pgqueue.streams, bigint[]) is
+'Raises PQ008 stream_data_lost.';
+
+create or replace function pgqueue._raise_stream_poisoned(s pgqueue.streams)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ009',
+        message = format('stream %L of queue %L gives up batch %s after %s replays: messages %s',
+            s.stream_name, s.queue_name, s.acked_seq + 1, s.replays, pgqueue._format_ids(s.ids)),
+        hint = format('Move the batch, or only the messages that cause the failure, to the dead letters: select pgqueue.stream_skip(%L, %L, %s). Or allow more replays.',
+            s.queue_name, s.stream_name, s.acked_seq + 1);
+end;
+$$;
+comment on function pgqueue._raise_stream_poisoned(pgqueue.streams) is
+'Raises PQ009 stream_poisoned.';
 
 create or replace function pgqueue._check_stream_name(stream_name text)
 returns void
@@ -15,7 +116,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_stream_name(text) is
-'Raises 22023 for what is no name of a stream.';
+'Raises 22023 for an invalid stream name.';
 
 create or replace function pgqueue._check_batch(seq bigint, claim_token uuid)
 returns void
@@ -24,7 +125,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     if seq is null or seq < 1 then
-        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, from 1');
+        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, 1 or higher');
     end if;
     if claim_token is null then
         perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that stream_claim returned');
@@ -32,14 +133,14 @@ begin
 end;
 $$;
 comment on function pgqueue._check_batch(bigint, uuid) is
-'Raises 22023 for what names no batch.';
+'Raises 22023 for an invalid batch number or a missing token.';
 
 create or replace function pgqueue._next_epoch(epoch bigint)
 returns bigint
 language sql volatile
 as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
 comment on function pgqueue._next_epoch(bigint) is
-'The epoch that follows. By the clock, as a count would start over in a stream dropped and made again, or in a restored database, and let an old reader pass for the new one.';
+'Returns the next epoch: at least the clock in microseconds. A counter would start over in a stream that was dropped and created again, and repeat itself in a restored database, so that an old reader could pass for the new one.';
 
 create or replace function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
 returns void
@@ -56,7 +157,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
-'Raises PQ006 unless the caller opened the stream last.';
+'Raises PQ006 unless epoch is that of the last stream_open, 22023 if it is null.';
 
 create or replace function pgqueue._lock_stream(queue_name text, stream_name text)
 returns pgqueue.streams
@@ -76,7 +177,7 @@ begin
 end;
 $$;
 comment on function pgqueue._lock_stream(text, text) is
-'The stream of that name, locked: behind the queue, before messages. Raises PQ005.';
+'Returns the stream and locks its row. Lock order: the queue, then the stream, then messages. Raises PQ005.';
 
 create or replace function pgqueue._public_stream(s pgqueue.streams)
 returns pgqueue.stream
@@ -89,7 +190,7 @@ as $$
     )::pgqueue.stream
 $$;
 comment on function pgqueue._public_stream(pgqueue.streams) is
-'A stream''s row without what is internal.';
+'Returns the public columns of a stream.';
 
 create or replace function pgqueue._open_batch(s pgqueue.streams, lost bigint[])
 returns pgqueue.stream_batch
@@ -101,7 +202,7 @@ as $$
     )::pgqueue.stream_batch
 $$;
 comment on function pgqueue._open_batch(pgqueue.streams, bigint[]) is
-'The open batch of a stream, as the verbs return it.';
+'Returns the open batch of a stream in the form that the public functions return.';
 
 create or replace function pgqueue._extend_open_batch(s pgqueue.streams, until timestamptz)
 returns bigint[]
@@ -127,7 +228,7 @@ begin
 end;
 $$;
 comment on function pgqueue._extend_open_batch(pgqueue.streams, timestamptz) is
-'Keeps the messages of the open batch until then, also where their claim ran out but nobody took them, and returns the ids of those that are lost.';
+'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed the message since. Returns the ids of the messages that are lost.';
 
 create or replace function pgqueue._settle_batch(s pgqueue.streams)
 returns int
@@ -151,7 +252,7 @@ begin
 end;
 $$;
 comment on function pgqueue._settle_batch(pgqueue.streams) is
-'Removes the messages of the open batch, to the archive where the stream or else the queue wants that, and returns how many were still the stream''s.';
+'Acknowledges the messages of the open batch and returns how many of them were still claimed by the stream. They go to the archive if on_ack of the stream, or else the queue, says so.';
 
 create or replace function pgqueue._close_batch(s pgqueue.streams)
 returns pgqueue.streams
@@ -172,7 +273,7 @@ begin
 end;
 $$;
 comment on function pgqueue._close_batch(pgqueue.streams) is
-'The stream without an open batch.';
+'Returns the stream without an open batch.';
 
 create or replace function pgqueue._save_batch(s pgqueue.streams)
 returns void
@@ -188,7 +289,7 @@ begin
 end;
 $$;
 comment on function pgqueue._save_batch(pgqueue.streams) is
-'Writes how far a stream is, and its open batch.';
+'Writes the last acknowledged batch and the open batch of a stream to its row.';
 
 create or replace function pgqueue.stream_open(
     queue_name text, stream_name text, opened_by text default null, on_ack text default null
@@ -203,7 +304,7 @@ declare
 begin
     perform pgqueue._check_stream_name(stream_name);
     if on_ack not in ('archive', 'delete') then
-        perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for what the queue says');
+        perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for the default of the queue');
     end if;
     if on_ack = 'archive' and q.archive_for is null then
         perform pgqueue._raise_invalid('on_ack', on_ack, format('delete or null where queue %L has no archive_for', q.name));
@@ -221,7 +322,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_open(text, text, text, text) is
-'Opens a stream of the queue, making it where there is none, and returns it with a new epoch: whoever opened it before is fenced, and gets PQ006 from then on. stream_name (as a queue''s name) is one query''s own. Reading begins behind acked_seq and acked_token where the reader has no checkpoint. opened_by is a name for humans. on_ack says what becomes of messages that are acknowledged from now on: delete, archive, which insists on the queue''s archive_for, or null for what the queue says then. Raises 22023, PQ001.';
+'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores; each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. opened_by is a name for humans. on_ack says what happens to messages that are acknowledged from now on: delete; archive, which requires that the queue has archive_for; or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
 
 create or replace function pgqueue._claim_candidates_up_to(
     q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int
@@ -231,7 +332,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- What came back may lie below the head, and behind any number of others that came back.
+    -- A requeued message may have an id below the head, and any number of other requeued messages may precede it. So
+    -- all of them up to up_to_id are read.
     returned constant bigint[] := array(
         select distinct r.id from pgqueue.requeued_messages r where r.queue_name = q.name and r.id <= up_to_id);
     picks constant bigint[] := pgqueue._lock_ready(q, returned, '{}', at, wanted);
@@ -245,7 +347,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates_up_to(pgqueue.queues, timestamptz, bigint, int) is
-'The ids of up to wanted messages up to an id that are ready, locked: the whole walk, for who must not miss one.';
+'Locks and returns the ids of up to wanted ready messages with ids up to up_to_id. Searches the whole range, so that it misses no message that no other session has locked.';
 
 create or replace function pgqueue._reserve(
     q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, up_to_id bigint
@@ -265,7 +367,7 @@ declare
     is_short boolean;
     by_walk boolean := false;
 begin
-    -- In portions, as a pick compares what it finds with what it has.
+    -- In portions of at most 10000: each pick compares the ids it finds with those it already has.
     loop
         wanted := least(max_messages - cardinality(ids), 10000);
         exit when wanted = 0;
@@ -276,7 +378,8 @@ begin
             picks := pgqueue._claim_candidates_fast(q.name, wanted, visibility_timeout);
             is_short := cardinality(picks) < wanted;
             if up_to_id is not null and (is_short or up_to_id < any (picks)) then
-                -- What lies beyond is left to others. What does not may still have been passed over.
+                -- Ids above up_to_id are left to other sessions: move fresh_from_id back to the lowest of them.
+                -- The fast path may also have passed over ids up to up_to_id, so the whole range is searched next.
                 perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
                 from unnest(picks) as p
                 where p > up_to_id
@@ -311,7 +414,7 @@ begin
 end;
 $$;
 comment on function pgqueue._reserve(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
-'Claims messages for a stream, and returns it with them as its open batch, if any were ready.';
+'Claims up to max_messages ready messages for a stream. Returns the stream with them as its open batch, or without an open batch if none were ready.';
 
 create or replace function pgqueue.stream_claim(
     queue_name text,
@@ -342,7 +445,7 @@ declare
 begin
     perform pgqueue._check_epoch(s, epoch);
     if after_seq is null or after_seq not between 0 and 9223372036854775805 then
-        perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last batch that is done, 0 before the first');
+        perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last finished batch, or 0 before the first');
     end if;
     if max_messages is null or max_messages not between 1 and 100000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 100000');
@@ -357,8 +460,8 @@ begin
 
     if after_seq = s.acked_seq and after_token is not distinct from s.acked_token then
         if s.claim_token is not null then
-            -- Claimed by one who died before he could note it, or whose answer was lost: it goes on as it is, less what
-            -- others were given since. The attempt is counted already.
+            -- The reader crashed before it stored the batch in its checkpoint, or the answer was lost. Return the open
+            -- batch without the messages that other sessions have claimed since. Its attempt is already counted.
             s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
             lost := pgqueue._extend_open_batch(s, s.claimed_until);
             s.left_out := s.left_out || lost;
@@ -401,7 +504,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_claim(text, text, bigint, bigint, uuid, int, int, interval, bigint, boolean) is
-'Acknowledges everything up to batch after_seq with token after_token (0 and null before the first), which must be done for good, and returns the batch behind it: the one that is open already, with the same messages, or else a new one of up to max_messages (1 to 100000) that are ready, claimed as claim does for visibility_timeout; no row where none is ready or the queue is paused. It is to be read in partitions (1 to 1000). up_to_id leaves what is sent later to a later run. Where after_seq and after_token are not the stream''s, the checkpoint was rolled back, copied or taken from another: that raises PQ007; with fail_on_data_loss false the stream follows the checkpoint, and an open batch is given back. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+'Acknowledges all batches up to after_seq with token after_token (0 and null before the first), whose results must be stored durably, and returns the next batch: the open one, with the same messages, or a new one. A new batch has up to max_messages (1 to 100000, default 10000) ready messages, claimed for visibility_timeout as by claim; no row is returned if none are ready or the queue is paused. The batch is read in partitions (1 to 1000, default 1). Messages with ids above up_to_id, such as those sent later, are left for later batches. If after_seq and after_token do not match the stream, the checkpoint was rolled back, copied or taken from another stream: this raises PQ007, or with fail_on_data_loss false the stream continues from the checkpoint and releases an open batch. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
 
 create or replace function pgqueue.stream_begin(
     queue_name text,
@@ -444,7 +547,7 @@ begin
         )::pgqueue.stream_batch;
     end if;
 
-    -- What was claimed just now needs no look; what is missing all the same is noticed by who reads it.
+    -- A batch that was claimed just now is not checked. If messages are missing nevertheless, stream_read notices.
     if s.begun_epoch is not null or s.claimed_until < pgqueue._add_interval(at, s.visibility_timeout / 2) then
         s.claimed_until := pgqueue._add_interval(at, s.visibility_timeout);
         lost := pgqueue._extend_open_batch(s, s.claimed_until);
@@ -455,7 +558,8 @@ begin
             s.left_out := s.left_out || lost;
         end if;
     end if;
-    -- One replay an epoch, however often a reader plans it. An empty batch cannot do any harm.
+    -- Count one replay per epoch, however often the reader begins the batch in it. Replays of an empty batch do not
+    -- count.
     if s.begun_epoch <> epoch and cardinality(s.left_out) < cardinality(s.ids) then
         if s.replays >= max_replays then
             perform pgqueue._raise_stream_poisoned(s);
@@ -469,7 +573,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_begin(text, text, bigint, bigint, uuid, int, boolean) is
-'Begins to read the open batch, for the first time or again after a crash, and returns it: to be called before its partitions are read. Where it is read again the reservation is renewed, and messages that are no longer the stream''s, as it ran out and others took them, raise PQ008, which names them; with fail_on_data_loss false they are left out of the batch from then on, and returned as lost. A batch that was begun in max_replays + 1 epochs (null for any number) raises PQ009, which names it and its messages. A batch that is not the open one raises PQ007, and is never taken for an empty one; with fail_on_data_loss false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
+'Begins to read the open batch, for the first time or again after a crash, and returns it. Call this before reading its partitions. Reading a batch again renews its reservation. Messages that the stream has lost, because the reservation ran out and other sessions claimed them, raise PQ008, which names them; with fail_on_data_loss false they are left out of the batch and returned in lost. A batch that was begun in max_replays + 1 epochs (default 5; null for no limit) raises PQ009, which names the batch and its messages. A batch that is not the open one raises PQ007; with fail_on_data_loss false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
 
 create or replace function pgqueue.stream_read(
     queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
@@ -483,8 +587,8 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    -- Stable: the stream and its messages are seen in one snapshot, so that what is skipped or acknowledged
-    -- meanwhile is either read in full or refused.
+    -- The function is stable: it sees the stream and its messages in one snapshot. If the batch is skipped or
+    -- acknowledged meanwhile, the read returns all of its messages or raises an error.
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     s pgqueue.streams;
     wanted bigint[];
@@ -528,7 +632,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is
-'Returns the messages of one partition of the open batch, from 0, or of all where partition is null: by id, each partition a stretch of them. It changes nothing, may be called as often as wanted, in parallel, and returns the same each time but for visible_at. Never returns less: messages that are no longer the stream''s raise PQ008, and a batch that is not the open one PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008.';
+'Returns the messages of one partition of the open batch, numbered from 0, or of all partitions if partition is null, in the order of their ids; each partition is a contiguous range of the batch. It changes nothing, may be called repeatedly and in parallel, and returns the same messages each time, except for visible_at. It never returns fewer messages: lost messages raise PQ008, and a batch that is not the open one raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008.';
 
 create or replace function pgqueue.stream_extend(
     queue_name text, stream_name text, epoch bigint, visibility_timeout interval default null
@@ -560,7 +664,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_extend(text, text, bigint, interval) is
-'Ends the reservation of the open batch visibility_timeout (1 s to 43200 s, by default that of its claim) from now, and returns the batch, with the ids of the messages that are no longer the stream''s in lost; no row where none is open. The heartbeat of a reader. Raises 22023, PQ001, PQ005, PQ006.';
+'Sets the end of the open batch''s reservation to visibility_timeout (1 s to 43200 s, default that of its claim) from now. Returns the batch, with the ids of the messages that the stream has lost as lost; no row if no batch is open. Readers call this periodically as a heartbeat. Raises 22023, PQ001, PQ005, PQ006.';
 
 create or replace function pgqueue.stream_ack(
     queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid
@@ -596,7 +700,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_ack(text, text, bigint, bigint, uuid) is
-'Removes the messages of the open batch, whose work is done for good, and returns how many were still the stream''s; 0 where it was acknowledged before. A batch that was never claimed, or another of its number, raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+'Acknowledges the open batch, whose results must be stored durably, and returns how many of its messages the stream still held; 0 if the batch was acknowledged before. A batch that was never claimed, or whose token differs, raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
 
 create or replace function pgqueue.stream_skip(
     queue_name text,
@@ -646,7 +750,8 @@ begin
             null, 'rejected');
         skipped := skipped + 1;
     end loop;
-    -- What is left has another chance. Who reads the batch while nobody has told him is fenced.
+    -- The remaining messages may be replayed max_replays times again. Without an epoch argument the caller is not the
+    -- reader: a new epoch fences the reader, which does not know that the batch has changed.
     update pgqueue.streams t
     set left_out = s.left_out || wanted, replays = 0,
         epoch = case when stream_skip.epoch is null then pgqueue._next_epoch(t.epoch) else t.epoch end
@@ -655,7 +760,7 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_skip(text, text, bigint, bigint[], text, bigint) is
-'Takes messages, all or those in ids, out of the open batch, whose number is seq, and returns how many went to the dead letters, with reason rejected and error as last_error, or were deleted where the queue has none. What the stream had lost is left out, too. The batch goes on with the rest, and its replays start over; without a rest it is read as an empty one. By hand it is called without epoch, which fences who reads the stream: start him again. A reader that sorts out what it cannot use gives its epoch. Raises 22023, PQ001, PQ005, PQ006, and PQ007 where the batch is not open.';
+'Removes messages, all or those in ids, from the open batch, whose number is seq. Returns how many went to the dead letters, with reason rejected and error as last_error, or were deleted if the queue has no dead letters. Messages that the stream has lost are left out as well. The batch continues with the remaining messages and its replay count starts over; if none remain, it is read as an empty batch. An operator calls this without epoch, which fences the reader: restart its query. A reader that skips messages it cannot use passes its own epoch. Raises 22023, PQ001, PQ005, PQ006, and PQ007 if the batch is not open.';
 
 create or replace function pgqueue.list_streams(queue_name text default null)
 returns setof pgqueue.stream
@@ -674,7 +779,7 @@ begin
 end;
 $$;
 comment on function pgqueue.list_streams(text) is
-'Returns the streams of a queue, or of every queue where queue_name is null, by name. Raises PQ001.';
+'Returns the streams of a queue, or of all queues if queue_name is null, by queue and stream name. Raises PQ001.';
 
 create or replace function pgqueue.drop_stream(queue_name text, stream_name text)
 returns int
@@ -694,14 +799,14 @@ begin
 end;
 $$;
 comment on function pgqueue.drop_stream(text, text) is
-'Drops a stream, gives the messages of its open batch back as release does, and returns how many those were. A reader that still has a checkpoint of it is refused with PQ005, and with PQ007 once the stream is made again. Raises PQ001, PQ005.';
+'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001, PQ005.';
 
 create or replace function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ delete from pgqueue.streams t where t.queue_name = q.name $$;
 comment on function pgqueue._on_queue_dropping_streams(pgqueue.queues) is
-'Drops the streams of the queue.';
+'Deletes the streams of the queue.';
 
 create or replace function pgqueue._findings_of_streams(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -714,12 +819,12 @@ begin
     return query
     select
         'warning', q.name, 'lapsed_stream',
-        format('the reservation of batch %s of stream %L, %s messages, ran out %s ago, and its query has not come back',
+        format('the reservation of batch %s of stream %L, %s messages, ran out %s ago, and the stream was not read since',
             t.acked_seq + 1, t.stream_name, cardinality(t.ids) - cardinality(t.left_out), at - t.claimed_until),
-        format('Start its query again, or give the messages back: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
+        format('Start its query again, or release the messages: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
     from pgqueue.streams t
     where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
 end;
 $$;
 comment on function pgqueue._findings_of_streams(pgqueue.queues) is
-'What doctor finds on the streams of a queue: reservations that have run out.';
+'The findings of doctor about the streams of a queue: reservations that have run out.';

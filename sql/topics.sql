@@ -1,5 +1,5 @@
--- A message for all who want it: queues subscribe to topics, publish sends each of them a copy, in the
--- caller's transaction. Who shares a queue shares the copy.
+-- Publish and subscribe. Queues subscribe to topics, and publish sends a copy of a message to each subscribed queue, in
+-- the caller's transaction. The consumers of one queue share its copy.
 
 create or replace function pgqueue._check_topic(argument text, topic text, may_be_pattern boolean)
 returns void
@@ -7,19 +7,19 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- A word may hold whatever the name of a type does; * and # are wild only where they are a whole word.
+    -- A word may contain all characters that a type name may contain. * and # are wildcards only as a whole word.
     if topic is null or char_length(topic) not between 1 and 255 or topic ~ '(^|[.])([.]|$)' or topic ~ '[[:cntrl:]]'
         or topic ~ '(^|[.])#[.]#([.]|$)' or not may_be_pattern and topic ~ '(^|[.])[*#]([.]|$)'
     then
         perform pgqueue._raise_invalid(argument, topic,
-            '1 to 255 characters: words joined by dots, none empty, no control characters'
-            || case when may_be_pattern then '; a word * stands for any one, # for any number of words, and no # follows another'
-                else '; * and # are for subscriptions' end);
+            '1 to 255 characters: words joined by dots, not empty, without control characters'
+            || case when may_be_pattern then '; the word * matches one word, # matches any number of words, and no # follows another #'
+                else '; * and # are allowed only in subscriptions' end);
     end if;
 end;
 $$;
 comment on function pgqueue._check_topic(text, text, boolean) is
-'Raises 22023 for what is no topic, nor, where one may be given, a pattern.';
+'Raises 22023 for an invalid topic. A pattern is valid if may_be_pattern is true.';
 
 create or replace function pgqueue._matching_patterns(words text[])
 returns text[]
@@ -27,39 +27,39 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- The beginnings of patterns, each word with its dot, that match the words read so far.
-    beginnings text[] := '{"",#.}'::text[];
+    -- The prefixes of patterns that match the words read so far. Each word has a dot behind it.
+    prefixes text[] := '{"",#.}'::text[];
     word text;
 begin
     if not exists (select from pgqueue.subscriptions s where s.is_pattern) then
         return '{}'::text[];
     end if;
-    -- The index on the words of the patterns is walked as a tree: from each beginning it is asked for the next word,
-    -- and for *, alone and with a # behind; what ends in # matches this word too. So the cost depends on the topic and
-    -- on what matches, not on how many subscriptions there are.
+    -- Walk the index on the patterns as a tree: look up each prefix extended by the next word and by *, each alone and
+    -- followed by #. A prefix that ends in # matches this word, too. So the cost depends on the topic and on the
+    -- matching patterns, not on the number of subscriptions.
     foreach word in array words loop
-        beginnings := array(
-            select c.beginning
-            from unnest(beginnings) as b
+        prefixes := array(
+            select c.prefix
+            from unnest(prefixes) as b
             cross join lateral (values
                 (b || word || '.'), (b || word || '.#.'), (b || '*.'), (b || '*.#.')
-            ) as c (beginning)
+            ) as c (prefix)
             where (
-                -- The slash follows the dot.
+                -- The character after "." is "/": this range contains all patterns with the prefix.
                 select true from pgqueue.subscriptions s
-                where s.is_pattern and (s.topic || '.') >= c.beginning and (s.topic || '.') < left(c.beginning, -1) || '/'
+                where s.is_pattern and (s.topic || '.') >= c.prefix and (s.topic || '.') < left(c.prefix, -1) || '/'
                 order by s.topic || '.' limit 1
             )
             union
-            select b from unnest(beginnings) as b where '.' || b like '%.#.'
+            select b from unnest(prefixes) as b where '.' || b like '%.#.'
         );
-        exit when beginnings = '{}'::text[];
+        exit when prefixes = '{}'::text[];
     end loop;
-    return beginnings;
+    return prefixes;
 end;
 $$;
 comment on function pgqueue._matching_patterns(text[]) is
-'Patterns that match the words of a topic, each with a dot behind, and some that nobody subscribed to.';
+'Returns the patterns that match the words of a topic, each with a dot at its end, including some to which no queue is subscribed.';
 
 create or replace function pgqueue._subscribers(topics text[])
 returns text[]
@@ -82,7 +82,7 @@ begin
 end;
 $$;
 comment on function pgqueue._subscribers(text[]) is
-'The queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
+'Returns the names of the queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
 
 create or replace function pgqueue.subscribe(topic text, queue_name text)
 returns boolean
@@ -94,14 +94,14 @@ declare
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
     insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)
-    -- No queue's name alone: a transport may have an endpoint that is called like a queue which is not its own.
+    -- The endpoint is not the plain queue name: a transport may have an endpoint with the name of another queue.
     values (subscribe.topic, q.name, 'pgqueue:' || q.name, q.name)
     on conflict do nothing;
     return found;
 end;
 $$;
 comment on function pgqueue.subscribe(text, text) is
-'Lets the queue have a copy of what is published to topic from now on, and returns true; false if it is subscribed already. topic is 1 to 255 characters, words joined by dots; in their place, * stands for exactly one word and # for any number, none included: orders.* matches orders.paid, orders.# also orders and orders.paid.late. A queue that several subscriptions match gets one copy. Raises 22023, PQ001.';
+'Subscribes the queue to topic and returns true; false if it is already subscribed. The queue gets a copy of each message that is published to topic from now on. topic is 1 to 255 characters: words joined by dots. In place of a word, * matches exactly one word and # any number of words, including none: orders.* matches orders.paid, and orders.# also matches orders and orders.paid.late. A queue that several subscriptions match gets one copy. Raises 22023, PQ001.';
 
 create or replace function pgqueue.unsubscribe(topic text, queue_name text)
 returns boolean
@@ -117,7 +117,7 @@ begin
 end;
 $$;
 comment on function pgqueue.unsubscribe(text, text) is
-'Ends a subscription, named as it was made, and returns true; false if there was none. What was published before stays in the queue. Raises 22023, PQ001.';
+'Ends the subscription of the queue to exactly this topic or pattern and returns true; false if there was none. Messages that were published before stay in the queue. Raises 22023, PQ001.';
 
 create or replace function pgqueue.list_subscriptions(queue_name text default null)
 returns setof pgqueue.subscription
@@ -129,7 +129,7 @@ begin
         perform pgqueue._get_unlocked_queue(queue_name);
     end if;
     return query
-    -- A queue may have subscribed by itself, and as the address of endpoints.
+    -- A queue can be subscribed by subscribe, and also as the address of endpoints.
     select s.topic, s.queue_name, min(s.subscribed_at) from pgqueue.subscriptions s
     where list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name collate "C"
     group by s.topic, s.queue_name
@@ -137,7 +137,7 @@ begin
 end;
 $$;
 comment on function pgqueue.list_subscriptions(text) is
-'Returns the subscriptions of a queue, or all, by topic and queue, each once and since when, whoever made it: the queue itself, or endpoints of a transport. Raises PQ001.';
+'Returns the subscriptions of a queue, or of all queues if queue_name is null, by topic and queue. Each is returned once, with the time when it was first made, whether by subscribe or by endpoints of a transport. Raises PQ001.';
 
 create or replace function pgqueue.publish(
     topic text,
@@ -172,8 +172,9 @@ begin
     select array_agg(q.name order by q.name), array_agg(q.queue_id) into names, queue_ids
     from pgqueue.queues q
     where q.name = any ((select pgqueue._subscribers((topic || array(select unnest(base_topics))) collate "C"))::text[]);
-    -- One after the other, by name. Who waited here for a drop_queue finds that the queue is gone, or another one of
-    -- its name, whatever that is subscribed to; a snapshot may be older still, but the catalog knows.
+    -- Lock one queue after the other, by name. After waiting for a drop_queue, the queue may be gone, or a new queue of
+    -- the same name may exist, with other subscriptions: queue_id tells them apart. The snapshot can be older than the
+    -- drop: pg_relation_filenode does not depend on it.
     perform pgqueue._lock_queue(n) from unnest(names) as n;
     select
         array_agg(q.name order by q.name), min(q.max_payload_bytes),
@@ -219,11 +220,11 @@ begin
 end;
 $$;
 comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[]) is
-'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns how many those are: 0, and nothing is sent, where nobody is. base_topics are further names of the same event, those of its base classes for example; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic says topic to the subscribers. Everything else is as in enqueue, and holds for each copy: one queue''s limit refuses all. topic is 1 to 255 characters, words joined by dots. Raises 22023, PQ003.';
+'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns the number of copies; 0 if no queue is subscribed. base_topics are further topics of the same event, for example those of its base classes; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic of each copy is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is sent to none. topic is 1 to 255 characters: words joined by dots. Raises 22023, PQ003.';
 
 create or replace function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
 returns void
 language sql volatile
 as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
 comment on function pgqueue._on_queue_dropping_topics(pgqueue.queues) is
-'Ends the subscriptions of the queue.';
+'Deletes the subscriptions of the queue.';

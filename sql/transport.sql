@@ -1,6 +1,36 @@
--- A queue as a transport of NServiceBus on SQL has it: a relation into which it inserts, and from which it deletes the
--- lowest row that nobody holds. It is a plain view of the queue's own table, updated by PostgreSQL itself: reading it
--- runs no code but, once a second, advance_transport. What comes in is checked by a trigger.
+-- Exposes a queue to an SQL transport of NServiceBus, as a relation into which the transport inserts messages and from
+-- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
+-- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
+
+create or replace function pgqueue._raise_exposed(queue_name text, relation regclass)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'duplicate_object',
+        message = format('queue %L is already exposed as %s', queue_name, relation),
+        hint = format('Drop that relation first: select pgqueue.unexpose_transport(%L).', queue_name);
+end;
+$$;
+comment on function pgqueue._raise_exposed(text, regclass) is
+'Raises 42710: the queue already has a relation. A queue has at most one.';
+
+create or replace function pgqueue._raise_not_allowed(role_name name, deed text, object text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'insufficient_privilege',
+        message = format('role %I may not %s %I', role_name, deed, object),
+        hint = 'The owner can grant this privilege.';
+end;
+$$;
+comment on function pgqueue._raise_not_allowed(name, text, text) is
+'Raises 42501: the caller lacks a privilege that the security definer function itself has.';
 
 create or replace function pgqueue._wire_string(content text)
 returns text
@@ -10,7 +40,7 @@ as $$
         when content is null then 'null'
         when octet_length(s) = char_length(s) then s
         else (
-            -- What UTF-16 writes as two.
+            -- A character that UTF-16 encodes in two units is written as two escapes.
             select string_agg(case
                 when octet_length(convert_to(c, 'UTF8')) < 4 then c
                 else format(e'\\u%s\\u%s', to_hex(55296 + ((ascii(c) - 65536) >> 10)), to_hex(56320 + ((ascii(c) - 65536) & 1023)))
@@ -21,7 +51,7 @@ as $$
     from replace(to_json(content)::text, '/', e'\\/') as s
 $$;
 comment on function pgqueue._wire_string(text) is
-'A string, or null, as the serializer of the transport writes it.';
+'Returns a string, or null, in JSON as the serializer of the transport writes it.';
 
 create or replace function pgqueue._wire_headers(headers jsonb, message_id uuid)
 returns text
@@ -34,7 +64,7 @@ as $$
     ) h
 $$;
 comment on function pgqueue._wire_headers(jsonb, uuid) is
-'Headers as a transport reads them: one compact JSON object of strings and nulls, with the name of the message where they lack it.';
+'Returns headers as a transport reads them: one compact JSON object of strings and nulls. Adds the header NServiceBus.MessageId from message_id if the headers lack it.';
 
 create or replace function pgqueue._parsed_headers(wire text)
 returns jsonb
@@ -46,8 +76,8 @@ begin
     return wire::jsonb;
 exception when others then
     begin
-        -- JSON may say what no text in PostgreSQL can: U+0000, and halves of characters; and characters that the
-        -- encoding of the database lacks. A transport reads the original.
+        -- JSON can contain escapes that PostgreSQL cannot store: U+0000, unpaired surrogates, and characters that the
+        -- encoding of the database lacks. They are replaced here. A transport reads the original text.
         if getdatabaseencoding() <> 'UTF8' then
             return regexp_replace(
                 wire::json::text, '(?<!\\)((?:\\\\)*)\\u(?:0000|(?!00[0-7])[0-9a-fA-F]{4})', '\1?', 'g')::jsonb;
@@ -63,21 +93,21 @@ exception when others then
 end;
 $$;
 comment on function pgqueue._parsed_headers(text) is
-'Headers of a transport as JSON, U+FFFD in place of what PostgreSQL cannot store, a question mark where the encoding is not UTF8; null for what is no JSON.';
+'Returns the headers of a transport as jsonb, or null if they are not JSON. U+FFFD replaces characters that PostgreSQL cannot store, or a question mark if the encoding of the database is not UTF8.';
 
 create or replace function pgqueue._transport_id(id bigint)
 returns uuid
 language sql immutable parallel safe
 as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
 comment on function pgqueue._transport_id(bigint) is
-'The id that a transport sees of a message that did not come from one, or has been put back since.';
+'Returns the id that a transport sees for a message that no transport sent, or that was put back since.';
 
 create or replace function pgqueue._is_transport_id(id uuid)
 returns boolean
 language sql immutable parallel safe
 as $$ select id between '00000000-0000-8000-8000-000000000000' and '00000000-0000-8000-8fff-ffffffffffff' $$;
 comment on function pgqueue._is_transport_id(uuid) is
-'Whether it is an id such as _transport_id makes: nobody else may give one to a message of a queue.';
+'Returns whether _transport_id can return this id. No other source may give such an id to a message of a queue.';
 
 create or replace function pgqueue._accept_from_transport(
     queue_name text, id uuid, expires timestamp, wire_headers text, body bytea, own jsonb
@@ -112,8 +142,8 @@ begin
         perform pgqueue._raise_payload_too_large(q.name, 'body', octet_length(body), q.max_payload_bytes);
     end if;
     if fault is not null then
-        -- Nobody could read it: it goes where somebody looks, as it came, and stands in nobody's way. Also where the
-        -- queue has no dead letters: it was never tried.
+        -- No consumer could read this message. It becomes a dead letter, unchanged, and blocks no other message. This
+        -- holds even if the queue has dlq_enabled false, because the message was never attempted.
         perform pgqueue._add_dead_letter(
             row(
                 nextval('pgqueue.message_id'), q.name, at, at, 0, q.max_attempts, null::int, null::uuid,
@@ -128,14 +158,15 @@ begin
     )
     values (
         q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, body, headers, wire_headers,
-        -- What was read elsewhere, and may here be the id of another message that is to come back.
+        -- Such an id was read from another queue. In this queue it can be the id of another message that will be put
+        -- back.
         case when not pgqueue._is_transport_id(id) then id end
     );
     perform pgqueue._wake_waiting(q, at);
 end;
 $$;
 comment on function pgqueue._accept_from_transport(text, uuid, timestamp, text, bytea, jsonb) is
-'Sends what a transport inserted; to the dead letters what nobody could read. own are headers that came in columns of their own. Raises PQ001, PQ003.';
+'Sends a message that a transport inserted. A message that no consumer could read goes to the dead letters. own holds the headers that came in columns of their own. Raises PQ001, PQ003.';
 
 create or replace function pgqueue._insert_by_postgresql()
 returns trigger
@@ -149,7 +180,7 @@ begin
 end;
 $$;
 comment on function pgqueue._insert_by_postgresql() is
-'Trigger of a relation that expose_transport made: an insert sends a message.';
+'Trigger of a relation that expose_transport created: an insert sends a message.';
 
 create or replace function pgqueue._insert_by_sqlserver()
 returns trigger
@@ -166,7 +197,7 @@ begin
 end;
 $$;
 comment on function pgqueue._insert_by_sqlserver() is
-'The same for the flavor sqlserver: what comes in columns of its own becomes a header, where the headers lack it.';
+'Trigger of a relation of flavor sqlserver: an insert sends a message. correlationid and replytoaddress become headers if the headers lack them.';
 
 create or replace function pgqueue._assign_transport_place()
 returns trigger
@@ -181,7 +212,7 @@ begin
 end;
 $$;
 comment on function pgqueue._assign_transport_place() is
-'Trigger of the table of an exposed queue: whoever sends, a transport finds the message at its end.';
+'Trigger of the table of an exposed queue: gives each new row the next transport_seq, so that a transport finds it at the end of the queue, and fills in transport_id and transport_headers.';
 
 create or replace function pgqueue._archive_deleted_by_transport()
 returns trigger
@@ -207,7 +238,7 @@ begin
 end;
 $$;
 comment on function pgqueue._archive_deleted_by_transport() is
-'Trigger of the table of an exposed queue that archives: what is deleted through the relation goes to the archive, as by receive.';
+'Trigger of the table of an exposed queue that archives: writes messages deleted through the relation to the archive, as receive does. Expired messages are not archived.';
 
 create or replace function pgqueue._sync_archive_trigger(q pgqueue.queues)
 returns void
@@ -221,8 +252,9 @@ declare
     is_there constant boolean := exists (
         select from pg_trigger g where g.tgrelid = partition and g.tgname = 'archive_taken');
 begin
-    -- Of the statement: it fires for a delete of this very table, as the relation does it, and not for those of the
-    -- verbs, which delete from the parent and archive by themselves. Without an archive there is no trigger to pay for.
+    -- A statement trigger fires for deletes that name this partition, as the relation does. It does not fire for the
+    -- SQL functions, which delete from the parent table and archive by themselves. Queues that do not archive have no
+    -- trigger, and so do not pay for it.
     if is_wanted and not is_there then
         execute format(
             'create or replace trigger archive_taken after delete on %s referencing old table as taken for each statement'
@@ -235,33 +267,33 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue._sync_archive_trigger(pgqueue.queues) is
-'Has the relation of a queue, if there is one, archive what is deleted through it, if the queue archives. Raises PQ004 where a longer transaction uses the table.';
+'Creates the archive trigger on the table of a queue if the queue is exposed and archives, and drops it otherwise. Raises PQ004 if a longer transaction uses the table.';
 
 create or replace function pgqueue._transport_table(q pgqueue.queues)
 returns text
 language sql immutable parallel safe
 as $$ select format('pgqueue.%I', format('transports_%s', q.queue_id)) $$;
 comment on function pgqueue._transport_table(pgqueue.queues) is
-'The table that holds the row of transports of an exposed queue, and nothing else.';
+'Returns the name of the table that holds the row in transports of an exposed queue, and no other row.';
 
 create or replace function pgqueue._transport_of(q pgqueue.queues, out relation regclass, out seq_register regclass)
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- By the name of its table, for which the catalog is asked anew: the cache of who had to wait for an expose_transport
-    -- may be older than that, and so may a snapshot.
+    -- Look the table up by name, in a statement that locks it: after waiting for expose_transport, the session's
+    -- catalog cache and its snapshot can be stale.
     execute format('select t.relation, t.seq_register from %s t', pgqueue._transport_table(q)) into relation, seq_register;
     if relation is null then
         perform pgqueue._raise_stale_snapshot(format('queue %L', q.name));
     end if;
 exception when undefined_table then
-    -- It is not exposed.
+    -- The queue is not exposed.
     null;
 end;
 $$;
 comment on function pgqueue._transport_of(pgqueue.queues) is
-'The relation and the sequence of a queue that is held, as of now; nulls where it is not exposed. Raises 40001 where it was exposed behind the snapshot.';
+'Returns the current relation and sequence of a queue that the caller has locked; nulls if it is not exposed. Raises 40001 if it was exposed after the snapshot was taken.';
 
 create or replace function pgqueue._record_transport_head(t pgqueue.transports, partition regclass)
 returns pgqueue.transports
@@ -273,7 +305,8 @@ declare
     writers constant text[] := pgqueue._running_writers();
     lowest bigint;
 begin
-    -- As _record_vacant_ids does: the sequence first, the writers second, and what a later statement does not find below is not there.
+    -- As in _record_vacant_ids: read the sequence first and the running writers second. Once these writers have ended,
+    -- a later statement sees all rows up to that value of the sequence, and no other row can appear there.
     t.writers := t.writers || array(select w from unnest(writers) as w where w like '-1/%' and w <> all (t.writers));
     if not t.writers && writers then
         t.settled_seq := t.bound_seq;
@@ -288,7 +321,7 @@ begin
 end;
 $$;
 comment on function pgqueue._record_transport_head(pgqueue.transports, regclass) is
-'What is known of a relation, with its head moved up to the lowest row that is there or may appear.';
+'Returns the row in transports of a relation, with head moved up to the lowest transport_seq at which a row exists or may appear.';
 
 create or replace function pgqueue._advance_transport(q pgqueue.queues)
 returns bigint
@@ -297,18 +330,19 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    nowhere constant bigint := 9223372036854775807;
-    row_of constant text := pgqueue._transport_table(q);
+    past_the_end constant bigint := 9223372036854775807;
+    table_name constant text := pgqueue._transport_table(q);
     t pgqueue.transports;
-    mine pgqueue.transports;
-    is_mine boolean := false;
+    locked_row pgqueue.transports;
+    is_locked boolean := false;
 begin
-    if q.paused_at is not null or to_regclass(row_of) is null then
-        return nowhere;
+    if q.paused_at is not null or to_regclass(table_name) is null then
+        return past_the_end;
     end if;
-    execute format('select t.head, t.next_at from %s t', row_of) into t.head, t.next_at;
-    -- A receive may stay open for as long as its handler works: it leaves this to those who look, for two seconds.
-    -- What is further off than a minute was set by a clock that was wrong.
+    execute format('select t.head, t.next_at from %s t', table_name) into t.head, t.next_at;
+    -- A transaction that receives can stay open while its handler works, and would hold the row for that long. For two
+    -- seconds it leaves this work to statements that only read. A next_at more than a minute ahead was set while the
+    -- clock was wrong, and is ignored.
     if current_setting('transaction_read_only')::boolean
         or t.next_at < at + interval '1 min' and (
             t.next_at > at
@@ -317,22 +351,24 @@ begin
     then
         return t.head;
     end if;
-    -- A snapshot that is older than the look at the writers proves nothing.
+    -- The running writers prove nothing if the snapshot is older than their list.
     if not pgqueue._has_fixed_snapshot() then
         execute format(
             'select t.seq_register, t.head, t.settled_seq, t.bound_seq, t.writers from %s t'
-            ' for no key update skip locked', row_of)
-        into mine.seq_register, mine.head, mine.settled_seq, mine.bound_seq, mine.writers;
-        is_mine := mine.head is not null;
+            ' for no key update skip locked', table_name)
+        into locked_row.seq_register, locked_row.head, locked_row.settled_seq, locked_row.bound_seq, locked_row.writers;
+        is_locked := locked_row.head is not null;
     end if;
-    -- Ahead of time, as this very statement does not see them any more: they are not shown before they are due.
-    if (is_mine or t.next_at not between at - interval '2 s' and at + interval '1 min') and exists (
+    -- Promote messages 15 s ahead, because the current statement does not see what it promotes. The relation shows no
+    -- message before it is due.
+    if (is_locked or t.next_at not between at - interval '2 s' and at + interval '1 min') and exists (
         select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.due_at <= at + interval '15 s'
     ) and pgqueue._try_lock_existing_queue(q) then
         perform pgqueue._promote_due(q, at + interval '15 s', 1000, '-infinity');
     end if;
-    if is_mine then
-        -- What came back is noted for claims, which forget it when it has left; here there may never be one.
+    if is_locked then
+        -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
+        -- never have a claim, so remove them here, too.
         perform pgqueue._prune_requeued(q, array_agg(w.id), max(w.check_at))
         from (
             select r.check_at, r.id from pgqueue.requeued_messages r
@@ -340,16 +376,16 @@ begin
             order by r.check_at, r.id limit 1000
         ) w
         having count(*) > 0;
-        t := pgqueue._record_transport_head(mine, pgqueue._partition_of(q));
+        t := pgqueue._record_transport_head(locked_row, pgqueue._partition_of(q));
         execute format(
-            'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', row_of)
+            'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)
         using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
     end if;
     return t.head;
 end;
 $$;
 comment on function pgqueue._advance_transport(pgqueue.queues) is
-'Does what advance_transport says, where it is due.';
+'Does the work of advance_transport if it is due, and returns its result.';
 
 create or replace function pgqueue.advance_transport(queue_name text)
 returns bigint
@@ -365,7 +401,7 @@ begin
 end;
 $$;
 comment on function pgqueue.advance_transport(text) is
-'Called by the relations of expose_transport themselves, once a second at most: makes ready what comes due, and returns where their statements begin to read; at the end of all numbers while the queue is paused, or where it is not exposed. Who may read such a relation needs access to this function: grant_access(role, ''transport''). Raises PQ001.';
+'Makes scheduled messages ready when they come due, and returns the lowest seq at which statements on the relation of expose_transport have to read; 9223372036854775807 while the queue is paused, or if it is not exposed. The relation calls this itself, at most once a second. A role that reads the relation needs access to this function: grant_access(role, ''transport''). Raises PQ001.';
 
 create or replace function pgqueue._make_dedicated(q pgqueue.queues)
 returns void
@@ -374,21 +410,21 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     partition constant text := format('pgqueue.%I', format('messages_%s', q.queue_id));
-    hall constant text := format('pgqueue.%I', format('messages_%s_moving', q.queue_id));
+    interim constant text := format('pgqueue.%I', format('messages_%s_moving', q.queue_id));
     move constant text := format(
         'with moved as (delete from pgqueue.messages_shared m where m.queue_name = %L returning m.*)'
-        ' insert into %s select m.* from moved m', q.name, hall);
+        ' insert into %s select m.* from moved m', q.name, interim);
 begin
-    -- By way of a table, as a partition cannot be made while its rows lie in the shared one.
-    execute format('create unlogged table %s (like pgqueue.messages_shared)', hall);
+    -- Move the rows by way of another table: the partition cannot be created while its rows are in messages_shared.
+    execute format('create unlogged table %s (like pgqueue.messages_shared)', interim);
     execute move;
-    -- Who sends by plain SQL does not hold the queue: what came meanwhile follows, behind the lock that a new partition
-    -- takes anyway.
+    -- Plain SQL inserts do not lock the queue. Take the lock that creating the partition needs anyway, and move the
+    -- rows that were inserted meanwhile.
     lock table only pgqueue.messages, pgqueue.messages_shared in access exclusive mode;
     execute move;
     perform pgqueue._create_partition(q.name, q.queue_id);
-    execute format('insert into %s select m.* from %s m', partition, hall);
-    execute format('drop table %s', hall);
+    execute format('insert into %s select m.* from %s m', partition, interim);
+    execute format('drop table %s', interim);
     update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name;
 end;
 $$;
@@ -399,7 +435,7 @@ create or replace function pgqueue._body_string(as_view text)
 returns text
 language sql stable
 as $$
-    -- By what every role may call. A body is text if its bytes are UTF-8, without a zero.
+    -- Use only functions that every role may call. A body is text if its bytes are valid UTF-8 without a zero byte.
     select case
         when current_setting('server_encoding') = 'UTF8' then format(
             'case when encode(%1$s, ''hex'') ~ %2$L then convert_from(%1$s, ''UTF8'') else encode(%1$s, ''escape'') end', as_view,
@@ -408,7 +444,7 @@ as $$
     end
 $$;
 comment on function pgqueue._body_string(text) is
-'The expression that shows a body as text: readable where it is UTF-8, with its bytes as \000 where it is not.';
+'Returns the SQL expression that shows a body as text: decoded if it is UTF-8, otherwise with escaped bytes such as \000.';
 
 create or replace function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean)
 returns text
@@ -417,13 +453,14 @@ as $$
     select format(
         'select m.transport_id as id,%1$s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
         ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%2$s%3$s m.transport_seq as seq from %4$s m'
-        -- One condition is planned in less time than two, and a table of one row in less than a row found by a key.
+        -- Planning one condition is faster than planning two, and reading a table of one row is planned faster than a
+        -- lookup by key.
         ' where case when m.attempt_count < m.max_attempts then m.visible_at <= clock_timestamp() end'
         ' and m.transport_seq >= ('
         ' select case when t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
         ' then t.head else pgqueue.advance_transport(%5$L) end from %6$s t)'
-        -- Of no row, so it is asked before any: a table that is empty, and read in sequence as it is small, would ask
-        -- for no head, and nothing would ever come due.
+        -- This condition has no column of m, so it is evaluated before the first row. Otherwise a sequential scan of an
+        -- empty table would never call advance_transport, and no message would ever come due.
         ' and (select t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
         ' or pgqueue.advance_transport(%5$L) is not null from %6$s t)',
         case when flavor = 'sqlserver' then
@@ -437,7 +474,7 @@ as $$
         pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
 $$;
 comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
-'What the relation of a transport shows: the rows that could be claimed, and expired ones, as the transport drops those itself.';
+'Returns the query of the relation of a transport. It shows messages that could be claimed, and expired ones, which the transport deletes itself.';
 
 create or replace function pgqueue._expose(
     q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name
@@ -453,7 +490,8 @@ declare
     partition regclass;
 begin
     if q.dedicated then
-        -- Who sends by plain SQL does not hold the queue, and would have no place. The trigger takes this lock anyway.
+        -- Plain SQL inserts do not lock the queue. Without this lock their rows could miss the trigger and have no
+        -- transport_seq. Creating the trigger takes the same lock anyway.
         execute format('lock table only %s in share row exclusive mode', pgqueue._partition_of(q));
         perform pgqueue._require_current_snapshot(format('queue %L', q.name));
     else
@@ -467,13 +505,15 @@ begin
         ' transport_headers = coalesce(m.transport_headers, pgqueue._wire_headers(m.headers, m.message_id))'
         ' from (select c.id, row_number() over (order by c.id) as n from %1$s c) o where o.id = m.id', partition);
     execute format('select setval(%L, count(*) + 1, false) from %s', register, partition);
-    -- Who looks for the first reads all entries of a page: a page has few. And where next to nothing is known, every index
-    -- seems to find one row, and the planner takes the smaller one, or the one that was made last: that of the id, please.
+    -- A search for the first row reads all entries of an index page: fillfactor 30 keeps them few. Also, with hardly
+    -- any statistics every index seems to find one row, and the planner takes the smaller index, or the one created
+    -- last. For a search by id that must be the index on transport_id.
     execute format(
         'create unique index %I on %s (transport_seq) with (fillfactor = 30)', name || '_transport_seq', partition);
     execute format('create unique index %I on %s (transport_id)', name || '_transport_id', partition);
-    -- What is known of a queue is mostly that it was empty. To read it in its order must look cheap then, too, and not to
-    -- read and sort it as a whole: without knowing how the rows lie. And what is known must be learnt anew soon.
+    -- The statistics of a queue mostly say that it was empty. Even then, reading it in the order of transport_seq must
+    -- look cheaper than reading and sorting all rows. So keep no statistics of that column: they would tell the planner
+    -- the physical order of the rows. The low threshold renews the other statistics soon.
     execute format('alter table %s alter transport_seq set statistics 0', partition);
     execute format('alter table %s set (autovacuum_analyze_threshold = 1000)', partition);
     execute format('create index %I on %s ((expires_at at time zone ''UTC'')) where expires_at is not null',
@@ -481,7 +521,7 @@ begin
     execute format(
         'create trigger place_for_transport before insert on %s for each row when (new.transport_seq is null)'
         ' execute function pgqueue._assign_transport_place(%L)', partition, register);
-    -- Also in a session that has triggers off, as what has no place is never received.
+    -- Fire the trigger also in sessions that have triggers disabled: a row without transport_seq is never received.
     execute format('alter table %s enable always trigger place_for_transport', partition);
     execute format(
         'create table %s () inherits (pgqueue.transports)'
@@ -506,7 +546,7 @@ begin
 end;
 $$;
 comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
-'Makes the relation of a queue that is held alone, and gives it to a role.';
+'Creates the relation of a queue that the caller has locked exclusively, grants all privileges on it to a role, and returns its address.';
 
 create or replace function pgqueue._transport_address(relation regclass)
 returns text
@@ -517,7 +557,7 @@ as $$
     where c.oid = relation
 $$;
 comment on function pgqueue._transport_address(regclass) is
-'A relation as a transport addresses it.';
+'Returns the address of a relation, in the form that a transport uses.';
 
 create or replace function pgqueue._check_exposure(schema_name text, table_name text, flavor text)
 returns name
@@ -525,13 +565,13 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- In a definer's function the caller is the role that is set, or who logged in.
+    -- Inside a security definer function, the caller is the role of "set role", or else the session user.
     for_role constant name := coalesce(nullif(current_setting('role'), 'none'), session_user);
 begin
     if schema_name is null or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
         or not exists (select from pg_namespace n where n.nspname = schema_name)
     then
-        perform pgqueue._raise_invalid('schema_name', schema_name, 'the name of a schema that exists and is not the system''s');
+        perform pgqueue._raise_invalid('schema_name', schema_name, 'the name of an existing schema, other than pgqueue and the system schemas');
     end if;
     if table_name is null or octet_length(table_name) not between 1 and 63 then
         perform pgqueue._raise_invalid('table_name', table_name, 'a name of 1 to 63 bytes');
@@ -546,7 +586,7 @@ begin
 end;
 $$;
 comment on function pgqueue._check_exposure(text, text, text) is
-'Raises 22023 or 42501 unless the caller may make such a relation there; returns who he is.';
+'Returns the role of the caller. Raises 22023 or 42501 unless the caller may create such a relation in the schema.';
 
 create or replace function pgqueue.expose_transport(
     queue_name text,
@@ -587,13 +627,14 @@ exception
         perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
         return null;
     when check_violation then
-        -- Plain SQL has sent to it behind the snapshot: no partition is made while that lies in the shared one.
+        -- Plain SQL has inserted messages after the snapshot. They are still in messages_shared, so the partition
+        -- cannot be created.
         perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
         return null;
 end;
 $$;
 comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
-'Makes a relation over the queue, in schema_name under table_name (by default the queue''s name), on which an NServiceBus transport works as on its own table, and returns its address. Its columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text where it is UTF-8; with flavor sqlserver also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; what comes with headers that are no JSON object, or without a body, goes to the dead letters as it is. A delete takes messages as receive does, to the archive where the queue has archive_for, though it does not tell a purge from a receive; who shows up are those that could be claimed, and expired ones, which the transport drops itself and nobody archives. The queue becomes dedicated. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on; who reads it needs grant_access(role, ''transport''), too. Raises 22023, PQ001, PQ004, 42501, 42P07 where the name is taken, 42710 where the queue is exposed.';
+'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text if it is UTF-8; with flavor sqlserver (default postgresql) also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; a message without a body, or with headers that are not a JSON object, goes to the dead letters unchanged. A delete takes messages as receive does, and archives them if the queue has archive_for; a purge cannot be told apart from a receive. The relation shows messages that could be claimed, and expired ones, which the transport deletes itself and which are not archived. The queue becomes dedicated. The caller needs the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. A role that reads the relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004, 42501, 42P07 if the name is taken, and 42710 if the queue is already exposed.';
 
 create or replace function pgqueue._unexpose(q pgqueue.queues)
 returns boolean
@@ -609,7 +650,7 @@ begin
     if relation is null then
         return false;
     end if;
-    -- Somebody may have dropped it, or an index.
+    -- The relation, or an index, may have been dropped by hand.
     if exists (select from pg_class c where c.oid = relation) then
         execute format('drop view %s', relation);
     end if;
@@ -628,7 +669,7 @@ begin
 end;
 $$;
 comment on function pgqueue._unexpose(pgqueue.queues) is
-'Takes the relation of a queue away; false if there is none.';
+'Drops the relation of a queue; returns false if there is none.';
 
 create or replace function pgqueue.unexpose_transport(queue_name text)
 returns boolean
@@ -649,7 +690,7 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.unexpose_transport(text) is
-'Drops the relation that expose_transport made, and returns true; false if there is none. The queue keeps its messages, and stays dedicated. Raises PQ001, PQ004, and 2BP01 where something else uses the relation.';
+'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
 
 create or replace function pgqueue._resolve_subscription()
 returns trigger
@@ -668,7 +709,7 @@ begin
 end;
 $$;
 comment on function pgqueue._resolve_subscription() is
-'Trigger of subscriptions: finds the queue that an address leads to, for who has only the address. Raises 22023, PQ001.';
+'Trigger of subscriptions: sets queue_name to the queue that queue_address leads to, if only the address was given or changed. Raises 22023, PQ001.';
 
 create or replace function pgqueue._address_subscription()
 returns trigger
@@ -686,7 +727,7 @@ begin
 end;
 $$;
 comment on function pgqueue._address_subscription() is
-'Trigger of subscriptions: gives a subscription that subscribe made the address by which a transport knows the queue.';
+'Trigger of subscriptions: sets queue_address of a subscription that subscribe created to the address by which a transport knows the queue.';
 
 create or replace trigger address_subscription
 before insert on pgqueue.subscriptions
@@ -708,7 +749,7 @@ returns text
 language sql immutable parallel safe
 as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
 comment on function pgqueue._subscriptions_comment() is
-'By which the relations of expose_subscriptions are known.';
+'Returns the comment that marks the relations of expose_subscriptions.';
 
 create or replace function pgqueue._create_subscriptions_relation(schema_name text, table_name text, for_role name)
 returns text
@@ -727,7 +768,7 @@ begin
 end;
 $$;
 comment on function pgqueue._create_subscriptions_relation(text, text, name) is
-'Makes the relation of expose_subscriptions, and gives it to a role.';
+'Creates the relation of expose_subscriptions, grants all privileges on it to a role, and returns its address.';
 
 create or replace function pgqueue.expose_subscriptions(
     schema_name text default 'public', table_name text default 'SubscriptionRouting'
@@ -742,7 +783,7 @@ begin
 end;
 $$;
 comment on function pgqueue.expose_subscriptions(text, text) is
-'Makes a relation over all subscriptions, in schema_name under table_name, on which an NServiceBus transport works as on its own table, and returns its address. Its columns are queueaddress, endpoint and topic; an address is what expose_transport returned, or a queue''s name, and what leads to no queue is refused with PQ001. An endpoint has a topic once, whichever relation it says so in: two systems on one database need endpoints of different names. Who may insert there has any queue sent what any other is sent. The caller needs the right to create in the schema, and is given all rights on the relation, to grant them on. Raises 22023, 42501, and 42P07 where the name is taken.';
+'Creates a relation over all subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport uses it like its own table. The columns are queueaddress, endpoint and topic. An address is one that expose_transport returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each topic once across all such relations: two systems in one database need different endpoint names. A role that may insert into the relation can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
 
 create or replace function pgqueue._drop_subscriptions_relation(relation regclass)
 returns boolean
@@ -760,7 +801,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_subscriptions_relation(regclass) is
-'Drops a relation of expose_subscriptions; false if it is none.';
+'Drops a relation that expose_subscriptions created; returns false if the relation is not one of them.';
 
 create or replace function pgqueue.unexpose_subscriptions(
     schema_name text default 'public', table_name text default 'SubscriptionRouting'
@@ -780,7 +821,7 @@ begin
 end;
 $$;
 comment on function pgqueue.unexpose_subscriptions(text, text) is
-'Drops a relation that expose_subscriptions made, and returns true; false if there is none. The subscriptions stay. Raises 22023, and 2BP01 where something else uses the relation.';
+'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay. Raises 22023, and 2BP01 if another object depends on the relation.';
 
 create or replace function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -799,7 +840,7 @@ begin
 end;
 $$;
 comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
-'Has the relation of the queue archive what is deleted through it, if the queue archives.';
+'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 40001 if an old snapshot may hide that the queue is exposed.';
 
 create or replace function pgqueue._on_queue_dropping_transport(q pgqueue.queues)
 returns void
@@ -828,7 +869,7 @@ begin
         execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_id;
         if top_id > last_id then
             return next row('error', q.name, 'ids_above_sequence',
-                format('its relation has known the seq %s, which the sequence %s has not reached: what is sent now is refused, or not found by its transport', top_id, register),
+                format('its relation has already used seq %s, which the sequence %s has not reached: new messages are refused, or its transport does not find them', top_id, register),
                 format(
                     'select setval(%1$L, greatest(%2$s, pg_sequence_last_value(%1$L)));'
                     ' update %3$s set transport_seq = nextval(%1$L) where transport_seq < (select t.head from %4$s t);',
@@ -849,4 +890,4 @@ begin
 end;
 $$;
 comment on function pgqueue._findings_of_transport(pgqueue.queues) is
-'What doctor finds on the relation of a queue: a sequence that is behind.';
+'The findings of doctor about the relation of a queue: a sequence that is behind, or a missing index on expires.';

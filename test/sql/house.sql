@@ -1,5 +1,5 @@
 begin;
-select plan(42);
+select plan(43);
 
 create temp view functions as
 select p.oid, p.oid::regprocedure::text as signature, p.proname, p.prosrc, p.proconfig, p.proacl, p.prosecdef, p.proisstrict, p.provolatile, l.lanname,
@@ -29,10 +29,13 @@ select is_empty($$ select signature from functions where is_public and prosrc ~*
     'no verb but those that drop and grant builds SQL');
 
 -- Errors.
-select is_empty($$ select signature from functions where prosrc ~* '\mraise\s+(exception|notice|warning|info|log|debug|sqlstate|using)' and proname !~ '^_raise_' $$, 'only the functions of errors.sql raise');
+select is_empty($$ select signature from functions where prosrc ~* '\mraise\s+(exception|notice|warning|info|log|debug|sqlstate|using)' and proname !~ '^_raise_' $$, 'only functions named _raise_* raise');
 select results_eq(
     $$ select c.code[1] collate "C", count(*) from functions f cross join lateral regexp_matches(f.prosrc, 'errcode = ''(PQ\d\d\d)''', 'g') as c (code) group by 1 order by 1 $$,
-    $$ values ('PQ001' collate "C", 1::bigint), ('PQ002', 1), ('PQ003', 1), ('PQ004', 1), ('PQ005', 1), ('PQ006', 1), ('PQ007', 1), ('PQ008', 1), ('PQ009', 1), ('PQ010', 1) $$, 'every code of our own is raised in exactly one place');
+    $$ values ('PQ001' collate "C", 1::bigint), ('PQ002', 1), ('PQ003', 1), ('PQ004', 1), ('PQ005', 1), ('PQ006', 1), ('PQ007', 1), ('PQ008', 1), ('PQ009', 1), ('PQ010', 1) $$, 'every code of our own is raised by exactly one function');
+select is_empty(
+    $$ select c.code[1] from functions f cross join lateral regexp_matches(f.prosrc, 'errcode = ''(\w+)''', 'g') as c (code) group by 1 having count(*) > 1 $$,
+    'no other SQLSTATE is raised by two functions');
 select is_empty($$ select signature from functions where proname ~ '^_raise_' and not (prosrc ~ 'errcode =' and prosrc ~ 'message =' and prosrc ~ 'hint =') $$,
     'every error has a code, a message and a hint');
 select is_empty(

@@ -242,7 +242,7 @@ select is((select count(*) from pgqueue.doctor() d where d.finding = 'stale_stag
 set local test.now = '2030-01-02 12:00:00+00';
 select pg_temp.staged('sink', pg_temp.run(31), 0, 1, '{3}') as young \gset
 select is((select row(d.severity, d.detail, d.repair)::text from pgqueue.doctor() d where d.finding = 'stale_staging'),
-    row('warning', format('1 attempts of 1 runs, staged by %s, wait for a sink_commit, the first for 1 day: their drivers died', session_user), 'select pgqueue.sweep_staged();')::text, 'but in one that began a day ago');
+    row('warning', format('1 attempts of 1 runs, staged by %s and up to 1 day old, were not committed: their drivers died', session_user), 'select pgqueue.sweep_staged();')::text, 'but in one that began a day ago');
 select is(pgqueue.sweep_staged('25 h'), 1::bigint, 'a sweep removes what nobody was given a token for');
 select is(pgqueue.sweep_staged(), 2::bigint, 'and what was staged a day ago');
 select is(pg_temp.left_over(pg_temp.run(30)) || pg_temp.left_over(pg_temp.run(31)), '{0,0,1,1}', 'and nothing else');

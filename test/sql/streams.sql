@@ -128,7 +128,7 @@ begin
                 format('ack(%L, %L, %s, 3, %L)', queue, 's', t.epoch, c.claim_token), format('ack(%L, %L, %s, 4, %L)', queue, 's', t.epoch, b.claim_token), format('ack(%L, %L, %s, 5, %L)', queue, 's', t.epoch, c.claim_token)
             ]) v
         ), array_fill('PQ007'::text, array[16]), queue || ': a number or a token that is not the stream''s is out of step');
-    return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 2, %L)', queue, 's', t.epoch, b.claim_token)), format('PQ007 stream ''s'' of queue %L is out of step: batch 2 is behind what was acknowledged', queue), queue || ': a checkpoint that was rolled back fails, and is told why');
+    return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 2, %L)', queue, 's', t.epoch, b.claim_token)), format('PQ007 stream ''s'' of queue %L is out of step: batch 2 is older than the last acknowledged batch', queue), queue || ': a checkpoint that was rolled back fails, and is told why');
     return next is(pg_temp.read(c, t.epoch), more, queue || ': and nothing was changed');
     b := pgqueue.stream_begin(queue, 's', t.epoch, 2, b.claim_token, fail_on_data_loss => false);
     return next is(row(b.seq, b.messages, b.partitions)::text, row(2, 0, 0)::text, queue || ': who would go on all the same is given an empty batch');
@@ -195,7 +195,7 @@ begin
     end loop;
     s := pgqueue.stream_open(queue, 's');
     return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 6, %L, max_replays => 2)', queue, 's', s.epoch, b.claim_token)),
-        format('PQ009 stream ''s'' of queue %L gives batch 6 up after 2 replays: messages %s and 5 more', queue, array_to_string(ids[1:20], ', ')), queue || ': a batch is given up after max_replays, with its messages named');
+        format('PQ009 stream ''s'' of queue %L gives up batch 6 after 2 replays: messages %s and 5 more', queue, array_to_string(ids[1:20], ', ')), queue || ': a batch is given up after max_replays, with its messages named');
     s := pgqueue.stream_open(queue, 's');
     return next is(left(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 6, %L, max_replays => 2)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ009', queue || ': and again, whoever comes');
     return next is((pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => null)).replays, 3, queue || ': unless more are allowed');
