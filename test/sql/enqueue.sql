@@ -1,5 +1,5 @@
 begin;
--- Files take turns: this one attaches a table and stops the clock.
+-- The lock makes test files wait for each other: this file attaches a table and stops the clock.
 lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
 as $$ select current_setting('test.now')::timestamptz $$;

@@ -1,5 +1,5 @@
 begin;
--- Files take turns: this one attaches a table.
+-- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
 select plan(379);
 
