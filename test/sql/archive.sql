@@ -223,80 +223,80 @@ begin
     return (select count(*) from pgqueue.unfiled_messages u where u.finished_at = pgqueue._now());
 end;
 $$;
-select is(pg_temp.unfiled(v), n, v || ' fails for want of no day: the message is kept unfiled') from unnest(array['ack', 'ack_batch', 'exchange', 'receive', 'stream_ack']) with ordinality as u (v, n);
-select is((select array_agg(distinct b.payload) from pgqueue.browse_archived_messages('archive_shared', 5) b), array['"unfiled"']::jsonb[], 'and shown');
-select is(pg_temp.findings() @> array['warning unfiled_messages'], true, 'doctor finds it');
-select is((select array_agg(distinct c) from unnest(pg_temp.changes()) c where c ~ 'made'), array['0201 made', '0202 made', '0203 made', '0204 made', '0205 made', '0206 made', '0207 made', '0208 made', '0209 made'], 'maintain_archive makes the days');
-select is((select count(*) from pgqueue.unfiled_messages), 0::bigint, 'and files what was not');
-select is((select count(*) from pgqueue.archived_messages_20300201), 5::bigint, 'in its day');
-select is(pg_temp.findings(), '{}'::text[], 'as doctor said it would');
+select is(pg_temp.unfiled(v), n, v || ' succeeds without a day table and keeps the message unfiled') from unnest(array['ack', 'ack_batch', 'exchange', 'receive', 'stream_ack']) with ordinality as u (v, n);
+select is((select array_agg(distinct b.payload) from pgqueue.browse_archived_messages('archive_shared', 5) b), array['"unfiled"']::jsonb[], 'browse_archived_messages shows unfiled messages');
+select is(pg_temp.findings() @> array['warning unfiled_messages'], true, 'doctor reports unfiled messages');
+select is((select array_agg(distinct c) from unnest(pg_temp.changes()) c where c ~ 'made'), array['0201 made', '0202 made', '0203 made', '0204 made', '0205 made', '0206 made', '0207 made', '0208 made', '0209 made'], 'maintain_archive creates the missing day tables');
+select is((select count(*) from pgqueue.unfiled_messages), 0::bigint, 'maintain_archive files the unfiled messages');
+select is((select count(*) from pgqueue.archived_messages_20300201), 5::bigint, 'maintain_archive files an unfiled message into the day table of its finished_at');
+select is(pg_temp.findings(), '{}'::text[], 'doctor finds nothing wrong after maintain_archive');
 
--- Under a clock that was ahead.
-select lives_ok($$ insert into pgqueue.unfiled_messages (id, queue_name, enqueued_at, finished_at, attempt_count, max_attempts, payload) values (1, 'archive_shared', now(), '2099-01-01 00:00+00', 1, 5, '"ahead"') $$, 'a message was acknowledged in another century');
-select is(pg_temp.changes(), '{}'::text[], 'for which no day is made');
-select is((select count(*) from pgqueue.unfiled_messages), 1::bigint, 'and which waits');
+-- A message acknowledged while the clock was far ahead.
+select lives_ok($$ insert into pgqueue.unfiled_messages (id, queue_name, enqueued_at, finished_at, attempt_count, max_attempts, payload) values (1, 'archive_shared', now(), '2099-01-01 00:00+00', 1, 5, '"ahead"') $$, 'a message with a finished_at in another century is unfiled');
+select is(pg_temp.changes(), '{}'::text[], 'maintain_archive creates no day table for a finished_at far ahead');
+select is((select count(*) from pgqueue.unfiled_messages), 1::bigint, 'a message with a finished_at far ahead stays unfiled');
 update pgqueue.unfiled_messages set finished_at = pgqueue._now();
-select is(pg_temp.changes(), '{}'::text[], 'with a moment of today');
-select is((select count(*) from pgqueue.archived_messages_20300201), 6::bigint, 'it is filed');
+select is(pg_temp.changes(), '{}'::text[], 'maintain_archive creates no day table for a message of today');
+select is((select count(*) from pgqueue.archived_messages_20300201), 6::bigint, 'maintain_archive files the message once its finished_at is today');
 
 -- Retention: archive_shared and archive_dedicated 7 days.
-select is(pg_temp.days(), array['20300201', '20300202', '20300203', '20300204', '20300205', '20300206', '20300207', '20300208', '20300209'], 'the days of January are gone');
+select is(pg_temp.days(), array['20300201', '20300202', '20300203', '20300204', '20300205', '20300206', '20300207', '20300208', '20300209'], 'maintain_archive dropped the day tables of January after 7 days');
 select set_config('test.now', '2030-02-08 23:59:59+00', true) is not null as set \gset
-select is((select array_agg(c) from unnest(pg_temp.changes()) c where c !~ 'made'), null, 'a day is kept until its last message is as old as promised');
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c !~ 'made'), null, 'a day table is kept until its last message is older than archive_for');
 select set_config('test.now', '2030-02-09 00:00:00+00', true) is not null as set \gset
-select is((select array_agg(c) from unnest(pg_temp.changes()) c where c !~ 'made'), array['0201 dropped'], 'then it is dropped');
-select is(to_regclass('pgqueue.archived_messages_20300201') is null, true, 'as a whole');
-select is((select count(*) from pgqueue.browse_archived_messages('archive_shared')), 0::bigint, 'with all that it held');
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c !~ 'made'), array['0201 dropped'], 'maintain_archive drops a day table once its last message is older than archive_for');
+select is(to_regclass('pgqueue.archived_messages_20300201') is null, true, 'a dropped day table does not exist any more');
+select is((select count(*) from pgqueue.browse_archived_messages('archive_shared')), 0::bigint, 'messages of a dropped day table are deleted');
 
--- The longest promise holds, of queues that are gone as well.
-select lives_ok($$ select pg_temp.acks_one(), pgqueue.alter_queue('archive_dedicated', archive_for => '30 days') $$, 'another queue keeps for longer');
+-- A day table is kept for the longest archive_for of any queue, including dropped queues.
+select lives_ok($$ select pg_temp.acks_one(), pgqueue.alter_queue('archive_dedicated', archive_for => '30 days') $$, 'another queue sets an archive_for of 30 days');
 select set_config('test.now', '2030-02-20 00:00:00+00', true) is not null as set \gset
-select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ '0209 '), null, 'so a day is kept for longer');
-select is(pgqueue.drop_queue('archive_dedicated'), 0::bigint, 'that queue is dropped');
-select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ '0209 '), null, 'what it promised stays promised');
-select is((select count(*) from pgqueue.browse_archived_messages('archive_shared')), 1::bigint, 'nothing is lost of the day');
-select lives_ok($$ select pgqueue.drop_queue('archive_shared') $$, 'the other one is dropped, too');
-select is((select count(*) from pgqueue.browse_archived_messages('archive_shared')), 1::bigint, 'its archive outlives it');
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ '0209 '), null, 'a day table is kept for the longest archive_for of any queue');
+select is(pgqueue.drop_queue('archive_dedicated'), 0::bigint, 'a queue with archived messages can be dropped');
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ '0209 '), null, 'a day table is kept for the archive_for of a dropped queue');
+select is((select count(*) from pgqueue.browse_archived_messages('archive_shared')), 1::bigint, 'messages of another queue in that day table are kept as well');
+select lives_ok($$ select pgqueue.drop_queue('archive_shared') $$, 'the last archiving queue can be dropped');
+select is((select count(*) from pgqueue.browse_archived_messages('archive_shared')), 1::bigint, 'archived messages of a dropped queue can be browsed');
 select set_config('test.now', '2030-03-11 23:59:59+00', true) is not null as set \gset
-select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ '0209 '), null, 'to the last moment');
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ '0209 '), null, 'a day table is kept until the archive_for of the dropped queue ends');
 select set_config('test.now', '2030-03-12 00:00:00+00', true) is not null as set \gset
-select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ '0209 '), array['0209 dropped'], 'and no longer');
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ '0209 '), array['0209 dropped'], 'a day table is dropped when the archive_for of the dropped queue has ended');
 select set_config('test.now', '2030-06-01 00:00:00+00', true) is not null as set \gset
-select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ 'made'), null, 'where nobody archives no day is made');
-select is((pg_temp.days(), (select count(*) from pgqueue.archive_promises))::text, ('{}'::text[], 0::bigint)::text, 'and in the end nothing is left');
-select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '^archives_'), 0::bigint, 'no mark either');
+select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ 'made'), null, 'maintain_archive creates no day table while no queue archives');
+select is((pg_temp.days(), (select count(*) from pgqueue.archive_promises))::text, ('{}'::text[], 0::bigint)::text, 'no day table and no promise is left after every archive_for has ended');
+select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '^archives_'), 0::bigint, 'no archives_ mark of a dropped queue is left');
 
--- A claim minds nothing that keeps it from looking after the archive.
-select lives_ok($$ select pgqueue.create_queue('archive_hindered', archive_for => '1 day') $$, 'a queue archives');
+-- A claim succeeds although maintenance of the archive fails.
+select lives_ok($$ select pgqueue.create_queue('archive_hindered', archive_for => '1 day') $$, 'a queue with an archive is created');
 create function pg_temp.forbid() returns event_trigger language plpgsql as $$ begin raise 'no tables here'; end $$;
 create event trigger pgqueue_test_forbid on ddl_command_start execute function pg_temp.forbid();
 select set_config('test.now', '2030-08-01 00:00:00+00', true) is not null as set \gset
-select throws_ok($$ select pgqueue.maintain_archive() $$, 'P0001', null, 'somebody forbids to make tables');
-select lives_ok($$ select pgqueue.enqueue('archive_hindered', '1'), pgqueue.receive('archive_hindered') $$, 'which is no concern of who claims and acknowledges');
-select is((select count(*) from pgqueue.unfiled_messages), 1::bigint, 'the message is kept unfiled');
+select throws_ok($$ select pgqueue.maintain_archive() $$, 'P0001', null, 'maintain_archive fails while an event trigger forbids new tables');
+select lives_ok($$ select pgqueue.enqueue('archive_hindered', '1'), pgqueue.receive('archive_hindered') $$, 'enqueue and receive succeed while maintenance of the archive fails');
+select is((select count(*) from pgqueue.unfiled_messages), 1::bigint, 'a message received while no day table can be created is kept unfiled');
 drop event trigger pgqueue_test_forbid;
 select set_config('test.now', '2030-08-01 01:00:00+00', true) is not null as set \gset
 select pgqueue.enqueue('archive_hindered', '1') is not null as sent \gset
 select count(*) as claimed from pgqueue.claim('archive_hindered') \gset
-select is((select count(*) from pgqueue.archived_messages_20300801), 1::bigint, 'an hour later a claim files it by the way');
+select is((select count(*) from pgqueue.archived_messages_20300801), 1::bigint, 'a claim files unfiled messages an hour after maintenance failed');
 select pgqueue.drop_queue('archive_hindered') is not null as dropped \gset
 
--- Somebody uses a day by itself.
+-- A view depends on a day table.
 create view pg_temp.august_2 as select * from pgqueue.archived_messages_20300802;
 select set_config('test.now', '2030-09-01 00:00:00+00', true) is not null as set \gset
 select is((select array_agg(c) from unnest(pg_temp.changes()) c where c ~ '^08'), array['0801 dropped', '0802 emptied', '0803 dropped', '0804 dropped', '0805 dropped', '0806 dropped', '0807 dropped', '0808 dropped', '0809 dropped'],
-    'a day that a view shows is emptied, and keeps no other one');
-select is(pg_temp.days(), array['20300802'], 'it stays');
+    'maintain_archive empties a day table that a view depends on, and drops the other expired ones');
+select is(pg_temp.days(), array['20300802'], 'maintain_archive keeps only the day table that the view depends on');
 drop view pg_temp.august_2;
-select is(pg_temp.changes(), array['0802 dropped'], 'as long as there is the view');
+select is(pg_temp.changes(), array['0802 dropped'], 'maintain_archive drops the emptied day table after the view was dropped');
 
--- By hand.
-select lives_ok($$ select pgqueue.create_queue('archive_raw') $$, 'a queue is made');
+-- archive_for set by a plain update.
+select lives_ok($$ select pgqueue.create_queue('archive_raw') $$, 'a queue without an archive is created');
 update pgqueue.queues set archive_for = '3 days' where name = 'archive_raw';
-select is(pg_temp.findings() @> array['error archive_mark'], true, 'doctor finds a setting that was made by plain SQL');
+select is(pg_temp.findings() @> array['error archive_mark'], true, 'doctor reports an archive_for that was set by a plain update');
 do $$ begin execute (select f.repair from pgqueue.doctor() f where f.finding = 'archive_mark'); end $$;
-select is(pg_temp.findings(), '{}'::text[], 'the repair makes it true');
-select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '^archives_'), 1::bigint, 'its mark is there');
+select is(pg_temp.findings(), '{}'::text[], 'the repair that doctor proposes removes the finding');
+select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '^archives_'), 1::bigint, 'the repair creates the archives_ mark of the queue');
 
 select * from finish();
 rollback;
