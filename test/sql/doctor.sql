@@ -144,7 +144,8 @@ end;
 $$;
 select pg_temp.adopts();
 
--- As where the tables alone were restored, or replicated: the sequence begins anew. To restart it locks out who would take ids of it meanwhile.
+-- The state after restoring or replicating only the tables: the sequence starts at 1 again.
+-- Restarting a sequence locks it, so no other session takes ids from it meanwhile.
 create function pg_temp.starts_anew(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
     last_id bigint;
