@@ -9,7 +9,7 @@ as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + 
 
 select plan(225);
 
--- What a call raises: code, message, hint.
+-- Returns the SQLSTATE and the message of the error that a statement raises.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
 declare
     message text;
@@ -45,61 +45,61 @@ declare
 begin
     perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 3, dedicated => has_table);
 
-    -- One batch after the other.
+    -- One batch after another.
     s := pgqueue.stream_open(queue, 's', 'alice');
     return next is(row(s.queue_name, s.stream_name, s.opened_by, s.acked_seq, s.acked_token, s.claim_token, s.messages)::text, row(queue, 's', 'alice', 0, null::uuid, null::uuid, null::int)::text,
         queue || ': a new stream has acknowledged nothing and has no open batch');
-    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 0, null)), 0::bigint, queue || ': where no message is ready, there is no batch');
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 0, null)), 0::bigint, queue || ': stream_claim returns no batch if no message is ready');
     ids := pg_temp.sent(queue, 10);
     select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 0, null, max_messages => 7, partitions => 3, visibility_timeout => '60 s');
-    return next is(row(b.seq, b.messages, b.partitions, b.replays, b.claimed_until - b.claimed_at, b.lost)::text, row(1, 7, 3, 0, interval '60 s', '{}'::bigint[])::text, queue || ': a claim reserves up to max_messages as batch 1');
+    return next is(row(b.seq, b.messages, b.partitions, b.replays, b.claimed_until - b.claimed_at, b.lost)::text, row(1, 7, 3, 0, interval '60 s', '{}'::bigint[])::text, queue || ': stream_claim reserves up to max_messages as batch 1');
     return next is((select row(l.claim_token, l.messages, l.partitions, l.replays, l.claimed_until)::text from pgqueue.list_streams(queue) l), row(b.claim_token, 7, 3, 0, b.claimed_until)::text, queue || ': list_streams shows the open batch');
-    return next is((select array_agg(m.id) from pgqueue.browse(queue, 'inflight') m where m.claimed_by = 'stream s'), ids[1:7], queue || ': its messages are in flight, and say whose they are');
+    return next is((select array_agg(m.id) from pgqueue.browse(queue, 'inflight') m where m.claimed_by = 'stream s'), ids[1:7], queue || ': messages of a batch are in flight and have the stream as claimed_by');
     c := pgqueue.stream_begin(queue, 's', s.epoch, b.seq, b.claim_token);
-    return next is(row(c.seq, c.messages, c.partitions, c.replays, c.lost)::text, row(1, 7, 3, 0, '{}'::bigint[])::text, queue || ': begun, it is as it was claimed');
-    return next is(pg_temp.read(b, s.epoch), ids[1:7], queue || ': it is read as a whole, by id');
-    return next is(pg_temp.read(b, s.epoch, 0) || pg_temp.read(b, s.epoch, 1) || pg_temp.read(b, s.epoch, 2), ids[1:7], queue || ': or in partitions, each message in one');
-    return next is(array(select cardinality(pg_temp.read(b, s.epoch, p)) from generate_series(0, 2) p), array[2, 2, 3], queue || ': of about the same size');
-    return next is((select array_agg(m.payload) from pgqueue.stream_read(queue, 's', s.epoch, 1, b.claim_token, 2) m), array['5', '6', '7']::jsonb[], queue || ': with what was sent');
-    return next alike(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 1, %L, 3)', queue, 's', s.epoch, b.claim_token)), '22023 invalid partition: ''3''', queue || ': a partition too many is refused');
-    return next is((select array_agg(r.payload) from pgqueue.receive(queue, 2) r), array['8', '9']::jsonb[], queue || ': the other messages are everybody''s');
+    return next is(row(c.seq, c.messages, c.partitions, c.replays, c.lost)::text, row(1, 7, 3, 0, '{}'::bigint[])::text, queue || ': stream_begin returns the batch as it was claimed');
+    return next is(pg_temp.read(b, s.epoch), ids[1:7], queue || ': stream_read without a partition returns all messages of the batch in order of id');
+    return next is(pg_temp.read(b, s.epoch, 0) || pg_temp.read(b, s.epoch, 1) || pg_temp.read(b, s.epoch, 2), ids[1:7], queue || ': stream_read returns every message of the batch in exactly one partition');
+    return next is(array(select cardinality(pg_temp.read(b, s.epoch, p)) from generate_series(0, 2) p), array[2, 2, 3], queue || ': partitions of a batch have about the same size');
+    return next is((select array_agg(m.payload) from pgqueue.stream_read(queue, 's', s.epoch, 1, b.claim_token, 2) m), array['5', '6', '7']::jsonb[], queue || ': stream_read returns messages with the payload that was sent');
+    return next alike(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 1, %L, 3)', queue, 's', s.epoch, b.claim_token)), '22023 invalid partition: ''3''', queue || ': stream_read refuses a partition number that is too high');
+    return next is((select array_agg(r.payload) from pgqueue.receive(queue, 2) r), array['8', '9']::jsonb[], queue || ': receive returns the messages that the stream did not reserve');
     c := null;
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 1, b.claim_token);
-    return next is(row(c.seq, c.messages)::text, row(2, 1)::text, queue || ': the next claim returns the next batch');
-    return next isnt(c.claim_token, b.claim_token, queue || ': under another token');
-    return next is((select count(*) from pgqueue.messages m where m.queue_name = queue and m.id = any (ids[1:7])), 0::bigint, queue || ': and acknowledges the one before');
-    return next is((select row(l.acked_seq, l.acked_token)::text from pgqueue.list_streams(queue) l), row(1, b.claim_token)::text, queue || ': which the stream keeps in mind');
-    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 2, c.claim_token)), 0::bigint, queue || ': a claim acknowledges also where nothing is ready');
-    return next is((select row(l.acked_seq, l.claim_token)::text from pgqueue.list_streams(queue) l), row(2, null::uuid)::text, queue || ': an idle stream has no open batch');
-    return next is((select count(*) from pgqueue.messages m where m.queue_name = queue), 0::bigint, queue || ': and leaves nothing behind');
-    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 2, c.claim_token)), 0::bigint, queue || ': and again');
+    return next is(row(c.seq, c.messages)::text, row(2, 1)::text, queue || ': the next stream_claim returns the next batch');
+    return next isnt(c.claim_token, b.claim_token, queue || ': the next batch has another token');
+    return next is((select count(*) from pgqueue.messages m where m.queue_name = queue and m.id = any (ids[1:7])), 0::bigint, queue || ': the next stream_claim acknowledges the previous batch');
+    return next is((select row(l.acked_seq, l.acked_token)::text from pgqueue.list_streams(queue) l), row(1, b.claim_token)::text, queue || ': list_streams shows number and token of the last acknowledged batch');
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 2, c.claim_token)), 0::bigint, queue || ': stream_claim acknowledges the open batch although no message is ready');
+    return next is((select row(l.acked_seq, l.claim_token)::text from pgqueue.list_streams(queue) l), row(2, null::uuid)::text, queue || ': a stream without messages has no open batch after stream_claim');
+    return next is((select count(*) from pgqueue.messages m where m.queue_name = queue), 0::bigint, queue || ': no message is left in the queue after the last batch was acknowledged');
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 2, c.claim_token)), 0::bigint, queue || ': stream_claim with the same checkpoint can be repeated');
 
-    -- Each point at which a reader may die.
+    -- A reader dies, at each possible point.
     b := c;
     ids := pg_temp.sent(queue, 4);
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 2, b.claim_token, 4);
     t := pgqueue.stream_open(queue, 's', 'bob');
-    return next ok(t.epoch > s.epoch, queue || ': who opens a stream again has a higher epoch');
-    return next is(row(t.acked_seq, t.claim_token, t.messages)::text, row(2, c.claim_token, 4)::text, queue || ': and is told of the open batch');
+    return next ok(t.epoch > s.epoch, queue || ': stream_open of an existing stream returns a higher epoch');
+    return next is(row(t.acked_seq, t.claim_token, t.messages)::text, row(2, c.claim_token, 4)::text, queue || ': stream_open returns the open batch');
     perform pg_temp.pass('20 s');
     more := pg_temp.sent(queue, 2);
     select * into b from pgqueue.stream_claim(queue, 's', t.epoch, 2, t.acked_token, 100);
-    return next is(row(b.seq, b.claim_token, b.messages, b.claimed_until)::text, row(3, c.claim_token, 4, pgqueue._now() + interval '30 s')::text, queue || ': died behind the claim: the same batch is adopted, and kept for its time again');
-    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', t.epoch, 3, b.claim_token) m), array[1, 1, 1, 1], queue || ': its messages are at their first attempt');
+    return next is(row(b.seq, b.claim_token, b.messages, b.claimed_until)::text, row(3, c.claim_token, 4, pgqueue._now() + interval '30 s')::text, queue || ': if the reader died after stream_claim, the next reader gets the same batch with a new visibility timeout');
+    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', t.epoch, 3, b.claim_token) m), array[1, 1, 1, 1], queue || ': messages of an adopted batch are in their first attempt');
     perform pgqueue.stream_begin(queue, 's', t.epoch, 3, b.claim_token);
-    return next is((pgqueue.stream_begin(queue, 's', t.epoch, 3, b.claim_token)).replays, 0, queue || ': planned twice by one reader is no replay');
+    return next is((pgqueue.stream_begin(queue, 's', t.epoch, 3, b.claim_token)).replays, 0, queue || ': a second stream_begin of the same reader does not count as a replay');
     s := pgqueue.stream_open(queue, 's');
-    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 3, b.claim_token)).replays, 1, queue || ': died while reading: it is begun again, as its first replay');
-    return next is(pg_temp.read(b, s.epoch), ids, queue || ': with the same messages');
-    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', s.epoch, 3, b.claim_token) m), array[1, 1, 1, 1], queue || ': still at their first attempt');
-    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 3, b.claim_token), 4, queue || ': stream_ack removes its messages');
-    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 3, b.claim_token), 0, queue || ': once');
-    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 2, t.acked_token), 0, queue || ': an acknowledgement that comes late does no harm');
-    return next is((select count(*) from pgqueue.stream_extend(queue, 's', s.epoch)), 0::bigint, queue || ': where no batch is open there is nothing to extend');
+    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 3, b.claim_token)).replays, 1, queue || ': if the reader died while reading, stream_begin of the next reader counts the first replay');
+    return next is(pg_temp.read(b, s.epoch), ids, queue || ': a replayed batch has the same messages');
+    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', s.epoch, 3, b.claim_token) m), array[1, 1, 1, 1], queue || ': messages of a replayed batch are still in their first attempt');
+    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 3, b.claim_token), 4, queue || ': stream_ack deletes the messages of the batch');
+    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 3, b.claim_token), 0, queue || ': a second stream_ack returns 0');
+    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 2, t.acked_token), 0, queue || ': stream_ack of an earlier batch returns 0');
+    return next is((select count(*) from pgqueue.stream_extend(queue, 's', s.epoch)), 0::bigint, queue || ': stream_extend returns no row if no batch is open');
     s := pgqueue.stream_open(queue, 's');
-    return next is(row(s.acked_seq, s.acked_token)::text, row(3, b.claim_token)::text, queue || ': died behind the acknowledgement: who opens it is told');
+    return next is(row(s.acked_seq, s.acked_token)::text, row(3, b.claim_token)::text, queue || ': if the reader died after stream_ack, stream_open returns the acknowledged batch');
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 3, b.claim_token);
-    return next is(pg_temp.read(c, s.epoch), more, queue || ': and goes on with what came since');
+    return next is(pg_temp.read(c, s.epoch), more, queue || ': the next reader gets the messages sent since the last batch');
 
     -- Two readers.
     t := pgqueue.stream_open(queue, 's', 'carol');
@@ -111,11 +111,11 @@ begin
                 format('stream_read(%L, %L, %s, 4, %L)', queue, 's', s.epoch, c.claim_token), format('stream_extend(%L, %L, %s)', queue, 's', s.epoch),
                 format('stream_ack(%L, %L, %s, 4, %L)', queue, 's', s.epoch, c.claim_token), format('stream_skip(%L, %L, 4, epoch => %s)', queue, 's', s.epoch)
             ]) v
-        ), array_fill('PQ006'::text, array[6]), queue || ': each call of the older reader is fenced');
-    return next is(pg_temp.raised(format('select pgqueue.stream_extend(%L, %L, %s)', queue, 's', s.epoch)), format('PQ006 stream ''s'' of queue %L is fenced: epoch %s was superseded by %s', queue, s.epoch, t.epoch), queue || ': and told by whom');
-    return next is(pg_temp.read(c, t.epoch), more, queue || ': the newer one has the batch');
+        ), array_fill('PQ006'::text, array[6]), queue || ': every call with a superseded epoch raises PQ006');
+    return next is(pg_temp.raised(format('select pgqueue.stream_extend(%L, %L, %s)', queue, 's', s.epoch)), format('PQ006 stream ''s'' of queue %L is fenced: epoch %s was superseded by %s', queue, s.epoch, t.epoch), queue || ': the error for a superseded epoch names both epochs');
+    return next is(pg_temp.read(c, t.epoch), more, queue || ': the reader with the current epoch reads the open batch');
 
-    -- A checkpoint that is not the stream's.
+    -- A checkpoint that does not belong to the stream.
     return next is(
         array(
             select left(pg_temp.raised(format('select pgqueue.stream_%s', v)), 5)
@@ -127,48 +127,48 @@ begin
                 format('read(%L, %L, %s, 3, %L)', queue, 's', t.epoch, b.claim_token), format('read(%L, %L, %s, 4, %L)', queue, 's', t.epoch, b.claim_token), format('read(%L, %L, %s, 5, %L)', queue, 's', t.epoch, c.claim_token),
                 format('ack(%L, %L, %s, 3, %L)', queue, 's', t.epoch, c.claim_token), format('ack(%L, %L, %s, 4, %L)', queue, 's', t.epoch, b.claim_token), format('ack(%L, %L, %s, 5, %L)', queue, 's', t.epoch, c.claim_token)
             ]) v
-        ), array_fill('PQ007'::text, array[16]), queue || ': a number or a token that is not the stream''s is out of step');
+        ), array_fill('PQ007'::text, array[16]), queue || ': a wrong batch number or token raises PQ007');
     return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 2, %L)', queue, 's', t.epoch, b.claim_token)), format('PQ007 stream ''s'' of queue %L is out of step: batch 2 is behind what was acknowledged', queue), queue || ': a checkpoint that was rolled back fails, and is told why');
-    return next is(pg_temp.read(c, t.epoch), more, queue || ': and nothing was changed');
+    return next is(pg_temp.read(c, t.epoch), more, queue || ': a refused call does not change the open batch');
     b := pgqueue.stream_begin(queue, 's', t.epoch, 2, b.claim_token, fail_on_data_loss => false);
-    return next is(row(b.seq, b.messages, b.partitions)::text, row(2, 0, 0)::text, queue || ': who would go on all the same is given an empty batch');
+    return next is(row(b.seq, b.messages, b.partitions)::text, row(2, 0, 0)::text, queue || ': stream_begin with fail_on_data_loss false returns an empty batch for an old checkpoint');
     select * into c from pgqueue.stream_claim(queue, 's', t.epoch, 2, b.claim_token, fail_on_data_loss => false);
-    return next is(row(c.seq, c.messages)::text, row(3, 2)::text, queue || ': and the stream follows his checkpoint, with the messages that were open given back and claimed anew');
-    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', t.epoch, 3, c.claim_token) m), array[1, 1], queue || ': which is no attempt of its own');
+    return next is(row(c.seq, c.messages)::text, row(3, 2)::text, queue || ': stream_claim with fail_on_data_loss false follows the checkpoint and claims the messages of the open batch again');
+    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', t.epoch, 3, c.claim_token) m), array[1, 1], queue || ': claiming the messages of the open batch again does not count as an attempt');
     perform pgqueue.stream_ack(queue, 's', t.epoch, 3, c.claim_token);
 
-    -- The heartbeat.
+    -- stream_extend.
     ids := pg_temp.sent(queue, 3);
     select * into b from pgqueue.stream_claim(queue, 's', t.epoch, 3, c.claim_token);
     perform pg_temp.pass('20 s');
     select * into c from pgqueue.stream_extend(queue, 's', t.epoch);
-    return next is(row(c.seq, c.messages, c.claimed_until, c.lost)::text, row(4, 3, pgqueue._now() + interval '30 s', '{}'::bigint[])::text, queue || ': a heartbeat keeps the batch as long again as it was claimed for');
+    return next is(row(c.seq, c.messages, c.claimed_until, c.lost)::text, row(4, 3, pgqueue._now() + interval '30 s', '{}'::bigint[])::text, queue || ': stream_extend renews the visibility timeout with which the batch was claimed');
     perform pg_temp.pass('20 s');
-    return next is(pg_temp.claimed_by_others(queue), '{}'::bigint[], queue || ': so that nobody else is given it');
+    return next is(pg_temp.claimed_by_others(queue), '{}'::bigint[], queue || ': claim does not return messages of an extended batch');
     select * into c from pgqueue.stream_extend(queue, 's', t.epoch, '5 min');
-    return next is(c.claimed_until, pgqueue._now() + interval '5 min', queue || ': or for as long as it says');
+    return next is(c.claimed_until, pgqueue._now() + interval '5 min', queue || ': stream_extend uses the visibility timeout that it was given');
 
-    -- The reservation runs out.
+    -- The visibility timeout of a batch ends.
     perform pg_temp.pass('5 min 1 s');
-    return next is(pg_temp.read(b, t.epoch), ids, queue || ': a reservation that ran out and that nobody took is still the stream''s');
-    return next is((pgqueue.stream_begin(queue, 's', t.epoch, 4, b.claim_token)).claimed_until, pgqueue._now() + interval '30 s', queue || ': and is renewed when it is begun');
-    return next is(pg_temp.claimed_by_others(queue), '{}'::bigint[], queue || ': so that nobody else is given it then');
+    return next is(pg_temp.read(b, t.epoch), ids, queue || ': stream_read returns an expired batch whose messages were not claimed since');
+    return next is((pgqueue.stream_begin(queue, 's', t.epoch, 4, b.claim_token)).claimed_until, pgqueue._now() + interval '30 s', queue || ': stream_begin renews the visibility timeout of an expired batch');
+    return next is(pg_temp.claimed_by_others(queue), '{}'::bigint[], queue || ': claim does not return messages of a renewed batch');
     perform pg_temp.pass('31 s');
-    return next is((select array_agg(m.id) from pgqueue.claim(queue, 2, '1 h') m), ids[1:2], queue || ': others take what ran out');
+    return next is((select array_agg(m.id) from pgqueue.claim(queue, 2, '1 h') m), ids[1:2], queue || ': claim returns messages of a batch whose visibility timeout has ended');
     return next is(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 4, %L)', queue, 's', t.epoch, b.claim_token)),
-        format('PQ008 stream ''s'' of queue %L has lost 2 of 3 messages of batch 4: %s, %s', queue, ids[1], ids[2]), queue || ': whoever reads it is told what was lost');
-    return next is((select e.lost from pgqueue.stream_extend(queue, 's', t.epoch) e), ids[1:2], queue || ': and so is the heartbeat');
+        format('PQ008 stream ''s'' of queue %L has lost 2 of 3 messages of batch 4: %s, %s', queue, ids[1], ids[2]), queue || ': stream_read raises PQ008 and names the lost messages');
+    return next is((select e.lost from pgqueue.stream_extend(queue, 's', t.epoch) e), ids[1:2], queue || ': stream_extend returns the lost messages');
     s := pgqueue.stream_open(queue, 's');
-    return next is(left(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 4, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ008', queue || ': a replay fails');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 4, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ008', queue || ': stream_begin of a batch with lost messages raises PQ008');
     c := pgqueue.stream_begin(queue, 's', s.epoch, 4, b.claim_token, fail_on_data_loss => false);
-    return next is(row(c.messages, c.lost, c.replays)::text, row(1, ids[1:2], 1)::text, queue || ': or goes on with what is left, and says what is not');
-    return next is(pg_temp.read(b, s.epoch), ids[3:3], queue || ': which is what is read then');
-    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 4, b.claim_token)).lost, '{}'::bigint[], queue || ': from then on');
-    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 4, b.claim_token), 1, queue || ': an acknowledgement takes nothing from others');
-    return next is((select array_agg(m.id) from pgqueue.browse(queue, 'inflight') m), ids[1:2], queue || ': who keep what they claimed');
+    return next is(row(c.messages, c.lost, c.replays)::text, row(1, ids[1:2], 1)::text, queue || ': stream_begin with fail_on_data_loss false returns the remaining batch and the lost messages');
+    return next is(pg_temp.read(b, s.epoch), ids[3:3], queue || ': stream_read then returns the remaining messages');
+    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 4, b.claim_token)).lost, '{}'::bigint[], queue || ': a later stream_begin does not return the lost messages again');
+    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 4, b.claim_token), 1, queue || ': stream_ack acknowledges only the remaining messages');
+    return next is((select array_agg(m.id) from pgqueue.browse(queue, 'inflight') m), ids[1:2], queue || ': lost messages stay in flight with the consumer that claimed them');
     perform pgqueue.purge_queue(queue);
 
-    -- An orphan of which something was lost.
+    -- A batch without an owner, of which messages were lost.
     ids := pg_temp.sent(queue, 2);
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 4, b.claim_token, visibility_timeout => '10 s');
     perform pg_temp.pass('11 s');
@@ -176,16 +176,16 @@ begin
     s := pgqueue.stream_open(queue, 's');
     select * into t from pgqueue.list_streams(queue);
     select d.seq, d.claim_token, d.messages, d.lost into c.seq, c.claim_token, c.messages, c.lost from pgqueue.stream_claim(queue, 's', s.epoch, 4, b.claim_token) d;
-    return next is(row(c.seq, c.claim_token, c.messages, c.lost)::text, row(5, t.claim_token, 1, ids[1:1])::text, queue || ': a batch that nobody has noted is adopted without what others took meanwhile');
+    return next is(row(c.seq, c.claim_token, c.messages, c.lost)::text, row(5, t.claim_token, 1, ids[1:1])::text, queue || ': stream_claim adopts an open batch without the messages that others have claimed');
     perform pg_temp.pass('11 s');
     perform pgqueue.claim(queue, 1, '1 h');
     more := pg_temp.sent(queue, 1);
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 4, b.claim_token);
-    return next ok(c.seq = 5 and c.claim_token <> t.claim_token and pg_temp.read(c, s.epoch) = more, queue || ': where nothing is left of it, a new one takes its number');
+    return next ok(c.seq = 5 and c.claim_token <> t.claim_token and pg_temp.read(c, s.epoch) = more, queue || ': stream_claim returns a new batch of the same number if no message of the open batch is left');
     perform pgqueue.stream_ack(queue, 's', s.epoch, 5, c.claim_token);
     perform pgqueue.purge_queue(queue);
 
-    -- Poison.
+    -- A batch that fails repeatedly.
     ids := pg_temp.sent(queue, 25);
     select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 5, c.claim_token);
     perform pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => 2);
@@ -195,7 +195,7 @@ begin
     end loop;
     s := pgqueue.stream_open(queue, 's');
     return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 6, %L, max_replays => 2)', queue, 's', s.epoch, b.claim_token)),
-        format('PQ009 stream ''s'' of queue %L gives batch 6 up after 2 replays: messages %s and 5 more', queue, array_to_string(ids[1:20], ', ')), queue || ': a batch is given up after max_replays, with its messages named');
+        format('PQ009 stream ''s'' of queue %L gives batch 6 up after 2 replays: messages %s and 5 more', queue, array_to_string(ids[1:20], ', ')), queue || ': stream_begin raises PQ009 after max_replays and names the messages');
     s := pgqueue.stream_open(queue, 's');
     return next is(left(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 6, %L, max_replays => 2)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ009', queue || ': and again, whoever comes');
     return next is((pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => null)).replays, 3, queue || ': unless more are allowed');
