@@ -97,7 +97,7 @@ select is((pg_temp.take('transport')).body, '\xfffe00'::bytea, 'a transport rece
 select pgqueue.enqueue('transport', '"back"') as back \gset
 select is((select pgqueue.nack('transport', c.id, c.claim_token, '0') from pgqueue.claim('transport') c), true, 'nack succeeds for a message whose id a transport will reuse');
 insert into public.transport (id, headers, body) values (pgqueue._transport_id(:back), '{}', 'stranger');
-select is((select array_agg(convert_from(coalesce(c.body, convert_to(c.payload::text, 'UTF8')), 'UTF8') order by c.id) from pgqueue.claim('transport', 10) c), '{"\"back\"",stranger}', 'claim returns both the message and the one that a transport sent under its id');
+select is((select array_agg(convert_from(coalesce(c.body, convert_to(c.payload::text, 'UTF8')), 'UTF8') order by c.id) from pgqueue.claim('transport', 10) c), '{"\"back\"",stranger}', 'claim returns both the returned message and the message that a transport sent under its id');
 select is((select array_agg(c.message_id) from pgqueue.messages c where c.queue_name = 'transport' and c.id > :back), array[pgqueue._transport_id(:back)], 'the message of the transport keeps its id as message_id');
 select pgqueue.purge_queue('transport') as purged \gset
 select is(pgqueue.publish('transport.nobody', '1'), 0, 'publish sends nothing before the queue subscribes');
@@ -187,22 +187,22 @@ rollback to receiving;
 select is(pg_temp.estimate('transport'), 1, 'a rollback restores a received message');
 select throws_ok($$ select pg_temp.send('transport', '{}', 'x', t.id) from public.transport t $$, '23505', null, 'sending a message under an existing id raises an error');
 
--- Names.
+-- Names of relations.
 create schema "transport's ""schema""";
 select pgqueue.create_queue('transport-names') is not null as made \gset
-select is(pgqueue.expose_transport('transport-names', 'transport''s "schema"', 'A.b"; drop table pgqueue.messages; --%s\'), '"transport''s ""schema"""."A.b""; drop table pgqueue.messages; --%s\"', 'names are quoted');
+select is(pgqueue.expose_transport('transport-names', 'transport''s "schema"', 'A.b"; drop table pgqueue.messages; --%s\'), '"transport''s ""schema"""."A.b""; drop table pgqueue.messages; --%s\"', 'expose_transport quotes schema and name of the relation');
 select pg_temp.send('transport-names', '{}', 'x') as sent \gset
-select is((pg_temp.take('transport-names')).body, 'x'::bytea, 'whatever they are');
-select is(pgqueue.unexpose_transport('transport-names'), true, 'an exposure ends');
-select is(pgqueue.unexpose_transport('transport-names'), false, 'once');
-select is(pgqueue.expose_transport('transport-names', table_name => repeat('ä', 31) || 'b'), '"public"."' || repeat('ä', 31) || 'b"', 'a name may have 63 bytes');
-select is(pgqueue.unexpose_transport('transport-names'), true, 'of any characters');
-select throws_ok(format('select pgqueue.expose_transport(%L, table_name => %L)', 'transport-names', t), '22023', null, 'but not ' || octet_length(t)) from unnest(array['', repeat('ä', 32)]) t;
-select throws_ok(format('select pgqueue.expose_transport(%L, %L)', 'transport-names', s), '22023', null, 'the schema may not be ' || quote_nullable(s)) from unnest(array[null, '', 'nowhere', 'pgqueue', 'pg_catalog', 'pg_temp', 'information_schema']) s;
-select throws_ok($$ select pgqueue.expose_transport('transport-names', flavor => 'oracle') $$, '22023', null, 'nor the flavor oracle');
-select throws_ok($$ select pgqueue.expose_transport('transport-names', body_string => null) $$, '22023', null, 'nor body_string null');
-select throws_ok($$ select pgqueue.expose_transport('transport', table_name => 'other') $$, '42710', null, 'a queue is exposed once');
-select throws_ok($$ select pgqueue.expose_transport('transport-names', table_name => 'transport') $$, '42P07', null, 'a name is used once');
+select is((pg_temp.take('transport-names')).body, 'x'::bytea, 'a relation with any name can be used to send and receive');
+select is(pgqueue.unexpose_transport('transport-names'), true, 'unexpose_transport returns true for an exposed queue');
+select is(pgqueue.unexpose_transport('transport-names'), false, 'unexpose_transport returns false for a queue that is not exposed');
+select is(pgqueue.expose_transport('transport-names', table_name => repeat('ä', 31) || 'b'), '"public"."' || repeat('ä', 31) || 'b"', 'expose_transport accepts a relation name of 63 bytes');
+select is(pgqueue.unexpose_transport('transport-names'), true, 'unexpose_transport drops a relation with a name of 63 bytes');
+select throws_ok(format('select pgqueue.expose_transport(%L, table_name => %L)', 'transport-names', t), '22023', null, format('expose_transport refuses a relation name of %s bytes', octet_length(t))) from unnest(array['', repeat('ä', 32)]) t;
+select throws_ok(format('select pgqueue.expose_transport(%L, %L)', 'transport-names', s), '22023', null, 'expose_transport refuses the schema ' || quote_nullable(s)) from unnest(array[null, '', 'nowhere', 'pgqueue', 'pg_catalog', 'pg_temp', 'information_schema']) s;
+select throws_ok($$ select pgqueue.expose_transport('transport-names', flavor => 'oracle') $$, '22023', null, 'expose_transport refuses an unknown flavor');
+select throws_ok($$ select pgqueue.expose_transport('transport-names', body_string => null) $$, '22023', null, 'expose_transport refuses a null body_string');
+select throws_ok($$ select pgqueue.expose_transport('transport', table_name => 'other') $$, '42710', null, 'expose_transport refuses a second relation for a queue');
+select throws_ok($$ select pgqueue.expose_transport('transport-names', table_name => 'transport') $$, '42P07', null, 'expose_transport refuses the name of an existing relation');
 
 -- Rights.
 create role pgqueue_test_transport;
@@ -212,158 +212,158 @@ select pgqueue.grant_access('pgqueue_test_transport', 'transport'), pgqueue.gran
 grant select, update, delete on public.transport to pgqueue_test_transport;
 grant insert on public.transport to pgqueue_test_sender;
 set local role pgqueue_test_sender;
-select lives_ok($$ insert into public.transport (id, headers, body) values (gen_random_uuid(), '{}', 'x') $$, 'who may insert sends, and needs nothing else');
-select throws_ok($$ select from public.transport $$, '42501', null, 'and reads nothing');
-select throws_ok($$ insert into pgqueue.messages (queue_name) values ('transport') $$, '42501', null, 'nor writes elsewhere');
+select lives_ok($$ insert into public.transport (id, headers, body) values (gen_random_uuid(), '{}', 'x') $$, 'a role with insert on the relation can send, without other rights');
+select throws_ok($$ select from public.transport $$, '42501', null, 'a role with insert on the relation may not read it');
+select throws_ok($$ insert into pgqueue.messages (queue_name) values ('transport') $$, '42501', null, 'a role with insert on the relation may not write into messages');
 set local role pgqueue_test_transport;
-select lives_ok($$ delete from public.transport where id = (select id from public.transport order by seq limit 1 for update skip locked) $$, 'who may select, update and delete receives');
-select throws_ok($$ insert into public.transport (headers) values ('{}') $$, '42501', null, 'but does not send');
-select throws_ok($$ select pgqueue._accept_from_transport('transport', null, null, '{}', 'x', '{}') $$, '42501', null, 'nor call what works for others');
+select lives_ok($$ delete from public.transport where id = (select id from public.transport order by seq limit 1 for update skip locked) $$, 'a role with select, update and delete on the relation can receive');
+select throws_ok($$ insert into public.transport (headers) values ('{}') $$, '42501', null, 'a role without insert on the relation may not send');
+select throws_ok($$ select pgqueue._accept_from_transport('transport', null, null, '{}', 'x', '{}') $$, '42501', null, 'a role with transport access may not call the function behind the insert trigger');
 set local role pgqueue_test_exposer;
-select throws_ok($$ select pgqueue.expose_transport('transport-names') $$, '42501', null, 'who may not create in a schema exposes nothing there');
+select throws_ok($$ select pgqueue.expose_transport('transport-names') $$, '42501', null, 'expose_transport refuses a role that may not create in the schema');
 reset role;
 grant create on schema "transport's ""schema""" to pgqueue_test_exposer;
 set local role pgqueue_test_exposer;
-select is(pgqueue.expose_transport('transport-names', 'transport''s "schema"'), '"transport''s ""schema"""."transport-names"', 'who may, does');
+select is(pgqueue.expose_transport('transport-names', 'transport''s "schema"'), '"transport''s ""schema"""."transport-names"', 'expose_transport accepts a role that may create in the schema');
 reset role;
 grant usage on schema "transport's ""schema""" to pgqueue_test_exposer;
 set local role pgqueue_test_exposer;
-select lives_ok($$ grant insert on "transport's ""schema"""."transport-names" to pgqueue_test_sender $$, 'and grants the use of it');
+select lives_ok($$ grant insert on "transport's ""schema"""."transport-names" to pgqueue_test_sender $$, 'the role that exposed a queue may grant rights on the relation');
 reset role;
 
--- Ends.
+-- Dropping relations.
 select pgqueue.enqueue('transport-names', '"kept"') as sent \gset
-select is(pgqueue.unexpose_transport('transport-names'), true, 'without the relation');
-select is((select c.payload from pgqueue.claim('transport-names') c), '"kept"', 'the queue goes on');
+select is(pgqueue.unexpose_transport('transport-names'), true, 'unexpose_transport drops the relation of a queue with a message');
+select is((select c.payload from pgqueue.claim('transport-names') c), '"kept"', 'claim returns the message after the relation was dropped');
 create view pg_temp.dependent as select id from public.transport;
-select throws_ok($$ select pgqueue.drop_queue('transport') $$, '2BP01', null, 'a relation that is used by another keeps its queue');
+select throws_ok($$ select pgqueue.drop_queue('transport') $$, '2BP01', null, 'drop_queue fails while a view depends on the relation');
 drop view pg_temp.dependent;
-select lives_ok($$ select pgqueue.drop_queue('transport') $$, 'a queue is dropped');
-select hasnt_view('public', 'transport', 'with its relation');
-select is_empty($$ select from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'S' and c.relname ~ '_seq$' and c.relname <> (select format('queue_%s_seq', q.queue_id) from pgqueue.queues q where q.name = 'transport-sqlserver') $$, 'and all that belongs to it');
+select lives_ok($$ select pgqueue.drop_queue('transport') $$, 'drop_queue succeeds after the view was dropped');
+select hasnt_view('public', 'transport', 'drop_queue drops the relation');
+select is_empty($$ select from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'S' and c.relname ~ '_seq$' and c.relname <> (select format('queue_%s_seq', q.queue_id) from pgqueue.queues q where q.name = 'transport-sqlserver') $$, 'drop_queue drops the seq register');
 
--- Subscriptions, in the statements of the transport.
+-- Subscriptions, with the statements of the transport.
 set local check_function_bodies = off;
 create function pg_temp.enrol(address text, endpoint text, topic text) returns void language sql as $$
     insert into public."SubscriptionRouting" (QueueAddress, Endpoint, Topic) values (address, endpoint, topic)
     on conflict (Endpoint, Topic) do update set QueueAddress = excluded.QueueAddress $$;
 create function pg_temp.addresses(topics text[]) returns text[] language sql as $$
     select array_agg(distinct QueueAddress order by QueueAddress) from public."SubscriptionRouting" where Topic = any (topics) $$;
-select is(pgqueue.expose_subscriptions(), '"public"."SubscriptionRouting"', 'subscriptions are exposed');
+select is(pgqueue.expose_subscriptions(), '"public"."SubscriptionRouting"', 'expose_subscriptions returns the address of the relation');
 select pgqueue.create_queue(n) is not null as made from unnest(array['transport-pub']) n \gset
 select pgqueue.create_queue(n) is not null as made from unnest(array['transport-sub']) n \gset
 select pgqueue.expose_transport('transport-sub', table_name => 'Sub.Scriber') as address \gset
 select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'Sub.Scriber', 'Ns.Event') $$, 'a transport subscribes by the address of its table');
-select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'Sub.Scriber', 'Ns.Event') $$, 'and again');
-select is(pgqueue.publish('Ns.Event', '1'), 1, 'and is published to, once');
-select is((select count(*) from public."Sub.Scriber"), 1::bigint, 'in its table');
-select is(pgqueue.subscribe('Ns.Event', 'transport-pub'), true, 'a queue without a table subscribes');
-select is(pg_temp.addresses('{Ns.Event,System.Object}'), '{"\"public\".\"Sub.Scriber\"",transport-pub}', 'a transport finds the addresses of a topic');
-select lives_ok($$ select pg_temp.enrol('transport-pub', 'Sub.Scriber', 'Ns.Event') $$, 'an endpoint moves');
-select is(pgqueue.publish('Ns.Event', '1'), 1, 'two endpoints that share a queue share a copy');
-select is((select array_agg(l.topic || ' ' || l.queue_name) from pgqueue.list_subscriptions('transport-pub') l), '{"Ns.Event transport-pub"}', 'which is listed once');
-select lives_ok($$ delete from public."SubscriptionRouting" where Endpoint = 'Sub.Scriber' and Topic = 'Ns.Event' $$, 'a transport unsubscribes');
-select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Named') $$, 'an endpoint may be called like a queue that is not its own');
-select is(pgqueue.subscribe('Ns.Named', 'transport-pub'), true, 'which subscribes all the same');
-select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Event') $$, 'also to what the queue was subscribed to first');
-select is((select array_agg(l.topic || ' ' || l.queue_name) from pgqueue.list_subscriptions('transport-pub') l), '{"Ns.Event transport-pub","Ns.Named transport-pub"}', 'which stays subscribed');
+select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'Sub.Scriber', 'Ns.Event') $$, 'a transport can subscribe twice');
+select is(pgqueue.publish('Ns.Event', '1'), 1, 'publish sends one copy to a queue that subscribed twice');
+select is((select count(*) from public."Sub.Scriber"), 1::bigint, 'the relation of the subscriber shows the published copy');
+select is(pgqueue.subscribe('Ns.Event', 'transport-pub'), true, 'a queue without a relation can subscribe');
+select is(pg_temp.addresses('{Ns.Event,System.Object}'), '{"\"public\".\"Sub.Scriber\"",transport-pub}', 'a transport finds the addresses of all subscribers of a topic');
+select lives_ok($$ select pg_temp.enrol('transport-pub', 'Sub.Scriber', 'Ns.Event') $$, 'an endpoint can move its subscription to another address');
+select is(pgqueue.publish('Ns.Event', '1'), 1, 'publish sends one copy to a queue with two subscribed endpoints');
+select is((select array_agg(l.topic || ' ' || l.queue_name) from pgqueue.list_subscriptions('transport-pub') l), '{"Ns.Event transport-pub"}', 'list_subscriptions returns one row for a queue with two subscribed endpoints');
+select lives_ok($$ delete from public."SubscriptionRouting" where Endpoint = 'Sub.Scriber' and Topic = 'Ns.Event' $$, 'a transport can unsubscribe');
+select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Named') $$, 'an endpoint with another address can have the name of a queue');
+select is(pgqueue.subscribe('Ns.Named', 'transport-pub'), true, 'a queue can subscribe although an endpoint has its name');
+select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Event') $$, 'an endpoint with the name of a queue can subscribe to a topic of that queue');
+select is((select array_agg(l.topic || ' ' || l.queue_name) from pgqueue.list_subscriptions('transport-pub') l), '{"Ns.Event transport-pub","Ns.Named transport-pub"}', 'list_subscriptions returns the subscriptions of the queue beside those of the endpoint');
 select count(pgqueue.unsubscribe('Ns.Named', n)) as ended from unnest(array['transport-pub', 'transport-sub']) n \gset
 select pgqueue.unsubscribe('Ns.Event', 'transport-sub') as ended \gset
-select is((select array_agg(l.queue_name) from pgqueue.list_subscriptions() l where l.topic = 'Ns.Event'), '{transport-pub}', 'and the other one stays');
-select lives_ok($$ select pgqueue.expose_transport('transport-pub') $$, 'a queue that gets a table');
-select is(pg_temp.addresses('{Ns.Event}'), '{"\"public\".\"transport-pub\""}', 'is found there');
-select is(pgqueue.subscribe('Ns.Other', 'transport-pub'), true, 'and so it is');
-select is(pg_temp.addresses('{Ns.Other}'), '{"\"public\".\"transport-pub\""}', 'where it subscribes later');
-select is(pgqueue.unexpose_transport('transport-pub'), true, 'and when it has lost it');
-select is(pg_temp.addresses('{Ns.Event}'), '{transport-pub}', 'by its name');
-select throws_ok($$ select pg_temp.enrol('"public"."nowhere"', 'e', 'Ns.Event') $$, 'PQ001', null, 'an address that leads nowhere is refused');
-select throws_ok($$ select pg_temp.enrol('transport-pub', 'e', 'a..b') $$, '22023', null, 'and what is no topic');
-select throws_ok($$ select pgqueue.expose_subscriptions() $$, '42P07', null, 'a name is used once');
-select is(pgqueue.unexpose_subscriptions('public', 'Sub.Scriber'), false, 'another relation is no such relation');
-select is(pgqueue.unexpose_subscriptions(), true, 'subscriptions are exposed no longer');
-select is(pgqueue.unexpose_subscriptions(), false, 'once');
+select is((select array_agg(l.queue_name) from pgqueue.list_subscriptions() l where l.topic = 'Ns.Event'), '{transport-pub}', 'the subscription of the queue stays after the endpoint unsubscribed');
+select lives_ok($$ select pgqueue.expose_transport('transport-pub') $$, 'a subscribed queue can be exposed');
+select is(pg_temp.addresses('{Ns.Event}'), '{"\"public\".\"transport-pub\""}', 'the address of an exposed subscriber is its relation');
+select is(pgqueue.subscribe('Ns.Other', 'transport-pub'), true, 'an exposed queue can subscribe to another topic');
+select is(pg_temp.addresses('{Ns.Other}'), '{"\"public\".\"transport-pub\""}', 'the address of a queue that subscribed after it was exposed is its relation');
+select is(pgqueue.unexpose_transport('transport-pub'), true, 'a subscribed queue can be unexposed');
+select is(pg_temp.addresses('{Ns.Event}'), '{transport-pub}', 'the address of an unexposed subscriber is the name of the queue');
+select throws_ok($$ select pg_temp.enrol('"public"."nowhere"', 'e', 'Ns.Event') $$, 'PQ001', null, 'a subscription with an unknown address is refused');
+select throws_ok($$ select pg_temp.enrol('transport-pub', 'e', 'a..b') $$, '22023', null, 'a subscription to an invalid topic is refused');
+select throws_ok($$ select pgqueue.expose_subscriptions() $$, '42P07', null, 'expose_subscriptions refuses the name of an existing relation');
+select is(pgqueue.unexpose_subscriptions('public', 'Sub.Scriber'), false, 'unexpose_subscriptions returns false for another relation');
+select is(pgqueue.unexpose_subscriptions(), true, 'unexpose_subscriptions returns true for its relation');
+select is(pgqueue.unexpose_subscriptions(), false, 'unexpose_subscriptions returns false if there is no such relation');
 
--- The archive.
+-- Archiving what a transport receives.
 create function pg_temp.archived(queue text) returns jsonb language sql as $$ select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages(queue) a $$;
 select pgqueue.create_queue('transport-archive', archive_for => '1 day') is not null as made \gset
 select pgqueue.expose_transport('transport-archive') as address \gset
 select pgqueue.enqueue('transport-archive', '1', headers => '{"h": 1}', message_id => '20000000-0000-0000-0000-000000000001') as sent \gset
-select isnt((pg_temp.take('transport-archive')).id, null, 'a message is received through the relation of a queue that archives');
+select isnt((pg_temp.take('transport-archive')).id, null, 'a transport receives a message from a queue with an archive');
 select results_eq($$ select a.queue_name, a.payload, a.headers, a.message_id, a.attempt_count, a.claimed_at, a.finished_at >= a.enqueued_at from pgqueue.browse_archived_messages('transport-archive') a $$,
-    $$ values ('transport-archive', '1'::jsonb, '{"h": 1}'::jsonb, '20000000-0000-0000-0000-000000000001'::uuid, 1, null::timestamptz, true) $$, 'and is in the archive, as after a receive');
-select is((select a.id from pgqueue.browse_archived_messages('transport-archive') a), :sent, 'under its id');
+    $$ values ('transport-archive', '1'::jsonb, '{"h": 1}'::jsonb, '20000000-0000-0000-0000-000000000001'::uuid, 1, null::timestamptz, true) $$, 'the archive contains the received message, as after receive');
+select is((select a.id from pgqueue.browse_archived_messages('transport-archive') a), :sent, 'the archived message keeps its id');
 select pg_temp.send('transport-archive', '{"a":"b"}', '\x00ff') as wire \gset
-select is((pg_temp.take('transport-archive')).id, :'wire', 'what a transport sent');
-select results_eq($$ select a.body, a.headers, a.message_id from pgqueue.browse_archived_messages('transport-archive', 1) a $$, format('values (%L::bytea, %L::jsonb, %L::uuid)', '\x00ff', '{"a": "b"}', :'wire'), 'is archived, too');
+select is((pg_temp.take('transport-archive')).id, :'wire', 'a transport receives a message that a transport sent');
+select results_eq($$ select a.body, a.headers, a.message_id from pgqueue.browse_archived_messages('transport-archive', 1) a $$, format('values (%L::bytea, %L::jsonb, %L::uuid)', '\x00ff', '{"a": "b"}', :'wire'), 'the archive contains a message that a transport sent and received');
 select pg_temp.send('transport-archive', '{}', '\x01', ttbr => -1000) as late \gset
-select is((pg_temp.take('transport-archive')).expired, 1, 'what has expired');
-select is((select count(*) from pgqueue.browse_archived_messages('transport-archive')), 2::bigint, 'is not');
+select is((pg_temp.take('transport-archive')).expired, 1, 'a transport receives an expired message');
+select is((select count(*) from pgqueue.browse_archived_messages('transport-archive')), 2::bigint, 'an expired message is not archived');
 savepoint received;
 select pgqueue.enqueue('transport-archive', '2') as sent \gset
 select pg_temp.take('transport-archive') \g /dev/null
 rollback to received;
-select is((select count(*) from pgqueue.browse_archived_messages('transport-archive')), 2::bigint, 'nor is what was rolled back');
--- What the verbs delete they archive by themselves, or not at all.
+select is((select count(*) from pgqueue.browse_archived_messages('transport-archive')), 2::bigint, 'a message whose receipt was rolled back is not archived');
+-- Messages deleted by verbs are archived by the verb or not at all.
 select pgqueue.enqueue_batch('transport-archive', array['3', '4', '5', '6']::jsonb[]) \g /dev/null
 select count(*) as n from pgqueue.receive('transport-archive') \gset
 select pgqueue.ack('transport-archive', c.id, c.claim_token) as acked from pgqueue.claim('transport-archive') c \gset
 select pgqueue.nack('transport-archive', c.id, c.claim_token, '1 h') as nacked from pgqueue.claim('transport-archive') c \gset
 select pgqueue.reject('transport-archive', c.id, c.claim_token) as rejected from pgqueue.claim('transport-archive') c \gset
-select is((select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages('transport-archive') a where a.payload is not null), '[1, 3, 4]', 'what the verbs take is archived once, by them');
+select is((select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages('transport-archive') a where a.payload is not null), '[1, 3, 4]', 'messages that receive or ack removed are archived once');
 select pgqueue.enqueue_batch('transport-archive', array['7', '8']::jsonb[]) \g /dev/null
 delete from public."transport-archive";
-select is((select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages('transport-archive') a where a.payload is not null), '[1, 3, 4, 7, 8]', 'many at once are archived, each once');
+select is((select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages('transport-archive') a where a.payload is not null), '[1, 3, 4, 7, 8]', 'a delete of many rows archives each message once');
 -- A day without a partition.
 create function pg_temp.day_table() returns text language sql as $$ select 'pgqueue.' || pgqueue._day_partition_name(pgqueue._utc_day(pgqueue._now())) $$;
 do $$ begin execute 'alter table pgqueue.archived_messages detach partition ' || pg_temp.day_table(); execute 'alter table ' || pg_temp.day_table() || ' rename to detached'; end $$;
 select pgqueue.enqueue('transport-archive', '9') as sent \gset
-select isnt((pg_temp.take('transport-archive')).id, null, 'where the day has no partition');
-select is((select u.payload from pgqueue.unfiled_messages u where u.queue_name = 'transport-archive'), '9', 'it is filed later');
--- Who receives needs no right on the archive.
+select isnt((pg_temp.take('transport-archive')).id, null, 'a transport receives a message while the partition of the day is missing');
+select is((select u.payload from pgqueue.unfiled_messages u where u.queue_name = 'transport-archive'), '9', 'the message is kept in unfiled_messages while the partition of the day is missing');
+-- A receiving role needs no right on the archive.
 create role pgqueue_test_taker;
 grant usage on schema public to pgqueue_test_taker;
 grant select, update, delete on public."transport-archive" to pgqueue_test_taker;
 select pgqueue.grant_access('pgqueue_test_taker', 'transport') \g /dev/null
 select pgqueue.enqueue('transport-archive', '10') as sent \gset
 set local role pgqueue_test_taker;
-select lives_ok($$ delete from public."transport-archive" $$, 'who may only receive, does');
+select lives_ok($$ delete from public."transport-archive" $$, 'a role without rights on the archive can receive');
 reset role;
-select is((select count(*) from pgqueue.unfiled_messages u where u.payload = '10'), 1::bigint, 'and the archive has it');
--- Begun and ended.
+select is((select count(*) from pgqueue.unfiled_messages u where u.payload = '10'), 1::bigint, 'a message received by a role without rights on the archive is archived');
+-- Turning the archive on and off.
 create function pg_temp.triggers(queue text) returns bigint language sql as $$
     select count(*) from pg_trigger g where g.tgname = 'archive_taken' and g.tgrelid = (select pgqueue._partition_of(q) from pgqueue.queues q where q.name = queue) $$;
-select is(pg_temp.triggers('transport-sqlserver'), 0::bigint, 'a queue that does not archive pays nothing for it');
-select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '1 day') $$, 'a relation begins to archive');
-select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '2 days') $$, 'and goes on');
+select is(pg_temp.triggers('transport-sqlserver'), 0::bigint, 'a relation without an archive has no archive trigger');
+select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '1 day') $$, 'alter_queue turns on the archive of an exposed queue');
+select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '2 days') $$, 'alter_queue changes the archive_for of an exposed queue');
 select pgqueue.purge_queue('transport-sqlserver') as purged \gset
 select pgqueue.enqueue('transport-sqlserver', '1') as sent \gset
-select isnt((pg_temp.take('transport-sqlserver')).id, null, 'what is received then');
-select is((select count(*) from pgqueue.browse_archived_messages('transport-sqlserver')), 1::bigint, 'is kept');
-select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '0') $$, 'until archiving ends');
+select isnt((pg_temp.take('transport-sqlserver')).id, null, 'a transport receives a message after the archive was turned on');
+select is((select count(*) from pgqueue.browse_archived_messages('transport-sqlserver')), 1::bigint, 'the message received after the archive was turned on is archived');
+select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '0') $$, 'alter_queue turns off the archive of an exposed queue');
 select pgqueue.enqueue('transport-sqlserver', '2') as sent \gset
-select isnt((pg_temp.take('transport-sqlserver')).id, null, 'what is received after that');
-select is((select count(*) from pgqueue.browse_archived_messages('transport-sqlserver')), 1::bigint, 'is gone');
-select is(pg_temp.triggers('transport-sqlserver'), 0::bigint, 'at no cost');
-select is(pgqueue.unexpose_transport('transport-archive'), true, 'a relation that archived is taken away');
-select is(pg_temp.triggers('transport-archive'), 0::bigint, 'with its trigger');
-select lives_ok($$ select pgqueue.drop_queue('transport-archive') $$, 'and its queue dropped');
+select isnt((pg_temp.take('transport-sqlserver')).id, null, 'a transport receives a message after the archive was turned off');
+select is((select count(*) from pgqueue.browse_archived_messages('transport-sqlserver')), 1::bigint, 'the message received after the archive was turned off is not archived');
+select is(pg_temp.triggers('transport-sqlserver'), 0::bigint, 'the archive trigger does not exist after the archive was turned off');
+select is(pgqueue.unexpose_transport('transport-archive'), true, 'unexpose_transport succeeds for a queue with an archive');
+select is(pg_temp.triggers('transport-archive'), 0::bigint, 'unexpose_transport drops the archive trigger');
+select lives_ok($$ select pgqueue.drop_queue('transport-archive') $$, 'drop_queue succeeds after unexpose_transport');
 
--- A queue that holds messages already.
+-- A queue that has messages when it is exposed.
 select pgqueue.create_queue('transport-late') is not null as made \gset
 select pgqueue.enqueue_batch('transport-late', array['1', '2', '3']::jsonb[]) as sent \g /dev/null
 select pgqueue.enqueue('transport-late', '4', delay => '1 h') as sent \gset
 select id, claim_token from pgqueue.claim('transport-late') \gset
-select is(pgqueue.expose_transport('transport-late'), '"public"."transport-late"', 'a queue is exposed with its messages');
-select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{2,3}', 'they are shown, in order, but for those that are claimed');
-select is(pgqueue.ack('transport-late', :id, :'claim_token'), true, 'whose claims go on');
+select is(pgqueue.expose_transport('transport-late'), '"public"."transport-late"', 'expose_transport accepts a queue with messages');
+select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{2,3}', 'the relation shows the messages of the queue in order, except claimed ones');
+select is(pgqueue.ack('transport-late', :id, :'claim_token'), true, 'ack succeeds for a claim from before the queue was exposed');
 select pg_temp.send('transport-late', '{}', '4') as sent \gset
-select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{2,3,4}', 'what is sent then comes behind them');
+select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{2,3,4}', 'the relation shows new messages behind older ones');
 update pgqueue.messages m set attempt_count = m.max_attempts where m.queue_name = 'transport-late' and m.transport_seq = (select min(t.seq) from public."transport-late" t);
-select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{3,4}', 'what has spent its attempts is not shown, and waits for its burial');
+select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{3,4}', 'the relation does not show a message whose attempts are exhausted');
 set local session_replication_role = replica;
 select pgqueue.enqueue('transport-late', '5') as sent \gset
 reset session_replication_role;
-select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{3,4,5}', 'what a session sends that has triggers off is shown like any other');
+select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{3,4,5}', 'the relation shows messages of a session with session_replication_role replica');
 
 select * from finish();
 rollback;
