@@ -19,7 +19,7 @@ begin
         format('%s, argument named: %s, value named: %s, hint: %s', state,
             position(argument in message) > 0, position(given in message) > 0, hint ~ '^\w.+\.$'),
         format('%s, argument named: t, value named: t, hint: t', code),
-        format('%s is refused with %s, %s, %s and a hint', statement, code, argument, given));
+        format('%s raises %s with a hint and a message that names %s and %s', statement, code, argument, given));
 end;
 $$;
 

@@ -21,7 +21,6 @@ values ('grants', 'read', 1, '00000000-0000-0000-0000-000000000001', '{}', '{}',
 
 -- What each verb needs, as the contract says: producers enqueue and see the depth but no payload, consumers claim,
 -- settle and browse, admins create, alter, drop, redrive and purge.
-
 create temp table verbs (name text, statement text, producer boolean, consumer boolean, admin boolean);
 insert into verbs values
 ('enqueue', 'select pgqueue.enqueue(''grants'', ''1'')', true, false, false),

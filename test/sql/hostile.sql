@@ -46,7 +46,7 @@ select throws_ok(format('insert into pgqueue.queues (name, fresh_from_id, sweep_
     '23514', null, 'the table queues refuses an invalid name');
 
 -- Long names that differ only in their last character.
-select lives_ok(format('select pgqueue.create_queue(%L, dedicated => true)', repeat('l', 127) || e), format('a queue is created whose name has 127 characters in common and ends in %s', e)) from unnest(array['a', 'b']) e;
+select lives_ok(format('select pgqueue.create_queue(%L, dedicated => true)', repeat('l', 127) || e), format('create_queue accepts a name of 127 equal letters that ends in %s', e)) from unnest(array['a', 'b']) e;
 select ok(pgqueue.enqueue(repeat('l', 127) || 'a', '1') > 0, 'a message is sent to the first of the two queues');
 select is((select count(*) from pgqueue.claim(repeat('l', 127) || 'b')), 0::bigint, 'the second queue does not contain the message');
 select is(pgqueue.drop_queue(repeat('l', 127) || 'b'), 0::bigint, 'drop_queue of the second queue deletes no message');

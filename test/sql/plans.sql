@@ -12,7 +12,6 @@ select plan(62);
 -- Upper bounds for the buffers of one call: about twice the highest figure measured, on PostgreSQL 15. A walk over
 -- the whole queue takes 1,000 or more. Calls that run a sweep have higher bounds, because a sweep may also maintain
 -- the archive.
-
 create temporary table bounds (call text, most int) on commit drop;
 insert into bounds values
     ('claim 10', 220), ('extend_batch of 10', 130), ('exchange 10 for 10', 340), ('ack_batch of 10', 160),

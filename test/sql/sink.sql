@@ -130,7 +130,7 @@ begin
         ('payloads, delays', 'array[''1'', to_jsonb(repeat(''x'', 99))], ''{1 h,1 h}''', format('PQ003 row 3 of partition 3: payload of 101 bytes is over the limit of 100 bytes of queue %L', queue), 'has a delayed payload over the limit'),
         ('payloads', '''{1,1e200}''', format('PQ003 row 3 of partition 3: payload of 201 bytes is over the limit of 100 bytes of queue %L', queue), 'has a payload over the limit whose stored form is smaller'),
         ('payloads, messages, largest_bytes', '''{1,1e200}'', 2, 1', format('PQ003 row 3 of partition 3: payload of 201 bytes is over the limit of 100 bytes of queue %L', queue), 'has a payload over the limit and claims to be smaller'),
-        ('bodies', 'array[''1'', convert_to(repeat(''x'', 101), ''utf8'')]', format('PQ003 row 3 of partition 3: body of 101 bytes is over the limit of 100 bytes of queue %L', queue), 'has a body that is too large'),
+        ('bodies', 'array[''1'', convert_to(repeat(''x'', 101), ''utf8'')]', format('PQ003 row 3 of partition 3: body of 101 bytes is over the limit of 100 bytes of queue %L', queue), 'has a body over the limit'),
         ('payloads, headers', '''{1,1}'', array[null, ''[1]'']::jsonb[]', '22023 row 3 of partition 3: invalid headers: ''[1]''', 'has headers that are not an object'),
         ('payloads, headers', '''{1,1}'', array[null, jsonb_build_object(''a'', repeat(''x'', 65528))]', format('PQ003 row 3 of partition 3: headers of 65537 bytes is over the limit of 65536 bytes of queue %L', queue), 'has headers over the limit'),
         ('payloads, delays', '''{1,1}'', ''{0,-1 s}''', '22023 row 3 of partition 3: invalid delay: ''-00:00:01''', 'has a negative delay'),

@@ -92,10 +92,10 @@ select is(pgqueue.publish('orders.paid', '1'), 1, 'publish sends to a paused que
 select throws_ok($$ select pgqueue.subscribe('a', 'missing') $$, 'PQ001', null, 'subscribe refuses an unknown queue');
 select throws_ok($$ select pgqueue.unsubscribe('a', null) $$, 'PQ001', null, 'unsubscribe refuses a null queue');
 select throws_ok($$ select pgqueue.list_subscriptions('missing') $$, 'PQ001', null, 'list_subscriptions refuses an unknown queue');
-select throws_ok(format('select pgqueue.subscribe(%L, %L)', t, 'one'), '22023', null, format('subscribe refuses %s', quote_nullable(left(t, 20))))
+select throws_ok(format('select pgqueue.subscribe(%L, %L)', t, 'one'), '22023', null, format('subscribe refuses the topic %s', quote_nullable(left(t, 20))))
 from unnest(array[null, '', '.', 'a.', '.a', 'a..b', 'a.#.#', '#.#.b', E'a\nb', repeat('a', 256)]) t;
-select lives_ok(format('select pgqueue.subscribe(%L, %L)', t, 'one'), format('subscribe accepts %s', left(t, 20))) from unnest(array[repeat('ä', 255), 'a.#.*.#', E'x''); drop table pgqueue.messages; --']) t;
-select throws_ok(format('select pgqueue.publish(%L, %L)', t, '1'), '22023', null, format('publish refuses %s', quote_nullable(t))) from unnest(array[null, '', 'a..b', 'a.*', '#', 'a.#.b']) t;
+select lives_ok(format('select pgqueue.subscribe(%L, %L)', t, 'one'), format('subscribe accepts the topic %s', left(t, 20))) from unnest(array[repeat('ä', 255), 'a.#.*.#', E'x''); drop table pgqueue.messages; --']) t;
+select throws_ok(format('select pgqueue.publish(%L, %L)', t, '1'), '22023', null, format('publish refuses the topic %s', quote_nullable(t))) from unnest(array[null, '', 'a..b', 'a.*', '#', 'a.#.b']) t;
 select throws_ok($$ select pgqueue.publish('a', '1', base_topics => '{b,null}') $$, '22023', null, 'publish refuses a base topic that is null');
 select throws_ok($$ select pgqueue.publish('nobody') $$, '22023', null, 'publish refuses a message without payload and body even if no queue subscribes');
 select throws_ok($$ select pgqueue.publish('nobody', '1', body => 'x') $$, '22023', null, 'publish refuses a message with both a payload and a body');
