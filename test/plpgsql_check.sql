@@ -1,4 +1,5 @@
--- What plpgsql_check finds in the functions of pgqueue, one finding a row. Trigger functions are read for each of their tables.
+-- What plpgsql_check finds in the functions of pgqueue, one finding a row. A trigger function is checked for each of its
+-- tables.
 select format('%s, line %s: %s %s: %s', p.oid::regprocedure, f.lineno, f.level, f.sqlstate, concat_ws('; ', f.message, f.detail, f.hint))
 from pg_proc p
 join pg_language l on l.oid = p.prolang and l.lanname = 'plpgsql'

@@ -1,12 +1,12 @@
 begin;
 select plan(8);
 
-select ok(pgqueue._now() between clock_timestamp() - interval '1 s' and clock_timestamp() + interval '1 s', 'the clock shows the time of day');
-select ok((select b > a from (select pgqueue._now() as a, pg_sleep(0.001), pgqueue._now() as b) s), 'it goes on within a statement');
-select ok(pgqueue._now() > now(), 'it goes on within a transaction');
-select volatility_is('pgqueue', '_now', '{}'::name[], 'volatile', 'no plan takes it for a constant');
+select ok(pgqueue._now() between clock_timestamp() - interval '1 s' and clock_timestamp() + interval '1 s', '_now returns the current time of day');
+select ok((select b > a from (select pgqueue._now() as a, pg_sleep(0.001), pgqueue._now() as b) s), '_now advances within a statement');
+select ok(pgqueue._now() > now(), '_now advances within a transaction');
+select volatility_is('pgqueue', '_now', '{}'::name[], 'volatile', '_now is volatile, so the planner never treats it as a constant');
 
-select lives_ok($$ select pgqueue.create_queue('clock', visibility_timeout => '30 s') $$, 'a queue is made');
+select lives_ok($$ select pgqueue.create_queue('clock', visibility_timeout => '30 s') $$, 'a queue is created');
 create function pg_temp.counts_from_now() returns setof text language plpgsql as $$
 declare
     m pgqueue.message;
@@ -14,12 +14,13 @@ begin
     perform pg_sleep(0.01);
     perform pgqueue.enqueue('clock', '1');
     select * into m from pgqueue.claim('clock');
-    return next ok(m.enqueued_at > now(), 'a message is sent at the time of day, not at the start of the transaction');
-    return next ok(m.visible_at > now() + interval '30.01 s', 'a claim runs from the time of day, not from the start of the transaction');
+    return next ok(m.enqueued_at > now(), 'enqueued_at is the time of the call, not of the start of the transaction');
+    return next ok(m.visible_at > now() + interval '30.01 s', 'the visibility timeout counts from the call, not from the start of the transaction');
 end;
 $$;
 select pg_temp.counts_from_now();
--- Two only ask whether their transaction began with this statement; one writes a view, in which no private function can be called.
+-- _wake and _is_first_statement only ask whether the transaction began with this statement.
+-- _relation_query writes the text of a view, which cannot call a private function.
 select is(
     (select array_agg(p.proname::text order by p.proname) from pg_proc p
     where p.pronamespace = 'pgqueue'::regnamespace and p.proname not in ('_wake', '_is_first_statement', '_relation_query')

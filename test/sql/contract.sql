@@ -1,14 +1,15 @@
 begin;
--- Files take turns: this one attaches a table, and shifts the clock.
+-- The lock makes test files wait for each other: this file attaches a table and shifts the clock.
 lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
 as $$ select clock_timestamp() + current_setting('test.ahead')::interval $$;
 
--- now() stands still in a transaction, so that what enqueue sends in it is not yet visible to plain SQL: send it earlier.
+-- now() stands still in a transaction: plain SQL does not see what enqueue sends in it. So enqueue with an earlier
+-- clock.
 set local test.ahead = '-1 min';
 select plan(66);
 
--- The statements of the contract, as they are documented, but for the name of the schema.
+-- The documented statements of the contract, with the schema's name added.
 prepare raw_enqueue as
 INSERT INTO pgqueue.messages (queue_name, payload, max_attempts, visible_at)
 SELECT q.name, $2, q.max_attempts, now() + ($3 * interval '1 second')
@@ -70,7 +71,7 @@ begin
 end;
 $$;
 create function pg_temp.shift(ahead interval) returns void language sql as $$ select set_config('test.ahead', ahead::text, true) $$;
--- Every scene has a new queue: time does not go back on it.
+-- Every scene creates its queue anew, because the clock must not go back on a queue.
 create function pg_temp.begin_with(ahead interval, has_table boolean) returns void language plpgsql as $$
 begin
     perform pg_temp.shift(ahead);
@@ -100,92 +101,92 @@ begin
     perform pg_temp.begin_with('-1 min', has_table);
 
     new_id := pg_temp.send('{"order_id": 1001}');
-    return next ok(new_id is not null, kind || ': plain SQL sends a message and returns its id');
-    return next is((pg_temp.row_of(new_id)).max_attempts, 5, kind || ': with the attempts of its queue');
+    return next ok(new_id is not null, kind || ': a plain insert sends a message and returns its id');
+    return next is((pg_temp.row_of(new_id)).max_attempts, 5, kind || ': a plain insert copies max_attempts from the queue');
     execute format('execute raw_enqueue(%L, %L, 0)', 'nowhere', '{}') into m.id;
-    return next is(m.id, null, kind || ': plain SQL sends nothing to a queue that does not exist');
+    return next is(m.id, null, kind || ': a plain insert sends nothing if the queue does not exist');
     perform pg_temp.shift('0 s');
     select * into m from pgqueue.claim(queue, claimed_by => 'worker-2');
-    return next is((m.id, m.payload, m.attempt_count)::text, (new_id, '{"order_id": 1001}'::jsonb, 1)::text, kind || ': claim delivers what plain SQL sent');
-    return next is(pgqueue.ack(queue, new_id, m.claim_token), true, kind || ': and ack removes it');
+    return next is((m.id, m.payload, m.attempt_count)::text, (new_id, '{"order_id": 1001}'::jsonb, 1)::text, kind || ': claim returns a message that a plain insert sent');
+    return next is(pgqueue.ack(queue, new_id, m.claim_token), true, kind || ': ack deletes a message that a plain insert sent');
 
     perform pg_temp.begin_with('-1 min', has_table);
     ids := array[pgqueue.enqueue(queue, '{"order_id": 1002}'), pg_temp.send('{"order_id": 1003}')];
-    return next is(pg_temp.take(), ids, kind || ': plain SQL claims what enqueue and plain SQL sent');
-    return next is(((pg_temp.row_of(ids[1])).attempt_count, (pg_temp.row_of(ids[1])).claimed_by)::text, '(1,worker-1)', kind || ': it counts the attempt and names the claimer');
-    return next is(pg_temp.take(), '{}'::bigint[], kind || ': plain SQL does not claim twice');
+    return next is(pg_temp.take(), ids, kind || ': a plain update claims messages that enqueue and a plain insert sent');
+    return next is(((pg_temp.row_of(ids[1])).attempt_count, (pg_temp.row_of(ids[1])).claimed_by)::text, '(1,worker-1)', kind || ': a plain claim increments attempt_count and sets claimed_by');
+    return next is(pg_temp.take(), '{}'::bigint[], kind || ': a plain claim does not return a claimed message');
     perform pg_temp.shift('0 s');
-    return next is((select count(*) from pgqueue.claim(queue, 10)), 0::bigint, kind || ': claim does not touch what plain SQL has claimed');
-    return next is(pgqueue.ack(queue, ids[1], gen_random_uuid()), false, kind || ': ack has no token for it');
-    return next throws_ok(format('select pgqueue.ack(%L, %s, null)', queue, ids[1]), '22023', null, kind || ': and refuses to go without');
+    return next is((select count(*) from pgqueue.claim(queue, 10)), 0::bigint, kind || ': claim does not return a message that a plain update claimed');
+    return next is(pgqueue.ack(queue, ids[1], gen_random_uuid()), false, kind || ': ack with a random token does not acknowledge a plain claim');
+    return next throws_ok(format('select pgqueue.ack(%L, %s, null)', queue, ids[1]), '22023', null, kind || ': ack with a null token does not acknowledge a plain claim');
     perform pg_temp.settle('raw_ack', ids[1], 'worker-2');
-    return next is((pg_temp.row_of(ids[1])).id, ids[1], kind || ': plain SQL acknowledges nothing that another claimed');
+    return next is((pg_temp.row_of(ids[1])).id, ids[1], kind || ': a plain delete does not acknowledge a claim of another worker');
     perform pg_temp.settle('raw_ack', ids[1], 'worker-1');
-    return next is((pg_temp.row_of(ids[1])).id, null, kind || ': plain SQL acknowledges what it claimed');
+    return next is((pg_temp.row_of(ids[1])).id, null, kind || ': a plain delete acknowledges a claim of the same worker');
     perform pg_temp.settle('raw_extend', ids[2], 'worker-1', '600');
     perform pg_temp.shift('9 min');
-    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, kind || ': what plain SQL extended stays hidden');
+    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, kind || ': claim does not return a message that a plain update extended');
     perform pg_temp.shift('11 min');
     select * into m from pgqueue.claim(queue);
-    return next is((m.id, m.attempt_count)::text, (ids[2], 2)::text, kind || ': and is delivered by claim when its time has run out');
+    return next is((m.id, m.attempt_count)::text, (ids[2], 2)::text, kind || ': claim returns the message when the plain extension has expired');
     perform pgqueue.ack(queue, m.id, m.claim_token);
 
-    -- claim, then settled by plain SQL, by the name of the claimer.
+    -- Claimed by claim, settled by plain SQL with the name of the claimer.
     perform pg_temp.begin_with('-1 min', has_table);
     new_id := pgqueue.enqueue(queue, '{"order_id": 1004}');
     select * into m from pgqueue.claim(queue, claimed_by => 'worker-3');
     perform pg_temp.settle('raw_extend', new_id, 'worker-3', '600');
-    return next is((pg_temp.row_of(new_id)).visible_at, now() + interval '600 s', kind || ': plain SQL extends what claim claimed');
+    return next is((pg_temp.row_of(new_id)).visible_at, now() + interval '600 s', kind || ': a plain update extends a claim made by claim');
     perform pg_temp.settle('raw_nack', new_id, 'worker-3', '0', 'it broke');
     perform pg_temp.shift('2 s');
     select * into n from pgqueue.claim(queue, claimed_by => 'worker-4');
-    return next is((n.id, n.attempt_count, n.last_error)::text, (new_id, 2, 'it broke'::text)::text, kind || ': what plain SQL gives back is claimed again, with its error');
-    return next is(pgqueue.ack(queue, new_id, m.claim_token), false, kind || ': the token from before is stale then');
+    return next is((n.id, n.attempt_count, n.last_error)::text, (new_id, 2, 'it broke'::text)::text, kind || ': claim returns a message that a plain update gave back, with its last_error');
+    return next is(pgqueue.ack(queue, new_id, m.claim_token), false, kind || ': ack with the token from before a plain nack returns false');
     perform pg_temp.settle('raw_nack', new_id, 'worker-3', '0', 'too late');
-    return next is((pg_temp.row_of(new_id)).last_error, 'it broke', kind || ': and so is the name from before');
+    return next is((pg_temp.row_of(new_id)).last_error, 'it broke', kind || ': a plain nack with the claimed_by of an earlier claim changes nothing');
     perform pg_temp.settle('raw_ack', new_id, 'worker-4');
-    return next is((pg_temp.row_of(new_id)).id, null, kind || ': plain SQL acknowledges what claim claimed');
-    return next is(pgqueue.ack(queue, new_id, n.claim_token), false, kind || ': after which ack has nothing left');
+    return next is((pg_temp.row_of(new_id)).id, null, kind || ': a plain delete acknowledges a claim made by claim');
+    return next is(pgqueue.ack(queue, new_id, n.claim_token), false, kind || ': ack after a plain delete returns false');
 
-    -- A claim by plain SQL of a message that claim had before ends the power of the token.
+    -- A plain claim of a message whose earlier claim has expired makes the earlier token invalid.
     perform pg_temp.begin_with('-2 min', has_table);
     new_id := pgqueue.enqueue(queue, '{"order_id": 1005}');
     select * into m from pgqueue.claim(queue, claimed_by => 'worker-5');
-    return next is(pg_temp.take(), array[new_id], kind || ': plain SQL claims what claim let lapse');
+    return next is(pg_temp.take(), array[new_id], kind || ': a plain update claims a message whose claim has expired');
     perform pg_temp.shift('0 s');
-    return next is(pgqueue.ack(queue, new_id, m.claim_token), false, kind || ': ack of it is refused: the claim was lost');
-    return next is(pgqueue.nack(queue, new_id, m.claim_token, '0'), false, kind || ': nack of it is refused');
-    return next is(pgqueue.extend(queue, new_id, m.claim_token), false, kind || ': extend of it is refused');
-    return next is((select e.lost from pgqueue.exchange(queue, array[new_id], m.claim_token) e), true, kind || ': exchange reports it as lost');
+    return next is(pgqueue.ack(queue, new_id, m.claim_token), false, kind || ': ack with the expired claim''s token returns false after a plain claim');
+    return next is(pgqueue.nack(queue, new_id, m.claim_token, '0'), false, kind || ': nack with the expired claim''s token returns false after a plain claim');
+    return next is(pgqueue.extend(queue, new_id, m.claim_token), false, kind || ': extend with the expired claim''s token returns false after a plain claim');
+    return next is((select e.lost from pgqueue.exchange(queue, array[new_id], m.claim_token) e), true, kind || ': exchange with the expired claim''s token reports the message as lost after a plain claim');
     perform pg_temp.settle('raw_nack', new_id, 'worker-1', '20', 'not now');
     perform pg_temp.shift('10 s');
-    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, kind || ': what plain SQL gives back with a delay waits for it');
+    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, kind || ': claim does not return a message during the delay of a plain nack');
     perform pg_temp.shift('21 s');
     select * into m from pgqueue.claim(queue);
-    return next is((m.id, m.attempt_count, m.last_error)::text, (new_id, 3, 'not now'::text)::text, kind || ': and is claimed when it is over');
+    return next is((m.id, m.attempt_count, m.last_error)::text, (new_id, 3, 'not now'::text)::text, kind || ': claim returns the message after the delay of a plain nack');
     perform pgqueue.ack(queue, new_id, m.claim_token);
 
-    -- A message that waits in messages itself.
+    -- A delayed message that a plain insert puts into messages itself.
     perform pg_temp.begin_with('0 s', has_table);
     new_id := pg_temp.send('{"order_id": 1006}', 30);
     ids := array[pgqueue.enqueue(queue, '{"order_id": 1007}')];
-    return next is((select array_agg(c.id) from pgqueue.claim(queue, 10) c), ids, kind || ': a message that plain SQL delays is not delivered early');
-    return next is((select array_agg(b.id) from pgqueue.browse(queue, 'scheduled') b), array[new_id], kind || ': but is scheduled');
+    return next is((select array_agg(c.id) from pgqueue.claim(queue, 10) c), ids, kind || ': claim does not return a message that a plain insert delays');
+    return next is((select array_agg(b.id) from pgqueue.browse(queue, 'scheduled') b), array[new_id], kind || ': browse shows a message that a plain insert delays as scheduled');
     perform pg_temp.shift('31 s');
-    return next ok(exists (select from pgqueue.claim(queue, 10) c where c.id = new_id), kind || ': and is delivered when it is due');
+    return next ok(exists (select from pgqueue.claim(queue, 10) c where c.id = new_id), kind || ': claim returns a message that a plain insert delayed when it is due');
 
-    -- Poison that plain SQL claims until its attempts are spent.
+    -- A message that plain SQL claims until max_attempts is reached.
     perform pg_temp.begin_with('-1 min', has_table);
     new_id := pg_temp.send('{"order_id": 1008}');
     for i in 1..5 loop
         perform pg_temp.take();
         perform pg_temp.settle('raw_nack', new_id, 'worker-1', '0', 'attempt ' || i);
     end loop;
-    return next is(pg_temp.take(), '{}'::bigint[], kind || ': plain SQL claims no message whose attempts are spent');
+    return next is(pg_temp.take(), '{}'::bigint[], kind || ': a plain claim does not return a message whose attempts are exhausted');
     perform pg_temp.shift('1 s');
     perform pgqueue.claim(queue);
     return next is((select (d.id, d.attempt_count, d.reason, d.last_error, d.claimed_by)::text from pgqueue.browse_dead_messages(queue) d),
-        (new_id, 5, 'attempts_exhausted'::text, 'attempt 5'::text, 'worker-1'::text)::text, kind || ': the next claim takes it to the dead letters, with its last error');
+        (new_id, 5, 'attempts_exhausted'::text, 'attempt 5'::text, 'worker-1'::text)::text, kind || ': the next claim moves a message with exhausted attempts to the dead letters, with its last_error');
     perform pgqueue.drop_queue(queue);
 end;
 $$;

@@ -1,5 +1,5 @@
 begin;
--- Files take turns: this one attaches a table and stops the clock.
+-- The lock makes test files wait for each other: this file attaches a table and stops the clock.
 lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
 as $$ select current_setting('test.now')::timestamptz $$;
@@ -9,7 +9,7 @@ as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + 
 
 select plan(85);
 
--- Three dead letters by crash, one rejected.
+-- Three messages die because their only claim expires, one is rejected.
 create function pg_temp.die(queue text) returns bigint[] language plpgsql as $$
 declare
     ids bigint[];
@@ -33,40 +33,40 @@ declare
     sent_at timestamptz := pgqueue._now();
 begin
     perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 1, dedicated => has_table);
-    return next is(pgqueue.redrive(queue), 0, queue || ': without dead letters there is nothing to redrive');
-    return next is(pgqueue.purge_dead_messages(queue), 0::bigint, queue || ': nor to purge');
+    return next is(pgqueue.redrive(queue), 0, queue || ': redrive returns 0 if there are no dead letters');
+    return next is(pgqueue.purge_dead_messages(queue), 0::bigint, queue || ': purge_dead_messages returns 0 if there are no dead letters');
 
     ids := pg_temp.die(queue);
-    return next is((select array_agg(d.id) from pgqueue.browse_dead_messages(queue) d), ids, queue || ': what died is a dead letter');
+    return next is((select array_agg(d.id) from pgqueue.browse_dead_messages(queue) d), ids, queue || ': browse_dead_messages returns the messages that died');
     perform pgqueue.alter_queue(queue, max_attempts => 2);
-    return next is(pgqueue.redrive(queue, 2), 2, queue || ': redrive returns how many it sent back');
+    return next is(pgqueue.redrive(queue, 2), 2, queue || ': redrive returns the number of messages that it sent back');
     return next is((select array_agg(d.id) from pgqueue.browse_dead_messages(queue) d), ids[3:4], queue || ': redrive takes the lowest ids first');
-    return next is((select s.ready_messages from pgqueue.stats(queue) s), 2::bigint, queue || ': what is redriven is ready at once');
+    return next is((select s.ready_messages from pgqueue.stats(queue) s), 2::bigint, queue || ': redriven messages are ready at once');
     select * into m from pgqueue.claim(queue);
     return next is((m.id, m.payload, m.headers, m.enqueued_at)::text, (ids[1], '{"n": 1}'::jsonb, '{"h": 1}'::jsonb, sent_at)::text,
-        queue || ': a redriven message keeps its id, its content and the moment it was sent');
+        queue || ': a redriven message keeps its id, its payload, its headers and enqueued_at');
     return next is((m.attempt_count, m.max_attempts, m.expires_at)::text, (1, 2, null::timestamptz)::text,
-        queue || ': it starts with no attempts, the max_attempts of the queue and no expiry');
-    return next is((select array_agg(c.id) from pgqueue.claim(queue, 10) c), ids[2:2], queue || ': each redriven message is delivered once');
+        queue || ': a redriven message starts with no attempts, the max_attempts of the queue and no expiry');
+    return next is((select array_agg(c.id) from pgqueue.claim(queue, 10) c), ids[2:2], queue || ': claim returns every redriven message once');
 
-    return next is(pgqueue.redrive(queue, ids => ids[4:4] || ids[1:1]), 1, queue || ': redrive of ids passes over those that are not dead');
+    return next is(pgqueue.redrive(queue, ids => ids[4:4] || ids[1:1]), 1, queue || ': redrive of ids skips ids that are not dead letters');
     select * into m from pgqueue.claim(queue);
-    return next is((m.id, m.last_error)::text, (ids[4], 'poison'::text)::text, queue || ': a redriven message keeps its last error');
-    return next is((select array_agg(d.id) from pgqueue.browse_dead_messages(queue) d), ids[3:3], queue || ': what was not named stays dead');
-    return next is(pgqueue.redrive(queue, ids => '{}'), 0, queue || ': redrive of no ids sends none back');
+    return next is((m.id, m.last_error)::text, (ids[4], 'poison'::text)::text, queue || ': a redriven message keeps its last_error');
+    return next is((select array_agg(d.id) from pgqueue.browse_dead_messages(queue) d), ids[3:3], queue || ': redrive of ids leaves other dead letters');
+    return next is(pgqueue.redrive(queue, ids => '{}'), 0, queue || ': redrive of no ids returns 0');
 
     perform pgqueue.nack(queue, m.id, m.claim_token, '0', 'again');
     select * into m from pgqueue.claim(queue);
     perform pgqueue.nack(queue, m.id, m.claim_token, '0', 'for good');
     return next is((select (d.attempt_count, d.last_error, d.reason)::text from pgqueue.browse_dead_messages(queue) d where d.id = ids[4]), '(2,"for good",attempts_exhausted)',
-        queue || ': a redriven message dies again under its id, for its new reason');
+        queue || ': a redriven message that dies again keeps its id and has the new reason');
 
     perform pgqueue.purge_queue(queue);
-    return next is(pgqueue.purge_dead_messages(queue, ids[4:4] || ids[1:1]), 1::bigint, queue || ': purge_dead_messages counts those of the ids that were dead');
-    return next is((select array_agg(d.id) from pgqueue.browse_dead_messages(queue) d), ids[3:3], queue || ': and leaves the others');
-    return next is(pgqueue.purge_dead_messages(queue, '{}'), 0::bigint, queue || ': purge_dead_messages of no ids deletes none');
-    return next is(pgqueue.purge_dead_messages(queue), 1::bigint, queue || ': without ids it deletes all');
-    return next is(pgqueue.redrive(queue), 0, queue || ': what is purged cannot be redriven');
+    return next is(pgqueue.purge_dead_messages(queue, ids[4:4] || ids[1:1]), 1::bigint, queue || ': purge_dead_messages of ids returns the number of dead letters that it deleted');
+    return next is((select array_agg(d.id) from pgqueue.browse_dead_messages(queue) d), ids[3:3], queue || ': purge_dead_messages of ids leaves other dead letters');
+    return next is(pgqueue.purge_dead_messages(queue, '{}'), 0::bigint, queue || ': purge_dead_messages of no ids returns 0');
+    return next is(pgqueue.purge_dead_messages(queue), 1::bigint, queue || ': purge_dead_messages without ids deletes all dead letters of the queue');
+    return next is(pgqueue.redrive(queue), 0, queue || ': redrive does not return purged dead letters');
 end;
 $$;
 select pg_temp.revives('dead_letter_shared', false);
@@ -87,9 +87,9 @@ select throws_ok($$ select pgqueue.redrive('dead_letter_shared', 0) $$, '22023',
 select throws_ok($$ select pgqueue.redrive('dead_letter_shared', null) $$, '22023', null, 'redrive refuses a null number of messages');
 select throws_ok($$ select pgqueue.redrive('dead_letter_nowhere') $$, 'PQ001', null, 'redrive refuses an unknown queue');
 select throws_ok($$ select pgqueue.purge_dead_messages('dead_letter_nowhere') $$, 'PQ001', null, 'purge_dead_messages refuses an unknown queue');
-select is((select count(*) from pgqueue.browse_dead_messages('dead_letter_beside')), 4::bigint, 'what was refused changed nothing');
+select is((select count(*) from pgqueue.browse_dead_messages('dead_letter_beside')), 4::bigint, 'refused calls change no dead letter');
 
--- What was not due when its queue was dropped.
+-- Messages that were not due when their queue was dropped.
 create function pg_temp.outlives(queue text, has_table boolean, is_exposed boolean) returns setof text language plpgsql as $$
 declare
     delayed bigint;
@@ -116,29 +116,29 @@ begin
     perform pgqueue.enqueue(queue, '"it is ready"');
     perform pg_temp.pass('2 s');
     if is_exposed then
-        -- What comes due within 15 seconds is moved ahead of time.
+        -- advance_transport moves messages that are due within 15 seconds ahead of time.
         perform pgqueue.advance_transport(queue);
-        return next is((select array_agg(c.visible_at > pgqueue._now()) from pgqueue.messages c where c.id = nearer), '{true}', queue || ': a message lies where a transport will find it');
+        return next is((select array_agg(c.visible_at > pgqueue._now()) from pgqueue.messages c where c.id = nearer), '{true}', queue || ': advance_transport moved the nearer message into messages before it is due');
     end if;
-    return next is(pgqueue.drop_queue(queue), 6::bigint, queue || ': a queue is dropped with what is due, or was claimed, or died, or expired');
-    return next is((select array_agg(l.id) from pgqueue.browse_dead_messages(queue) l), array[delayed, nearer], queue || ': a delayed message to a queue that is gone is a dead letter of the intended name');
+    return next is(pgqueue.drop_queue(queue), 6::bigint, queue || ': drop_queue deletes messages that are due, were claimed, are dead or have expired');
+    return next is((select array_agg(l.id) from pgqueue.browse_dead_messages(queue) l), array[delayed, nearer], queue || ': drop_queue keeps messages that are not due as dead letters of the dropped queue');
     select * into d from pgqueue.browse_dead_messages(queue) l where l.id = delayed;
-    return next is((d.queue_name, d.payload, d.headers, d.message_id)::text, (queue, '{"n": 1}'::jsonb, '{"h": 1}'::jsonb, '10000000-0000-0000-0000-000000000001'::uuid)::text, queue || ': with its content');
-    return next is((d.reason, d.died_at, d.last_error)::text, ('queue_dropped'::text, pgqueue._now(), format('the queue was dropped before %s, when the message was due', pgqueue._now() + interval '1 h' - interval '2 s'))::text, queue || ': why it died, and when it was due');
-    return next is((d.expires_at, d.attempt_count, d.enqueued_at)::text, (null::timestamptz, 0, pgqueue._now() - interval '2 s')::text, queue || ': it does not expire any more');
-    return next is((select l.body from pgqueue.browse_dead_messages(queue) l where l.id = nearer), '\x00ff'::bytea, queue || ': bytes stay as they were');
+    return next is((d.queue_name, d.payload, d.headers, d.message_id)::text, (queue, '{"n": 1}'::jsonb, '{"h": 1}'::jsonb, '10000000-0000-0000-0000-000000000001'::uuid)::text, queue || ': an undelivered message keeps its queue_name, payload, headers and message_id');
+    return next is((d.reason, d.died_at, d.last_error)::text, ('queue_dropped'::text, pgqueue._now(), format('the queue was dropped before %s, when the message was due', pgqueue._now() + interval '1 h' - interval '2 s'))::text, queue || ': an undelivered message has reason queue_dropped and an error that names its due time');
+    return next is((d.expires_at, d.attempt_count, d.enqueued_at)::text, (null::timestamptz, 0, pgqueue._now() - interval '2 s')::text, queue || ': an undelivered message has no expiry and no attempts');
+    return next is((select l.body from pgqueue.browse_dead_messages(queue) l where l.id = nearer), '\x00ff'::bytea, queue || ': an undelivered message keeps its raw body');
     return next is((select array_agg(row(f.severity, f.finding, f.repair)::text) from pgqueue.doctor() f where f.queue_name = queue),
-        array[row('info', 'undelivered_messages', format('select pgqueue.create_queue(%L);', queue))::text], queue || ': doctor knows of them');
-    return next throws_ok(format('select pgqueue.redrive(%L)', queue), 'PQ001', null, queue || ': redrive needs a queue to send them to');
-    return next is(pgqueue.purge_dead_messages(queue, array[nearer]), 1::bigint, queue || ': they can be purged');
+        array[row('info', 'undelivered_messages', format('select pgqueue.create_queue(%L);', queue))::text], queue || ': doctor reports undelivered messages of a dropped queue');
+    return next throws_ok(format('select pgqueue.redrive(%L)', queue), 'PQ001', null, queue || ': redrive refuses a queue that was dropped');
+    return next is(pgqueue.purge_dead_messages(queue, array[nearer]), 1::bigint, queue || ': purge_dead_messages deletes undelivered messages of a dropped queue');
     perform pgqueue.create_queue(queue);
-    return next is(pgqueue.redrive(queue), 1, queue || ': or redriven, when there is a queue of that name again');
-    return next is((select (c.id, c.payload, c.expires_at)::text from pgqueue.claim(queue, 10) c), (delayed, '{"n": 1}'::jsonb, null::timestamptz)::text, queue || ': which delivers them');
+    return next is(pgqueue.redrive(queue), 1, queue || ': redrive sends undelivered messages back when the queue exists again');
+    return next is((select (c.id, c.payload, c.expires_at)::text from pgqueue.claim(queue, 10) c), (delayed, '{"n": 1}'::jsonb, null::timestamptz)::text, queue || ': claim returns the redriven message of the dropped queue');
 
     perform pgqueue.alter_queue(queue, dlq_enabled => false);
     perform pgqueue.enqueue(queue, '1', delay => '1 h');
-    return next is(pgqueue.drop_queue(queue), 2::bigint, queue || ': a queue without dead letters leaves none');
-    return next throws_ok(format('select pgqueue.browse_dead_messages(%L)', queue), 'PQ001', null, queue || ': and nothing is known of it any more');
+    return next is(pgqueue.drop_queue(queue), 2::bigint, queue || ': drop_queue of a queue without dead letters deletes delayed messages as well');
+    return next throws_ok(format('select pgqueue.browse_dead_messages(%L)', queue), 'PQ001', null, queue || ': browse_dead_messages does not know the dropped queue any more');
 end;
 $$;
 select pg_temp.outlives('dead_letter_dropped', false, false);

@@ -1,9 +1,9 @@
 begin;
--- Files take turns: this one attaches a table.
+-- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
 select plan(290);
 
--- Refused with this SQLSTATE, by a message that names the argument and its value, and with a hint.
+-- Passes if the statement fails with this SQLSTATE, a hint, and a message that names the argument and its value.
 create function pg_temp.refuses(statement text, code text, argument text, given text) returns text language plpgsql as $$
 declare
     state text;
@@ -19,13 +19,13 @@ begin
         format('%s, argument named: %s, value named: %s, hint: %s', state,
             position(argument in message) > 0, position(given in message) > 0, hint ~ '^\w.+\.$'),
         format('%s, argument named: t, value named: t, hint: t', code),
-        format('%s is refused with %s, %s, %s and a hint', statement, code, argument, given));
+        format('%s raises %s with a hint and a message that names %s and %s', statement, code, argument, given));
 end;
 $$;
 
-select lives_ok($$ select pgqueue.create_queue('errors') $$, 'a queue is made');
+select lives_ok($$ select pgqueue.create_queue('errors') $$, 'a queue is created');
 
--- Every verb that takes a queue, called with a name that nobody has.
+-- Every verb that takes a queue, called with the name of a queue that does not exist.
 create temp table verbs (name text, arguments text);
 insert into verbs values
 ('alter_queue', ''), ('drop_queue', ''), ('get_queue', ''), ('pause_queue', ''), ('resume_queue', ''), ('purge_queue', ''),
@@ -42,7 +42,7 @@ select pg_temp.refuses(format('select pgqueue.%s(null%s)', v.name, v.arguments),
 select is(
     (select array_agg(p.proname::text order by p.proname) from pg_proc p
     where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_' and p.proargnames[1] = 'queue_name' and p.proname not in ('create_queue', 'channel')),
-    (select array_agg(v.name order by v.name) from verbs v), 'no verb that takes a queue was left out');
+    (select array_agg(v.name order by v.name) from verbs v), 'the list contains every verb that takes a queue');
 
 select pg_temp.refuses('select pgqueue.create_queue(''errors'')', 'PQ002', 'queue', '''errors''');
 select pg_temp.refuses('select pgqueue.create_queue(''errors'', dedicated => true)', 'PQ002', 'queue', '''errors''');
@@ -135,7 +135,7 @@ from (values
     ('stream_extend', ', ''12:00:01''', '22023', 'visibility_timeout', '12:00:01'),
     ('stream_ack', ', 0, gen_random_uuid()', '22023', 'seq', '0'), ('stream_ack', ', 1, null', '22023', 'claim_token', 'null'), ('stream_ack', ', 7, gen_random_uuid()', 'PQ007', 'batch', '7')
 ) as c (verb, arguments, code, argument, given);
--- The limit of ten years, to the second, wherever it holds.
+-- The limit of ten years is exact to the second and the same in every verb.
 create function pg_temp.hint(statement text) returns text language plpgsql as $$
 declare
     hint text;
@@ -147,7 +147,7 @@ exception when invalid_parameter_value then
     return hint;
 end;
 $$;
-select matches(pg_temp.hint(c.statement), '10 years \(3652.5 days\)', format('%s is told the limit', c.statement))
+select matches(pg_temp.hint(c.statement), '10 years \(3652.5 days\)', format('the hint for %s names the limit of 10 years', c.statement))
 from unnest(array[
     $$ select pgqueue.create_queue('errors_bad', archive_for => '3653 days') $$, $$ select pgqueue.create_queue('errors_bad', expires_after_idle => '3653 days') $$,
     $$ select pgqueue.enqueue('errors', '1', '3653 days') $$, $$ select pgqueue.enqueue('errors', '1', expires_in => '3653 days') $$,
@@ -160,7 +160,8 @@ select pg_temp.refuses('select pgqueue.browse(''errors'', ''asleep'')', '22023',
 select pg_temp.refuses('select pgqueue.redrive(''errors'', 0)', '22023', 'max_messages', '0');
 select pg_temp.refuses('select pgqueue.purge_expired(''errors'', 0)', '22023', 'batch_size', '0');
 select pg_temp.refuses('select pgqueue.prepare_wait(''errors'', ''-00:00:07'')', '22023', 'timeout', '-00:00:07');
--- As intervals compare, with months of 30 days, these are equal to 9 seconds; added to a moment they lead out of the calendar.
+-- These compare like 9 seconds, because comparison takes a month as 30 days. Added to a timestamp they leave the
+-- calendar.
 select pg_temp.refuses(format(c.call, i.span), '22023', c.argument, split_part(i.span, ' ', 1))
 from (values ('300000 years -108000000 days 9 s'), ('-4000 years 1440000 days 9 s')) as i (span)
 cross join (values
@@ -184,11 +185,11 @@ select pg_temp.refuses('select pgqueue.grant_access(current_user, ''everything''
 select pg_temp.refuses('select pgqueue.grant_access(null, ''producer'')', '22023', 'role_name', 'null');
 select pg_temp.refuses('select pgqueue.grant_access(current_user, null)', '22023', 'access', 'null');
 
--- PQ004: somebody has a table in use that is to be dropped. Played by the lock's own error, as nobody else is here.
+-- PQ004: a table that is to be dropped is in use. No second session exists here, so its _raise_ function is called.
 select throws_ok($$ select pgqueue._raise_queue_busy('errors', 'drop_queue') $$, 'PQ004', null, 'a busy queue is refused with PQ004');
 select pg_temp.refuses('select pgqueue._raise_queue_busy(''errors'', ''drop_queue'')', 'PQ004', 'drop_queue', '''errors''');
-select is((select (s.ready_messages, s.inflight_messages, s.scheduled_messages, s.dead_messages)::text from pgqueue.stats('errors') s), '(0,0,0,0)', 'what was refused has left no message');
-select is((select count(*) from pgqueue.list_queues() l where l.name = 'errors_bad'), 0::bigint, 'and no queue');
+select is((select (s.ready_messages, s.inflight_messages, s.scheduled_messages, s.dead_messages)::text from pgqueue.stats('errors') s), '(0,0,0,0)', 'refused calls leave no message');
+select is((select count(*) from pgqueue.list_queues() l where l.name = 'errors_bad'), 0::bigint, 'refused calls create no queue');
 
 select * from finish();
 rollback;

@@ -1,5 +1,5 @@
 begin;
--- Files take turns: this one attaches a table.
+-- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
 select plan(379);
 
@@ -9,7 +9,7 @@ create role pgqueue_test_admin;
 create role pgqueue_test_raw;
 create role pgqueue_test_both;
 create role pgqueue_test_nobody;
-select lives_ok(format('select pgqueue.grant_access(%L, %L)', 'pgqueue_test_' || a, a), format('%s access is granted', a)) from unnest(array['producer', 'consumer', 'admin', 'raw']) a;
+select lives_ok(format('select pgqueue.grant_access(%L, %L)', 'pgqueue_test_' || a, a), format('grant_access grants %s access', a)) from unnest(array['producer', 'consumer', 'admin', 'raw']) a;
 select pgqueue.create_queue('grants', visibility_timeout => '30 s', max_attempts => 5) is not null as made \gset
 select pgqueue.create_queue('grants_dedicated', dedicated => true) is not null as made \gset
 select pgqueue.enqueue('grants', '"secret"') as sent \gset
@@ -19,8 +19,8 @@ insert into pgqueue.streams (queue_name, stream_name, epoch, acked_seq, acked_to
 insert into pgqueue.streams (queue_name, stream_name, epoch, claim_token, ids, left_out, partitions, visibility_timeout, claimed_at, claimed_until, replays)
 values ('grants', 'read', 1, '00000000-0000-0000-0000-000000000001', '{}', '{}', 1, '30 s', now(), now(), 0);
 
--- What each verb needs, said by the contract: producers enqueue and see depth, not payloads; consumers claim, settle and browse;
--- admins create, alter, drop, redrive, purge.
+-- What each verb needs, as the contract says: producers enqueue and see the depth but no payload, consumers claim,
+-- settle and browse, admins create, alter, drop, redrive and purge.
 create temp table verbs (name text, statement text, producer boolean, consumer boolean, admin boolean);
 insert into verbs values
 ('enqueue', 'select pgqueue.enqueue(''grants'', ''1'')', true, false, false),
@@ -86,7 +86,7 @@ insert into verbs values
 ('revoke_access', 'select pgqueue.revoke_access(''pgqueue_test_producer'', ''producer'')', false, false, false);
 grant select on verbs to public;
 select is((select array_agg(distinct p.proname::text order by p.proname::text) from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_'),
-    (select array_agg(v.name order by v.name) from verbs v), 'every public function is on the list');
+    (select array_agg(v.name order by v.name) from verbs v), 'the list contains every public function');
 
 set local role pgqueue_test_producer;
 select lives_ok(v.statement, 'a producer may ' || v.name) from verbs v where v.producer;
@@ -94,13 +94,13 @@ select throws_ok(v.statement, '42501', null, 'a producer may not ' || v.name) fr
 select throws_ok(format('table pgqueue.%I', t), '42501', null, format('a producer may not read %s', t))
 from unnest(array['messages', 'messages_shared', 'scheduled_messages', 'dead_messages', 'queues', 'sweep_state', 'requeued_messages', 'streams', 'archived_messages', 'unfiled_messages']) t;
 select throws_ok($$ insert into pgqueue.messages (queue_name, payload) values ('grants', '1') $$, '42501', null, 'a producer may not write into the tables');
-select unalike((select array_agg(s::text)::text from pgqueue.stats() s), '%secret%', 'the depth that a producer sees shows no payload');
+select unalike((select array_agg(s::text)::text from pgqueue.stats() s), '%secret%', 'stats shows no payload to a producer');
 
 set local role pgqueue_test_consumer;
 select lives_ok(v.statement, 'a consumer may ' || v.name) from verbs v where v.consumer;
 select throws_ok(v.statement, '42501', null, 'a consumer may not ' || v.name) from verbs v where not v.consumer;
 select throws_ok($$ select pgqueue.drop_queue('grants') $$, '42501', null, 'a consumer may not drop a queue');
-select throws_ok($$ drop table pgqueue.messages $$, '42501', null, 'nor its table');
+select throws_ok($$ drop table pgqueue.messages $$, '42501', null, 'a consumer may not drop the table of messages');
 select throws_ok($$ select from pgqueue.messages $$, '42501', null, 'a consumer may not read the tables');
 select throws_ok($$ delete from pgqueue.messages $$, '42501', null, 'a consumer may not write into the tables');
 select throws_ok($$ select setval(c.oid, 1) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '_fresh_from_id$' $$, '42501', null, 'a consumer may not set a register');
@@ -108,22 +108,22 @@ select throws_ok($$ select setval(c.oid, 1) from pg_class c where c.relnamespace
 set local role pgqueue_test_admin;
 select lives_ok(v.statement, 'an admin may ' || v.name) from verbs v where v.admin;
 select throws_ok(v.statement, '42501', null, 'an admin may not ' || v.name) from verbs v where not v.admin;
-select lives_ok($$ select pgqueue.create_queue('grants_new', dedicated => true) $$, 'an admin may make a dedicated queue');
-select lives_ok($$ select pgqueue.drop_queue('grants_new') $$, 'and drop it');
-select throws_ok($$ create table pgqueue.mine () $$, '42501', null, 'an admin may not make anything else in the schema');
+select lives_ok($$ select pgqueue.create_queue('grants_new', dedicated => true) $$, 'an admin may create a dedicated queue');
+select lives_ok($$ select pgqueue.drop_queue('grants_new') $$, 'an admin may drop a dedicated queue');
+select throws_ok($$ create table pgqueue.mine () $$, '42501', null, 'an admin may not create other objects in the schema');
 
 set local role pgqueue_test_nobody;
-select throws_ok(v.statement, '42501', null, 'somebody without access may not ' || v.name) from verbs v where v.name in ('version', 'stats', 'enqueue', 'claim', 'drop_queue');
-select throws_ok($$ select from pgqueue.queues $$, '42501', null, 'somebody without access may not even see which queues there are');
+select throws_ok(v.statement, '42501', null, 'a role without access may not ' || v.name) from verbs v where v.name in ('version', 'stats', 'enqueue', 'claim', 'drop_queue');
+select throws_ok($$ select from pgqueue.queues $$, '42501', null, 'a role without access may not read the names of the queues');
 reset role;
 
--- Raw access is access to the tables, and to nothing else.
+-- Raw access grants rights on tables only.
 set local role pgqueue_test_raw;
-select throws_ok(v.statement, '42501', null, 'raw access does not let one ' || v.name) from verbs v where v.name in ('enqueue', 'claim', 'drop_queue', 'grant_access');
+select throws_ok(v.statement, '42501', null, 'a role with raw access may not ' || v.name) from verbs v where v.name in ('enqueue', 'claim', 'drop_queue', 'grant_access');
 select lives_ok($$ INSERT INTO pgqueue.messages (queue_name, payload, max_attempts, visible_at)
     SELECT q.name, '{"order_id": 1001}', q.max_attempts, now() + (0 * interval '1 second')
     FROM pgqueue.queues q WHERE q.name = 'grants_dedicated'
-    RETURNING id $$, 'with raw access one sends by plain SQL');
+    RETURNING id $$, 'a role with raw access may send by plain SQL');
 select lives_ok($$ UPDATE pgqueue.messages m
     SET visible_at = now() + (60 * interval '1 second'), attempt_count = m.attempt_count + 1, claimed_by = 'worker-1'
     WHERE m.id IN (
@@ -131,81 +131,81 @@ select lives_ok($$ UPDATE pgqueue.messages m
         WHERE queue_name = 'grants_dedicated' AND visible_at <= now() AND attempt_count < max_attempts
         ORDER BY id FOR UPDATE SKIP LOCKED LIMIT 10
     )
-    RETURNING m.id, m.payload, m.attempt_count, m.enqueued_at $$, 'with raw access one claims by plain SQL');
-select is((select m.attempt_count from pgqueue.messages m where m.queue_name = 'grants_dedicated' and m.payload = '{"order_id": 1001}'), 1, 'what is sent by plain SQL is claimed by it');
-select lives_ok($$ UPDATE pgqueue.messages SET visible_at = now() + (9 * interval '1 second'), last_error = 'it broke' WHERE id = 1 AND claimed_by = 'worker-1' $$, 'with raw access one gives back by plain SQL');
-select lives_ok($$ UPDATE pgqueue.messages SET visible_at = now() + (9 * interval '1 second') WHERE id = 1 AND claimed_by = 'worker-1' $$, 'with raw access one extends by plain SQL');
-select lives_ok($$ DELETE FROM pgqueue.messages WHERE queue_name = 'grants_dedicated' AND claimed_by = 'worker-1' $$, 'with raw access one acknowledges by plain SQL');
-select is((select count(*) from pgqueue.messages m where m.payload = '{"order_id": 1001}'), 0::bigint, 'what is acknowledged by plain SQL is gone');
+    RETURNING m.id, m.payload, m.attempt_count, m.enqueued_at $$, 'a role with raw access may claim by plain SQL');
+select is((select m.attempt_count from pgqueue.messages m where m.queue_name = 'grants_dedicated' and m.payload = '{"order_id": 1001}'), 1, 'a plain claim returns a message that was sent by a plain insert');
+select lives_ok($$ UPDATE pgqueue.messages SET visible_at = now() + (9 * interval '1 second'), last_error = 'it broke' WHERE id = 1 AND claimed_by = 'worker-1' $$, 'a role with raw access may give back a message by plain SQL');
+select lives_ok($$ UPDATE pgqueue.messages SET visible_at = now() + (9 * interval '1 second') WHERE id = 1 AND claimed_by = 'worker-1' $$, 'a role with raw access may extend a claim by plain SQL');
+select lives_ok($$ DELETE FROM pgqueue.messages WHERE queue_name = 'grants_dedicated' AND claimed_by = 'worker-1' $$, 'a role with raw access may acknowledge by plain SQL');
+select is((select count(*) from pgqueue.messages m where m.payload = '{"order_id": 1001}'), 0::bigint, 'a message that was acknowledged by plain SQL does not exist any more');
 select lives_ok($$ with done as (delete from pgqueue.messages where queue_name = 'grants' returning *)
     insert into pgqueue.unfiled_messages (id, queue_name, payload, enqueued_at, attempt_count, max_attempts)
-    select id, queue_name, payload, enqueued_at, attempt_count, max_attempts from done $$, 'with raw access one archives by plain SQL');
-select lives_ok($$ select from pgqueue.archived_messages $$, 'and reads the archive');
-select throws_ok($$ update pgqueue.queues set max_attempts = 1 $$, '42501', null, 'raw access changes no queue');
-select throws_ok($$ delete from pgqueue.queues $$, '42501', null, 'raw access deletes no queue');
-select throws_ok($$ truncate pgqueue.messages $$, '42501', null, 'raw access truncates nothing');
+    select id, queue_name, payload, enqueued_at, attempt_count, max_attempts from done $$, 'a role with raw access may archive by plain SQL');
+select lives_ok($$ select from pgqueue.archived_messages $$, 'a role with raw access may read the archive');
+select throws_ok($$ update pgqueue.queues set max_attempts = 1 $$, '42501', null, 'a role with raw access may not change a queue');
+select throws_ok($$ delete from pgqueue.queues $$, '42501', null, 'a role with raw access may not delete a queue');
+select throws_ok($$ truncate pgqueue.messages $$, '42501', null, 'a role with raw access may not truncate a table');
 reset role;
 
--- A reader sees everything, and changes nothing.
+-- A reader may read everything and change nothing.
 create role pgqueue_test_reader;
-select lives_ok($$ select pgqueue.grant_access('pgqueue_test_reader', 'reader') $$, 'reader access is granted');
+select lives_ok($$ select pgqueue.grant_access('pgqueue_test_reader', 'reader') $$, 'grant_access grants reader access');
 create temp table reads as
 select unnest(array['browse', 'browse_dead_messages', 'browse_archived_messages', 'list_streams', 'get_queue', 'list_queues', 'peek', 'stats', 'next_due_at', 'version']) as name;
 grant select on reads to public;
 set local role pgqueue_test_reader;
-select lives_ok(format('select from pgqueue.%I', t), 'a reader reads ' || t)
+select lives_ok(format('select from pgqueue.%I', t), 'a reader may read ' || t)
 from unnest(array['messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages', 'queues']) t;
 select lives_ok(v.statement, 'a reader may ' || v.name) from verbs v where v.name in (select r.name from reads r);
 select throws_ok(v.statement, '42501', null, 'a reader may not ' || v.name) from verbs v where v.name not in (select r.name from reads r);
-select throws_ok(format('delete from pgqueue.%I', t), '42501', null, 'a reader deletes nothing from ' || t)
+select throws_ok(format('delete from pgqueue.%I', t), '42501', null, 'a reader may not delete from ' || t)
 from unnest(array['messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages', 'queues']) t;
-select throws_ok($$ select nextval('pgqueue.message_id') $$, '42501', null, 'a reader takes no id');
+select throws_ok($$ select nextval('pgqueue.message_id') $$, '42501', null, 'a reader may not use the sequence of message ids');
 reset role;
-select lives_ok($$ select pgqueue.grant_access('pgqueue_test_reader', a) from unnest(array['raw', 'admin']) a $$, 'a reader is given raw and admin access');
-select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_reader', a) from unnest(array['raw', 'admin']) a $$, 'which are revoked');
+select lives_ok($$ select pgqueue.grant_access('pgqueue_test_reader', a) from unnest(array['raw', 'admin']) a $$, 'grant_access grants raw and admin access to a reader');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_reader', a) from unnest(array['raw', 'admin']) a $$, 'revoke_access revokes raw and admin access from a reader');
 set local role pgqueue_test_reader;
-select lives_ok($$ select from pgqueue.messages $$, 'who is still a reader reads');
-select throws_ok($$ delete from pgqueue.messages $$, '42501', null, 'and deletes nothing');
+select lives_ok($$ select from pgqueue.messages $$, 'a reader whose raw and admin access were revoked may still read');
+select throws_ok($$ delete from pgqueue.messages $$, '42501', null, 'a reader whose raw and admin access were revoked may not delete');
 reset role;
-select lives_ok($$ select pgqueue.grant_access('pgqueue_test_reader', a) from unnest(array['raw', 'admin']) a $$, 'given both again');
-select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_reader', 'reader') $$, 'reader access is revoked');
-select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_reader', 'raw') $$, 'and raw access');
+select lives_ok($$ select pgqueue.grant_access('pgqueue_test_reader', a) from unnest(array['raw', 'admin']) a $$, 'grant_access grants raw and admin access to the reader again');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_reader', 'reader') $$, 'revoke_access revokes reader access from a role with raw and admin access');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_reader', 'raw') $$, 'revoke_access revokes raw access from a former reader');
 set local role pgqueue_test_reader;
-select throws_ok($$ select from pgqueue.messages $$, '42501', null, 'who was a reader reads no more');
+select throws_ok($$ select from pgqueue.messages $$, '42501', null, 'a former reader may not read');
 reset role;
 
--- Revoking keeps what another access shares.
-select lives_ok(format('select pgqueue.grant_access(%L, %L)', 'pgqueue_test_both', a), format('one role is given %s access', a)) from unnest(array['producer', 'consumer', 'producer']) a;
+-- Revoking one access keeps the rights that another access shares with it.
+select lives_ok(format('select pgqueue.grant_access(%L, %L)', 'pgqueue_test_both', a), format('grant_access grants %s access to the role with two kinds of access', a)) from unnest(array['producer', 'consumer', 'producer']) a;
 set local role pgqueue_test_both;
 select lives_ok(v.statement, 'a producer and consumer may ' || v.name) from verbs v where v.name in ('enqueue', 'claim', 'stats');
 reset role;
-select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_both', 'producer') $$, 'its producer access is revoked');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_both', 'producer') $$, 'revoke_access revokes producer access from a producer and consumer');
 set local role pgqueue_test_both;
 select throws_ok(v.statement, '42501', null, 'a former producer may not ' || v.name) from verbs v where v.name in ('enqueue', 'enqueue_batch', 'wake');
-select lives_ok(v.statement, 'who is still a consumer may ' || v.name) from verbs v where v.consumer;
+select lives_ok(v.statement, 'a consumer whose producer access was revoked may ' || v.name) from verbs v where v.consumer;
 reset role;
-select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_both', 'consumer') $$, 'its consumer access is revoked');
-select is(has_schema_privilege('pgqueue_test_both', 'pgqueue', 'usage'), false, 'with its last access a role loses the schema');
-select is((select count(*) from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and has_function_privilege('pgqueue_test_both', p.oid, 'execute')), 0::bigint, 'and every function');
-select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_both', 'admin') $$, 'revoking what was never granted is no error');
-select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_raw', 'raw') $$, 'raw access is revoked');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_both', 'consumer') $$, 'revoke_access revokes the last access of a role');
+select is(has_schema_privilege('pgqueue_test_both', 'pgqueue', 'usage'), false, 'a role without access has no right on the schema');
+select is((select count(*) from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and has_function_privilege('pgqueue_test_both', p.oid, 'execute')), 0::bigint, 'a role without access may execute no function');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_both', 'admin') $$, 'revoke_access of an access that was never granted succeeds');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_raw', 'raw') $$, 'revoke_access revokes raw access');
 select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S') and exists (select from aclexplode(c.relacl) a where a.grantee = 'pgqueue_test_raw'::regrole)), 0::bigint,
-    'a role without raw access has no right left on any table or sequence');
-select lives_ok($$ select pgqueue.grant_access('pgqueue_test_raw', a) from unnest(array['raw', 'producer']) a $$, 'raw and producer access are granted together');
-select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_raw', 'producer') $$, 'and one of them is revoked');
+    'a role whose raw access was revoked has no right on any table or sequence');
+select lives_ok($$ select pgqueue.grant_access('pgqueue_test_raw', a) from unnest(array['raw', 'producer']) a $$, 'grant_access grants raw and producer access to one role');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_raw', 'producer') $$, 'revoke_access revokes producer access from a role with raw access');
 set local role pgqueue_test_raw;
-select lives_ok($$ select from pgqueue.messages $$, 'raw access outlives it');
+select lives_ok($$ select from pgqueue.messages $$, 'a role whose producer access was revoked may still use its raw access');
 reset role;
 
--- Names of roles are names, whatever they hold.
+-- Role names are quoted, whatever they contain.
 create role "pgqueue_test ""; drop schema pgqueue cascade; --";
-select lives_ok($$ select pgqueue.grant_access('pgqueue_test "; drop schema pgqueue cascade; --', 'admin') $$, 'a role may have any name');
+select lives_ok($$ select pgqueue.grant_access('pgqueue_test "; drop schema pgqueue cascade; --', 'admin') $$, 'grant_access accepts a role with any name');
 set local role "pgqueue_test ""; drop schema pgqueue cascade; --";
-select lives_ok($$ select pgqueue.stats() $$, 'and uses its access');
+select lives_ok($$ select pgqueue.stats() $$, 'a role with any name may use its access');
 reset role;
-select lives_ok($$ select pgqueue.revoke_access('pgqueue_test "; drop schema pgqueue cascade; --', 'admin') $$, 'which is revoked');
-select throws_ok($$ select pgqueue.grant_access('pgqueue_test_nobody; grant all on schema pgqueue to public', 'admin') $$, '42704', null, 'an injection is the name of a role that nobody has');
-select throws_ok($$ select pgqueue.grant_access('public', 'admin') $$, '42704', null, 'nothing is granted to PUBLIC by that name');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test "; drop schema pgqueue cascade; --', 'admin') $$, 'revoke_access accepts a role with any name');
+select throws_ok($$ select pgqueue.grant_access('pgqueue_test_nobody; grant all on schema pgqueue to public', 'admin') $$, '42704', null, 'grant_access treats an injection as the name of an unknown role');
+select throws_ok($$ select pgqueue.grant_access('public', 'admin') $$, '42704', null, 'grant_access does not grant to PUBLIC');
 do $$ declare
     hint text;
 begin
@@ -214,23 +214,23 @@ exception when undefined_object then
     get stacked diagnostics hint = pg_exception_hint;
     perform set_config('test.hint', hint, true);
 end $$;
-select matches(current_setting('test.hint'), 'cannot be granted to PUBLIC', 'the hint does not say to create a role named public');
-select throws_ok(format('select pgqueue.revoke_access(%L, %L)', n.nspowner::regrole, a), '22023', null, format('nor is %s access revoked from the owner', a))
+select matches(current_setting('test.hint'), 'cannot be granted to PUBLIC', 'the hint explains PUBLIC instead of proposing to create the role');
+select throws_ok(format('select pgqueue.revoke_access(%L, %L)', n.nspowner::regrole, a), '22023', null, format('revoke_access refuses to revoke %s access from the owner', a))
 from pg_namespace n, unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) a where n.nspname = 'pgqueue';
-select throws_ok($$ select pgqueue.grant_access('pgqueue_test_nobody', 'admin; drop schema pgqueue cascade') $$, '22023', null, 'an injection is no access');
-select throws_ok($$ select pgqueue.revoke_access('pgqueue_test_nobody', 'everything') $$, '22023', null, 'an unknown access is not revoked');
-select throws_ok($$ select pgqueue.revoke_access('pgqueue_test_nowhere', 'admin') $$, '42704', null, 'nothing is revoked from an unknown role');
-select is(has_schema_privilege('pgqueue_test_nobody', 'pgqueue', 'usage'), false, 'what was refused has granted nothing');
+select throws_ok($$ select pgqueue.grant_access('pgqueue_test_nobody', 'admin; drop schema pgqueue cascade') $$, '22023', null, 'grant_access refuses an injection as the name of an access');
+select throws_ok($$ select pgqueue.revoke_access('pgqueue_test_nobody', 'everything') $$, '22023', null, 'revoke_access refuses an unknown access');
+select throws_ok($$ select pgqueue.revoke_access('pgqueue_test_nowhere', 'admin') $$, '42704', null, 'revoke_access refuses an unknown role');
+select is(has_schema_privilege('pgqueue_test_nobody', 'pgqueue', 'usage'), false, 'refused calls grant nothing');
 
--- A caller's objects are not called by the verbs.
-select lives_ok($$ create schema pgqueue_test_trap $$, 'a trap is laid');
+-- A verb calls no object of its caller's schemas.
+select lives_ok($$ create schema pgqueue_test_trap $$, 'a schema with functions that raise an error is created');
 create function pgqueue_test_trap.jsonb_typeof(jsonb) returns text language plpgsql as $$ begin raise exception 'trapped' using errcode = 'TRAP0'; end $$;
 create function pg_temp.clock_timestamp() returns timestamptz language plpgsql as $$ begin raise exception 'trapped' using errcode = 'TRAP0'; end $$;
 create temp table queues (name text);
 grant usage on schema pgqueue_test_trap to public;
 set local search_path = pgqueue_test_trap, pg_temp, pg_catalog, public;
 set local role pgqueue_test_producer;
-select lives_ok($$ select pgqueue.enqueue('grants', '1', headers => '{}') $$, 'a verb calls nothing that its caller''s search_path puts in its way');
+select lives_ok($$ select pgqueue.enqueue('grants', '1', headers => '{}') $$, 'a verb ignores functions and tables that come earlier in its caller''s search_path');
 reset role;
 
 select * from finish();

@@ -1,7 +1,7 @@
 begin;
 select plan(11);
 
--- A room of the test, which notes what it is told.
+-- A room of this test that records every event.
 create temp table notes (event text, queue_name text, detail text) on commit drop;
 create function pgqueue._on_queue_created_test(q pgqueue.queues) returns void language sql
 as $$ insert into pg_temp.notes values ('created', q.name, null) $$;
@@ -17,19 +17,19 @@ create function pg_temp.told(wanted text) returns setof text language sql
 as $$ select n.event || coalesce(' ' || n.detail, '') from pg_temp.notes n where n.queue_name = wanted or n.queue_name is null and n.event = wanted $$;
 
 select lives_ok($$ select pgqueue.create_queue('hooks', max_attempts => 3) $$, 'a queue is created while a room listens');
-select results_eq($$ select * from pg_temp.told('hooks') $$, array['created'], 'a room is told of a queue that was created');
-select lives_ok($$ select pgqueue.create_queue('hooks', if_not_exists => true) $$, 'the same queue is asked for again');
-select results_eq($$ select * from pg_temp.told('hooks') $$, array['created'], 'a room is not told of a queue that existed before');
+select results_eq($$ select * from pg_temp.told('hooks') $$, array['created'], 'create_queue calls the hooks for a created queue');
+select lives_ok($$ select pgqueue.create_queue('hooks', if_not_exists => true) $$, 'create_queue with if_not_exists succeeds for the same queue');
+select results_eq($$ select * from pg_temp.told('hooks') $$, array['created'], 'create_queue with if_not_exists calls no hook for an existing queue');
 select lives_ok($$ select pgqueue.alter_queue('hooks', max_attempts => 4) $$, 'a setting of the queue is changed');
-select results_eq($$ select * from pg_temp.told('hooks') $$, array['created', 'altered 3 to 4'], 'a room is told of a change with the row before and after it');
+select results_eq($$ select * from pg_temp.told('hooks') $$, array['created', 'altered 3 to 4'], 'alter_queue calls its hooks with the row before and after the change');
 
 select results_eq($$ select f.queue_name, f.detail from pgqueue.doctor() f where f.finding = 'test_finding' order by f.queue_name nulls first $$,
-    $$ values (null, 'about no queue'), ('hooks', 'about hooks') $$, 'doctor reports what a room finds, on each queue and on what belongs to no queue');
+    $$ values (null, 'about no queue'), ('hooks', 'about hooks') $$, 'doctor reports the findings of a room, for each queue and for no queue');
 
 select lives_ok($$ select pgqueue.enqueue('hooks', '1') $$, 'a message is sent');
 select results_eq($$ select pgqueue.drop_queue('hooks') $$, array[1::bigint], 'the queue is dropped');
 select results_eq($$ select * from pg_temp.told('hooks') $$, array['created', 'altered 3 to 4', 'dropping 1 messages'],
-    'a room is told of a queue that is being dropped while its messages are still there');
+    'drop_queue calls its hooks while the messages of the queue still exist');
 
 create function pg_temp.housekeeping_of_three_claims() returns setof text language plpgsql as $$
 begin
@@ -42,7 +42,7 @@ begin
 end;
 $$;
 select is((select count(*) from pg_temp.housekeeping_of_three_claims() h where h ~ '^housekeeping 01:01:'), 1::bigint,
-    'a room is told once an hour that housekeeping is due, with the time since the last one');
+    'claims call the hooks for housekeeping once an hour, with the time since the last call');
 
 select * from finish();
 rollback;

@@ -13,20 +13,20 @@ from pg_class c
 where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S', 'v', 'm', 'f');
 
 -- Functions.
-select is_empty($$ select signature from functions where obj_description(oid, 'pg_proc') is null $$, 'every function is commented');
-select is_empty($$ select signature from functions where obj_description(oid, 'pg_proc') !~ '^.+\.$' $$, 'every comment is made of sentences');
+select is_empty($$ select signature from functions where obj_description(oid, 'pg_proc') is null $$, 'every function has a comment');
+select is_empty($$ select signature from functions where obj_description(oid, 'pg_proc') !~ '^.+\.$' $$, 'every comment on a function ends with a period');
 select is_empty($$ select signature from functions where proacl is null or exists (select from aclexplode(proacl) a where a.grantee = 0) $$, 'PUBLIC may execute no function');
 select is_empty($$ select signature from functions where lanname = 'plpgsql' and not coalesce(proconfig, '{}') @> array['search_path=pg_catalog, pg_temp'] $$,
     'every PL/pgSQL function pins its search_path');
 select is_empty($$ select signature from functions where prosecdef and not coalesce(proconfig, '{}') @> array['search_path=pg_catalog, pg_temp'] $$,
     'every security definer function pins its search_path');
 select is_empty($$ select signature from functions where is_public and not prosecdef and proname <> 'channel' $$, 'every verb is security definer');
-select is_empty($$ select signature from functions f join pg_proc p using (oid) where not f.is_public and f.prosecdef and p.prorettype <> 'trigger'::regtype $$, 'no private function is security definer, but for triggers, which nobody can call');
-select is_empty($$ select signature from functions where proisstrict and provolatile <> 'i' $$, 'what is strict is immutable');
+select is_empty($$ select signature from functions f join pg_proc p using (oid) where not f.is_public and f.prosecdef and p.prorettype <> 'trigger'::regtype $$, 'no private function is security definer, except trigger functions, which cannot be called directly');
+select is_empty($$ select signature from functions where proisstrict and provolatile <> 'i' $$, 'every strict function is immutable');
 select is_empty($$ select proname from functions where is_public group by proname having count(*) > 1 $$, 'no public function is overloaded');
-select is_empty($$ select signature from functions where lanname not in ('sql', 'plpgsql') $$, 'every function is SQL or PL/pgSQL');
+select is_empty($$ select signature from functions where lanname not in ('sql', 'plpgsql') $$, 'every function is written in SQL or PL/pgSQL');
 select is_empty($$ select signature from functions where is_public and prosrc ~* '\mexecute\M' and proname not in ('drop_queue', 'grant_access', 'revoke_access') $$,
-    'no verb but those that drop and grant builds SQL');
+    'no verb builds SQL, except those that drop a queue, grant and revoke');
 
 -- Errors.
 select is_empty($$ select signature from functions where prosrc ~* '\mraise\s+(exception|notice|warning|info|log|debug|sqlstate|using)' and proname !~ '^_raise_' $$, 'only functions named _raise_* raise');
@@ -42,7 +42,7 @@ select is_empty(
     $$ select c.code[1] from functions f cross join lateral regexp_matches(obj_description(f.oid, 'pg_proc'), '(PQ\d\d\d)', 'g') as c (code)
     where not exists (select from functions r where r.prosrc like '%errcode = ''' || c.code[1] || '''%') $$, 'every code that a comment names is raised');
 
--- The API, word for word.
+-- The API.
 select results_eq(
     $$ select f.proname::text collate "C", pg_get_function_identity_arguments(f.oid), p.pronargdefaults::int, pg_get_function_result(f.oid)
     from functions f join pg_proc p using (oid) where f.is_public order by f.proname::text collate "C" $$,
@@ -107,15 +107,15 @@ select results_eq(
     ('unexpose_transport', 'queue_name text', 0, 'boolean'),
     ('unsubscribe', 'topic text, queue_name text', 0, 'boolean'),
     ('version', '', 0, 'text'),
-    ('wake', 'queue_name text', 0, 'void') $$, 'the functions have the names, arguments and results of the contract');
+    ('wake', 'queue_name text', 0, 'void') $$, 'the functions have the names, arguments, defaults and results of the contract');
 
 -- Tables.
-select is_empty($$ select relname from relations where relkind in ('r', 'p') and obj_description(oid, 'pg_class') is null $$, 'every table is commented');
+select is_empty($$ select relname from relations where relkind in ('r', 'p') and obj_description(oid, 'pg_class') is null $$, 'every table has a comment');
 select is_empty($$ select relname from relations where exists (select from aclexplode(relacl) a where a.grantee = 0) $$, 'PUBLIC has no right on any table or sequence');
 select is_empty($$ select from pg_namespace n, aclexplode(n.nspacl) a where n.nspname = 'pgqueue' and a.grantee = 0 $$, 'PUBLIC has no right on the schema');
-select isnt_empty($$ select from pg_namespace n where n.nspname = 'pgqueue' and obj_description(n.oid, 'pg_namespace') is not null $$, 'the schema is commented');
+select isnt_empty($$ select from pg_namespace n where n.nspname = 'pgqueue' and obj_description(n.oid, 'pg_namespace') is not null $$, 'the schema has a comment');
 select is_empty($$ select t.typname from pg_type t join pg_class c on c.oid = t.typrelid and c.relkind = 'c' where t.typnamespace = 'pgqueue'::regnamespace and obj_description(t.oid, 'pg_type') is null $$,
-    'every type is commented');
+    'every type has a comment');
 select columns_are('pgqueue', 'messages', array['id', 'queue_name', 'payload', 'headers', 'enqueued_at', 'visible_at', 'expires_at', 'attempt_count', 'max_attempts',
     'claimed_by', 'claim_token', 'last_error', 'message_id', 'body', 'transport_headers', 'transport_id', 'transport_seq', 'claimed_attempt', 'claimed_at'], 'messages has the columns of the contract');
 select columns_are('pgqueue', 'scheduled_messages', array['id', 'queue_name', 'payload', 'headers', 'enqueued_at', 'due_at', 'expires_at', 'attempt_count', 'max_attempts',
@@ -128,39 +128,40 @@ select has_column('pgqueue', 'queues', c::name, format('queues has the column %s
 
 select is_empty($$ select f.signature from functions f join pg_proc p on p.oid = f.oid
     where (p.proconfig @> '{enable_sort=off}' or p.proname in ('stats', 'doctor')) and not p.proconfig @> '{jit=off}' $$,
-    'nothing is compiled where a table is large, or where the cost of a sort is what forbids it');
+    'jit is off in functions that read large tables or disable sorts by their cost');
 
 select is_empty($$ select f.signature from functions f where f.prosrc like '%pgqueue._matches_key(%' and (f.proname !~ '^_' or f.proname = '_remove_messages')
     and not coalesce(f.proconfig, '{}') @> '{enable_seqscan=off,enable_bitmapscan=off}' $$,
-    'verbs that look messages up by id never compare each with each');
+    'verbs that look up messages by id disable sequential and bitmap scans, which compare each message with each id');
 
-select lives_ok($$ lock table pgqueue.messages in access exclusive mode $$, 'nobody else uses the messages while a table is attached');
-select lives_ok($$ select pgqueue.create_queue('house', dedicated => true) $$, 'a dedicated queue is made');
+select lives_ok($$ lock table pgqueue.messages in access exclusive mode $$, 'the test locks the messages before a table is attached');
+select lives_ok($$ select pgqueue.create_queue('house', dedicated => true) $$, 'a dedicated queue is created');
 select set_eq(
     $$ select t.relname || ' ' || regexp_replace(pg_get_indexdef(i.indexrelid), '^.* USING ', '') from pg_index i join relations t on t.oid = i.indrelid where t.relname ~ '^messages' and t.relkind = 'r' $$,
     $$ select t.relname || ' ' || 'btree (queue_name, id)' from relations t where t.relname ~ '^messages' and t.relkind = 'r' $$,
-    'the key is the only index on every table of messages');
+    'the primary key is the only index of every table of messages');
 select is_empty($$ select relname, o from relations cross join unnest(array['fillfactor', 'autovacuum_vacuum_threshold', 'autovacuum_vacuum_scale_factor', 'vacuum_truncate']) o
-    where relname ~ '^messages' and relkind = 'r' and not exists (select from unnest(reloptions) s where s like o || '=%') $$, 'every table of messages has its storage parameters');
+    where relname ~ '^messages' and relkind = 'r' and not exists (select from unnest(reloptions) s where s like o || '=%') $$, 'every table of messages has the four storage parameters');
 
--- pg_dump carries every table and sequence: by configuration if the extension owns it, by itself if a queue made it.
+-- pg_dump must dump every table and sequence: those of the extension by its configuration, those of a queue because
+-- they are not members.
 select case
     when exists (select from pg_extension where extname = 'pgqueue') then is_empty(
         $$ select r.relname from relations r where r.relkind in ('r', 'p', 'S') and case
             when r.is_dynamic then exists (select from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = r.oid and d.deptype = 'e')
             else not exists (select from pg_extension e where e.extname = 'pgqueue' and r.oid = any (e.extconfig))
-        end $$, 'every table and sequence is dumped')
+        end $$, 'pg_dump dumps every table and sequence')
     else skip('there is no extension here', 1)
 end;
 
-select lives_ok($$ select pgqueue.expose_transport('house') $$, 'it is exposed');
-select lives_ok($$ select pgqueue.expose_transport(q.name, flavor => 'sqlserver') from pgqueue.create_queue('house_sqlserver') q $$, 'and another one, in the other flavor');
+select lives_ok($$ select pgqueue.expose_transport('house') $$, 'a queue is exposed to a transport');
+select lives_ok($$ select pgqueue.expose_transport(q.name, flavor => 'sqlserver') from pgqueue.create_queue('house_sqlserver') q $$, 'a second queue is exposed in the flavor sqlserver');
 
 select pgqueue.alter_queue('house', archive_for => '1 day') is not null as archives \gset
 select is_empty($$ select c.oid::regclass from pg_class c
     where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r' and c.relpersistence = 'p' and c.relreplident <> 'f'
         and not exists (select from pg_index i where i.indrelid = c.oid and i.indisprimary) $$,
-    'of every table that is logged changes can be published, as by "for all tables", without which whoever writes to it would fail');
+    'every logged table has a replica identity, so writing to it does not fail under a publication for all tables');
 
 select exists (select from pg_available_extensions where name = 'plpgsql_check') as can_check \gset
 \if :can_check
@@ -169,10 +170,10 @@ create extension if not exists plpgsql_check;
 select is_empty(
     $$ select f.signature, c.lineno, c.level, c.sqlstate, c.message
     from functions f
-    -- Trigger functions are read for a table of theirs.
+    -- plpgsql_check needs a table to check a trigger function.
     left join pg_trigger t on t.tgfoid = f.oid
     cross join lateral plpgsql_check_function_tb(f.oid, coalesce(t.tgrelid, 0), oldtable => t.tgoldtable, fatal_errors => false, extra_warnings => true, security_warnings => true) c
-    where f.lanname = 'plpgsql' and (t.oid is not null or f.oid not in (select p.oid from pg_proc p where p.prorettype = 'trigger'::regtype)) $$, 'plpgsql_check finds nothing');
+    where f.lanname = 'plpgsql' and (t.oid is not null or f.oid not in (select p.oid from pg_proc p where p.prorettype = 'trigger'::regtype)) $$, 'plpgsql_check finds nothing wrong with any PL/pgSQL function');
 \else
 select skip('plpgsql_check is not available on this server', 1);
 \endif

@@ -1,5 +1,5 @@
 begin;
--- Files take turns: this one attaches a table and stops the clock.
+-- The lock makes test files wait for each other: this file attaches a table and stops the clock.
 lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
 as $$ select current_setting('test.now')::timestamptz $$;
@@ -14,72 +14,72 @@ declare
     before text;
 begin
     perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 5, dedicated => has_table);
-    return next is(pgqueue.peek(queue), 0, queue || ': peek of an empty queue is 0');
+    return next is(pgqueue.peek(queue), 0, queue || ': peek of an empty queue returns 0');
     perform pgqueue.enqueue_batch(queue, array['1', '2', '3']::jsonb[]);
-    return next is(pgqueue.peek(queue), 3, queue || ': peek counts what is ready');
-    return next is(pgqueue.peek(queue, 2), 2, queue || ': peek never counts further than asked');
-    return next is(pgqueue.peek(queue, 1), 1, queue || ': not even to two');
+    return next is(pgqueue.peek(queue), 3, queue || ': peek returns the number of ready messages');
+    return next is(pgqueue.peek(queue, 2), 2, queue || ': peek counts at most max_records messages');
+    return next is(pgqueue.peek(queue, 1), 1, queue || ': peek with max_records 1 returns 1 if more messages are ready');
     before := (select array_agg(x::text order by x.id)::text from pgqueue.messages x where x.queue_name = queue);
     perform pgqueue.peek(queue);
-    return next is((select array_agg(x::text order by x.id)::text from pgqueue.messages x where x.queue_name = queue), before, queue || ': peek changes nothing');
-    -- By plain SQL: a row that claim has locked counts as held until this transaction ends.
+    return next is((select array_agg(x::text order by x.id)::text from pgqueue.messages x where x.queue_name = queue), before, queue || ': peek changes no message');
+    -- Use a plain update: a row that claim has locked counts as claimed until this transaction ends.
     update pgqueue.messages x set visible_at = pgqueue._now() + interval '30 s', attempt_count = 1
     where x.queue_name = queue and x.id = (select min(b.id) from pgqueue.browse(queue) b);
-    return next is(pgqueue.peek(queue), 2, queue || ': peek leaves out what is in flight');
+    return next is(pgqueue.peek(queue), 2, queue || ': peek does not count messages in flight');
     update pgqueue.messages x set attempt_count = 5 where x.queue_name = queue and x.attempt_count = 1;
     perform pgqueue.enqueue(queue, '4', delay => '10 s');
-    return next is(pgqueue.peek(queue), 2, queue || ': peek leaves out what is scheduled');
+    return next is(pgqueue.peek(queue), 2, queue || ': peek does not count scheduled messages');
     perform pg_temp.pass('10 s');
-    return next is(pgqueue.peek(queue), 3, queue || ': peek counts what came due');
+    return next is(pgqueue.peek(queue), 3, queue || ': peek counts messages that became due');
     perform pgqueue.enqueue(queue, '5', expires_in => '5 s');
-    return next is(pgqueue.peek(queue), 4, queue || ': peek counts what has not expired');
+    return next is(pgqueue.peek(queue), 4, queue || ': peek counts messages that have not expired');
     perform pg_temp.pass('5 s');
-    return next is(pgqueue.peek(queue), 3, queue || ': peek leaves out what has expired');
+    return next is(pgqueue.peek(queue), 3, queue || ': peek does not count expired messages');
     perform pg_temp.pass('30 s');
-    return next is(pgqueue.peek(queue), 3, queue || ': peek leaves out what spent its attempts');
+    return next is(pgqueue.peek(queue), 3, queue || ': peek does not count messages whose attempts are exhausted');
     perform pgqueue.pause_queue(queue);
-    return next is(pgqueue.peek(queue), 0, queue || ': peek of a paused queue is 0');
+    return next is(pgqueue.peek(queue), 0, queue || ': peek of a paused queue returns 0');
     perform pgqueue.resume_queue(queue);
-    return next is(pgqueue.peek(queue)::bigint, (select count(*) from pgqueue.receive(queue, 100)), queue || ': peek counts what receive then takes');
-    return next is(pgqueue.peek(queue), 0, queue || ': and what was taken no more');
+    return next is(pgqueue.peek(queue)::bigint, (select count(*) from pgqueue.receive(queue, 100)), queue || ': peek returns the number of messages that receive then returns');
+    return next is(pgqueue.peek(queue), 0, queue || ': peek does not count received messages');
 
     perform pgqueue.purge_queue(queue);
     perform pgqueue.enqueue(queue, '6');
     update pgqueue.messages x set visible_at = pgqueue._now() + interval '30 s', attempt_count = 1
     where x.queue_name = queue;
-    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': a claim has passed by what is in flight');
+    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': claim returns no row while the only message is in flight');
     perform pg_temp.pass('31 s');
-    return next is(pgqueue.peek(queue), 1, queue || ': peek counts a claim that ran out');
+    return next is(pgqueue.peek(queue), 1, queue || ': peek counts a message whose claim has expired');
     delete from pgqueue.sweep_state w where w.queue_name = queue;
-    return next is(pgqueue.peek(queue), 1, queue || ': also where what sweeps have learnt is lost');
+    return next is(pgqueue.peek(queue), 1, queue || ': peek counts a message whose claim has expired if the row in sweep_state is missing');
     perform pgqueue.purge_queue(queue);
 
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[1000]));
-    return next is(pgqueue.peek(queue), 100, queue || ': peek counts to 100 by default');
-    return next is(pgqueue.peek(queue, 10000), 1000, queue || ': or as far as is asked');
+    return next is(pgqueue.peek(queue), 100, queue || ': peek counts up to 100 messages by default');
+    return next is(pgqueue.peek(queue, 10000), 1000, queue || ': peek with max_records 10000 counts all 1,000 ready messages');
     perform pgqueue.claim(queue, 900);
-    return next is(pgqueue.peek(queue, 1000), 100, queue || ': however many are in flight');
+    return next is(pgqueue.peek(queue, 1000), 100, queue || ': peek counts 100 ready messages behind 900 in flight');
     perform pgqueue.purge_queue(queue);
 
-    -- What came back lies where sweeps have learnt that nothing else does.
+    -- A requeued message lies in a range that sweeps have recorded as vacant.
     perform pgqueue.enqueue(queue, '1');
     perform pgqueue.nack(queue, c.id, c.claim_token, '1 s') from pgqueue.claim(queue) c;
     perform pg_temp.pass('2 s');
     perform pgqueue.claim(queue);
     update pgqueue.sweep_state w set vacant_ids = int8multirange(int8range(null, pg_sequence_last_value('pgqueue.message_id') + 1)) where w.queue_name = queue;
-    return next is(pgqueue.peek(queue), 0, queue || ': what came back and was claimed is not counted');
+    return next is(pgqueue.peek(queue), 0, queue || ': peek does not count a requeued message while it is claimed');
     perform pg_temp.pass('31 s');
-    return next is(pgqueue.peek(queue), 1, queue || ': until its claim has run out');
+    return next is(pgqueue.peek(queue), 1, queue || ': peek counts a requeued message whose claim has expired');
     delete from pgqueue.sweep_state w where w.queue_name = queue;
-    return next is(pgqueue.peek(queue), 1, queue || ': and then once, whatever is known of where it lies');
+    return next is(pgqueue.peek(queue), 1, queue || ': peek counts the requeued message once if the row in sweep_state is missing');
 end;
 $$;
 select pg_temp.counts('peek_shared', false);
 select pg_temp.counts('peek_dedicated', true);
 
-select throws_ok($$ select pgqueue.peek('peek_shared', 0) $$, '22023', null, 'peek refuses to count to zero');
-select throws_ok($$ select pgqueue.peek('peek_shared', 10001) $$, '22023', null, 'peek refuses to count over 10,000');
-select throws_ok($$ select pgqueue.peek('peek_shared', null) $$, '22023', null, 'peek refuses to count to null');
+select throws_ok($$ select pgqueue.peek('peek_shared', 0) $$, '22023', null, 'peek refuses a max_records of 0');
+select throws_ok($$ select pgqueue.peek('peek_shared', 10001) $$, '22023', null, 'peek refuses a max_records over 10,000');
+select throws_ok($$ select pgqueue.peek('peek_shared', null) $$, '22023', null, 'peek refuses a max_records of null');
 select throws_ok($$ select pgqueue.peek('peek_nowhere') $$, 'PQ001', null, 'peek refuses an unknown queue');
 select throws_ok($$ select pgqueue.peek(null) $$, 'PQ001', null, 'peek refuses a null queue');
 

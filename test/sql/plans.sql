@@ -1,5 +1,5 @@
 begin;
--- Files take turns: this one attaches tables and stops the clock.
+-- The locks make test files wait for each other: this file attaches tables and stops the clock.
 lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
 as $$ select current_setting('test.now')::timestamptz $$;
@@ -9,8 +9,9 @@ as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + 
 
 select plan(62);
 
--- Buffers of one call: about twice what was measured where it is most, on PostgreSQL 15. A walk over the queue costs 1,000, and some
--- walks more with a sweep, which for its part may look after the archive.
+-- Upper bounds for the buffers of one call: about twice the highest figure measured, on PostgreSQL 15. A walk over
+-- the whole queue takes 1,000 or more. Calls that run a sweep have higher bounds, because a sweep may also maintain
+-- the archive.
 create temporary table bounds (call text, most int) on commit drop;
 insert into bounds values
     ('claim 10', 220), ('extend_batch of 10', 130), ('exchange 10 for 10', 340), ('ack_batch of 10', 160),
@@ -27,14 +28,14 @@ begin
 end;
 $$;
 
--- A session calls everything while a queue is small, and so keeps the plans of a small one.
+-- A session makes all calls while a queue is small, and therefore keeps plans for a small queue.
 create function pg_temp.calls(queue text, out call text, out buffers int, out left_over int) returns setof record language plpgsql as $$
 declare
     ids text;
     token text;
     one_id bigint;
 begin
-    -- No sweep comes by but where it is called.
+    -- No sweep runs except in the calls that test one.
     perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now() + interval '14 s')) from pgqueue.queues q where q.name = queue;
     call := 'claim 10';
     buffers := pg_temp.buffers('pgqueue.claim(%L, 10, ''1 h'', %L)', queue, call);
@@ -93,7 +94,7 @@ begin
     buffers := pg_temp.buffers('pgqueue.claim(%L, 10, ''1 h'', %L)', queue, call);
     return next;
     select array_agg(m.id)::text, min(m.claim_token::text) into ids, token from pgqueue.messages m where m.queue_name = queue and m.claimed_by = call;
-    -- One from the other end, which comes first, and again, and a null.
+    -- Another id from the far end of the queue, given first and last, and a null.
     select m.id into one_id from pgqueue.messages m where m.queue_name = queue order by m.id desc limit 1;
     update pgqueue.messages m
     set claim_token = token::uuid, attempt_count = 1, claimed_attempt = 1, claimed_at = pgqueue._now(), visible_at = pgqueue._now() + interval '1 h'
@@ -128,17 +129,17 @@ begin
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[10000]), delay => '2 h');
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[30000]));
     for c in select * from pg_temp.calls(queue) left join bounds using (call) loop
-        return next cmp_ok(c.buffers, '<', c.most, queue || ': ' || c.call || ' reads a few pages of a deep queue that was small');
+        return next cmp_ok(c.buffers, '<', c.most, queue || ': ' || c.call || ' stays within its buffers with plans from when the queue was small');
         left_over := coalesce(c.left_over, left_over);
     end loop;
-    return next is(left_over, 0, queue || ': and finds them all, wherever they lie');
+    return next is(left_over, 0, queue || ': ack_batch finds every id, wherever the messages lie');
 end;
 $$;
 select pg_temp.keeps_short('short_shared', false, false);
 select pg_temp.keeps_short('short_dedicated', true, false);
 select pg_temp.keeps_short('short_archived', true, true);
 
--- What is asked of each row is part of the query: a call for each would cost more than all else.
+-- Functions used for each row are inlined into the query: a call for each row would cost more than the rest.
 set local track_functions = 'all';
 create function pg_temp.functions_called() returns table (name text, calls bigint) language sql
 as $$ select funcname || '(' || pg_get_function_identity_arguments(funcid) || ')', calls from pg_stat_xact_user_functions where schemaname = 'pgqueue' $$;
@@ -164,11 +165,11 @@ create temporary table called_before on commit drop as select * from pg_temp.fun
 select pg_temp.called_by_verbs('called_many', 100);
 select is_empty(
     'select a.name, a.calls from pg_temp.functions_called() a left join called_before b using (name) where a.calls > 2 * coalesce(b.calls, 0) + 10',
-    'no function is called for each message'
+    'no function is called once for each message'
 );
 
 
--- What removes many looks each up once. Compared with each other, these would take minutes.
+-- Functions that remove many messages look up each message once. Comparing all pairs would take minutes.
 set local work_mem = '64kB';
 set local statement_timeout = '10 s';
 select pgqueue.create_queue('many') is not null as made \gset
@@ -176,11 +177,11 @@ insert into pgqueue.messages (queue_name, payload) select 'many', to_jsonb(repea
 insert into pgqueue.scheduled_messages (queue_name, payload, due_at) select 'many', to_jsonb(repeat('x', 300)), '2030-02-01' from generate_series(1, 80000);
 insert into pgqueue.dead_messages (queue_name, id, payload, attempt_count, max_attempts, enqueued_at, reason)
 select 'many', nextval('pgqueue.message_id'), to_jsonb(repeat('x', 300)), 1, 1, '2029-01-01', 'rejected' from generate_series(1, 80000);
-select is(pgqueue.purge_queue('many'), 160000::bigint, 'a queue is purged of many messages');
-select is(pgqueue.redrive('many', 70000), 70000, 'many dead letters are redriven');
-select is(pgqueue.purge_dead_messages('many'), 10000::bigint, 'the others are purged');
+select is(pgqueue.purge_queue('many'), 160000::bigint, 'purge_queue deletes 160,000 messages within the statement timeout');
+select is(pgqueue.redrive('many', 70000), 70000, 'redrive sends back 70,000 dead letters within the statement timeout');
+select is(pgqueue.purge_dead_messages('many'), 10000::bigint, 'purge_dead_messages deletes 10,000 dead letters within the statement timeout');
 update pgqueue.scheduled_messages set expires_at = '2029-01-01' where queue_name = 'many';
-select is(pgqueue.purge_expired('many', 1000000), 70000, 'what has expired is, too');
+select is(pgqueue.purge_expired('many', 1000000), 70000, 'purge_expired deletes 70,000 messages within the statement timeout');
 
 select * from finish();
 rollback;

@@ -1,5 +1,5 @@
 begin;
--- Files take turns: this one attaches a table and stops the clock.
+-- The lock makes test files wait for each other: this file attaches a table and stops the clock.
 lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
 as $$ select current_setting('test.now')::timestamptz $$;
@@ -9,12 +9,12 @@ as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + 
 
 select plan(28);
 
-select is(pgqueue._from_micros(pgqueue._to_micros(m)), m, format('%s survives in a register', m))
+select is(pgqueue._from_micros(pgqueue._to_micros(m)), m, format('the register conversion and its inverse keep %s', m))
 from unnest(array['1970-01-01 00:00:00+00', '2026-11-21 01:02:03.456789+00', '2105-12-31 23:59:59.999999+00']::timestamptz[]) m;
 select is(pgqueue._to_micros('1970-01-01 00:00:01.000001+00'), 1000001::bigint, 'a register counts microseconds since 1970');
-select is(pgqueue._to_micros(null), null, 'no moment is no number');
-select is(pgqueue._from_micros(null), null, 'no number is no moment');
-select ok(pgqueue._to_micros('10000-01-01 00:00:00+00') < 9223372036854775807, 'a register has room for any delay');
+select is(pgqueue._to_micros(null), null, '_to_micros of null returns null');
+select is(pgqueue._from_micros(null), null, '_from_micros of null returns null');
+select ok(pgqueue._to_micros('10000-01-01 00:00:00+00') < 9223372036854775807, 'a register can hold a time thousands of years ahead');
 
 create function pg_temp.has_registers(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -26,19 +26,19 @@ begin
     select t.* into q from pgqueue.queues t where t.name = queue;
     registers := array[q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until];
     return next is((select count(distinct c.oid) from pg_class c where c.oid = any (registers) and c.relkind = 'S' and c.relnamespace = 'pgqueue'::regnamespace), 5::bigint,
-        queue || ': a queue has five registers of its own, each a sequence');
-    return next is((select count(*) from unnest(registers) r where pg_sequence_last_value(r) is null), 0::bigint, queue || ': a register holds a value from the start');
+        queue || ': every queue has five registers, and each is a sequence');
+    return next is((select count(*) from unnest(registers) r where pg_sequence_last_value(r) is null), 0::bigint, queue || ': every register of a new queue has a value');
 
-    -- A register is a hint: whatever it says, every message is found.
+    -- Registers are hints: every message is found whatever they hold.
     id := pgqueue.enqueue(queue, '1');
     perform setval(q.fresh_from_id, id + 1000000);
     perform setval(q.sweep_resume_id, id + 1000000);
-    return next is((select c.id from pgqueue.claim(queue) c), id, queue || ': a message is found though the registers point far behind it');
+    return next is((select c.id from pgqueue.claim(queue) c), id, queue || ': claim finds a message although the registers point far behind it');
     perform pg_temp.pass('1 min');
     perform setval(q.fresh_from_id, 1);
     perform setval(q.sweep_resume_id, 1);
-    return next is((select c.id from pgqueue.claim(queue) c), id, queue || ': a message is found once though the registers were set back');
-    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': and is not handed out twice');
+    return next is((select c.id from pgqueue.claim(queue) c), id, queue || ': claim finds a message although the registers were set back');
+    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': claim does not return a claimed message although the registers were set back');
     perform pgqueue.purge_queue(queue);
 
     id := pgqueue.enqueue(queue, '2', delay => '10 s');
@@ -47,20 +47,20 @@ begin
     perform pgqueue.claim(queue);
     perform pg_temp.pass('1 min');
     perform pgqueue.claim(queue);
-    return next is((select array_agg(b.id) from pgqueue.messages b where b.queue_name = queue and b.attempt_count > 0), array[id], queue || ': a scheduled message is found though the register says that none is due');
+    return next is((select array_agg(b.id) from pgqueue.messages b where b.queue_name = queue and b.attempt_count > 0), array[id], queue || ': claim finds a due message although the register first_due_at says that none is due');
     perform pgqueue.purge_queue(queue);
 
-    -- As where sequences do not come along with the tables: none holds anything.
+    -- The state after only the tables were copied: the sequences hold no value.
     id := pgqueue.enqueue(queue, '3');
     perform pgqueue.enqueue(queue, '4', delay => '1 s');
     perform pg_temp.pass('1 s');
     execute (select string_agg(format('alter sequence %s restart', r), ';') from unnest(registers) r);
-    return next is(pgqueue.peek(queue), 2, queue || ': a queue whose registers are empty can be looked into');
-    return next is((select count(*) from pgqueue.claim(queue, 10)), 2::bigint, queue || ': and claimed from');
+    return next is(pgqueue.peek(queue), 2, queue || ': peek works while the registers of the queue are empty');
+    return next is((select count(*) from pgqueue.claim(queue, 10)), 2::bigint, queue || ': claim works while the registers of the queue are empty');
     perform pgqueue.enqueue(queue, '5');
-    return next is((select count(*) from unnest(registers) r where pg_sequence_last_value(r) is null), 0::bigint, queue || ': by which they are filled again');
+    return next is((select count(*) from unnest(registers) r where pg_sequence_last_value(r) is null), 0::bigint, queue || ': claim and enqueue fill empty registers again');
     perform pgqueue.drop_queue(queue);
-    return next is((select count(*) from pg_class c where c.oid = any (registers)), 0::bigint, queue || ': registers go with their queue');
+    return next is((select count(*) from pg_class c where c.oid = any (registers)), 0::bigint, queue || ': drop_queue drops the registers of the queue');
 end;
 $$;
 select pg_temp.has_registers('registers_shared', false);
@@ -68,7 +68,7 @@ select pg_temp.has_registers('registers_dedicated', true);
 select is(
     (select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'S' and c.relname ~ '^queue_[0-9]+_'
         and not exists (select from pgqueue.queues q where c.oid in (q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until))),
-    0::bigint, 'no register is left without a queue');
+    0::bigint, 'every register belongs to a queue');
 
 select * from finish();
 rollback;

@@ -1,5 +1,5 @@
 begin;
--- Files take turns: this one attaches a table and stops the clock.
+-- The lock makes test files wait for each other: this file attaches a table and stops the clock.
 lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
 as $$ select current_setting('test.now')::timestamptz $$;
@@ -17,100 +17,100 @@ declare
 begin
     perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 5, dedicated => has_table);
     return next is(pgqueue.stats(queue)::text, (queue, 0::bigint, 0::bigint, 0::bigint, 0::bigint, null::double precision, false, '{}'::text[])::text,
-        queue || ': an empty queue has no messages and no age, and nothing is estimated');
+        queue || ': stats of an empty queue returns no messages, no age and no estimates');
     perform pgqueue.enqueue(queue, '1');
     perform pg_temp.pass('2 s');
     perform pgqueue.enqueue_batch(queue, array['2', '3', '4', '5', '6']::jsonb[], delays => array[null, null, null, '1 min', '1 h']::interval[]);
     perform pg_temp.pass('45.2 s');
     s := pgqueue.stats(queue);
-    return next is((s.ready_messages, s.inflight_messages, s.scheduled_messages, s.dead_messages)::text, '(4,0,2,0)', queue || ': what is ready and what is scheduled are told apart');
-    return next is(s.oldest_age_seconds, 47.2::double precision, queue || ': the age is that of the oldest ready message, in seconds');
-    return next is(s.estimates, '{}'::text[], queue || ': on a small queue nothing is estimated');
+    return next is((s.ready_messages, s.inflight_messages, s.scheduled_messages, s.dead_messages)::text, '(4,0,2,0)', queue || ': stats counts ready and scheduled messages separately');
+    return next is(s.oldest_age_seconds, 47.2::double precision, queue || ': oldest_age_seconds is the age of the oldest ready message');
+    return next is(s.estimates, '{}'::text[], queue || ': stats of a small queue estimates nothing');
     select * into m from pgqueue.claim(queue);
     s := pgqueue.stats(queue);
-    return next is((s.ready_messages, s.inflight_messages)::text, '(3,1)', queue || ': a claimed message is in flight, not ready');
-    return next is(s.oldest_age_seconds, 45.2::double precision, queue || ': and does not count for the age');
+    return next is((s.ready_messages, s.inflight_messages)::text, '(3,1)', queue || ': stats counts a claimed message as in flight and not as ready');
+    return next is(s.oldest_age_seconds, 45.2::double precision, queue || ': oldest_age_seconds ignores messages in flight');
     perform pg_temp.pass('30 s');
     s := pgqueue.stats(queue);
-    return next is((s.ready_messages, s.inflight_messages, s.scheduled_messages)::text, '(5,0,1)', queue || ': a claim that ran out is ready, and so is what came due');
-    return next is(s.oldest_age_seconds, 77.2::double precision, queue || ': a message that comes back is as old as it was');
+    return next is((s.ready_messages, s.inflight_messages, s.scheduled_messages)::text, '(5,0,1)', queue || ': stats counts messages with expired claims and due messages as ready');
+    return next is(s.oldest_age_seconds, 77.2::double precision, queue || ': oldest_age_seconds counts a message with an expired claim from enqueued_at');
     select * into m from pgqueue.claim(queue);
     perform pgqueue.reject(queue, m.id, m.claim_token);
-    return next is((pgqueue.stats(queue)).dead_messages, 1::bigint, queue || ': dead letters are counted');
+    return next is((pgqueue.stats(queue)).dead_messages, 1::bigint, queue || ': stats counts dead letters');
     select * into m from pgqueue.claim(queue);
     perform pgqueue.nack(queue, m.id, m.claim_token, '10 min');
-    return next is((pgqueue.stats(queue)).scheduled_messages, 2::bigint, queue || ': what was given back with a delay is scheduled');
+    return next is((pgqueue.stats(queue)).scheduled_messages, 2::bigint, queue || ': stats counts a message given back with a delay as scheduled');
     perform pgqueue.purge_queue(queue);
     perform pgqueue.enqueue(queue, '7', expires_in => '1 s');
     perform pg_temp.pass('1 s');
     s := pgqueue.stats(queue);
-    return next is((s.ready_messages, s.oldest_age_seconds)::text, '(0,)', queue || ': an expired message is not counted as ready: no claim returns it');
+    return next is((s.ready_messages, s.oldest_age_seconds)::text, '(0,)', queue || ': stats does not count an expired message as ready');
     perform pgqueue.purge_queue(queue);
     perform pgqueue.pause_queue(queue);
-    return next is((pgqueue.stats(queue)).paused, true, queue || ': a paused queue says so');
+    return next is((pgqueue.stats(queue)).paused, true, queue || ': stats shows that a queue is paused');
     perform pgqueue.resume_queue(queue);
 
-    -- Other queues have taken ids before: the queue's own lie close together, far from the first.
+    -- Another queue has taken ids before, so the ids of this queue are consecutive but start far from the first.
     perform nextval('pgqueue.message_id') from generate_series(1, 50000);
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[300]));
     perform pgqueue.claim(queue, 120);
     s := pgqueue.stats(queue);
-    return next is((s.ready_messages, s.inflight_messages, s.estimates)::text, '(180,120,{})', queue || ': up to 300 messages are counted');
+    return next is((s.ready_messages, s.inflight_messages, s.estimates)::text, '(180,120,{})', queue || ': stats counts up to 300 messages exactly');
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[9700]));
     perform pgqueue.claim(queue, 1880);
     s := pgqueue.stats(queue);
-    return next ok(s.ready_messages between 7200 and 8800, queue || ': of 8,000 ready messages the estimate is within a tenth');
-    return next ok(s.inflight_messages between 1800 and 2200, queue || ': of 2,000 messages in flight, too');
+    return next ok(s.ready_messages between 7200 and 8800, queue || ': the estimate of 8,000 ready messages is within a tenth');
+    return next ok(s.inflight_messages between 1800 and 2200, queue || ': the estimate of 2,000 messages in flight is within a tenth');
     perform pgqueue.claim(queue, 7999);
     s := pgqueue.stats(queue);
-    return next is(s.ready_messages, 1::bigint, queue || ': one ready message behind ten thousand in flight is counted');
-    return next ok(s.estimates @> array['ready_messages', 'inflight_messages', 'oldest_age_seconds'], queue || ': and the estimates are named');
-    return next ok(not s.estimates @> array['dead_messages'], queue || ': what was counted is not');
+    return next is(s.ready_messages, 1::bigint, queue || ': stats counts one ready message behind ten thousand in flight exactly');
+    return next ok(s.estimates @> array['ready_messages', 'inflight_messages', 'oldest_age_seconds'], queue || ': the column estimates names the estimated columns');
+    return next ok(not s.estimates @> array['dead_messages'], queue || ': the column estimates does not name dead_messages, which was counted');
     perform pgqueue.purge_queue(queue);
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[3000]), delay => '1 h');
     s := pgqueue.stats(queue);
-    return next ok(s.scheduled_messages between 2700 and 3300 and s.estimates @> array['scheduled_messages'], queue || ': many scheduled messages are estimated');
+    return next ok(s.scheduled_messages between 2700 and 3300 and s.estimates @> array['scheduled_messages'], queue || ': stats estimates 3,000 scheduled messages within a tenth');
     perform pgqueue.purge_queue(queue);
 
-    -- What came back lies where sweeps have learnt that nothing else does.
+    -- A requeued message lies in a range that sweeps have recorded as vacant.
     far := pgqueue.enqueue(queue, '1', expires_in => '1 h');
     perform pgqueue.nack(queue, c.id, c.claim_token, '1 s') from pgqueue.claim(queue) c;
     perform pg_temp.pass('2 s');
     perform pgqueue.claim(queue);
     update pgqueue.sweep_state w set vacant_ids = int8multirange(int8range(null, far + 1)) where w.queue_name = queue;
     s := pgqueue.stats(queue);
-    return next is((s.ready_messages, s.inflight_messages, s.estimates)::text, '(0,1,{})', queue || ': a message that came back and was claimed is counted');
+    return next is((s.ready_messages, s.inflight_messages, s.estimates)::text, '(0,1,{})', queue || ': stats counts a requeued message that is claimed');
     perform pg_temp.pass('31 s');
     s := pgqueue.stats(queue);
-    return next is((s.ready_messages, s.inflight_messages, s.oldest_age_seconds)::text, '(1,0,33)', queue || ': and so it is when its claim has run out');
+    return next is((s.ready_messages, s.inflight_messages, s.oldest_age_seconds)::text, '(1,0,33)', queue || ': stats counts a requeued message whose claim has expired as ready');
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[400]));
     s := pgqueue.stats(queue);
-    return next ok(s.ready_messages between 361 and 441 and s.oldest_age_seconds = 33, queue || ': also where many others are');
+    return next ok(s.ready_messages between 361 and 441 and s.oldest_age_seconds = 33, queue || ': stats counts a requeued message among 400 others and uses its age');
     perform pg_temp.pass('1 h');
     s := pgqueue.stats(queue);
-    return next ok(s.ready_messages between 360 and 440 and s.oldest_age_seconds = 3600, queue || ': but for what has expired');
+    return next ok(s.ready_messages between 360 and 440 and s.oldest_age_seconds = 3600, queue || ': stats does not count a requeued message that has expired');
     perform pgqueue.purge_queue(queue);
-    -- A thousand of them, among which some are looked at.
+    -- A thousand requeued messages, of which stats samples some.
     insert into pgqueue.messages (id, queue_name, payload, visible_at, attempt_count)
     select far - n, queue, '1', pgqueue._now() + interval '1 min', 1 from generate_series(1, 1000) n;
     insert into pgqueue.requeued_messages (queue_name, check_at, id) select queue, pgqueue._now(), far - n from generate_series(1, 1000) n, generate_series(1, 2);
     s := pgqueue.stats(queue);
-    return next ok(s.inflight_messages between 900 and 1100 and s.estimates @> array['inflight_messages'], queue || ': of many that came back the figure is estimated');
+    return next ok(s.inflight_messages between 900 and 1100 and s.estimates @> array['inflight_messages'], queue || ': the estimate of 1,000 requeued messages is within a tenth');
     perform pgqueue.purge_queue(queue);
 end;
 $$;
 select pg_temp.measures('stats_shared', false);
 select pg_temp.measures('stats_dedicated', true);
 
-select is((select array_agg(s.queue_name) from pgqueue.stats() s where s.queue_name like 'stats\_%'), array['stats_dedicated', 'stats_shared'], 'without a name stats shows every queue, by name');
-select is((select array_agg(s.queue_name) from pgqueue.stats() s), (select array_agg(l.name) from pgqueue.list_queues() l), 'as many as list_queues lists');
-select is((select array_agg(s::text) from pgqueue.stats(null) s where s.queue_name = 'stats_shared'), (select array_agg(s::text) from pgqueue.stats('stats_shared') s), 'null means the same, with the same figures');
+select is((select array_agg(s.queue_name) from pgqueue.stats() s where s.queue_name like 'stats\_%'), array['stats_dedicated', 'stats_shared'], 'stats without a name returns every queue in order of name');
+select is((select array_agg(s.queue_name) from pgqueue.stats() s), (select array_agg(l.name) from pgqueue.list_queues() l), 'stats without a name returns the queues that list_queues returns');
+select is((select array_agg(s::text) from pgqueue.stats(null) s where s.queue_name = 'stats_shared'), (select array_agg(s::text) from pgqueue.stats('stats_shared') s), 'stats of null returns the same figures as stats of the queue');
 select throws_ok($$ select pgqueue.stats('stats_nowhere') $$, 'PQ001', null, 'stats refuses an unknown queue');
-select throws_ok($$ select pgqueue.stats('') $$, 'PQ001', null, 'stats refuses an empty name');
+select throws_ok($$ select pgqueue.stats('') $$, 'PQ001', null, 'stats refuses an empty queue name');
 select is(
     (select array_agg(format('%s %s', a.attname, format_type(a.atttypid, a.atttypmod)) order by a.attnum) from pg_attribute a where a.attrelid = 'pgqueue.queue_stats'::regclass),
     array['queue_name text', 'ready_messages bigint', 'inflight_messages bigint', 'scheduled_messages bigint', 'dead_messages bigint', 'oldest_age_seconds double precision', 'paused boolean', 'estimates text[]'],
-    'the figures have the names of the contract');
+    'the type pgqueue.queue_stats has exactly the documented attributes');
 
 select * from finish();
 rollback;

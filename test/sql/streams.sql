@@ -1,5 +1,5 @@
 begin;
--- Files take turns: this one attaches a table and stops the clock.
+-- The lock makes test files wait for each other: this file attaches a table and stops the clock.
 lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
 as $$ select current_setting('test.now')::timestamptz $$;
@@ -9,7 +9,7 @@ as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + 
 
 select plan(225);
 
--- What a call raises: code, message, hint.
+-- Returns the SQLSTATE and the message of the error that a statement raises.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
 declare
     message text;
@@ -45,61 +45,61 @@ declare
 begin
     perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 3, dedicated => has_table);
 
-    -- One batch after the other.
+    -- One batch after another.
     s := pgqueue.stream_open(queue, 's', 'alice');
     return next is(row(s.queue_name, s.stream_name, s.opened_by, s.acked_seq, s.acked_token, s.claim_token, s.messages)::text, row(queue, 's', 'alice', 0, null::uuid, null::uuid, null::int)::text,
         queue || ': a new stream has acknowledged nothing and has no open batch');
-    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 0, null)), 0::bigint, queue || ': where no message is ready, there is no batch');
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 0, null)), 0::bigint, queue || ': stream_claim returns no batch if no message is ready');
     ids := pg_temp.sent(queue, 10);
     select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 0, null, max_messages => 7, partitions => 3, visibility_timeout => '60 s');
-    return next is(row(b.seq, b.messages, b.partitions, b.replays, b.claimed_until - b.claimed_at, b.lost)::text, row(1, 7, 3, 0, interval '60 s', '{}'::bigint[])::text, queue || ': a claim reserves up to max_messages as batch 1');
+    return next is(row(b.seq, b.messages, b.partitions, b.replays, b.claimed_until - b.claimed_at, b.lost)::text, row(1, 7, 3, 0, interval '60 s', '{}'::bigint[])::text, queue || ': stream_claim reserves up to max_messages as batch 1');
     return next is((select row(l.claim_token, l.messages, l.partitions, l.replays, l.claimed_until)::text from pgqueue.list_streams(queue) l), row(b.claim_token, 7, 3, 0, b.claimed_until)::text, queue || ': list_streams shows the open batch');
-    return next is((select array_agg(m.id) from pgqueue.browse(queue, 'inflight') m where m.claimed_by = 'stream s'), ids[1:7], queue || ': its messages are in flight, and say whose they are');
+    return next is((select array_agg(m.id) from pgqueue.browse(queue, 'inflight') m where m.claimed_by = 'stream s'), ids[1:7], queue || ': messages of a batch are in flight and have the stream as claimed_by');
     c := pgqueue.stream_begin(queue, 's', s.epoch, b.seq, b.claim_token);
-    return next is(row(c.seq, c.messages, c.partitions, c.replays, c.lost)::text, row(1, 7, 3, 0, '{}'::bigint[])::text, queue || ': begun, it is as it was claimed');
-    return next is(pg_temp.read(b, s.epoch), ids[1:7], queue || ': it is read as a whole, by id');
-    return next is(pg_temp.read(b, s.epoch, 0) || pg_temp.read(b, s.epoch, 1) || pg_temp.read(b, s.epoch, 2), ids[1:7], queue || ': or in partitions, each message in one');
-    return next is(array(select cardinality(pg_temp.read(b, s.epoch, p)) from generate_series(0, 2) p), array[2, 2, 3], queue || ': of about the same size');
-    return next is((select array_agg(m.payload) from pgqueue.stream_read(queue, 's', s.epoch, 1, b.claim_token, 2) m), array['5', '6', '7']::jsonb[], queue || ': with what was sent');
-    return next alike(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 1, %L, 3)', queue, 's', s.epoch, b.claim_token)), '22023 invalid partition: ''3''', queue || ': a partition too many is refused');
-    return next is((select array_agg(r.payload) from pgqueue.receive(queue, 2) r), array['8', '9']::jsonb[], queue || ': the other messages are everybody''s');
+    return next is(row(c.seq, c.messages, c.partitions, c.replays, c.lost)::text, row(1, 7, 3, 0, '{}'::bigint[])::text, queue || ': stream_begin returns the batch as it was claimed');
+    return next is(pg_temp.read(b, s.epoch), ids[1:7], queue || ': stream_read without a partition returns all messages of the batch in order of id');
+    return next is(pg_temp.read(b, s.epoch, 0) || pg_temp.read(b, s.epoch, 1) || pg_temp.read(b, s.epoch, 2), ids[1:7], queue || ': stream_read returns every message of the batch in exactly one partition');
+    return next is(array(select cardinality(pg_temp.read(b, s.epoch, p)) from generate_series(0, 2) p), array[2, 2, 3], queue || ': partitions of a batch have about the same size');
+    return next is((select array_agg(m.payload) from pgqueue.stream_read(queue, 's', s.epoch, 1, b.claim_token, 2) m), array['5', '6', '7']::jsonb[], queue || ': stream_read returns messages with the payload that was sent');
+    return next alike(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 1, %L, 3)', queue, 's', s.epoch, b.claim_token)), '22023 invalid partition: ''3''', queue || ': stream_read refuses a partition number that is too high');
+    return next is((select array_agg(r.payload) from pgqueue.receive(queue, 2) r), array['8', '9']::jsonb[], queue || ': receive returns the messages that the stream did not reserve');
     c := null;
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 1, b.claim_token);
-    return next is(row(c.seq, c.messages)::text, row(2, 1)::text, queue || ': the next claim returns the next batch');
-    return next isnt(c.claim_token, b.claim_token, queue || ': under another token');
-    return next is((select count(*) from pgqueue.messages m where m.queue_name = queue and m.id = any (ids[1:7])), 0::bigint, queue || ': and acknowledges the one before');
-    return next is((select row(l.acked_seq, l.acked_token)::text from pgqueue.list_streams(queue) l), row(1, b.claim_token)::text, queue || ': which the stream keeps in mind');
-    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 2, c.claim_token)), 0::bigint, queue || ': a claim acknowledges also where nothing is ready');
-    return next is((select row(l.acked_seq, l.claim_token)::text from pgqueue.list_streams(queue) l), row(2, null::uuid)::text, queue || ': an idle stream has no open batch');
-    return next is((select count(*) from pgqueue.messages m where m.queue_name = queue), 0::bigint, queue || ': and leaves nothing behind');
-    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 2, c.claim_token)), 0::bigint, queue || ': and again');
+    return next is(row(c.seq, c.messages)::text, row(2, 1)::text, queue || ': the next stream_claim returns the next batch');
+    return next isnt(c.claim_token, b.claim_token, queue || ': the next batch has another token');
+    return next is((select count(*) from pgqueue.messages m where m.queue_name = queue and m.id = any (ids[1:7])), 0::bigint, queue || ': the next stream_claim acknowledges the previous batch');
+    return next is((select row(l.acked_seq, l.acked_token)::text from pgqueue.list_streams(queue) l), row(1, b.claim_token)::text, queue || ': list_streams shows number and token of the last acknowledged batch');
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 2, c.claim_token)), 0::bigint, queue || ': stream_claim acknowledges the open batch although no message is ready');
+    return next is((select row(l.acked_seq, l.claim_token)::text from pgqueue.list_streams(queue) l), row(2, null::uuid)::text, queue || ': a stream without messages has no open batch after stream_claim');
+    return next is((select count(*) from pgqueue.messages m where m.queue_name = queue), 0::bigint, queue || ': no message is left in the queue after the last batch was acknowledged');
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 2, c.claim_token)), 0::bigint, queue || ': stream_claim with the same checkpoint can be repeated');
 
-    -- Each point at which a reader may die.
+    -- A reader dies, at each possible point.
     b := c;
     ids := pg_temp.sent(queue, 4);
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 2, b.claim_token, 4);
     t := pgqueue.stream_open(queue, 's', 'bob');
-    return next ok(t.epoch > s.epoch, queue || ': who opens a stream again has a higher epoch');
-    return next is(row(t.acked_seq, t.claim_token, t.messages)::text, row(2, c.claim_token, 4)::text, queue || ': and is told of the open batch');
+    return next ok(t.epoch > s.epoch, queue || ': stream_open of an existing stream returns a higher epoch');
+    return next is(row(t.acked_seq, t.claim_token, t.messages)::text, row(2, c.claim_token, 4)::text, queue || ': stream_open returns the open batch');
     perform pg_temp.pass('20 s');
     more := pg_temp.sent(queue, 2);
     select * into b from pgqueue.stream_claim(queue, 's', t.epoch, 2, t.acked_token, 100);
-    return next is(row(b.seq, b.claim_token, b.messages, b.claimed_until)::text, row(3, c.claim_token, 4, pgqueue._now() + interval '30 s')::text, queue || ': died behind the claim: the same batch is adopted, and kept for its time again');
-    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', t.epoch, 3, b.claim_token) m), array[1, 1, 1, 1], queue || ': its messages are at their first attempt');
+    return next is(row(b.seq, b.claim_token, b.messages, b.claimed_until)::text, row(3, c.claim_token, 4, pgqueue._now() + interval '30 s')::text, queue || ': if the reader died after stream_claim, the next reader gets the same batch with a new visibility timeout');
+    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', t.epoch, 3, b.claim_token) m), array[1, 1, 1, 1], queue || ': messages of an adopted batch are in their first attempt');
     perform pgqueue.stream_begin(queue, 's', t.epoch, 3, b.claim_token);
-    return next is((pgqueue.stream_begin(queue, 's', t.epoch, 3, b.claim_token)).replays, 0, queue || ': planned twice by one reader is no replay');
+    return next is((pgqueue.stream_begin(queue, 's', t.epoch, 3, b.claim_token)).replays, 0, queue || ': a second stream_begin of the same reader does not count as a replay');
     s := pgqueue.stream_open(queue, 's');
-    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 3, b.claim_token)).replays, 1, queue || ': died while reading: it is begun again, as its first replay');
-    return next is(pg_temp.read(b, s.epoch), ids, queue || ': with the same messages');
-    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', s.epoch, 3, b.claim_token) m), array[1, 1, 1, 1], queue || ': still at their first attempt');
-    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 3, b.claim_token), 4, queue || ': stream_ack removes its messages');
-    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 3, b.claim_token), 0, queue || ': once');
-    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 2, t.acked_token), 0, queue || ': an acknowledgement that comes late does no harm');
-    return next is((select count(*) from pgqueue.stream_extend(queue, 's', s.epoch)), 0::bigint, queue || ': where no batch is open there is nothing to extend');
+    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 3, b.claim_token)).replays, 1, queue || ': if the reader died while reading, stream_begin of the next reader counts the first replay');
+    return next is(pg_temp.read(b, s.epoch), ids, queue || ': a replayed batch has the same messages');
+    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', s.epoch, 3, b.claim_token) m), array[1, 1, 1, 1], queue || ': messages of a replayed batch are still in their first attempt');
+    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 3, b.claim_token), 4, queue || ': stream_ack deletes the messages of the batch');
+    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 3, b.claim_token), 0, queue || ': a second stream_ack returns 0');
+    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 2, t.acked_token), 0, queue || ': stream_ack of an earlier batch returns 0');
+    return next is((select count(*) from pgqueue.stream_extend(queue, 's', s.epoch)), 0::bigint, queue || ': stream_extend returns no row if no batch is open');
     s := pgqueue.stream_open(queue, 's');
-    return next is(row(s.acked_seq, s.acked_token)::text, row(3, b.claim_token)::text, queue || ': died behind the acknowledgement: who opens it is told');
+    return next is(row(s.acked_seq, s.acked_token)::text, row(3, b.claim_token)::text, queue || ': if the reader died after stream_ack, stream_open returns the acknowledged batch');
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 3, b.claim_token);
-    return next is(pg_temp.read(c, s.epoch), more, queue || ': and goes on with what came since');
+    return next is(pg_temp.read(c, s.epoch), more, queue || ': the next reader gets the messages sent since the last batch');
 
     -- Two readers.
     t := pgqueue.stream_open(queue, 's', 'carol');
@@ -111,11 +111,11 @@ begin
                 format('stream_read(%L, %L, %s, 4, %L)', queue, 's', s.epoch, c.claim_token), format('stream_extend(%L, %L, %s)', queue, 's', s.epoch),
                 format('stream_ack(%L, %L, %s, 4, %L)', queue, 's', s.epoch, c.claim_token), format('stream_skip(%L, %L, 4, epoch => %s)', queue, 's', s.epoch)
             ]) v
-        ), array_fill('PQ006'::text, array[6]), queue || ': each call of the older reader is fenced');
-    return next is(pg_temp.raised(format('select pgqueue.stream_extend(%L, %L, %s)', queue, 's', s.epoch)), format('PQ006 stream ''s'' of queue %L is fenced: epoch %s was superseded by %s', queue, s.epoch, t.epoch), queue || ': and told by whom');
-    return next is(pg_temp.read(c, t.epoch), more, queue || ': the newer one has the batch');
+        ), array_fill('PQ006'::text, array[6]), queue || ': every call with a superseded epoch raises PQ006');
+    return next is(pg_temp.raised(format('select pgqueue.stream_extend(%L, %L, %s)', queue, 's', s.epoch)), format('PQ006 stream ''s'' of queue %L is fenced: epoch %s was superseded by %s', queue, s.epoch, t.epoch), queue || ': the error for a superseded epoch names both epochs');
+    return next is(pg_temp.read(c, t.epoch), more, queue || ': the reader with the current epoch reads the open batch');
 
-    -- A checkpoint that is not the stream's.
+    -- A checkpoint that does not belong to the stream.
     return next is(
         array(
             select left(pg_temp.raised(format('select pgqueue.stream_%s', v)), 5)
@@ -127,48 +127,48 @@ begin
                 format('read(%L, %L, %s, 3, %L)', queue, 's', t.epoch, b.claim_token), format('read(%L, %L, %s, 4, %L)', queue, 's', t.epoch, b.claim_token), format('read(%L, %L, %s, 5, %L)', queue, 's', t.epoch, c.claim_token),
                 format('ack(%L, %L, %s, 3, %L)', queue, 's', t.epoch, c.claim_token), format('ack(%L, %L, %s, 4, %L)', queue, 's', t.epoch, b.claim_token), format('ack(%L, %L, %s, 5, %L)', queue, 's', t.epoch, c.claim_token)
             ]) v
-        ), array_fill('PQ007'::text, array[16]), queue || ': a number or a token that is not the stream''s is out of step');
-    return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 2, %L)', queue, 's', t.epoch, b.claim_token)), format('PQ007 stream ''s'' of queue %L is out of step: batch 2 is older than the last acknowledged batch', queue), queue || ': a checkpoint that was rolled back fails, and is told why');
-    return next is(pg_temp.read(c, t.epoch), more, queue || ': and nothing was changed');
+        ), array_fill('PQ007'::text, array[16]), queue || ': a wrong batch number or token raises PQ007');
+    return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 2, %L)', queue, 's', t.epoch, b.claim_token)), format('PQ007 stream ''s'' of queue %L is out of step: batch 2 is older than the last acknowledged batch', queue), queue || ': the error for a checkpoint that was rolled back names the batch');
+    return next is(pg_temp.read(c, t.epoch), more, queue || ': a refused call does not change the open batch');
     b := pgqueue.stream_begin(queue, 's', t.epoch, 2, b.claim_token, fail_on_data_loss => false);
-    return next is(row(b.seq, b.messages, b.partitions)::text, row(2, 0, 0)::text, queue || ': who would go on all the same is given an empty batch');
+    return next is(row(b.seq, b.messages, b.partitions)::text, row(2, 0, 0)::text, queue || ': stream_begin with fail_on_data_loss false returns an empty batch for an old checkpoint');
     select * into c from pgqueue.stream_claim(queue, 's', t.epoch, 2, b.claim_token, fail_on_data_loss => false);
-    return next is(row(c.seq, c.messages)::text, row(3, 2)::text, queue || ': and the stream follows his checkpoint, with the messages that were open given back and claimed anew');
-    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', t.epoch, 3, c.claim_token) m), array[1, 1], queue || ': which is no attempt of its own');
+    return next is(row(c.seq, c.messages)::text, row(3, 2)::text, queue || ': stream_claim with fail_on_data_loss false follows the checkpoint and claims the messages of the open batch again');
+    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', t.epoch, 3, c.claim_token) m), array[1, 1], queue || ': claiming the messages of the open batch again does not count as an attempt');
     perform pgqueue.stream_ack(queue, 's', t.epoch, 3, c.claim_token);
 
-    -- The heartbeat.
+    -- stream_extend.
     ids := pg_temp.sent(queue, 3);
     select * into b from pgqueue.stream_claim(queue, 's', t.epoch, 3, c.claim_token);
     perform pg_temp.pass('20 s');
     select * into c from pgqueue.stream_extend(queue, 's', t.epoch);
-    return next is(row(c.seq, c.messages, c.claimed_until, c.lost)::text, row(4, 3, pgqueue._now() + interval '30 s', '{}'::bigint[])::text, queue || ': a heartbeat keeps the batch as long again as it was claimed for');
+    return next is(row(c.seq, c.messages, c.claimed_until, c.lost)::text, row(4, 3, pgqueue._now() + interval '30 s', '{}'::bigint[])::text, queue || ': stream_extend renews the visibility timeout with which the batch was claimed');
     perform pg_temp.pass('20 s');
-    return next is(pg_temp.claimed_by_others(queue), '{}'::bigint[], queue || ': so that nobody else is given it');
+    return next is(pg_temp.claimed_by_others(queue), '{}'::bigint[], queue || ': claim does not return messages of an extended batch');
     select * into c from pgqueue.stream_extend(queue, 's', t.epoch, '5 min');
-    return next is(c.claimed_until, pgqueue._now() + interval '5 min', queue || ': or for as long as it says');
+    return next is(c.claimed_until, pgqueue._now() + interval '5 min', queue || ': stream_extend uses the visibility timeout that it was given');
 
-    -- The reservation runs out.
+    -- The visibility timeout of a batch ends.
     perform pg_temp.pass('5 min 1 s');
-    return next is(pg_temp.read(b, t.epoch), ids, queue || ': a reservation that ran out and that nobody took is still the stream''s');
-    return next is((pgqueue.stream_begin(queue, 's', t.epoch, 4, b.claim_token)).claimed_until, pgqueue._now() + interval '30 s', queue || ': and is renewed when it is begun');
-    return next is(pg_temp.claimed_by_others(queue), '{}'::bigint[], queue || ': so that nobody else is given it then');
+    return next is(pg_temp.read(b, t.epoch), ids, queue || ': stream_read returns an expired batch whose messages were not claimed since');
+    return next is((pgqueue.stream_begin(queue, 's', t.epoch, 4, b.claim_token)).claimed_until, pgqueue._now() + interval '30 s', queue || ': stream_begin renews the visibility timeout of an expired batch');
+    return next is(pg_temp.claimed_by_others(queue), '{}'::bigint[], queue || ': claim does not return messages of a renewed batch');
     perform pg_temp.pass('31 s');
-    return next is((select array_agg(m.id) from pgqueue.claim(queue, 2, '1 h') m), ids[1:2], queue || ': others take what ran out');
+    return next is((select array_agg(m.id) from pgqueue.claim(queue, 2, '1 h') m), ids[1:2], queue || ': claim returns messages of a batch whose visibility timeout has ended');
     return next is(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 4, %L)', queue, 's', t.epoch, b.claim_token)),
-        format('PQ008 stream ''s'' of queue %L has lost 2 of 3 messages of batch 4: %s, %s', queue, ids[1], ids[2]), queue || ': whoever reads it is told what was lost');
-    return next is((select e.lost from pgqueue.stream_extend(queue, 's', t.epoch) e), ids[1:2], queue || ': and so is the heartbeat');
+        format('PQ008 stream ''s'' of queue %L has lost 2 of 3 messages of batch 4: %s, %s', queue, ids[1], ids[2]), queue || ': stream_read raises PQ008 and names the lost messages');
+    return next is((select e.lost from pgqueue.stream_extend(queue, 's', t.epoch) e), ids[1:2], queue || ': stream_extend returns the lost messages');
     s := pgqueue.stream_open(queue, 's');
-    return next is(left(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 4, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ008', queue || ': a replay fails');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 4, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ008', queue || ': stream_begin of a batch with lost messages raises PQ008');
     c := pgqueue.stream_begin(queue, 's', s.epoch, 4, b.claim_token, fail_on_data_loss => false);
-    return next is(row(c.messages, c.lost, c.replays)::text, row(1, ids[1:2], 1)::text, queue || ': or goes on with what is left, and says what is not');
-    return next is(pg_temp.read(b, s.epoch), ids[3:3], queue || ': which is what is read then');
-    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 4, b.claim_token)).lost, '{}'::bigint[], queue || ': from then on');
-    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 4, b.claim_token), 1, queue || ': an acknowledgement takes nothing from others');
-    return next is((select array_agg(m.id) from pgqueue.browse(queue, 'inflight') m), ids[1:2], queue || ': who keep what they claimed');
+    return next is(row(c.messages, c.lost, c.replays)::text, row(1, ids[1:2], 1)::text, queue || ': stream_begin with fail_on_data_loss false returns the remaining batch and the lost messages');
+    return next is(pg_temp.read(b, s.epoch), ids[3:3], queue || ': stream_read then returns the remaining messages');
+    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 4, b.claim_token)).lost, '{}'::bigint[], queue || ': a later stream_begin does not return the lost messages again');
+    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 4, b.claim_token), 1, queue || ': stream_ack acknowledges only the remaining messages');
+    return next is((select array_agg(m.id) from pgqueue.browse(queue, 'inflight') m), ids[1:2], queue || ': lost messages stay in flight with the consumer that claimed them');
     perform pgqueue.purge_queue(queue);
 
-    -- An orphan of which something was lost.
+    -- A batch without an owner, of which messages were lost.
     ids := pg_temp.sent(queue, 2);
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 4, b.claim_token, visibility_timeout => '10 s');
     perform pg_temp.pass('11 s');
@@ -176,16 +176,16 @@ begin
     s := pgqueue.stream_open(queue, 's');
     select * into t from pgqueue.list_streams(queue);
     select d.seq, d.claim_token, d.messages, d.lost into c.seq, c.claim_token, c.messages, c.lost from pgqueue.stream_claim(queue, 's', s.epoch, 4, b.claim_token) d;
-    return next is(row(c.seq, c.claim_token, c.messages, c.lost)::text, row(5, t.claim_token, 1, ids[1:1])::text, queue || ': a batch that nobody has noted is adopted without what others took meanwhile');
+    return next is(row(c.seq, c.claim_token, c.messages, c.lost)::text, row(5, t.claim_token, 1, ids[1:1])::text, queue || ': stream_claim adopts an open batch without the messages that others have claimed');
     perform pg_temp.pass('11 s');
     perform pgqueue.claim(queue, 1, '1 h');
     more := pg_temp.sent(queue, 1);
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 4, b.claim_token);
-    return next ok(c.seq = 5 and c.claim_token <> t.claim_token and pg_temp.read(c, s.epoch) = more, queue || ': where nothing is left of it, a new one takes its number');
+    return next ok(c.seq = 5 and c.claim_token <> t.claim_token and pg_temp.read(c, s.epoch) = more, queue || ': stream_claim returns a new batch of the same number if no message of the open batch is left');
     perform pgqueue.stream_ack(queue, 's', s.epoch, 5, c.claim_token);
     perform pgqueue.purge_queue(queue);
 
-    -- Poison.
+    -- A batch that fails repeatedly.
     ids := pg_temp.sent(queue, 25);
     select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 5, c.claim_token);
     perform pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => 2);
@@ -195,67 +195,67 @@ begin
     end loop;
     s := pgqueue.stream_open(queue, 's');
     return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 6, %L, max_replays => 2)', queue, 's', s.epoch, b.claim_token)),
-        format('PQ009 stream ''s'' of queue %L gives up batch 6 after 2 replays: messages %s and 5 more', queue, array_to_string(ids[1:20], ', ')), queue || ': a batch is given up after max_replays, with its messages named');
+        format('PQ009 stream ''s'' of queue %L gives up batch 6 after 2 replays: messages %s and 5 more', queue, array_to_string(ids[1:20], ', ')), queue || ': stream_begin raises PQ009 after max_replays and names the messages');
     s := pgqueue.stream_open(queue, 's');
-    return next is(left(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 6, %L, max_replays => 2)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ009', queue || ': and again, whoever comes');
-    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => null)).replays, 3, queue || ': unless more are allowed');
-    return next is(pgqueue.stream_skip(queue, 's', 6, ids[2:3] || ids[3] || ids[1] - 1000000, 'poison'), 2, queue || ': skipped are those messages that are the cause');
-    return next is((select array_agg((d.id, d.reason, d.last_error)::text) from pgqueue.browse_dead_messages(queue) d), array[(ids[2], 'rejected', 'poison')::text, (ids[3], 'rejected', 'poison')::text], queue || ': they are dead letters, and it is said why');
-    return next is(left(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 6, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ006', queue || ': who was reading is fenced');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 6, %L, max_replays => 2)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ009', queue || ': stream_begin raises PQ009 again for the next reader');
+    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => null)).replays, 3, queue || ': stream_begin with max_replays null returns the batch again');
+    return next is(pgqueue.stream_skip(queue, 's', 6, ids[2:3] || ids[3] || ids[1] - 1000000, 'poison'), 2, queue || ': stream_skip returns the number of skipped messages and ignores repeated and foreign ids');
+    return next is((select array_agg((d.id, d.reason, d.last_error)::text) from pgqueue.browse_dead_messages(queue) d), array[(ids[2], 'rejected', 'poison')::text, (ids[3], 'rejected', 'poison')::text], queue || ': skipped messages are dead letters with reason rejected and the given error');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 6, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ006', queue || ': stream_skip without an epoch ends the epoch of the current reader');
     s := pgqueue.stream_open(queue, 's');
     c := pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => 2);
-    return next is(row(c.messages, c.replays, c.lost)::text, row(23, 1, '{}'::bigint[])::text, queue || ': the rest has another chance');
-    return next is(pg_temp.read(b, s.epoch), ids[1:1] || ids[4:25], queue || ': and is what is read');
-    return next is(pgqueue.stream_skip(queue, 's', 6, ids[4:4], epoch => s.epoch), 1, queue || ': a reader may skip in the middle of its work');
-    return next is(pg_temp.read(b, s.epoch), ids[1:1] || ids[5:25], queue || ': and reads on');
-    return next is((select d.last_error from pgqueue.browse_dead_messages(queue) d where d.id = ids[4]), 'skipped with batch 6 of stream s after 1 replays', queue || ': what is not said why is said by whom');
-    return next is(pgqueue.stream_skip(queue, 's', 6), 22, queue || ': the whole batch is skipped');
-    return next is(pgqueue.stream_skip(queue, 's', 6), 0, queue || ': once');
+    return next is(row(c.messages, c.replays, c.lost)::text, row(23, 1, '{}'::bigint[])::text, queue || ': the rest of the batch starts over after stream_skip');
+    return next is(pg_temp.read(b, s.epoch), ids[1:1] || ids[4:25], queue || ': stream_read returns the rest of the batch after stream_skip');
+    return next is(pgqueue.stream_skip(queue, 's', 6, ids[4:4], epoch => s.epoch), 1, queue || ': stream_skip with the epoch of the reader skips a message');
+    return next is(pg_temp.read(b, s.epoch), ids[1:1] || ids[5:25], queue || ': the reader with that epoch goes on reading the rest of the batch');
+    return next is((select d.last_error from pgqueue.browse_dead_messages(queue) d where d.id = ids[4]), 'skipped with batch 6 of stream s after 1 replays', queue || ': the default error of a skipped message names batch, stream and replays');
+    return next is(pgqueue.stream_skip(queue, 's', 6), 22, queue || ': stream_skip without ids skips the whole batch');
+    return next is(pgqueue.stream_skip(queue, 's', 6), 0, queue || ': stream_skip of an empty batch returns 0');
     s := pgqueue.stream_open(queue, 's');
     c := pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => 0);
-    return next is(row(c.seq, c.messages, c.partitions, pg_temp.read(b, s.epoch))::text, row(6, 0, 1, '{}'::bigint[])::text, queue || ': it is read as an empty one then, and does not count as poison');
+    return next is(row(c.seq, c.messages, c.partitions, pg_temp.read(b, s.epoch))::text, row(6, 0, 1, '{}'::bigint[])::text, queue || ': stream_begin returns a batch whose messages were all skipped as an empty batch, whatever max_replays is');
     more := pg_temp.sent(queue, 1);
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 6, b.claim_token);
-    return next is(row(c.seq, pg_temp.read(c, s.epoch))::text, row(7, more)::text, queue || ': behind it the stream goes on');
-    return next is(pgqueue.redrive(queue), 25, queue || ': the dead letters can be redriven');
+    return next is(row(c.seq, pg_temp.read(c, s.epoch))::text, row(7, more)::text, queue || ': stream_claim returns the next batch behind the skipped one');
+    return next is(pgqueue.redrive(queue), 25, queue || ': redrive sends all skipped messages back');
     perform pgqueue.stream_ack(queue, 's', s.epoch, 7, c.claim_token);
     perform pgqueue.purge_queue(queue);
 
-    -- A run that takes only what is there.
+    -- A run that takes only the messages that exist when it starts.
     b := c;
     perform pg_temp.sent(queue, 3);
     s := pgqueue.stream_open(queue, 's');
     more := pg_temp.sent(queue, 3);
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 7, b.claim_token, max_messages => 4, up_to_id => s.last_id);
-    return next is(c.messages, 3, queue || ': up_to_id leaves what is sent later');
-    return next is((select pg_sequence_last_value(q.fresh_from_id) from pgqueue.queues q where q.name = queue), more[1], queue || ': and leaves claims to go on from there');
-    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 8, c.claim_token, up_to_id => s.last_id)), 0::bigint, queue || ': so that a run ends, whoever sends');
-    return next is(pg_temp.claimed_by_others(queue), more, queue || ': and others find it, at once');
+    return next is(c.messages, 3, queue || ': stream_claim with up_to_id leaves messages sent later');
+    return next is((select pg_sequence_last_value(q.fresh_from_id) from pgqueue.queues q where q.name = queue), more[1], queue || ': stream_claim with up_to_id sets fresh_from_id to the first message that it left');
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 8, c.claim_token, up_to_id => s.last_id)), 0::bigint, queue || ': stream_claim returns no batch if only messages above up_to_id are left');
+    return next is(pg_temp.claimed_by_others(queue), more, queue || ': claim returns the messages above up_to_id at once');
     perform pgqueue.purge_queue(queue);
-    -- What came back lies before what was sent.
+    -- A requeued message has a lower id than new messages.
     ids := pg_temp.sent(queue, 6);
     s := pgqueue.stream_open(queue, 's');
     perform pgqueue.claim(queue, 3, '1 s');
     perform pg_temp.pass('2 s');
     select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 8, c.claim_token, max_messages => 2, up_to_id => ids[5]);
-    return next is(b.messages, 2, queue || ': a run takes what came back');
+    return next is(b.messages, 2, queue || ': stream_claim with up_to_id returns messages whose claims have expired');
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 9, b.claim_token, max_messages => 10, up_to_id => ids[5]);
-    return next is(c.messages, 3, queue || ': and all else up to there, wherever it lies');
+    return next is(c.messages, 3, queue || ': the next stream_claim with up_to_id returns all remaining messages up to that id');
     perform pgqueue.stream_ack(queue, 's', s.epoch, 10, c.claim_token);
     perform pgqueue.purge_queue(queue);
-    -- What came due lies behind it, and is met first.
+    -- A due message has a higher id than up_to_id and is found first.
     ids := pg_temp.sent(queue, 2);
     s := pgqueue.stream_open(queue, 's');
     perform pgqueue.enqueue_batch(queue, '{1,2}', delay => '1 s');
     perform pg_temp.pass('2 s');
     b := c;
     select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 10, b.claim_token, max_messages => 2, up_to_id => s.last_id);
-    return next is(pg_temp.read(c, s.epoch), ids, queue || ': also where others come before it');
-    return next is(cardinality(pg_temp.claimed_by_others(queue)), 2, queue || ': which stay for others');
+    return next is(pg_temp.read(c, s.epoch), ids, queue || ': stream_claim with up_to_id returns older messages behind due messages with a higher id');
+    return next is(cardinality(pg_temp.claimed_by_others(queue)), 2, queue || ': due messages above up_to_id stay in the queue');
     perform pgqueue.stream_ack(queue, 's', s.epoch, 11, c.claim_token);
     perform pgqueue.purge_queue(queue);
 
-    -- So may what came back long ago, where sweeps have learnt since that nothing else lives there.
+    -- A requeued message lies in a range that sweeps have recorded as vacant since.
     ids := pg_temp.sent(queue, 1);
     perform pgqueue.nack(queue, m.id, m.claim_token, '1 s') from pgqueue.claim(queue) m;
     perform pg_temp.pass('2 s');
@@ -265,11 +265,11 @@ begin
     more := pg_temp.sent(queue, 2);
     perform pg_temp.learnt(queue, more[1]);
     select * into b from pgqueue.stream_claim(queue, 'run', t.epoch, 0, null, max_messages => 2, up_to_id => t.last_id);
-    return next is(pg_temp.read(b, t.epoch), ids, queue || ': a run takes that, too');
+    return next is(pg_temp.read(b, t.epoch), ids, queue || ': stream_claim with up_to_id returns a requeued message from a vacant range');
     perform pgqueue.drop_stream(queue, 'run');
     perform pgqueue.purge_queue(queue);
 
-    -- However much of what was sent later came back before it.
+    -- More than a thousand requeued messages above up_to_id come before the one below it.
     ids := pg_temp.sent(queue, 1);
     t := pgqueue.stream_open(queue, 'run');
     more := pg_temp.sent(queue, 1001);
@@ -282,59 +282,59 @@ begin
     perform pg_temp.pass('1 s');
     perform pg_temp.learnt(queue, more[1001]);
     select * into b from pgqueue.stream_claim(queue, 'run', t.epoch, 0, null, max_messages => 2, up_to_id => t.last_id);
-    return next is(pg_temp.read(b, t.epoch), ids, queue || ': nor is it kept from it by what was sent later and came back, too');
+    return next is(pg_temp.read(b, t.epoch), ids, queue || ': stream_claim with up_to_id finds a requeued message behind 1,000 requeued messages above that id');
     perform pgqueue.drop_stream(queue, 'run');
     perform pgqueue.purge_queue(queue);
 
-    -- Others of the queue's verbs.
+    -- Other verbs of the queue.
     ids := pg_temp.sent(queue, 3);
     perform pgqueue.pause_queue(queue);
-    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 11, c.claim_token)), 0::bigint, queue || ': a paused queue hands out no batch');
-    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 11, c.claim_token, up_to_id => 1)), 0::bigint, queue || ': to no run either');
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 11, c.claim_token)), 0::bigint, queue || ': stream_claim returns no batch while the queue is paused');
+    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 11, c.claim_token, up_to_id => 1)), 0::bigint, queue || ': stream_claim with up_to_id returns no batch while the queue is paused');
     perform pgqueue.resume_queue(queue);
     select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 11, c.claim_token);
     perform pgqueue.pause_queue(queue);
-    return next is((select d.claim_token from pgqueue.stream_claim(queue, 's', s.epoch, 11, c.claim_token) d), b.claim_token, queue || ': the open batch is adopted also while the queue is paused');
+    return next is((select d.claim_token from pgqueue.stream_claim(queue, 's', s.epoch, 11, c.claim_token) d), b.claim_token, queue || ': stream_claim adopts the open batch while the queue is paused');
     perform pgqueue.resume_queue(queue);
-    return next is((select array_agg(f.finding) from pgqueue.doctor() f where f.queue_name = queue and f.finding ~ 'stream'), null, queue || ': nothing hurts a stream whose reservation lasts');
+    return next is((select array_agg(f.finding) from pgqueue.doctor() f where f.queue_name = queue and f.finding ~ 'stream'), null, queue || ': doctor does not report a stream whose batch has not expired');
     perform pg_temp.pass('91 s');
-    return next is((select array_agg(f.severity || ' ' || f.finding) from pgqueue.doctor() f where f.queue_name = queue and f.finding ~ 'stream'), array['warning lapsed_stream'], queue || ': doctor finds the stream whose reservation ran out');
-    return next is(pgqueue.purge_queue(queue), 3::bigint, queue || ': a purge takes the reserved messages, too');
-    return next is(left(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 12, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ008', queue || ': which the stream misses');
-    return next is((select array_agg((f.severity, f.finding)::text) from pgqueue.doctor() f where f.queue_name = queue and f.finding ~ 'stream'), array['(warning,lapsed_stream)'], queue || ': doctor finds it still');
+    return next is((select array_agg(f.severity || ' ' || f.finding) from pgqueue.doctor() f where f.queue_name = queue and f.finding ~ 'stream'), array['warning lapsed_stream'], queue || ': doctor reports a stream whose batch has expired');
+    return next is(pgqueue.purge_queue(queue), 3::bigint, queue || ': purge_queue deletes messages of the open batch');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 12, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ008', queue || ': stream_read of a purged batch raises PQ008');
+    return next is((select array_agg((f.severity, f.finding)::text) from pgqueue.doctor() f where f.queue_name = queue and f.finding ~ 'stream'), array['(warning,lapsed_stream)'], queue || ': doctor still reports a stream whose batch was purged');
     execute substring((select f.repair from pgqueue.doctor() f where f.queue_name = queue and f.finding ~ 'stream') from 'select .*$');
-    return next is((select count(*) from pgqueue.list_streams(queue)), 0::bigint, queue || ': until its repair has dropped it');
+    return next is((select count(*) from pgqueue.list_streams(queue)), 0::bigint, queue || ': the repair of lapsed_stream drops the stream');
 
     ids := pg_temp.sent(queue, 3);
     t := pgqueue.stream_open(queue, 's');
-    return next ok(t.epoch > s.epoch, queue || ': a stream that is made again has no epoch again');
-    return next is(left(pg_temp.raised(format('select pgqueue.stream_claim(%L, %L, %s, 10, %L)', queue, 's', t.epoch, c.claim_token)), 5), 'PQ007', queue || ': and no checkpoint of its former life');
+    return next ok(t.epoch > s.epoch, queue || ': a stream that is opened again after a drop has a higher epoch');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_claim(%L, %L, %s, 10, %L)', queue, 's', t.epoch, c.claim_token)), 5), 'PQ007', queue || ': stream_claim of the new stream refuses a checkpoint of the dropped stream');
     select * into b from pgqueue.stream_claim(queue, 's', t.epoch, 0, null, max_messages => 2);
-    return next is(left(pg_temp.raised(format('select pgqueue.stream_claim(%L, %L, %s, 1, %L)', queue, 's', t.epoch, gen_random_uuid())), 5), 'PQ007', queue || ': nor is a batch of the same number taken for done');
-    return next is(pgqueue.drop_stream(queue, 's'), 2, queue || ': dropping a stream gives back what it reserved');
-    return next is((select array_agg((m.id, m.attempt_count)::text) from pgqueue.claim(queue, 10) m), array[(ids[1], 1)::text, (ids[2], 1)::text, (ids[3], 1)::text], queue || ': at once, and as if it had never been claimed');
-    return next is(left(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 1, %L)', queue, 's', t.epoch, b.claim_token)), 5), 'PQ005', queue || ': who still reads it is told');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_claim(%L, %L, %s, 1, %L)', queue, 's', t.epoch, gen_random_uuid())), 5), 'PQ007', queue || ': stream_claim refuses the number of the open batch with another token');
+    return next is(pgqueue.drop_stream(queue, 's'), 2, queue || ': drop_stream returns the number of messages in the open batch');
+    return next is((select array_agg((m.id, m.attempt_count)::text) from pgqueue.claim(queue, 10) m), array[(ids[1], 1)::text, (ids[2], 1)::text, (ids[3], 1)::text], queue || ': claim returns messages of a dropped stream at once and in their first attempt');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 1, %L)', queue, 's', t.epoch, b.claim_token)), 5), 'PQ005', queue || ': stream_read of a dropped stream raises PQ005');
 
-    -- Two streams of a queue.
+    -- Two streams of one queue.
     perform pgqueue.purge_queue(queue);
     ids := pg_temp.sent(queue, 4);
     s := pgqueue.stream_open(queue, 's');
     t := pgqueue.stream_open(queue, 't');
     select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 0, null, 2);
     select * into c from pgqueue.stream_claim(queue, 't', t.epoch, 0, null, 3);
-    return next is(pg_temp.read(b, s.epoch) || pg_temp.read(c, t.epoch), ids, queue || ': two streams of a queue share its messages');
-    return next is((select array_agg(l.stream_name || l.messages) from pgqueue.list_streams(queue) l), array['s2', 't2'], queue || ': and are listed by name');
+    return next is(pg_temp.read(b, s.epoch) || pg_temp.read(c, t.epoch), ids, queue || ': two streams of a queue reserve different messages');
+    return next is((select array_agg(l.stream_name || l.messages) from pgqueue.list_streams(queue) l), array['s2', 't2'], queue || ': list_streams returns the streams of a queue in order of name');
     perform pgqueue.drop_queue(queue);
-    return next is((select count(*) from pgqueue.streams r where r.queue_name = queue), 0::bigint, queue || ': with the queue its streams are dropped');
+    return next is((select count(*) from pgqueue.streams r where r.queue_name = queue), 0::bigint, queue || ': drop_queue drops the streams of the queue');
     perform pgqueue.create_queue(queue, dedicated => has_table);
-    return next is(left(pg_temp.raised(format('select pgqueue.stream_claim(%L, %L, %s, 0, null)', queue, 's', s.epoch)), 5), 'PQ005', queue || ': and are not those of a queue of the same name');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_claim(%L, %L, %s, 0, null)', queue, 's', s.epoch)), 5), 'PQ005', queue || ': a new queue of the same name does not have the old streams');
 end;
 $$;
 select pg_temp.streams('streams_shared', false);
 select pg_temp.streams('streams_dedicated', true);
 
--- Attempts, dead letters and sizes.
-select lives_ok($$ select pgqueue.create_queue('streams', visibility_timeout => '10 s', max_attempts => 1, dlq_enabled => false) $$, 'a queue without dead letters is made');
+-- Attempts, dead letters and large batches.
+select lives_ok($$ select pgqueue.create_queue('streams', visibility_timeout => '10 s', max_attempts => 1, dlq_enabled => false) $$, 'a queue without dead letters is created');
 create function pg_temp.attempts() returns setof text language plpgsql as $$
 declare
     ids bigint[] := pg_temp.sent('streams', 2);
@@ -343,40 +343,40 @@ declare
 begin
     select * into b from pgqueue.stream_claim('streams', 's', s.epoch, 0, null);
     perform pgqueue.claim('streams');
-    return next is(pg_temp.read(b, s.epoch), ids, 'a batch at its last attempt is not buried while it is reserved');
+    return next is(pg_temp.read(b, s.epoch), ids, 'claim does not bury messages of a batch in their last attempt before the batch expires');
     s := pgqueue.stream_open('streams', 's');
     perform pgqueue.stream_begin('streams', 's', s.epoch, 1, b.claim_token);
     s := pgqueue.stream_open('streams', 's');
     perform pgqueue.stream_begin('streams', 's', s.epoch, 1, b.claim_token);
-    return next is(pg_temp.read(b, s.epoch), ids, 'nor by being replayed');
-    return next is(pgqueue.stream_skip('streams', 's', 1, ids[1:1]), 1, 'where the queue has no dead letters, what is skipped is deleted');
-    return next is((select array_agg(m.id) from pgqueue.messages m where m.queue_name = 'streams'), ids[2:2], 'and the rest is not');
+    return next is(pg_temp.read(b, s.epoch), ids, 'replays do not bury messages of a batch in their last attempt');
+    return next is(pgqueue.stream_skip('streams', 's', 1, ids[1:1]), 1, 'stream_skip returns the number of skipped messages if the queue has no dead letters');
+    return next is((select array_agg(m.id) from pgqueue.messages m where m.queue_name = 'streams'), ids[2:2], 'stream_skip deletes skipped messages if the queue has no dead letters');
     perform pg_temp.pass('11 s');
     perform pgqueue.claim('streams');
     s := pgqueue.stream_open('streams', 's');
-    return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 1, %L)', 'streams', 's', s.epoch, b.claim_token)), format('PQ008 stream ''s'' of queue ''streams'' has lost 1 of 2 messages of batch 1: %s', ids[2]), 'once its reservation ran out it may be buried, and is missed');
-    return next is(pgqueue.stream_skip('streams', 's', 1), 0, 'what is lost is skipped, too');
+    return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 1, %L)', 'streams', 's', s.epoch, b.claim_token)), format('PQ008 stream ''s'' of queue ''streams'' has lost 1 of 2 messages of batch 1: %s', ids[2]), 'messages of an expired batch in their last attempt are buried by claim and reported as lost');
+    return next is(pgqueue.stream_skip('streams', 's', 1), 0, 'stream_skip without ids skips a batch whose messages are lost');
     s := pgqueue.stream_open('streams', 's');
-    return next is((pgqueue.stream_begin('streams', 's', s.epoch, 1, b.claim_token)).messages, 0, 'so that the stream goes on');
+    return next is((pgqueue.stream_begin('streams', 's', s.epoch, 1, b.claim_token)).messages, 0, 'stream_begin returns a skipped batch without messages as an empty batch');
     perform pgqueue.stream_ack('streams', 's', s.epoch, 1, b.claim_token);
     perform pg_temp.sent('streams', 11000);
     select d.* into b from pgqueue.stream_claim('streams', 's', s.epoch, 1, b.claim_token, max_messages => 10500, partitions => 7) d;
     return next is((select row(b.messages, count(*), count(distinct m.id), min(m.n), max(m.n))::text
         from (select m.id, count(*) over (partition by p) as n from generate_series(0, 6) p cross join lateral pgqueue.stream_read('streams', 's', s.epoch, 2, b.claim_token, p) m) m),
-        row(10500, 10500, 10500, 1500, 1500)::text, 'a large batch is claimed in portions and read in partitions, each message once');
-    return next is((select d.messages from pgqueue.stream_claim('streams', 's', s.epoch, 2, b.claim_token, max_messages => 100000) d), 500, 'and the rest is the next');
+        row(10500, 10500, 10500, 1500, 1500)::text, 'a batch of 10,500 messages is read in 7 equal partitions, each message once');
+    return next is((select d.messages from pgqueue.stream_claim('streams', 's', s.epoch, 2, b.claim_token, max_messages => 100000) d), 500, 'the next batch contains the remaining 500 messages');
 
-    -- The last number there is.
-    return next is(left(pg_temp.raised(format('select pgqueue.stream_claim(%L, %L, %s, 9223372036854775806, null, fail_on_data_loss => false)', 'streams', 's', s.epoch)), 23), '22023 invalid after_seq', 'a checkpoint behind which no batch is followed by another is refused');
+    -- The highest batch number.
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_claim(%L, %L, %s, 9223372036854775806, null, fail_on_data_loss => false)', 'streams', 's', s.epoch)), 23), '22023 invalid after_seq', 'stream_claim refuses a checkpoint that would leave no number for the batch after the next');
     select d.* into b from pgqueue.stream_claim('streams', 's', s.epoch, 9223372036854775805, null, fail_on_data_loss => false) d;
-    return next is(pgqueue.stream_ack('streams', 's', s.epoch, b.seq, b.claim_token), 500, 'the batch of the highest number is acknowledged');
+    return next is(pgqueue.stream_ack('streams', 's', s.epoch, b.seq, b.claim_token), 500, 'stream_ack acknowledges the batch with the highest number');
     perform pg_temp.sent('streams', 1);
-    return next is((select d.seq from pgqueue.stream_claim('streams', 's', s.epoch, 0, null, fail_on_data_loss => false) d), 1::bigint, 'and the stream can follow another checkpoint');
+    return next is((select d.seq from pgqueue.stream_claim('streams', 's', s.epoch, 0, null, fail_on_data_loss => false) d), 1::bigint, 'stream_claim with fail_on_data_loss false returns to batch 1 from the highest number');
 end;
 $$;
 select pg_temp.attempts();
-select throws_ok($$ select pgqueue.list_streams('streams_nowhere') $$, 'PQ001', null, 'streams of an unknown queue are not listed');
-select is((select array_agg(l.queue_name || ' ' || l.stream_name) from pgqueue.list_streams() l where l.queue_name = 'streams'), array['streams s'], 'without a queue, those of all are');
+select throws_ok($$ select pgqueue.list_streams('streams_nowhere') $$, 'PQ001', null, 'list_streams refuses an unknown queue');
+select is((select array_agg(l.queue_name || ' ' || l.stream_name) from pgqueue.list_streams() l where l.queue_name = 'streams'), array['streams s'], 'list_streams without a queue returns the streams of all queues');
 
 select * from finish();
 rollback;

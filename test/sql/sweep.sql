@@ -1,5 +1,5 @@
 begin;
--- Files take turns: this one attaches a table and stops the clock.
+-- The lock makes test files wait for each other: this file attaches a table and stops the clock.
 lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
 as $$ select current_setting('test.now')::timestamptz $$;
@@ -20,42 +20,42 @@ declare
 begin
     perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 3, dedicated => has_table);
 
-    -- Poison: every consumer that claims it crashes.
+    -- A message whose consumers all crash.
     new_id := pgqueue.enqueue(queue, '{"n": 1}', headers => '{"h": 1}');
     for i in 1..3 loop
         select * into m from pgqueue.claim(queue, claimed_by => 'victim ' || i);
         attempts := attempts || m.attempt_count;
         perform pg_temp.pass('31 s');
     end loop;
-    return next is(attempts, array[1, 2, 3], queue || ': a message whose claims lapse is delivered as often as it has attempts');
-    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': and not once more');
+    return next is(attempts, array[1, 2, 3], queue || ': claim returns a message whose claims expire max_attempts times');
+    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': claim does not return the message again after max_attempts');
     died := pgqueue._now();
     select * into d from pgqueue.browse_dead_messages(queue);
     return next is((d.id, d.reason, d.attempt_count, d.max_attempts, d.claimed_by)::text, (new_id, 'attempts_exhausted'::text, 3, 3, 'victim 3'::text)::text,
-        queue || ': a claim that finds it buries it, with reason, attempts and the last claimer');
-    return next is((d.payload, d.headers, d.queue_name)::text, ('{"n": 1}'::jsonb, '{"h": 1}'::jsonb, queue)::text, queue || ': a dead letter keeps its content');
-    return next is(d.died_at, died, queue || ': and says when it died');
-    return next is((select count(*) from pgqueue.messages b where b.queue_name = queue), 0::bigint, queue || ': what is buried is not in the queue');
-    return next is(pgqueue.ack(queue, new_id, m.claim_token), false, queue || ': the last claimer of a buried message has lost it');
-    return next is(pgqueue.nack(queue, new_id, m.claim_token, '0'), false, queue || ': and cannot give it back');
+        queue || ': claim moves the message to the dead letters, with reason, attempt_count and the last claimed_by');
+    return next is((d.payload, d.headers, d.queue_name)::text, ('{"n": 1}'::jsonb, '{"h": 1}'::jsonb, queue)::text, queue || ': the dead letter keeps payload, headers and queue');
+    return next is(d.died_at, died, queue || ': died_at is the time of the claim that moved the message');
+    return next is((select count(*) from pgqueue.messages b where b.queue_name = queue), 0::bigint, queue || ': the dead message is not in the queue');
+    return next is(pgqueue.ack(queue, new_id, m.claim_token), false, queue || ': ack with the token of the last claim returns false after the message died');
+    return next is(pgqueue.nack(queue, new_id, m.claim_token, '0'), false, queue || ': nack with the token of the last claim returns false after the message died');
 
-    -- Back from the dead, it dies again.
-    return next is(pgqueue.redrive(queue), 1, queue || ': a dead letter is redriven');
+    -- After a redrive the message dies again.
+    return next is(pgqueue.redrive(queue), 1, queue || ': redrive returns 1 for the dead letter');
     select * into m from pgqueue.claim(queue);
-    return next is((m.id, m.attempt_count)::text, (new_id, 1)::text, queue || ': a redriven message is delivered under its id, with its attempts before it');
+    return next is((m.id, m.attempt_count)::text, (new_id, 1)::text, queue || ': claim returns a redriven message under its id, with an attempt_count of 1');
     perform pg_temp.pass('31 s');
     select * into m from pgqueue.claim(queue);
-    return next is((m.id, m.attempt_count)::text, (new_id, 2)::text, queue || ': a redriven message whose claim lapses is delivered again');
+    return next is((m.id, m.attempt_count)::text, (new_id, 2)::text, queue || ': claim returns a redriven message again when its claim has expired');
     perform pg_temp.pass('10 s');
     perform pgqueue.extend(queue, m.id, m.claim_token, '1 h');
     perform pg_temp.pass('59 min');
-    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': a redriven message whose claim was extended stays with its claimer');
+    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': claim does not return a redriven message whose claim was extended');
     perform pg_temp.pass('2 min');
     select * into m from pgqueue.claim(queue);
-    return next is((m.id, m.attempt_count)::text, (new_id, 3)::text, queue || ': and comes back when the extended claim lapses');
+    return next is((m.id, m.attempt_count)::text, (new_id, 3)::text, queue || ': claim returns a redriven message when its extended claim has expired');
     perform pg_temp.pass('31 s');
-    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': a redriven message has no more attempts than others');
-    return next is((select array_agg(b.id) from pgqueue.browse_dead_messages(queue) b), array[new_id], queue || ': a redriven message can die again');
+    return next is((select count(*) from pgqueue.claim(queue)), 0::bigint, queue || ': claim does not return a redriven message after max_attempts');
+    return next is((select array_agg(b.id) from pgqueue.browse_dead_messages(queue) b), array[new_id], queue || ': a redriven message can die again under its id');
     perform pgqueue.purge_dead_messages(queue);
 
     perform pgqueue.alter_queue(queue, dlq_enabled => false, max_attempts => 1);
@@ -64,44 +64,44 @@ begin
     perform pg_temp.pass('31 s');
     perform pgqueue.claim(queue);
     return next is((select (s.ready_messages, s.inflight_messages, s.dead_messages)::text from pgqueue.stats(queue) s), '(0,0,0)',
-        queue || ': without dead letters a message that spent its attempts is deleted');
+        queue || ': a message whose attempts are exhausted is deleted if the queue has no dead letters');
     perform pgqueue.alter_queue(queue, dlq_enabled => true, max_attempts => 3);
 
     -- Time to live.
     new_id := pgqueue.enqueue(queue, '3', expires_in => '10 s');
     perform pg_temp.pass('9.999 s');
-    return next is((select array_agg(b.id) from pgqueue.browse(queue) b), array[new_id], queue || ': a message is ready up to its expiry');
+    return next is((select array_agg(b.id) from pgqueue.browse(queue) b), array[new_id], queue || ': a message is ready until it expires');
     perform pg_temp.pass('0.001 s');
-    return next is((select count(*) from pgqueue.claim(queue, 10)), 0::bigint, queue || ': an expired message is not delivered');
-    return next is((select count(*) from pgqueue.messages b where b.queue_name = queue), 0::bigint, queue || ': the claim that meets an expired message drops it');
+    return next is((select count(*) from pgqueue.claim(queue, 10)), 0::bigint, queue || ': claim does not return an expired message');
+    return next is((select count(*) from pgqueue.messages b where b.queue_name = queue), 0::bigint, queue || ': the claim that finds an expired message deletes it');
 
     perform pgqueue.claim(queue);
-    return next is((select count(*) from pgqueue.messages b where b.queue_name = queue), 0::bigint, queue || ': two claims drop it in any case');
+    return next is((select count(*) from pgqueue.messages b where b.queue_name = queue), 0::bigint, queue || ': an expired message is deleted after two claims at the latest');
 
     new_id := pgqueue.enqueue(queue, '4', expires_in => '10 s');
     ids := array[pgqueue.enqueue(queue, '5')];
     perform pg_temp.pass('10 s');
-    return next is((select array_agg(c.id) from pgqueue.claim(queue, 1) c), ids, queue || ': a claim passes over an expired message to a live one');
+    return next is((select array_agg(c.id) from pgqueue.claim(queue, 1) c), ids, queue || ': claim skips an expired message and returns the next one');
     perform pgqueue.claim(queue, 10);
-    return next is((select array_agg(b.id) from pgqueue.messages b where b.queue_name = queue), ids, queue || ': and the expired one is dropped later');
+    return next is((select array_agg(b.id) from pgqueue.messages b where b.queue_name = queue), ids, queue || ': a later claim deletes the expired message');
     perform pgqueue.purge_queue(queue);
 
     perform pgqueue.enqueue(queue, '6', delay => '20 s', expires_in => '10 s');
     perform pg_temp.pass('20 s');
-    return next is((select count(*) from pgqueue.claim(queue, 10)), 0::bigint, queue || ': a message that expires while it is scheduled is not delivered');
+    return next is((select count(*) from pgqueue.claim(queue, 10)), 0::bigint, queue || ': claim does not return a message that expired while it was scheduled');
     perform pg_temp.pass('1 s');
     perform pgqueue.claim(queue, 10);
-    return next is((select (s.ready_messages, s.scheduled_messages, s.dead_messages)::text from pgqueue.stats(queue) s), '(0,0,0)', queue || ': it is dropped, too');
+    return next is((select (s.ready_messages, s.scheduled_messages, s.dead_messages)::text from pgqueue.stats(queue) s), '(0,0,0)', queue || ': a later claim deletes a message that expired while it was scheduled');
 
     new_id := pgqueue.enqueue(queue, '7', expires_in => '10 s');
     select * into m from pgqueue.claim(queue);
     perform pg_temp.pass('20 s');
     perform pgqueue.claim(queue, 10);
-    return next is(pgqueue.ack(queue, new_id, m.claim_token), true, queue || ': a message that expires in flight stays with its claimer');
+    return next is(pgqueue.ack(queue, new_id, m.claim_token), true, queue || ': ack succeeds for a message that expired while it was in flight');
     perform pgqueue.enqueue(queue, '8', expires_in => '10 s');
     select * into m from pgqueue.claim(queue);
     perform pg_temp.pass('31 s');
-    return next is((select count(*) from pgqueue.claim(queue, 10)), 0::bigint, queue || ': a message that expired in flight is not delivered again');
+    return next is((select count(*) from pgqueue.claim(queue, 10)), 0::bigint, queue || ': claim does not return a message again that expired while it was in flight');
 
     perform pgqueue.alter_queue(queue, dead_letter_expired => true);
     new_id := pgqueue.enqueue(queue, '9', expires_in => '10 s');
@@ -109,10 +109,10 @@ begin
     perform pgqueue.claim(queue, 10);
     perform pgqueue.claim(queue, 10);
     return next is((select (b.id, b.reason, b.attempt_count)::text from pgqueue.browse_dead_messages(queue) b), (new_id, 'expired'::text, 0)::text,
-        queue || ': with dead_letter_expired an expired message is a dead letter with reason expired');
+        queue || ': claim makes a dead letter with reason expired if dead_letter_expired is set');
     perform pgqueue.purge_dead_messages(queue);
 
-    -- Many claims, some lapsed, some acknowledged: exactly the lapsed ones come back, whatever the order.
+    -- Of many claimed messages some are acknowledged. Exactly the others must come back, in any order of claims.
     ids := array(select pgqueue.enqueue_batch(queue, array_agg(to_jsonb(n))) from generate_series(1, 3000) n);
     for m in select * from pgqueue.claim(queue, 3000) loop
         if m.id % 3 <> 0 then
@@ -121,32 +121,32 @@ begin
     end loop;
     perform pg_temp.pass('31 s');
     return next is((select array_agg(c.id) from pgqueue.claim(queue, 3000) c), (select array_agg(i order by i) from unnest(ids) i where i % 3 = 0),
-        queue || ': of many messages exactly the lapsed ones come back, by id');
+        queue || ': claim returns exactly the messages whose claims have expired, in order of id');
     perform pg_temp.pass('31 s');
     perform pgqueue.claim(queue, 10) from generate_series(1, 20);
-    return next is((select count(*) from pgqueue.claim(queue, 3000)), 800::bigint, queue || ': small claims and large ones together find each lapsed message once');
+    return next is((select count(*) from pgqueue.claim(queue, 3000)), 800::bigint, queue || ': small claims and a large one together return every message with an expired claim once');
     perform pg_temp.pass('31 s');
     perform pgqueue.claim(queue, 10);
     perform pgqueue.claim(queue, 10000);
-    return next is((select count(*) from pgqueue.browse_dead_messages(queue, 10000)), 1000::bigint, queue || ': and all of them die when their attempts are spent');
+    return next is((select count(*) from pgqueue.browse_dead_messages(queue, 10000)), 1000::bigint, queue || ': all messages die when their attempts are exhausted');
     perform pgqueue.purge_dead_messages(queue);
-    return next is((select (s.ready_messages, s.inflight_messages, s.scheduled_messages)::text from pgqueue.stats(queue) s), '(0,0,0)', queue || ': nothing is left then');
+    return next is((select (s.ready_messages, s.inflight_messages, s.scheduled_messages)::text from pgqueue.stats(queue) s), '(0,0,0)', queue || ': no message is left in the queue after all have died');
 
-    -- What sweeps have learnt may be lost.
+    -- The row in sweep_state may be lost.
     new_id := pgqueue.enqueue(queue, '4');
     perform pgqueue.claim(queue);
     delete from pgqueue.sweep_state s where s.queue_name = queue;
     perform pg_temp.pass('31 s');
-    return next is((select s.ready_messages from pgqueue.stats(queue) s), 1::bigint, queue || ': who looks sees all without the row in sweeps');
-    return next ok(pgqueue.next_due_at(queue) <= pgqueue._now(), queue || ': so does who asks when to come back');
-    return next is((select c.id from pgqueue.claim(queue) c), new_id, queue || ': without its row in sweeps a lapsed message is found all the same');
-    return next ok(exists (select from pgqueue.sweep_state s where s.queue_name = queue), queue || ': and the row is there again');
+    return next is((select s.ready_messages from pgqueue.stats(queue) s), 1::bigint, queue || ': stats counts a message with an expired claim if the row in sweep_state is missing');
+    return next ok(pgqueue.next_due_at(queue) <= pgqueue._now(), queue || ': next_due_at is not in the future if the row in sweep_state is missing');
+    return next is((select c.id from pgqueue.claim(queue) c), new_id, queue || ': claim returns a message with an expired claim if the row in sweep_state is missing');
+    return next ok(exists (select from pgqueue.sweep_state s where s.queue_name = queue), queue || ': claim inserts the missing row in sweep_state');
 end;
 $$;
 select pg_temp.sweeps('sweep_shared', false);
 select pg_temp.sweeps('sweep_dedicated', true);
 
--- Messages far apart: more stretches with something in them than a span may double, each of them a step.
+-- Messages far apart: there are more separate occupied ranges than a span can double, and each range takes a step.
 select pgqueue.create_queue('scattered', visibility_timeout => '1 h');
 create temporary table scattered as select id from pgqueue.enqueue_batch('scattered', array_fill('1'::jsonb, array[200])) as id;
 select count(*) from pgqueue.claim('scattered', 200);
@@ -163,17 +163,17 @@ create function pg_temp.knows(every bigint) returns void language sql as $$
 $$;
 select pg_temp.knows(2);
 select ok((select count(*) from pgqueue.sweep_state s, unnest(s.vacant_ids) where s.queue_name = 'scattered') between 60 and 64,
-    'what is known to be dead may lie in as many ranges as are kept');
-select is((select count(*) from pgqueue.claim('scattered')), 0::bigint, 'a sweep walks through all that lies between them');
+    'sweep_state can hold at least 60 vacant ranges');
+select is((select count(*) from pgqueue.claim('scattered')), 0::bigint, 'a sweep that passes 60 vacant ranges returns no claimed message');
 select pg_temp.pass('1 h 1 s');
 select pg_temp.knows(2);
-select is((select count(*) from pgqueue.claim('scattered', 200)), 100::bigint, 'and finds what comes back there');
+select is((select count(*) from pgqueue.claim('scattered', 200)), 100::bigint, 'claim returns messages with expired claims from between the vacant ranges');
 select pg_temp.knows(2);
 select lives_ok($$
     select pgqueue._record_vacant_ids(q, pgqueue._now(), (select max(s.id) + 1 from scattered s))
-    from pgqueue.queues q where q.name = 'scattered' $$, 'and so does one that learns');
+    from pgqueue.queues q where q.name = 'scattered' $$, '_record_vacant_ids succeeds with 60 vacant ranges');
 
--- To learn costs more than a round that is quick, so it is done now and then there.
+-- Recording vacant ids costs more than a fast pass of the sweep. After fast passes it therefore happens rarely.
 create function pg_temp.learns_after(span interval) returns boolean language plpgsql as $$
 begin
     perform pg_temp.pass(span);
@@ -184,13 +184,14 @@ begin
 end;
 $$;
 select pgqueue.create_queue('rare');
-select ok(pg_temp.learns_after('1 s'), 'the first sweep learns');
-select ok(not pg_temp.learns_after('29 s'), 'behind a round that was quick the next one does not, for a while');
-select ok(pg_temp.learns_after('2 s'), 'but for no longer than half a minute');
+select ok(pg_temp.learns_after('1 s'), 'the first sweep records vacant ids');
+select ok(not pg_temp.learns_after('29 s'), 'the next sweep after a fast pass does not record vacant ids for 29 seconds');
+select ok(pg_temp.learns_after('2 s'), 'a sweep after a fast pass records vacant ids after half a minute');
 select setval(sweep_resume_id, 2) from pgqueue.queues where name = 'rare';
-select ok(pg_temp.learns_after('1.1 s'), 'behind one that was not it does after a second');
+select ok(pg_temp.learns_after('1.1 s'), 'a sweep after a slow pass records vacant ids after about a second');
 
--- What is far away costs nothing. All that this transaction has removed lies in the way, as under a pinned horizon.
+-- Distant messages cost nothing. All rows that this transaction deletes stay in the tables, as with a horizon held
+-- back.
 create function pg_temp.buffers(statement text) returns int language plpgsql as $$
 declare
     plan json;
@@ -210,7 +211,7 @@ begin
     perform pgqueue.claim(queue, 5000, '1 h');
     perform pgqueue.claim(queue, 20);
     perform pg_temp.pass('2 s');
-    return next cmp_ok(pg_temp.buffers(format('select pgqueue.claim(%L)', queue)), '<', 2300, queue || ': a claim that takes over what ran out leaves what lies behind alone');
+    return next cmp_ok(pg_temp.buffers(format('select pgqueue.claim(%L)', queue)), '<', 2300, queue || ': a claim that takes over expired claims does not read the messages behind them');
     perform pgqueue.purge_queue(queue);
 
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[40000]));
@@ -224,21 +225,21 @@ begin
     end;
     perform pg_temp.pass('1 s');
     return next cmp_ok(pg_temp.buffers(format('create temp table found on commit drop as select id from pgqueue.claim(%L)', queue)), '<', 800,
-        queue || ': a claim that finds what is a little late does not walk over all that was consumed');
+        queue || ': a claim that finds a message sent a little late does not read all consumed messages before it');
     select f.id into found_id from found f;
-    return next is(found_id, late_id, queue || ': and it does find it');
+    return next is(found_id, late_id, queue || ': that claim returns the message that was sent a little late');
     drop table found;
     perform pgqueue.purge_queue(queue);
 
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[12000]), delay => '1 s');
     perform pg_temp.pass('2 s');
     perform pgqueue.receive(queue, 100) from generate_series(1, 90);
-    return next cmp_ok(pg_temp.buffers(format('select pgqueue.receive(%L)', queue)), '<', 400, queue || ': what came due together, and is gone, is not walked over again');
+    return next cmp_ok(pg_temp.buffers(format('select pgqueue.receive(%L)', queue)), '<', 400, queue || ': receive does not read removed messages again that became due together');
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[5000]));
     perform pgqueue.reject(queue, c.id, c.claim_token) from pgqueue.claim(queue, 10000) c;
     perform pgqueue.redrive(queue, 10000);
     perform pgqueue.receive(queue, 100) from generate_series(1, 75);
-    return next cmp_ok(pg_temp.buffers(format('select pgqueue.receive(%L)', queue)), '<', 400, queue || ': nor what was redriven together');
+    return next cmp_ok(pg_temp.buffers(format('select pgqueue.receive(%L)', queue)), '<', 400, queue || ': receive does not read removed messages again that were redriven together');
 end;
 $$;
 select pg_temp.goes_straight('straight_shared', false);

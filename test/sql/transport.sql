@@ -1,5 +1,5 @@
 begin;
--- Files take turns: this one attaches tables.
+-- The lock makes test files wait for each other: this file attaches tables.
 lock table pgqueue.messages in access exclusive mode;
 select plan(183);
 
@@ -22,35 +22,35 @@ begin
     execute format('select coalesce(cast((select Seq from %1$s order by Seq desc limit 1 for update skip locked) - (select Seq from %1$s order by Seq limit 1 for update skip locked) + 1 as int), 0)', pg_temp.relation(queue)) into n;
     return n;
 end $$;
--- The relation looks after itself once a second; here it does at once.
+-- The relation maintains itself once a second. After this update it does so at the next read.
 create function pg_temp.hurry(queue text) returns void language sql as $$ update pgqueue.transports set next_at = '-infinity' where queue_name = queue $$;
 
--- Made.
+-- Creating relations.
 select pgqueue.create_queue('transport') is not null as made \gset
-select is(pgqueue.expose_transport('transport'), '"public"."transport"', 'expose_transport returns the address');
+select is(pgqueue.expose_transport('transport'), '"public"."transport"', 'expose_transport returns the address of the relation');
 select columns_are('public', 'transport', array['id', 'expires', 'headers', 'body', 'seq'], 'the relation has the columns of the transport');
 select col_type_is('public', 'transport', c::name, t, format('%s is of type %s', c, t)) from (values ('id', 'uuid'), ('expires', 'timestamp without time zone'), ('headers', 'text'), ('body', 'bytea'), ('seq', 'bigint')) v (c, t);
-select is((select q.dedicated from pgqueue.get_queue('transport') q), true, 'the queue becomes dedicated');
+select is((select q.dedicated from pgqueue.get_queue('transport') q), true, 'expose_transport makes the queue dedicated');
 select is_empty($$ select a.grantee from pg_class c, aclexplode(c.relacl) a where c.oid = 'public.transport'::regclass and a.grantee = 0 $$, 'PUBLIC has no right on the relation');
-select is(pg_temp.estimate('transport'), 0, 'nothing is there');
-select is((pg_temp.take('transport')).id, null, 'and nothing is received');
+select is(pg_temp.estimate('transport'), 0, 'the estimate of an empty relation is 0');
+select is((pg_temp.take('transport')).id, null, 'receiving from an empty relation returns no message');
 select pgqueue.create_queue('transport-sqlserver', dedicated => true) is not null as made \gset
-select is(pgqueue.expose_transport('transport-sqlserver', body_string => true, flavor => 'sqlserver'), '"public"."transport-sqlserver"', 'there is another flavor');
-select columns_are('public', 'transport-sqlserver', array['id', 'correlationid', 'replytoaddress', 'recoverable', 'expires', 'headers', 'body', 'bodystring', 'rowversion', 'seq'], 'with the columns of that one, and a readable body where it is wanted');
+select is(pgqueue.expose_transport('transport-sqlserver', body_string => true, flavor => 'sqlserver'), '"public"."transport-sqlserver"', 'expose_transport accepts the flavor sqlserver');
+select columns_are('public', 'transport-sqlserver', array['id', 'correlationid', 'replytoaddress', 'recoverable', 'expires', 'headers', 'body', 'bodystring', 'rowversion', 'seq'], 'the relation of flavor sqlserver has its own columns and, if requested, bodystring');
 
 -- From a transport to pgqueue.
 select pg_temp.send('transport', E'{"NServiceBus.CorrelationId":"c 1", "NServiceBus.ReplyToAddress":"\\"dbo\\".\\"Replies\\"","z":null,"a":"\\/größe 🐘"}', '\x00ff', '11111111-1111-4111-8111-111111111111', 3600000) as sent \gset
 select results_eq($$ select c.body, c.headers, c.message_id, c.expires_at - c.enqueued_at between '50 min' and '1 h' from pgqueue.claim('transport') c $$,
     $$ values ('\x00ff'::bytea, '{"NServiceBus.CorrelationId": "c 1", "NServiceBus.ReplyToAddress": "\"dbo\".\"Replies\"", "z": null, "a": "/größe 🐘"}'::jsonb, '11111111-1111-4111-8111-111111111111'::uuid, true) $$,
-    'a consumer gets what the transport sent: body, headers, id and expiry');
-select is(pg_temp.estimate('transport'), 0, 'what is claimed is not shown');
-select is((select pgqueue.nack('transport', m.id, m.claim_token, '0', 'failed', '{"pgqueue.attempts": 1}') from pgqueue.messages m where m.queue_name = 'transport'), true, 'it is given back');
+    'claim returns body, headers, id and expiry that the transport sent');
+select is(pg_temp.estimate('transport'), 0, 'the relation does not show a claimed message');
+select is((select pgqueue.nack('transport', m.id, m.claim_token, '0', 'failed', '{"pgqueue.attempts": 1}') from pgqueue.messages m where m.queue_name = 'transport'), true, 'nack succeeds for a message that the transport sent');
 select pg_temp.hurry('transport'), pg_temp.estimate('transport') as looked \gset
-select is(pg_temp.estimate('transport'), 1, 'and shown again');
+select is(pg_temp.estimate('transport'), 1, 'the relation shows a message again after nack');
 select results_eq('select headers, body, expired from pg_temp.take(''transport'')',
-    $$ values (E'{"NServiceBus.CorrelationId":"c 1", "NServiceBus.ReplyToAddress":"\\"dbo\\".\\"Replies\\"","z":null,"a":"\\/größe 🐘"}', '\x00ff'::bytea, 0) $$, 'its headers are what was sent, byte for byte');
+    $$ values (E'{"NServiceBus.CorrelationId":"c 1", "NServiceBus.ReplyToAddress":"\\"dbo\\".\\"Replies\\"","z":null,"a":"\\/größe 🐘"}', '\x00ff'::bytea, 0) $$, 'the relation shows the headers of the transport byte for byte, whatever headers nack added');
 
--- A small table is read in sequence, and an empty one has no row to ask anything of.
+-- The planner reads a small table in sequence. An empty table has no row for which a condition is evaluated.
 select pgqueue.create_queue('transport-small', dedicated => true) is not null as made \gset
 select pgqueue.expose_transport('transport-small') as exposed \gset
 select pgqueue.enqueue('transport-small', '1') as sent \gset
@@ -58,151 +58,151 @@ select pgqueue.reject('transport-small', c.id, c.claim_token) as rejected from p
 analyze pgqueue.messages;
 select pgqueue.redrive('transport-small') as redriven \gset
 select pg_temp.hurry('transport-small'), (select count(*) from public."transport-small") as looked \gset
-select is((select count(*) from public."transport-small"), 1::bigint, 'what comes due is shown, also where the table is known to be empty');
--- The clock was ahead by a day, and is set right.
+select is((select count(*) from public."transport-small"), 1::bigint, 'the relation shows a due message although its table was analyzed while empty');
+-- The clock was ahead by a day and is then corrected.
 delete from public."transport-small";
 update pgqueue.transports set next_at = clock_timestamp() + interval '1 day' where queue_name = 'transport-small';
 select pgqueue.enqueue('transport-small', '2', delay => '1 us') as sent \gset
 select count(*) as looked from public."transport-small" \gset
-select is((select count(*) from public."transport-small"), 1::bigint, 'a clock that was wrong hides nothing that comes due');
+select is((select count(*) from public."transport-small"), 1::bigint, 'reading a relation shows due messages although next_at is a day ahead');
 delete from public."transport-small";
 update pgqueue.transports set next_at = clock_timestamp() + interval '1 day' where queue_name = 'transport-small';
 select pgqueue.enqueue('transport-small', '3', delay => '1 us') as sent \gset
 delete from public."transport-small";
-select is((select count(*) from pgqueue.messages m where m.queue_name = 'transport-small'), 1::bigint, 'nor from who only receives');
+select is((select count(*) from pgqueue.messages m where m.queue_name = 'transport-small'), 1::bigint, 'receiving from a relation moves due messages although next_at is a day ahead');
 select count(*) > 0 as noted from pgqueue.requeued_messages r where r.queue_name = 'transport-small' \gset
-select ok(:'noted', 'what came due is noted where claims look for it');
+select ok(:'noted', 'a due message is recorded in requeued_messages, where claims find it');
 delete from public."transport-small";
 select pg_temp.hurry('transport-small') as hurried \gset
 select count(*) as looked from public."transport-small" \gset
-select is((select count(*) from pgqueue.requeued_messages r where r.queue_name = 'transport-small'), 0::bigint, 'and forgotten once it is received, also where nobody ever claims');
+select is((select count(*) from pgqueue.requeued_messages r where r.queue_name = 'transport-small'), 0::bigint, 'the record in requeued_messages is deleted after the message was received, without any claim');
 select pgqueue.drop_queue('transport-small') as dropped \gset
 
--- From pgqueue to a transport: the wire form.
+-- From pgqueue to a transport: the wire format of headers.
 create temp table wire (headers jsonb, expected text);
 insert into wire values
 ('{}', '{}'), ('{"a": null}', '{"a":null}'), ('{"a": ""}', '{"a":""}'), ('{"a/b": "c/d"}', '{"a\/b":"c\/d"}'), ('{"a\"b": "c\"d\\e"}', '{"a\"b":"c\"d\\e"}'),
 ('{"a": "\b\f\n\r\t\u0001\u001f\u007f"}', E'{"a":"\\b\\f\\n\\r\\t\\u0001\\u001f\x7f"}'), ('{"ä": "日本"}', '{"ä":"日本"}'), ('{"🐘": "x𝄞y"}', '{"\ud83d\udc18":"x\ud834\udd1ey"}'),
 ('{"n": 1, "o": {"x": [true]}}', '{"n":"1","o":"{\"x\": [true]}"}'), ('["no", "object"]', '{}'), (null, '{}');
-select is(pgqueue._wire_headers(w.headers, null), w.expected, format('%s goes over the wire as %s', w.headers, w.expected)) from wire w;
-select ok(pgqueue._wire_headers(w.headers, null)::json is not null, format('%s is JSON again', w.expected)) from wire w;
+select is(pgqueue._wire_headers(w.headers, null), w.expected, format('the wire format of the headers %s is %s', w.headers, w.expected)) from wire w;
+select ok(pgqueue._wire_headers(w.headers, null)::json is not null, format('the wire format %s is valid JSON', w.expected)) from wire w;
 select pgqueue.enqueue('transport', '{"n": 1}', headers => '{"k": "v"}', message_id => '22222222-2222-4222-8222-222222222222') as sent \gset
 select results_eq('select id, headers, body, expired from pg_temp.take(''transport'')',
     format($$ values (%L::uuid, '{"k":"v","NServiceBus.MessageId":"22222222-2222-4222-8222-222222222222"}', '{"n": 1}'::bytea, 0) $$, pgqueue._transport_id(:sent)),
-    'a transport gets what pgqueue sent: the payload as JSON text, headers, and the sender''s name for it');
+    'a transport receives the payload as JSON text, the headers and the message_id that pgqueue sent');
 select pgqueue.enqueue('transport', body => '\xfffe00') as sent \gset
-select is((pg_temp.take('transport')).body, '\xfffe00'::bytea, 'bodies are bytes');
+select is((pg_temp.take('transport')).body, '\xfffe00'::bytea, 'a transport receives a body as the bytes that pgqueue sent');
 
--- Somebody gives a message the id of another, which is to come back.
+-- A transport sends a message under the id of another message that is to be delivered again.
 select pgqueue.enqueue('transport', '"back"') as back \gset
-select is((select pgqueue.nack('transport', c.id, c.claim_token, '0') from pgqueue.claim('transport') c), true, 'a message is to come back');
+select is((select pgqueue.nack('transport', c.id, c.claim_token, '0') from pgqueue.claim('transport') c), true, 'nack succeeds for a message whose id a transport will reuse');
 insert into public.transport (id, headers, body) values (pgqueue._transport_id(:back), '{}', 'stranger');
-select is((select array_agg(convert_from(coalesce(c.body, convert_to(c.payload::text, 'UTF8')), 'UTF8') order by c.id) from pgqueue.claim('transport', 10) c), '{"\"back\"",stranger}', 'and does, whatever id a stranger had');
-select is((select array_agg(c.message_id) from pgqueue.messages c where c.queue_name = 'transport' and c.id > :back), array[pgqueue._transport_id(:back)], 'whose name for it is kept');
+select is((select array_agg(convert_from(coalesce(c.body, convert_to(c.payload::text, 'UTF8')), 'UTF8') order by c.id) from pgqueue.claim('transport', 10) c), '{"\"back\"",stranger}', 'claim returns both the returned message and the message that a transport sent under its id');
+select is((select array_agg(c.message_id) from pgqueue.messages c where c.queue_name = 'transport' and c.id > :back), array[pgqueue._transport_id(:back)], 'the message of the transport keeps its id as message_id');
 select pgqueue.purge_queue('transport') as purged \gset
-select is(pgqueue.publish('transport.nobody', '1'), 0, 'before it is subscribed');
-select is(pgqueue.subscribe('transport.*', 'transport'), true, 'a queue that is exposed subscribes');
-select is(pgqueue.publish('transport.made', '1'), 1, 'and is published to');
-select is((pg_temp.take('transport')).headers, '{"pgqueue.topic":"transport.made"}', 'by the topic');
+select is(pgqueue.publish('transport.nobody', '1'), 0, 'publish sends nothing before the queue subscribes');
+select is(pgqueue.subscribe('transport.*', 'transport'), true, 'an exposed queue can subscribe to a topic');
+select is(pgqueue.publish('transport.made', '1'), 1, 'publish sends a copy to an exposed queue');
+select is((pg_temp.take('transport')).headers, '{"pgqueue.topic":"transport.made"}', 'a transport receives the topic of a published message as a header');
 
--- What nobody can read.
+-- Messages that cannot be read.
 create temp table corrupt (headers text, body bytea);
 insert into corrupt values ('no json', 'a'), ('{"a":', 'a'), ('null', 'a'), ('[]', 'a'), ('"x"', 'a'), ('{}', null), ('null', null), (repeat('[', 60000), 'a'), ('{"a":"\x"}', 'a');
-select is((select count(*) from (select pg_temp.send('transport', c.headers, c.body) from corrupt c) s), 9::bigint, 'corrupt messages are taken from the transport');
+select is((select count(*) from (select pg_temp.send('transport', c.headers, c.body) from corrupt c) s), 9::bigint, 'the relation accepts corrupt messages from a transport');
 select pg_temp.send('transport', '{"behind":"it"}', 'b') as sent \gset
-select is((pg_temp.take('transport')).headers, '{"behind":"it"}', 'and do not stand in the way of those behind');
-select set_eq($$ select d.transport_headers, d.body from pgqueue.dead_messages d where d.queue_name = 'transport' $$, $$ select * from corrupt $$, 'they are dead letters, as they were');
-select is_empty($$ select from pgqueue.browse_dead_messages('transport', 100) d where d.reason <> 'rejected' or d.last_error is null or d.message_id is null $$, 'with the reason, what is wrong, and their id');
-select is((select d.last_error from pgqueue.dead_messages d where d.queue_name = 'transport' and d.transport_headers = 'null' and d.body is null), 'the headers are not a JSON object, and the body is null', 'or both that is wrong');
-select is(pgqueue.redrive('transport', 100), 9, 'they may be sent again');
+select is((pg_temp.take('transport')).headers, '{"behind":"it"}', 'a transport receives the message behind corrupt ones');
+select set_eq($$ select d.transport_headers, d.body from pgqueue.dead_messages d where d.queue_name = 'transport' $$, $$ select * from corrupt $$, 'corrupt messages become dead letters with unchanged headers and body');
+select is_empty($$ select from pgqueue.browse_dead_messages('transport', 100) d where d.reason <> 'rejected' or d.last_error is null or d.message_id is null $$, 'dead letters of corrupt messages have reason rejected, an error and a message_id');
+select is((select d.last_error from pgqueue.dead_messages d where d.queue_name = 'transport' and d.transport_headers = 'null' and d.body is null), 'the headers are not a JSON object, and the body is null', 'the error of a corrupt message names everything that is wrong with it');
+select is(pgqueue.redrive('transport', 100), 9, 'redrive sends corrupt messages back');
 select pg_temp.hurry('transport'), pg_temp.estimate('transport') as looked \gset
-select set_eq($$ select t.headers, t.body from public.transport t $$, $$ select * from corrupt $$, 'and a transport sees them as they were');
+select set_eq($$ select t.headers, t.body from public.transport t $$, $$ select * from corrupt $$, 'the relation shows redriven corrupt messages with unchanged headers and body');
 delete from public.transport;
 create temp table odd (wire text, headers jsonb);
 insert into odd values ('', null), ('  ', null), ('{"a":"\u0000"}', '{"a": "\ufffd"}'), ('{"a":"\ud800x\udc00\ud83d\udc18\\u0000"}', '{"a": "\ufffdx\ufffd🐘\\u0000"}'), ('{"a":1,"a":2}', '{"a": 2}');
 select pg_temp.send('transport', o.wire, 'x'::bytea) as sent from odd o \g /dev/null
-select set_eq($$ select t.headers from public.transport t $$, $$ select o.wire from odd o $$, 'odd headers reach a transport as they are');
-select set_eq($$ select c.headers from pgqueue.claim('transport', 10) c $$, $$ select o.headers from odd o $$, 'and a consumer as far as PostgreSQL can tell');
+select set_eq($$ select t.headers from public.transport t $$, $$ select o.wire from odd o $$, 'the relation shows unusual headers unchanged');
+select set_eq($$ select c.headers from pgqueue.claim('transport', 10) c $$, $$ select o.headers from odd o $$, 'claim returns unusual headers as far as jsonb can represent them');
 select pgqueue.purge_queue('transport') as purged \gset
 
--- Bodies that can be read.
+-- Bodies as readable text.
 create temp table bodies (body bytea, expected text);
 insert into bodies values ('', ''), ('plain', 'plain'), (convert_to('größe 日本 🐘', 'UTF8'), 'größe 日本 🐘'), ('\x00', '\000'), ('\xff41', '\377A'), ('\xc0af', '\300\257'), ('\xeda080', '\355\240\200'),
 ('\xf4908080', '\364\220\200\200'), ('\xf48fbfbf', U&'\+10FFFF'), ('\xe0a080', U&'\0800'), ('\xe09f80', '\340\237\200'), ('\xc3', '\303'), (E'a\\\\\nb', E'a\\\nb');
 select count(pg_temp.send('transport-sqlserver', '{}', b.body)) as sent from bodies b \gset
-select set_eq($$ select t.body, t.bodystring from public."transport-sqlserver" t $$, $$ select * from bodies $$, 'a body is shown as text where it is UTF-8, else with its bytes');
+select set_eq($$ select t.body, t.bodystring from public."transport-sqlserver" t $$, $$ select * from bodies $$, 'bodystring shows a body as text if it is UTF-8, otherwise with escaped bytes');
 delete from public."transport-sqlserver";
 insert into public."transport-sqlserver" (id, correlationid, replytoaddress, recoverable, expires, headers, body) values (gen_random_uuid(), 'c1', 'r1', true, null, '{"x":"y"}', 'b'), (gen_random_uuid(), 'c1', null, true, null, '{"NServiceBus.CorrelationId":"c2"}', 'b');
 select results_eq($$ select t.correlationid::text, t.replytoaddress::text, t.recoverable, t.headers from public."transport-sqlserver" t order by t.rowversion $$,
-    $$ values ('c1', 'r1', true, '{"x":"y"}'), ('c2', null, true, '{"NServiceBus.CorrelationId":"c2"}') $$, 'columns of old come back, headers go before them');
-select is((select c.headers from pgqueue.claim('transport-sqlserver') c), '{"x": "y", "NServiceBus.CorrelationId": "c1", "NServiceBus.ReplyToAddress": "r1"}', 'and are headers to a consumer');
+    $$ values ('c1', 'r1', true, '{"x":"y"}'), ('c2', null, true, '{"NServiceBus.CorrelationId":"c2"}') $$, 'the relation returns the legacy columns, and headers override them');
+select is((select c.headers from pgqueue.claim('transport-sqlserver') c), '{"x": "y", "NServiceBus.CorrelationId": "c1", "NServiceBus.ReplyToAddress": "r1"}', 'claim returns the legacy columns as headers');
 
--- Order, estimates, expiry.
+-- Order, estimate and expiry.
 select count(pg_temp.send('transport', format('{"n":"%s"}', n), 'x')) as sent from generate_series(1, 5) n \gset
-select is(pg_temp.estimate('transport'), 5, 'the estimate is highest less lowest, and one');
+select is(pg_temp.estimate('transport'), 5, 'the estimate is the difference of the highest and the lowest seq, plus one');
 delete from public.transport where headers = '{"n":"3"}';
-select is(pg_temp.estimate('transport'), 5, 'gaps are counted along');
-select is(array[(pg_temp.take('transport')).headers, (pg_temp.take('transport')).headers, (pg_temp.take('transport')).headers, (pg_temp.take('transport')).headers], array['{"n":"1"}', '{"n":"2"}', '{"n":"4"}', '{"n":"5"}'], 'messages are received in the order of seq');
+select is(pg_temp.estimate('transport'), 5, 'the estimate includes gaps in seq');
+select is(array[(pg_temp.take('transport')).headers, (pg_temp.take('transport')).headers, (pg_temp.take('transport')).headers, (pg_temp.take('transport')).headers], array['{"n":"1"}', '{"n":"2"}', '{"n":"4"}', '{"n":"5"}'], 'messages are received in order of seq');
 select setval(t.seq_register, 2147483647) as seq from pgqueue.transports t where t.queue_name = 'transport' \gset
 select count(pg_temp.send('transport', format('{"n":"%s"}', n), 'x')) as sent from generate_series(1, 3) n \gset
-select is(pg_temp.estimate('transport'), 3, 'also beyond the 31st bit');
-select is((pg_temp.take('transport')).headers, '{"n":"1"}', 'where a receive works as before');
+select is(pg_temp.estimate('transport'), 3, 'the estimate is correct for a seq of more than 31 bits');
+select is((pg_temp.take('transport')).headers, '{"n":"1"}', 'a message with a seq of more than 31 bits can be received');
 select pgqueue.purge_queue('transport') as purged \gset
 select setval('pgqueue.message_id', greatest(pg_sequence_last_value('pgqueue.message_id'), 5000000000)) as id \gset
 select pg_temp.send('transport', '{}', 'x') as sent \gset
 select setval('pgqueue.message_id', pg_sequence_last_value('pgqueue.message_id') + 5000000000) as id \gset
 select pg_temp.send('transport', '{}', 'x') as sent \gset
-select is(pg_temp.estimate('transport'), 2, 'ids of all queues do not widen the estimate');
+select is(pg_temp.estimate('transport'), 2, 'gaps in the message ids of all queues do not change the estimate');
 select pgqueue.purge_queue('transport') as purged \gset
 select pg_temp.send('transport', '{"n":"expired"}', 'x', ttbr => -60000), pg_temp.send('transport', '{"NServiceBus.TimeToBeReceived":"00:00:00.001"}', 'x'), pg_temp.send('transport', '{"n":"long"}', 'x', ttbr => 2592000000) \g /dev/null
-select results_eq($$ select t.expires is null, t.expires > now() at time zone 'UTC' + interval '29 days' from public.transport t order by t.seq $$, $$ values (false, false), (true, null), (false, true) $$, 'expiry is the column''s, the header only says so, and 30 days are no limit');
-select is(pg_temp.estimate('transport'), 3, 'what has expired is counted');
-select is((select t.expired from pg_temp.take('transport') t), 1, 'and received with a flag');
-select is((select t.expired from pg_temp.take('transport') t), 0, 'the others without');
+select results_eq($$ select t.expires is null, t.expires > now() at time zone 'UTC' + interval '29 days' from public.transport t order by t.seq $$, $$ values (false, false), (true, null), (false, true) $$, 'the column expires holds the expiry, a header does not, and 30 days are accepted');
+select is(pg_temp.estimate('transport'), 3, 'the estimate includes expired messages');
+select is((select t.expired from pg_temp.take('transport') t), 1, 'an expired message is received and marked as expired');
+select is((select t.expired from pg_temp.take('transport') t), 0, 'a message that has not expired is received without that mark');
 select pg_temp.send('transport', '{"n":"expired"}', 'x', ttbr => -60000) as sent from generate_series(1, 3) \g /dev/null
 delete from public.transport where seq in (select t.seq from public.transport t where t.expires < now() at time zone 'UTC' order by t.seq limit 2 for update skip locked);
-select is((select count(*) from public.transport t), 2::bigint, 'a purge of what expired takes a batch');
-select is(pgqueue.purge_expired('transport'), 1, 'pgqueue''s purge takes the rest');
-select is((select t.headers from public.transport t), '{"n":"long"}', 'and both leave the living');
+select is((select count(*) from public.transport t), 2::bigint, 'a transport can delete a batch of expired messages');
+select is(pgqueue.purge_expired('transport'), 1, 'purge_expired deletes the remaining expired message');
+select is((select t.headers from public.transport t), '{"n":"long"}', 'a message that has not expired is left after both purges');
 delete from public.transport;
-select is(pg_temp.estimate('transport'), 0, 'a purge takes all');
+select is(pg_temp.estimate('transport'), 0, 'a delete without a condition removes all messages');
 
--- What waits for its moment.
+-- Scheduled messages.
 select pgqueue.enqueue('transport', '"delayed"', delay => '10 s') as sent \gset
 select pg_temp.hurry('transport'), pg_temp.estimate('transport') as looked \gset
-select is(pg_temp.estimate('transport'), 0, 'a delayed message is not shown before it is due');
-select is((select count(*) from pgqueue.messages m where m.queue_name = 'transport'), 1::bigint, 'though it is at hand already');
+select is(pg_temp.estimate('transport'), 0, 'the relation does not show a delayed message before it is due');
+select is((select count(*) from pgqueue.messages m where m.queue_name = 'transport'), 1::bigint, 'a message that is due within seconds is moved into messages ahead of time');
 update pgqueue.messages set visible_at = clock_timestamp() where queue_name = 'transport';
-select is((pg_temp.take('transport')).body, '"delayed"'::bytea, 'but when it is');
+select is((pg_temp.take('transport')).body, '"delayed"'::bytea, 'the relation shows a delayed message when it is due');
 select pgqueue.enqueue('transport', '"far"', delay => '1 h') as sent \gset
 select pg_temp.hurry('transport'), pg_temp.estimate('transport') as looked \gset
-select is((select count(*) from pgqueue.scheduled_messages s where s.queue_name = 'transport'), 1::bigint, 'what is far off stays where it is');
+select is((select count(*) from pgqueue.scheduled_messages s where s.queue_name = 'transport'), 1::bigint, 'a message that is due in an hour stays in scheduled_messages');
 select pgqueue.pause_queue('transport') as paused, pg_temp.send('transport', '{}', 'x'), pg_temp.hurry('transport') \g /dev/null
-select is(pg_temp.estimate('transport'), 0, 'a paused queue shows nothing');
+select is(pg_temp.estimate('transport'), 0, 'the relation of a paused queue shows no message');
 select pgqueue.resume_queue('transport') as resumed \g /dev/null
-select is(pg_temp.estimate('transport'), 1, 'until it is resumed');
+select is(pg_temp.estimate('transport'), 1, 'the relation shows messages again after resume_queue');
 savepoint receiving;
-select is((pg_temp.take('transport')).body, 'x'::bytea, 'what is received');
+select is((pg_temp.take('transport')).body, 'x'::bytea, 'a message is received before its savepoint is rolled back');
 rollback to receiving;
-select is(pg_temp.estimate('transport'), 1, 'is back after a rollback');
-select throws_ok($$ select pg_temp.send('transport', '{}', 'x', t.id) from public.transport t $$, '23505', null, 'an id is there once');
+select is(pg_temp.estimate('transport'), 1, 'a rollback restores a received message');
+select throws_ok($$ select pg_temp.send('transport', '{}', 'x', t.id) from public.transport t $$, '23505', null, 'sending a message under an existing id raises an error');
 
--- Names.
+-- Names of relations.
 create schema "transport's ""schema""";
 select pgqueue.create_queue('transport-names') is not null as made \gset
-select is(pgqueue.expose_transport('transport-names', 'transport''s "schema"', 'A.b"; drop table pgqueue.messages; --%s\'), '"transport''s ""schema"""."A.b""; drop table pgqueue.messages; --%s\"', 'names are quoted');
+select is(pgqueue.expose_transport('transport-names', 'transport''s "schema"', 'A.b"; drop table pgqueue.messages; --%s\'), '"transport''s ""schema"""."A.b""; drop table pgqueue.messages; --%s\"', 'expose_transport quotes schema and name of the relation');
 select pg_temp.send('transport-names', '{}', 'x') as sent \gset
-select is((pg_temp.take('transport-names')).body, 'x'::bytea, 'whatever they are');
-select is(pgqueue.unexpose_transport('transport-names'), true, 'an exposure ends');
-select is(pgqueue.unexpose_transport('transport-names'), false, 'once');
-select is(pgqueue.expose_transport('transport-names', table_name => repeat('ä', 31) || 'b'), '"public"."' || repeat('ä', 31) || 'b"', 'a name may have 63 bytes');
-select is(pgqueue.unexpose_transport('transport-names'), true, 'of any characters');
-select throws_ok(format('select pgqueue.expose_transport(%L, table_name => %L)', 'transport-names', t), '22023', null, 'but not ' || octet_length(t)) from unnest(array['', repeat('ä', 32)]) t;
-select throws_ok(format('select pgqueue.expose_transport(%L, %L)', 'transport-names', s), '22023', null, 'the schema may not be ' || quote_nullable(s)) from unnest(array[null, '', 'nowhere', 'pgqueue', 'pg_catalog', 'pg_temp', 'information_schema']) s;
-select throws_ok($$ select pgqueue.expose_transport('transport-names', flavor => 'oracle') $$, '22023', null, 'nor the flavor oracle');
-select throws_ok($$ select pgqueue.expose_transport('transport-names', body_string => null) $$, '22023', null, 'nor body_string null');
-select throws_ok($$ select pgqueue.expose_transport('transport', table_name => 'other') $$, '42710', null, 'a queue is exposed once');
-select throws_ok($$ select pgqueue.expose_transport('transport-names', table_name => 'transport') $$, '42P07', null, 'a name is used once');
+select is((pg_temp.take('transport-names')).body, 'x'::bytea, 'a relation with any name can be used to send and receive');
+select is(pgqueue.unexpose_transport('transport-names'), true, 'unexpose_transport returns true for an exposed queue');
+select is(pgqueue.unexpose_transport('transport-names'), false, 'unexpose_transport returns false for a queue that is not exposed');
+select is(pgqueue.expose_transport('transport-names', table_name => repeat('ä', 31) || 'b'), '"public"."' || repeat('ä', 31) || 'b"', 'expose_transport accepts a relation name of 63 bytes');
+select is(pgqueue.unexpose_transport('transport-names'), true, 'unexpose_transport drops a relation with a name of 63 bytes');
+select throws_ok(format('select pgqueue.expose_transport(%L, table_name => %L)', 'transport-names', t), '22023', null, format('expose_transport refuses a relation name of %s bytes', octet_length(t))) from unnest(array['', repeat('ä', 32)]) t;
+select throws_ok(format('select pgqueue.expose_transport(%L, %L)', 'transport-names', s), '22023', null, 'expose_transport refuses the schema ' || quote_nullable(s)) from unnest(array[null, '', 'nowhere', 'pgqueue', 'pg_catalog', 'pg_temp', 'information_schema']) s;
+select throws_ok($$ select pgqueue.expose_transport('transport-names', flavor => 'oracle') $$, '22023', null, 'expose_transport refuses an unknown flavor');
+select throws_ok($$ select pgqueue.expose_transport('transport-names', body_string => null) $$, '22023', null, 'expose_transport refuses a null body_string');
+select throws_ok($$ select pgqueue.expose_transport('transport', table_name => 'other') $$, '42710', null, 'expose_transport refuses a second relation for a queue');
+select throws_ok($$ select pgqueue.expose_transport('transport-names', table_name => 'transport') $$, '42P07', null, 'expose_transport refuses the name of an existing relation');
 
 -- Rights.
 create role pgqueue_test_transport;
@@ -212,158 +212,158 @@ select pgqueue.grant_access('pgqueue_test_transport', 'transport'), pgqueue.gran
 grant select, update, delete on public.transport to pgqueue_test_transport;
 grant insert on public.transport to pgqueue_test_sender;
 set local role pgqueue_test_sender;
-select lives_ok($$ insert into public.transport (id, headers, body) values (gen_random_uuid(), '{}', 'x') $$, 'who may insert sends, and needs nothing else');
-select throws_ok($$ select from public.transport $$, '42501', null, 'and reads nothing');
-select throws_ok($$ insert into pgqueue.messages (queue_name) values ('transport') $$, '42501', null, 'nor writes elsewhere');
+select lives_ok($$ insert into public.transport (id, headers, body) values (gen_random_uuid(), '{}', 'x') $$, 'a role with insert on the relation can send, without other rights');
+select throws_ok($$ select from public.transport $$, '42501', null, 'a role with insert on the relation may not read it');
+select throws_ok($$ insert into pgqueue.messages (queue_name) values ('transport') $$, '42501', null, 'a role with insert on the relation may not write into messages');
 set local role pgqueue_test_transport;
-select lives_ok($$ delete from public.transport where id = (select id from public.transport order by seq limit 1 for update skip locked) $$, 'who may select, update and delete receives');
-select throws_ok($$ insert into public.transport (headers) values ('{}') $$, '42501', null, 'but does not send');
-select throws_ok($$ select pgqueue._accept_from_transport('transport', null, null, '{}', 'x', '{}') $$, '42501', null, 'nor call what works for others');
+select lives_ok($$ delete from public.transport where id = (select id from public.transport order by seq limit 1 for update skip locked) $$, 'a role with select, update and delete on the relation can receive');
+select throws_ok($$ insert into public.transport (headers) values ('{}') $$, '42501', null, 'a role without insert on the relation may not send');
+select throws_ok($$ select pgqueue._accept_from_transport('transport', null, null, '{}', 'x', '{}') $$, '42501', null, 'a role with transport access may not call the function behind the insert trigger');
 set local role pgqueue_test_exposer;
-select throws_ok($$ select pgqueue.expose_transport('transport-names') $$, '42501', null, 'who may not create in a schema exposes nothing there');
+select throws_ok($$ select pgqueue.expose_transport('transport-names') $$, '42501', null, 'expose_transport refuses a role that may not create in the schema');
 reset role;
 grant create on schema "transport's ""schema""" to pgqueue_test_exposer;
 set local role pgqueue_test_exposer;
-select is(pgqueue.expose_transport('transport-names', 'transport''s "schema"'), '"transport''s ""schema"""."transport-names"', 'who may, does');
+select is(pgqueue.expose_transport('transport-names', 'transport''s "schema"'), '"transport''s ""schema"""."transport-names"', 'expose_transport accepts a role that may create in the schema');
 reset role;
 grant usage on schema "transport's ""schema""" to pgqueue_test_exposer;
 set local role pgqueue_test_exposer;
-select lives_ok($$ grant insert on "transport's ""schema"""."transport-names" to pgqueue_test_sender $$, 'and grants the use of it');
+select lives_ok($$ grant insert on "transport's ""schema"""."transport-names" to pgqueue_test_sender $$, 'the role that exposed a queue may grant rights on the relation');
 reset role;
 
--- Ends.
+-- Dropping relations.
 select pgqueue.enqueue('transport-names', '"kept"') as sent \gset
-select is(pgqueue.unexpose_transport('transport-names'), true, 'without the relation');
-select is((select c.payload from pgqueue.claim('transport-names') c), '"kept"', 'the queue goes on');
+select is(pgqueue.unexpose_transport('transport-names'), true, 'unexpose_transport drops the relation of a queue with a message');
+select is((select c.payload from pgqueue.claim('transport-names') c), '"kept"', 'claim returns the message after the relation was dropped');
 create view pg_temp.dependent as select id from public.transport;
-select throws_ok($$ select pgqueue.drop_queue('transport') $$, '2BP01', null, 'a relation that is used by another keeps its queue');
+select throws_ok($$ select pgqueue.drop_queue('transport') $$, '2BP01', null, 'drop_queue fails while a view depends on the relation');
 drop view pg_temp.dependent;
-select lives_ok($$ select pgqueue.drop_queue('transport') $$, 'a queue is dropped');
-select hasnt_view('public', 'transport', 'with its relation');
-select is_empty($$ select from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'S' and c.relname ~ '_seq$' and c.relname <> (select format('queue_%s_seq', q.queue_id) from pgqueue.queues q where q.name = 'transport-sqlserver') $$, 'and all that belongs to it');
+select lives_ok($$ select pgqueue.drop_queue('transport') $$, 'drop_queue succeeds after the view was dropped');
+select hasnt_view('public', 'transport', 'drop_queue drops the relation');
+select is_empty($$ select from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'S' and c.relname ~ '_seq$' and c.relname <> (select format('queue_%s_seq', q.queue_id) from pgqueue.queues q where q.name = 'transport-sqlserver') $$, 'drop_queue drops the seq register');
 
--- Subscriptions, in the statements of the transport.
+-- Subscriptions, with the statements of the transport.
 set local check_function_bodies = off;
 create function pg_temp.enrol(address text, endpoint text, topic text) returns void language sql as $$
     insert into public."SubscriptionRouting" (QueueAddress, Endpoint, Topic) values (address, endpoint, topic)
     on conflict (Endpoint, Topic) do update set QueueAddress = excluded.QueueAddress $$;
 create function pg_temp.addresses(topics text[]) returns text[] language sql as $$
     select array_agg(distinct QueueAddress order by QueueAddress) from public."SubscriptionRouting" where Topic = any (topics) $$;
-select is(pgqueue.expose_subscriptions(), '"public"."SubscriptionRouting"', 'subscriptions are exposed');
+select is(pgqueue.expose_subscriptions(), '"public"."SubscriptionRouting"', 'expose_subscriptions returns the address of the relation');
 select pgqueue.create_queue(n) is not null as made from unnest(array['transport-pub']) n \gset
 select pgqueue.create_queue(n) is not null as made from unnest(array['transport-sub']) n \gset
 select pgqueue.expose_transport('transport-sub', table_name => 'Sub.Scriber') as address \gset
 select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'Sub.Scriber', 'Ns.Event') $$, 'a transport subscribes by the address of its table');
-select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'Sub.Scriber', 'Ns.Event') $$, 'and again');
-select is(pgqueue.publish('Ns.Event', '1'), 1, 'and is published to, once');
-select is((select count(*) from public."Sub.Scriber"), 1::bigint, 'in its table');
-select is(pgqueue.subscribe('Ns.Event', 'transport-pub'), true, 'a queue without a table subscribes');
-select is(pg_temp.addresses('{Ns.Event,System.Object}'), '{"\"public\".\"Sub.Scriber\"",transport-pub}', 'a transport finds the addresses of a topic');
-select lives_ok($$ select pg_temp.enrol('transport-pub', 'Sub.Scriber', 'Ns.Event') $$, 'an endpoint moves');
-select is(pgqueue.publish('Ns.Event', '1'), 1, 'two endpoints that share a queue share a copy');
-select is((select array_agg(l.topic || ' ' || l.queue_name) from pgqueue.list_subscriptions('transport-pub') l), '{"Ns.Event transport-pub"}', 'which is listed once');
-select lives_ok($$ delete from public."SubscriptionRouting" where Endpoint = 'Sub.Scriber' and Topic = 'Ns.Event' $$, 'a transport unsubscribes');
-select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Named') $$, 'an endpoint may be called like a queue that is not its own');
-select is(pgqueue.subscribe('Ns.Named', 'transport-pub'), true, 'which subscribes all the same');
-select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Event') $$, 'also to what the queue was subscribed to first');
-select is((select array_agg(l.topic || ' ' || l.queue_name) from pgqueue.list_subscriptions('transport-pub') l), '{"Ns.Event transport-pub","Ns.Named transport-pub"}', 'which stays subscribed');
+select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'Sub.Scriber', 'Ns.Event') $$, 'a transport can subscribe twice');
+select is(pgqueue.publish('Ns.Event', '1'), 1, 'publish sends one copy to a queue that subscribed twice');
+select is((select count(*) from public."Sub.Scriber"), 1::bigint, 'the relation of the subscriber shows the published copy');
+select is(pgqueue.subscribe('Ns.Event', 'transport-pub'), true, 'a queue without a relation can subscribe');
+select is(pg_temp.addresses('{Ns.Event,System.Object}'), '{"\"public\".\"Sub.Scriber\"",transport-pub}', 'a transport finds the addresses of all subscribers of a topic');
+select lives_ok($$ select pg_temp.enrol('transport-pub', 'Sub.Scriber', 'Ns.Event') $$, 'an endpoint can move its subscription to another address');
+select is(pgqueue.publish('Ns.Event', '1'), 1, 'publish sends one copy to a queue with two subscribed endpoints');
+select is((select array_agg(l.topic || ' ' || l.queue_name) from pgqueue.list_subscriptions('transport-pub') l), '{"Ns.Event transport-pub"}', 'list_subscriptions returns one row for a queue with two subscribed endpoints');
+select lives_ok($$ delete from public."SubscriptionRouting" where Endpoint = 'Sub.Scriber' and Topic = 'Ns.Event' $$, 'a transport can unsubscribe');
+select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Named') $$, 'an endpoint with another address can have the name of a queue');
+select is(pgqueue.subscribe('Ns.Named', 'transport-pub'), true, 'a queue can subscribe although an endpoint has its name');
+select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Event') $$, 'an endpoint with the name of a queue can subscribe to a topic of that queue');
+select is((select array_agg(l.topic || ' ' || l.queue_name) from pgqueue.list_subscriptions('transport-pub') l), '{"Ns.Event transport-pub","Ns.Named transport-pub"}', 'list_subscriptions returns the subscriptions of the queue beside those of the endpoint');
 select count(pgqueue.unsubscribe('Ns.Named', n)) as ended from unnest(array['transport-pub', 'transport-sub']) n \gset
 select pgqueue.unsubscribe('Ns.Event', 'transport-sub') as ended \gset
-select is((select array_agg(l.queue_name) from pgqueue.list_subscriptions() l where l.topic = 'Ns.Event'), '{transport-pub}', 'and the other one stays');
-select lives_ok($$ select pgqueue.expose_transport('transport-pub') $$, 'a queue that gets a table');
-select is(pg_temp.addresses('{Ns.Event}'), '{"\"public\".\"transport-pub\""}', 'is found there');
-select is(pgqueue.subscribe('Ns.Other', 'transport-pub'), true, 'and so it is');
-select is(pg_temp.addresses('{Ns.Other}'), '{"\"public\".\"transport-pub\""}', 'where it subscribes later');
-select is(pgqueue.unexpose_transport('transport-pub'), true, 'and when it has lost it');
-select is(pg_temp.addresses('{Ns.Event}'), '{transport-pub}', 'by its name');
-select throws_ok($$ select pg_temp.enrol('"public"."nowhere"', 'e', 'Ns.Event') $$, 'PQ001', null, 'an address that leads nowhere is refused');
-select throws_ok($$ select pg_temp.enrol('transport-pub', 'e', 'a..b') $$, '22023', null, 'and what is no topic');
-select throws_ok($$ select pgqueue.expose_subscriptions() $$, '42P07', null, 'a name is used once');
-select is(pgqueue.unexpose_subscriptions('public', 'Sub.Scriber'), false, 'another relation is no such relation');
-select is(pgqueue.unexpose_subscriptions(), true, 'subscriptions are exposed no longer');
-select is(pgqueue.unexpose_subscriptions(), false, 'once');
+select is((select array_agg(l.queue_name) from pgqueue.list_subscriptions() l where l.topic = 'Ns.Event'), '{transport-pub}', 'the subscription of the queue stays after the endpoint unsubscribed');
+select lives_ok($$ select pgqueue.expose_transport('transport-pub') $$, 'a subscribed queue can be exposed');
+select is(pg_temp.addresses('{Ns.Event}'), '{"\"public\".\"transport-pub\""}', 'the address of an exposed subscriber is its relation');
+select is(pgqueue.subscribe('Ns.Other', 'transport-pub'), true, 'an exposed queue can subscribe to another topic');
+select is(pg_temp.addresses('{Ns.Other}'), '{"\"public\".\"transport-pub\""}', 'the address of a queue that subscribed after it was exposed is its relation');
+select is(pgqueue.unexpose_transport('transport-pub'), true, 'a subscribed queue can be unexposed');
+select is(pg_temp.addresses('{Ns.Event}'), '{transport-pub}', 'the address of an unexposed subscriber is the name of the queue');
+select throws_ok($$ select pg_temp.enrol('"public"."nowhere"', 'e', 'Ns.Event') $$, 'PQ001', null, 'a subscription with an unknown address is refused');
+select throws_ok($$ select pg_temp.enrol('transport-pub', 'e', 'a..b') $$, '22023', null, 'a subscription to an invalid topic is refused');
+select throws_ok($$ select pgqueue.expose_subscriptions() $$, '42P07', null, 'expose_subscriptions refuses the name of an existing relation');
+select is(pgqueue.unexpose_subscriptions('public', 'Sub.Scriber'), false, 'unexpose_subscriptions returns false for another relation');
+select is(pgqueue.unexpose_subscriptions(), true, 'unexpose_subscriptions returns true for its relation');
+select is(pgqueue.unexpose_subscriptions(), false, 'unexpose_subscriptions returns false if there is no such relation');
 
--- The archive.
+-- Archiving what a transport receives.
 create function pg_temp.archived(queue text) returns jsonb language sql as $$ select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages(queue) a $$;
 select pgqueue.create_queue('transport-archive', archive_for => '1 day') is not null as made \gset
 select pgqueue.expose_transport('transport-archive') as address \gset
 select pgqueue.enqueue('transport-archive', '1', headers => '{"h": 1}', message_id => '20000000-0000-0000-0000-000000000001') as sent \gset
-select isnt((pg_temp.take('transport-archive')).id, null, 'a message is received through the relation of a queue that archives');
+select isnt((pg_temp.take('transport-archive')).id, null, 'a transport receives a message from a queue with an archive');
 select results_eq($$ select a.queue_name, a.payload, a.headers, a.message_id, a.attempt_count, a.claimed_at, a.finished_at >= a.enqueued_at from pgqueue.browse_archived_messages('transport-archive') a $$,
-    $$ values ('transport-archive', '1'::jsonb, '{"h": 1}'::jsonb, '20000000-0000-0000-0000-000000000001'::uuid, 1, null::timestamptz, true) $$, 'and is in the archive, as after a receive');
-select is((select a.id from pgqueue.browse_archived_messages('transport-archive') a), :sent, 'under its id');
+    $$ values ('transport-archive', '1'::jsonb, '{"h": 1}'::jsonb, '20000000-0000-0000-0000-000000000001'::uuid, 1, null::timestamptz, true) $$, 'the archive contains the received message, as after receive');
+select is((select a.id from pgqueue.browse_archived_messages('transport-archive') a), :sent, 'the archived message keeps its id');
 select pg_temp.send('transport-archive', '{"a":"b"}', '\x00ff') as wire \gset
-select is((pg_temp.take('transport-archive')).id, :'wire', 'what a transport sent');
-select results_eq($$ select a.body, a.headers, a.message_id from pgqueue.browse_archived_messages('transport-archive', 1) a $$, format('values (%L::bytea, %L::jsonb, %L::uuid)', '\x00ff', '{"a": "b"}', :'wire'), 'is archived, too');
+select is((pg_temp.take('transport-archive')).id, :'wire', 'a transport receives a message that a transport sent');
+select results_eq($$ select a.body, a.headers, a.message_id from pgqueue.browse_archived_messages('transport-archive', 1) a $$, format('values (%L::bytea, %L::jsonb, %L::uuid)', '\x00ff', '{"a": "b"}', :'wire'), 'the archive contains a message that a transport sent and received');
 select pg_temp.send('transport-archive', '{}', '\x01', ttbr => -1000) as late \gset
-select is((pg_temp.take('transport-archive')).expired, 1, 'what has expired');
-select is((select count(*) from pgqueue.browse_archived_messages('transport-archive')), 2::bigint, 'is not');
+select is((pg_temp.take('transport-archive')).expired, 1, 'a transport receives an expired message');
+select is((select count(*) from pgqueue.browse_archived_messages('transport-archive')), 2::bigint, 'an expired message is not archived');
 savepoint received;
 select pgqueue.enqueue('transport-archive', '2') as sent \gset
 select pg_temp.take('transport-archive') \g /dev/null
 rollback to received;
-select is((select count(*) from pgqueue.browse_archived_messages('transport-archive')), 2::bigint, 'nor is what was rolled back');
--- What the verbs delete they archive by themselves, or not at all.
+select is((select count(*) from pgqueue.browse_archived_messages('transport-archive')), 2::bigint, 'a message whose receipt was rolled back is not archived');
+-- Messages deleted by verbs are archived by the verb or not at all.
 select pgqueue.enqueue_batch('transport-archive', array['3', '4', '5', '6']::jsonb[]) \g /dev/null
 select count(*) as n from pgqueue.receive('transport-archive') \gset
 select pgqueue.ack('transport-archive', c.id, c.claim_token) as acked from pgqueue.claim('transport-archive') c \gset
 select pgqueue.nack('transport-archive', c.id, c.claim_token, '1 h') as nacked from pgqueue.claim('transport-archive') c \gset
 select pgqueue.reject('transport-archive', c.id, c.claim_token) as rejected from pgqueue.claim('transport-archive') c \gset
-select is((select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages('transport-archive') a where a.payload is not null), '[1, 3, 4]', 'what the verbs take is archived once, by them');
+select is((select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages('transport-archive') a where a.payload is not null), '[1, 3, 4]', 'messages that receive or ack removed are archived once');
 select pgqueue.enqueue_batch('transport-archive', array['7', '8']::jsonb[]) \g /dev/null
 delete from public."transport-archive";
-select is((select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages('transport-archive') a where a.payload is not null), '[1, 3, 4, 7, 8]', 'many at once are archived, each once');
+select is((select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages('transport-archive') a where a.payload is not null), '[1, 3, 4, 7, 8]', 'a delete of many rows archives each message once');
 -- A day without a partition.
 create function pg_temp.day_table() returns text language sql as $$ select 'pgqueue.' || pgqueue._day_partition_name(pgqueue._utc_day(pgqueue._now())) $$;
 do $$ begin execute 'alter table pgqueue.archived_messages detach partition ' || pg_temp.day_table(); execute 'alter table ' || pg_temp.day_table() || ' rename to detached'; end $$;
 select pgqueue.enqueue('transport-archive', '9') as sent \gset
-select isnt((pg_temp.take('transport-archive')).id, null, 'where the day has no partition');
-select is((select u.payload from pgqueue.unfiled_messages u where u.queue_name = 'transport-archive'), '9', 'it is filed later');
--- Who receives needs no right on the archive.
+select isnt((pg_temp.take('transport-archive')).id, null, 'a transport receives a message while the partition of the day is missing');
+select is((select u.payload from pgqueue.unfiled_messages u where u.queue_name = 'transport-archive'), '9', 'the message is kept in unfiled_messages while the partition of the day is missing');
+-- A receiving role needs no right on the archive.
 create role pgqueue_test_taker;
 grant usage on schema public to pgqueue_test_taker;
 grant select, update, delete on public."transport-archive" to pgqueue_test_taker;
 select pgqueue.grant_access('pgqueue_test_taker', 'transport') \g /dev/null
 select pgqueue.enqueue('transport-archive', '10') as sent \gset
 set local role pgqueue_test_taker;
-select lives_ok($$ delete from public."transport-archive" $$, 'who may only receive, does');
+select lives_ok($$ delete from public."transport-archive" $$, 'a role without rights on the archive can receive');
 reset role;
-select is((select count(*) from pgqueue.unfiled_messages u where u.payload = '10'), 1::bigint, 'and the archive has it');
--- Begun and ended.
+select is((select count(*) from pgqueue.unfiled_messages u where u.payload = '10'), 1::bigint, 'a message received by a role without rights on the archive is archived');
+-- Turning the archive on and off.
 create function pg_temp.triggers(queue text) returns bigint language sql as $$
     select count(*) from pg_trigger g where g.tgname = 'archive_taken' and g.tgrelid = (select pgqueue._partition_of(q) from pgqueue.queues q where q.name = queue) $$;
-select is(pg_temp.triggers('transport-sqlserver'), 0::bigint, 'a queue that does not archive pays nothing for it');
-select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '1 day') $$, 'a relation begins to archive');
-select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '2 days') $$, 'and goes on');
+select is(pg_temp.triggers('transport-sqlserver'), 0::bigint, 'a relation without an archive has no archive trigger');
+select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '1 day') $$, 'alter_queue turns on the archive of an exposed queue');
+select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '2 days') $$, 'alter_queue changes the archive_for of an exposed queue');
 select pgqueue.purge_queue('transport-sqlserver') as purged \gset
 select pgqueue.enqueue('transport-sqlserver', '1') as sent \gset
-select isnt((pg_temp.take('transport-sqlserver')).id, null, 'what is received then');
-select is((select count(*) from pgqueue.browse_archived_messages('transport-sqlserver')), 1::bigint, 'is kept');
-select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '0') $$, 'until archiving ends');
+select isnt((pg_temp.take('transport-sqlserver')).id, null, 'a transport receives a message after the archive was turned on');
+select is((select count(*) from pgqueue.browse_archived_messages('transport-sqlserver')), 1::bigint, 'the message received after the archive was turned on is archived');
+select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '0') $$, 'alter_queue turns off the archive of an exposed queue');
 select pgqueue.enqueue('transport-sqlserver', '2') as sent \gset
-select isnt((pg_temp.take('transport-sqlserver')).id, null, 'what is received after that');
-select is((select count(*) from pgqueue.browse_archived_messages('transport-sqlserver')), 1::bigint, 'is gone');
-select is(pg_temp.triggers('transport-sqlserver'), 0::bigint, 'at no cost');
-select is(pgqueue.unexpose_transport('transport-archive'), true, 'a relation that archived is taken away');
-select is(pg_temp.triggers('transport-archive'), 0::bigint, 'with its trigger');
-select lives_ok($$ select pgqueue.drop_queue('transport-archive') $$, 'and its queue dropped');
+select isnt((pg_temp.take('transport-sqlserver')).id, null, 'a transport receives a message after the archive was turned off');
+select is((select count(*) from pgqueue.browse_archived_messages('transport-sqlserver')), 1::bigint, 'the message received after the archive was turned off is not archived');
+select is(pg_temp.triggers('transport-sqlserver'), 0::bigint, 'the archive trigger does not exist after the archive was turned off');
+select is(pgqueue.unexpose_transport('transport-archive'), true, 'unexpose_transport succeeds for a queue with an archive');
+select is(pg_temp.triggers('transport-archive'), 0::bigint, 'unexpose_transport drops the archive trigger');
+select lives_ok($$ select pgqueue.drop_queue('transport-archive') $$, 'drop_queue succeeds after unexpose_transport');
 
--- A queue that holds messages already.
+-- A queue that has messages when it is exposed.
 select pgqueue.create_queue('transport-late') is not null as made \gset
 select pgqueue.enqueue_batch('transport-late', array['1', '2', '3']::jsonb[]) as sent \g /dev/null
 select pgqueue.enqueue('transport-late', '4', delay => '1 h') as sent \gset
 select id, claim_token from pgqueue.claim('transport-late') \gset
-select is(pgqueue.expose_transport('transport-late'), '"public"."transport-late"', 'a queue is exposed with its messages');
-select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{2,3}', 'they are shown, in order, but for those that are claimed');
-select is(pgqueue.ack('transport-late', :id, :'claim_token'), true, 'whose claims go on');
+select is(pgqueue.expose_transport('transport-late'), '"public"."transport-late"', 'expose_transport accepts a queue with messages');
+select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{2,3}', 'the relation shows the messages of the queue in order, except claimed ones');
+select is(pgqueue.ack('transport-late', :id, :'claim_token'), true, 'ack succeeds for a claim from before the queue was exposed');
 select pg_temp.send('transport-late', '{}', '4') as sent \gset
-select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{2,3,4}', 'what is sent then comes behind them');
+select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{2,3,4}', 'the relation shows new messages behind older ones');
 update pgqueue.messages m set attempt_count = m.max_attempts where m.queue_name = 'transport-late' and m.transport_seq = (select min(t.seq) from public."transport-late" t);
-select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{3,4}', 'what has spent its attempts is not shown, and waits for its burial');
+select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{3,4}', 'the relation does not show a message whose attempts are exhausted');
 set local session_replication_role = replica;
 select pgqueue.enqueue('transport-late', '5') as sent \gset
 reset session_replication_role;
-select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{3,4,5}', 'what a session sends that has triggers off is shown like any other');
+select is(array(select convert_from(t.body, 'UTF8') from public."transport-late" t order by t.seq), '{3,4,5}', 'the relation shows messages of a session with session_replication_role replica');
 
 select * from finish();
 rollback;
