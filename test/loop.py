@@ -38,43 +38,44 @@ def find(kind: str, names: list[str]) -> list[Path]:
     """The test files of these names, which may be paths; a wrong name ends the program with a list of close ones."""
     variable, directory, pattern = FILES[kind]
     files = {path.stem: path for path in sorted(directory.rglob(pattern))}
-    for name in names or [""]:
-        if (stem := Path(name).stem) not in files:
-            close = difflib.get_close_matches(stem, files, 6, 0.5) or [known for known in files if stem in known] or files
-            reason = f"there is no {name} below {directory.relative_to(ROOT)}" if name else f"{variable} is missing"
-            sys.exit(f"make {kind} {variable}=…: {reason}. Names are: {', '.join(close)}")
-    return [files[Path(name).stem] for name in names]
+    stems = [Path(name).stem for name in names] or [""]
+    for stem in stems:
+        if stem not in files:
+            within = [known for known in files if stem and stem in known]
+            close = dict.fromkeys([*difflib.get_close_matches(stem, files, 5), *within]) or files
+            reason = f"{stem!r} is not in {directory.relative_to(ROOT)}" if stem else f"{variable} is missing"
+            sys.exit(f"make {kind} {variable}=…: {reason}. Possible names: {', '.join(close)}")
+    return [files[stem] for stem in stems]
 
 
 def keep(major: int) -> None:
     """Start a server, write its pid file, and run the server until the file is removed, replaced or unused."""
-    path, signals = KEPT / str(major), {signal.SIGTERM, signal.SIGCHLD}
-    with started(major) as server, path.with_name(f"{major}.{os.getpid()}").open("w") as file:
+    signals = {signal.SIGTERM, signal.SIGCHLD}
+    with started(major) as server, (KEPT / f"{major}.{os.getpid()}").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(f"{os.getpid()}\n{server.dsn}")
         file.flush()
-        Path(file.name).rename(path)
+        Path(file.name).rename(KEPT / str(major))
         for stream in (1, 2):  # their end tells the caller that the server is ready
             os.dup2(0, stream)
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # SIGCHLD: the server has died
         while signal.sigtimedwait(signals, 1) is None:
-            found = path.stat() if path.exists() else None
-            if found is None or found.st_ino != os.fstat(file.fileno()).st_ino:
-                break
-            if time.time() - found.st_mtime > UNUSED_SECONDS:
+            state = os.fstat(file.fileno())
+            if state.st_nlink == 0 or time.time() - state.st_mtime > UNUSED_SECONDS:
                 break
 
 
 def running(major: int) -> Server | None:
-    """The kept server, if its keeper lives, that is if the pid file is locked."""
+    """The kept server, if its pid file is locked, which means that its keeper lives."""
+    path = KEPT / str(major)
     try:
-        with (KEPT / str(major)).open() as file:
+        with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.utime(KEPT / str(major))
-        return Server(f"PostgreSQL {major}", (KEPT / str(major)).read_text().partition("\n")[2])
     except FileNotFoundError:
-        pass
+        return None
+    except BlockingIOError:
+        os.utime(path)
+        return Server(f"PostgreSQL {major}", path.read_text().partition("\n")[2])
     return None
 
 
@@ -113,9 +114,9 @@ def extensions(server: Server) -> Path:
 def refresh(server: Server, scripts: list[Path]) -> None:
     """Make the template database anew, unless it was made from these very scripts: its comment is their digest."""
     digest = hashlib.sha256(b"".join(script.read_bytes() for script in scripts)).hexdigest()
-    comment = f"select from pg_database where datname = '{TEMPLATE}' and shobj_description(oid, 'pg_database') = '{digest}'"
     with server.connect("postgres") as connection:
-        if connection.execute(comment.encode()).fetchone():
+        comment = "select shobj_description(oid, 'pg_database') from pg_database where datname = %s"
+        if connection.execute(comment, [TEMPLATE]).fetchone() == (digest,):
             return
         for script in scripts:
             shutil.copyfile(script, extensions(server) / script.name)
@@ -130,7 +131,8 @@ def run_sql(kind: str, files: list[Path], major: int, accept: bool) -> str:
     """Run pgTAP files or isolation specs in copies of the template database."""
     with kept(major) as server:
         if kind == "spec":
-            if differences := [found for spec in files if (found := run_spec(server, TEMPLATE, spec, accept))]:
+            differences = [found for spec in files if (found := run_spec(server, TEMPLATE, spec, accept))]
+            if differences:
                 raise Failure("\n".join(differences))
             return f"{len(files)} specs"
         with server.database("tap", TEMPLATE) as database:
@@ -147,19 +149,22 @@ def main() -> int:
     parser.add_argument("-k", help="only the tests whose names match, as in pytest")
     arguments = parser.parse_args()
 
-    start = time.monotonic()
-    try:
-        if arguments.kind == "keep":
+    if arguments.kind == "keep":
+        try:
             keep(arguments.pg)
-            return 0
-        files = find(arguments.kind, arguments.names)
-        if arguments.kind == "py":
-            os.chdir(ROOT / "python")
-            chosen = ["-k", arguments.k] if arguments.k else []
-            command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "--rootdir", "..", "-q", *chosen, *files]
-            os.execv(sys.executable, [str(word) for word in command])
-        line, failed = f"ok, {run_sql(arguments.kind, files, arguments.pg, arguments.accept)}", False
-    except (Failure, LookupError, EmbeddedServerError, psycopg.Error) as failure:
+        except (LookupError, EmbeddedServerError) as failure:
+            sys.exit(str(failure))
+        return 0
+    files = find(arguments.kind, arguments.names)
+    if arguments.kind == "py":
+        os.chdir(ROOT / "python")
+        chosen = ["-k", arguments.k] if arguments.k else []
+        command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "--rootdir", "..", "-q", *chosen, *files]
+        os.execv(sys.executable, [str(word) for word in command])
+    start, failed = time.monotonic(), False
+    try:
+        line = f"ok, {run_sql(arguments.kind, files, arguments.pg, arguments.accept)}"
+    except (Failure, psycopg.Error) as failure:
         line, failed = f"FAILED\n{failure}", True
     print(f"PostgreSQL {arguments.pg}, {' '.join(arguments.names)}: {line} ({time.monotonic() - start:.1f} s)")
     return failed
