@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
-from harness import CACHE, MAJORS, ROOT, TEST, Failure, Server, install_pgtap, prepare_fresh, prove, run_spec, started
+from harness import CACHE, MAJORS, ROOT, TEST, Failure, Server, install_pgtap, prove, run_spec, started
 from psycopg.conninfo import conninfo_to_dict
 
 from pgqueue.embedded import EmbeddedServerError
@@ -112,19 +112,22 @@ def extensions(server: Server) -> Path:
 
 
 def refresh(server: Server, scripts: list[Path]) -> None:
-    """Make the template database anew, unless it was made from these very scripts: its comment is their digest."""
+    """Install the scripts in the template database, whose comment is the digest of those that it has now."""
     digest = hashlib.sha256(b"".join(script.read_bytes() for script in scripts)).hexdigest()
     with server.connect("postgres") as connection:
         comment = "select shobj_description(oid, 'pg_database') from pg_database where datname = %s"
-        if connection.execute(comment, [TEMPLATE]).fetchone() == (digest,):
-            return
+        found = connection.execute(comment, [TEMPLATE]).fetchone()
+        if found in (None, (None,)):  # a database without a comment is not complete
+            connection.execute(f"drop database if exists {TEMPLATE} with (force)")
+            connection.execute(f"create database {TEMPLATE}")
+            install_pgtap(server, TEMPLATE)
+    if found != (digest,):
         for script in scripts:
             shutil.copyfile(script, extensions(server) / script.name)
-        connection.execute(f"drop database if exists {TEMPLATE} with (force)")
-        connection.execute(f"create database {TEMPLATE}")
-        prepare_fresh(server, TEMPLATE)
-        install_pgtap(server, TEMPLATE)
-        connection.execute(f"comment on database {TEMPLATE} is '{digest}'".encode())
+        with server.connect(TEMPLATE) as connection, connection.transaction():
+            connection.execute("drop extension if exists pgqueue cascade")
+            connection.execute("create extension pgqueue")
+            connection.execute(f"comment on database {TEMPLATE} is '{digest}'".encode())
 
 
 def run_sql(kind: str, files: list[Path], major: int, accept: bool) -> str:
