@@ -142,6 +142,23 @@ test-all: setup test-tools .venv/flights .cache/java/ready
 test-sql: build setup test-tools
 	@$(harness) $(if $(PG),--pg $(PG))
 
+# One test file at a time. A kept server belongs to this worktree and runs until "make stop" or an hour without use.
+
+loop := $(python) test/loop.py
+major := $(if $(filter-out 18,$(PG)),.cache/postgres/ready)
+
+tap: build setup .cache/debs/ready $(major)  ## run one pgTAP file on a kept server [FILE=claim PG=16]
+	@$(loop) tap $(FILE) $(PG:%=--pg %)
+
+spec: build setup .cache/debs/ready $(major)  ## run one isolation spec there [NAME=late_commit PG=16 ACCEPT=1]
+	@$(loop) spec $(NAME) $(PG:%=--pg %) $(if $(ACCEPT),--accept)
+
+py: build client  ## run one file of Python tests [FILE=test_client K=claim]
+	@$(loop) py $(FILE) $(if $(K),-k '$(K)')
+
+stop:  ## stop the kept servers
+	@rm -rf .cache/kept
+
 installcheck: setup .cache/debs/ready  ## run the SQL suites on the server of PGQUEUE_DSN or the libpq variables
 	@$(harness) --external
 
@@ -185,12 +202,12 @@ bench-full: .cache/bench/ready .cache/java/ready  ## the same for hours, and the
 	@$(python) test/bench/fetch.py
 	@touch $@
 
-clean:  ## remove what tests leave behind
+clean: stop  ## remove what tests leave behind
 	rm -rf {.,python}/{.hypothesis,.import_linter_cache,.mypy_cache,.pytest_cache,.ruff_cache}
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## also .venv and everything fetched
 	rm -rf .venv .cache
 
-.PHONY: help build verify client reference install uninstall installcheck setup test-tools test test-all test-sql lint docker-test \
-	demo demo-spark bench bench-full clean distclean
+.PHONY: help build verify client reference install uninstall installcheck setup test-tools test test-all test-sql \
+	tap spec py stop lint docker-test demo demo-spark bench bench-full clean distclean

@@ -103,20 +103,25 @@ def doors() -> dict[str, Door]:
 
 
 def pgtap(server: Server, door: str, files: list[Path], jobs: int) -> str:
-    """Run pgTAP files in a database behind a door. They roll back, so that several can run at once."""
+    """Run pgTAP files, all without a list, in a database behind a door."""
     with server.database(door) as database:
         doors()[door](server, database)
         install_pgtap(server, database)
-        debs = CACHE / "debs/root"
-        libraries = f"{debs}/usr/share/perl5:{debs}/usr/share/perl/5.36"
-        return run(
-            [
-                *("perl", debs / "usr/bin/pg_prove", "--psql-bin", TOOLS / "psql", "--jobs", jobs),
-                *("--ext", ".sql", "--recurse", *(files or [TEST / "sql"])),
-            ],
-            server.environment(database) | {"PERL5LIB": libraries},
-            summary=r"^Files=(?P<files>\d+), Tests=(?P<tests>\d+)",
-        )
+        return prove(server, database, files or [TEST / "sql"], jobs)
+
+
+def prove(server: Server, database: str, files: list[Path], jobs: int) -> str:
+    """Run pgTAP files in a database that has pgTAP. They roll back, so that several can run at once."""
+    debs = CACHE / "debs/root"
+    libraries = f"{debs}/usr/share/perl5:{debs}/usr/share/perl/5.36"
+    return run(
+        [
+            *("perl", debs / "usr/bin/pg_prove", "--psql-bin", TOOLS / "psql", "--jobs", jobs),
+            *("--ext", ".sql", "--recurse", *files),
+        ],
+        server.environment(database) | {"PERL5LIB": libraries},
+        summary=r"^Files=(?P<files>\d+), Tests=(?P<tests>\d+)",
+    )
 
 
 def install_pgtap(server: Server, database: str) -> None:
