@@ -54,7 +54,7 @@ def test_an_option_of_something_else_is_refused_and_told_of_what() -> None:
 
 
 def test_a_path_is_refused_and_told_what_to_name() -> None:
-    assert "name the option queue" in refused(READ, path="/tmp/x")
+    assert "set option queue" in refused(READ, path="/tmp/x")
 
 
 def test_what_spark_adds_to_a_query_s_options_is_passed_over() -> None:
@@ -84,7 +84,7 @@ def test_a_stream_must_be_named() -> None:
         (READ, "numPartitions", "1_0", "an integer from 1 to 1000"),
         (READ, "minId", "-1", "an integer from 0"),
         (READ, "maxId", "9223372036854775808", "an integer from 0"),
-        (READ, "since", "yesterday", "a moment in ISO 8601"),
+        (READ, "since", "yesterday", "a timestamp in ISO 8601"),
         (READ, "pushdown", "yes", "true or false"),
         (STREAM, "maxMessagesPerTrigger", "100001", "an integer from 1 to 100000"),
         (STREAM, "leaseDuration", "0s", "a duration from 1 s to 12 h"),
