@@ -1,4 +1,4 @@
--- What plpgsql_check finds in the functions of pgqueue, one finding a row. A trigger function is checked for each of its
+-- What plpgsql_check finds in the functions of pgqueue, one finding a row. It checks a trigger function for each of its
 -- tables.
 select format('%s, line %s: %s %s: %s', p.oid::regprocedure, f.lineno, f.level, f.sqlstate, concat_ws('; ', f.message, f.detail, f.hint))
 from pg_proc p

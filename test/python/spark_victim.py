@@ -99,7 +99,7 @@ def main(dsn: str, archived: str, queues: list[str]) -> None:
         while not (home / f"{point}.reached").exists():
             if running.awaitTermination(1):
                 sys.exit(f"{point} was not reached")
-    archive._Note.write = lambda *_: die(ARCHIVE)  # type: ignore[method-assign]
+    archive._Progress.write = lambda *_: die(ARCHIVE)  # type: ignore[method-assign]
     archive.archive_to_parquet(spark, str(home / ARCHIVE), dsn=dsn, queues=[archived])
 
 

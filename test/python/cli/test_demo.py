@@ -1,4 +1,4 @@
-"""The demo, on the first of its records: with a private server, and on somebody else's."""
+"""The demo with 5,000 of its records, on a private server and on a given one."""
 
 import importlib.util
 import os
@@ -21,12 +21,12 @@ COMMAND = [sys.executable, "-m", "pgqueue.demo", "--messages", "5000"]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """What this process has, but for servers, and more."""
+    """The environment of this process without variables of servers, plus `variables`."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PG")} | variables
 
 
 def row(output: str, label: str) -> list[int]:
-    """The figures behind a label in a table of the output."""
+    """The numbers in the row with this label in a table of the output."""
     (found,) = re.findall(rf"^│ *{label} *│(.*)│$", output, re.MULTILINE)
     return [int(figure.replace(",", "")) for figure in found.split("│")]
 
@@ -38,7 +38,7 @@ def run(*options: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_the_books_balance() -> None:
+def test_a_run_on_a_private_server_loses_and_duplicates_nothing() -> None:
     done = run()
     assert done.returncode == 0, done.stdout + done.stderr
     assert row(done.stdout, "enqueued") == [5000, 5000]
@@ -46,13 +46,13 @@ def test_the_books_balance() -> None:
     assert row(done.stdout, "dead letters, attempts exhausted") == [34, 0]
     assert row(done.stdout, "still in the queue") == [0, 0]
     assert row(done.stdout, "lost: enqueued - processed - dead") == [0, 0]
-    assert row(done.stdout, "duplicates of effect") == [0, 0]
-    assert re.search(r"SIGKILL for consumer \d, mid-work; its \d+ messages", done.stdout)
+    assert row(done.stdout, "duplicate effects") == [0, 0]
+    assert re.search(r"SIGKILL for consumer \d during its work; its \d+ messages", done.stdout)
     assert "has no arrival time" in done.stdout
-    assert "The books balance." in done.stdout
+    assert "All checks passed." in done.stdout
 
 
-def test_a_given_server_keeps_what_is_asked_for_until_the_next_run(empty_database: Callable[[], str]) -> None:
+def test_keep_leaves_the_tables_on_a_given_server_until_the_next_run(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
     done = run("--keep", PGQUEUE_DSN=dsn, PGOPTIONS="-c intervalstyle=iso_8601 -c datestyle=german")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -64,7 +64,7 @@ def test_a_given_server_keeps_what_is_asked_for_until_the_next_run(empty_databas
 
 
 def assert_gone(dsn: str) -> None:
-    """Nothing of the demo is left, but for pgqueue itself."""
+    """Nothing of the demo is left, except pgqueue itself."""
     with psycopg.connect(dsn) as connection:
         assert connection.execute("select to_regnamespace('pgqueue_demo')").fetchone() == (None,)
         assert connection.execute("select count(*) from pgqueue.list_queues()").fetchone() == (0,)
@@ -73,15 +73,17 @@ def assert_gone(dsn: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "theirs", ["create schema pgqueue_demo", "create extension pgqueue; select pgqueue.create_queue('flights')"]
+    "existing", ["create schema pgqueue_demo", "create extension pgqueue; select pgqueue.create_queue('flights')"]
 )
-def test_it_touches_nothing_of_somebody_else(empty_database: Callable[[], str], theirs: str) -> None:
+def test_existing_objects_with_the_names_of_the_demo_are_not_touched(
+    empty_database: Callable[[], str], existing: str
+) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn) as connection:
-        connection.execute(theirs.encode())
+        connection.execute(existing.encode())
     done = run(PGQUEUE_DSN=dsn)
     assert done.returncode == 2
-    assert "is somebody else's" in done.stderr
+    assert "was not created by the demo" in done.stderr
     with psycopg.connect(dsn) as connection:
         kept = connection.execute(
             "select to_regnamespace('pgqueue_demo') is not null"
@@ -91,7 +93,9 @@ def test_it_touches_nothing_of_somebody_else(empty_database: Callable[[], str], 
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_cleans_up(empty_database: Callable[[], str], how: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_ends_the_demo_and_cleans_up(
+    empty_database: Callable[[], str], how: signal.Signals, tmp_path: Path
+) -> None:
     dsn = empty_database()
     with (tmp_path / "out").open("w+") as output:
         demo = subprocess.Popen(

@@ -10,7 +10,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 pytest.importorskip("pyspark")
 
-from pgqueue.spark.links import connect, conninfo
+from pgqueue.spark.connections import connect, resolve_conninfo
 from pgqueue.spark.options import OPTIONS, READ, STREAM, WRITE, OptionError, parse
 
 NEEDED = {READ: {"queue": "q"}, STREAM: {"queue": "q", "streamId": "s"}, WRITE: {}}
@@ -54,7 +54,7 @@ def test_an_option_of_something_else_is_refused_and_told_of_what() -> None:
 
 
 def test_a_path_is_refused_and_told_what_to_name() -> None:
-    assert "name the option queue" in refused(READ, path="/tmp/x")
+    assert "set option queue" in refused(READ, path="/tmp/x")
 
 
 def test_what_spark_adds_to_a_query_s_options_is_passed_over() -> None:
@@ -84,7 +84,7 @@ def test_a_stream_must_be_named() -> None:
         (READ, "numPartitions", "1_0", "an integer from 1 to 1000"),
         (READ, "minId", "-1", "an integer from 0"),
         (READ, "maxId", "9223372036854775808", "an integer from 0"),
-        (READ, "since", "yesterday", "a moment in ISO 8601"),
+        (READ, "since", "yesterday", "a timestamp in ISO 8601"),
         (READ, "pushdown", "yes", "true or false"),
         (STREAM, "maxMessagesPerTrigger", "100001", "an integer from 1 to 100000"),
         (STREAM, "leaseDuration", "0s", "a duration from 1 s to 12 h"),
@@ -154,7 +154,7 @@ def test_values_that_contradict_each_other_are_refused() -> None:
     assert "heartbeatInterval: 60 s is not shorter than leaseDuration, 60 s" in refused(
         STREAM, leaseDuration="1 min", heartbeatInterval="60s"
     )
-    assert "minId, maxId: 7 is behind 3" in refused(READ, minId="7", maxId="3")
+    assert "minId, maxId: 7 is after 3" in refused(READ, minId="7", maxId="3")
     assert "since, until" in refused(READ, since="2026-02-01", until="2026-01-01")
 
 
@@ -183,7 +183,7 @@ def test_a_password_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse({"queue": "q", "dsn": "postgresql://user@db/app"}, READ).dsn
     monkeypatch.setenv("PGQUEUE_DSN", broken)
     with pytest.raises(OptionError) as raised:
-        conninfo(None)
+        resolve_conninfo(None)
     assert "s3cret" not in str(raised.value)
     assert raised.value.__suppress_context__
 
@@ -199,14 +199,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def named(dsn: str | None) -> dict[str, Any]:
     return {
         key: value
-        for key, value in conninfo_to_dict(conninfo(dsn)).items()
+        for key, value in conninfo_to_dict(resolve_conninfo(dsn)).items()
         if key not in ("application_name", "client_encoding")
     }
 
 
 def test_the_database_is_that_of_the_option_else_of_the_environment(environment: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="option dsn is missing, and so are PGQUEUE_DSN and the libpq variables"):
-        conninfo(None)
+        resolve_conninfo(None)
     environment.setenv("PGHOST", "from-variable")
     environment.setenv("PGPASSWORD", "s3cret")
     assert named(None) == {"host": "from-variable", "password": "s3cret"}
@@ -234,6 +234,6 @@ def test_a_service_is_looked_up_where_the_connection_is_made(environment: pytest
 def test_connections_have_a_name_and_notice_that_a_server_is_gone(
     database: str, given: str, meant: dict[str, str]
 ) -> None:
-    with connect(conninfo(f"{database}{given}")) as connection:
+    with connect(resolve_conninfo(f"{database}{given}")) as connection:
         found = {option.keyword.decode(): (option.val or b"").decode() for option in connection.pgconn.info}
     assert meant.items() <= found.items()

@@ -46,7 +46,7 @@ def queue(connection: Connection, name: str) -> Queue:
 def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Acknowledgements count as over at once: else a minute would hide what a run forgets."""
     monkeypatch.setattr(archive, "_MARGIN", timedelta(0))
-    monkeypatch.setattr(archive, "_PATIENCE", 0.3)
+    monkeypatch.setattr(archive, "_WRITER_TIMEOUT", 0.3)
 
 
 def finish(connection: Connection, queue: Queue, *moments: datetime) -> None:
@@ -254,7 +254,7 @@ def test_a_run_that_is_killed_once_it_has_written_is_repeated(
 def test_one_run_at_a_time(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
     with (
         psycopg.connect(database, autocommit=True) as other,
-        archive._hold(other, f"file:{tmp_path}"),
+        archive._locked(other, f"file:{tmp_path}"),
         pytest.raises(ArchiveBusyError, match=f"another archive_to_parquet writes to file:{tmp_path}"),
     ):
         run(spark, database, queue, tmp_path)
@@ -266,7 +266,7 @@ def test_the_hold_ends_with_the_run_however_long_the_server_keeps_its_connection
     with psycopg.connect(database, autocommit=True) as kept:
         monkeypatch.setattr(archive, "connect", lambda *_, **__: nullcontext(kept))
         assert archive_to_parquet(spark, str(tmp_path), dsn=database, queues=[]) == []
-        with archive._hold(connection, f"file:{tmp_path}"):
+        with archive._locked(connection, f"file:{tmp_path}"):
             assert kept.execute("select true").fetchone() == (True,)
 
 
@@ -281,12 +281,12 @@ def test_a_run_that_has_lost_its_hold_publishes_nothing(
     how: str,
 ) -> None:
     work(queue, 5)
-    connect, moments = archive.connect, archive.plain_moments
+    connect, moments = archive.connect, archive.utc_parquet_timestamps
     held: list[Connection] = []
 
     def overtaken(spark: Any) -> Any:
         """Another run comes and goes, between what the first one finds in Parquet and what it writes there."""
-        monkeypatch.setattr(archive, "plain_moments", moments)
+        monkeypatch.setattr(archive, "utc_parquet_timestamps", moments)
         if how == "cut":
             connection.execute("select pg_terminate_backend(%s, 5000)", [held[0].info.backend_pid])
         else:  # as by a pooler, with another connection for each statement
@@ -295,8 +295,8 @@ def test_a_run_that_has_lost_its_hold_publishes_nothing(
         return moments(spark)
 
     monkeypatch.setattr(archive, "connect", lambda *given, **more: held.append(connect(*given, **more)) or held[-1])
-    monkeypatch.setattr(archive, "plain_moments", overtaken)
-    with pytest.raises((ArchiveBusyError, psycopg.OperationalError), match=r"the hold on .* is lost|terminating"):
+    monkeypatch.setattr(archive, "utc_parquet_timestamps", overtaken)
+    with pytest.raises((ArchiveBusyError, psycopg.OperationalError), match=r"the lock on .* is lost|terminating"):
         run(spark, database, queue, tmp_path)
     assert in_parquet(tmp_path) == in_archive(connection, queue)
 
@@ -308,7 +308,7 @@ def test_a_standby_is_refused(spark: Any, database: str, connection: Connection,
         f" create function \"{queue.name}\".pg_is_in_recovery() returns bool language sql as 'select true'"
     )
     standby = make_conninfo(database, options=f"-c search_path={queue.name},pg_catalog")
-    with pytest.raises(StandbyError, match="reads from the primary"):
+    with pytest.raises(StandbyError, match="needs the primary"):
         run(spark, standby, queue, tmp_path / "parquet")
     assert not (tmp_path / "parquet").exists()
 
@@ -374,12 +374,12 @@ def test_a_note_that_says_nothing_is_none(text: str | None) -> None:
             assert name == "_pgqueue/q.json"
             return text
 
-    assert archive._Note.read(Folder(), "q", "db") == archive._Note("db")
+    assert archive._Progress.read(Folder(), "q", "db") == archive._Progress("db")
 
 
 def test_notes_move_on_only_past_those_who_ended() -> None:
     at = [datetime(2026, 1, day, tzinfo=UTC) for day in range(1, 6)]
-    note = archive._Note("db")
+    note = archive._Progress("db")
     note = note.after(at[0], {"a"})
     assert (note.settled, note.noted, note.writers) == (None, at[0], {"a"})
     # Somebody else is writing now, but a has ended: all up to the first run was to be seen by the second.

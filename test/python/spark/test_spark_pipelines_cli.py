@@ -135,14 +135,14 @@ def test_the_demo_comes_to_the_same_sums(
     mine.parent.mkdir(parents=True)
     mine.touch()
     assert demo.main(["--messages", "3000", "--out", str(tmp_path / "out")]) == 2
-    assert f"{mine.parent} is somebody else's: choose another directory" in capfd.readouterr().err
+    assert f"{mine.parent} was not created by the demo: choose another directory" in capfd.readouterr().err
     mine.unlink()
     assert demo.main(["--messages", "3000", "--out", str(tmp_path / "out")]) == 0
     said = capfd.readouterr()
     assert said.err == ""
     assert re.search(r"│ flights +│ +3,000 │ +3,000 │ +3,000 │", said.out), said.out
-    assert "sums are those that PostgreSQL comes to" in said.out
-    # With the message that closes the last hours.
+    assert "sums equal those of PostgreSQL" in said.out
+    # Including the message that completes the last hours.
     assert f"report     {tmp_path / 'out/report/flow.html'}" in said.out
     assert "3,001" in (tmp_path / "out/report/flow.html").read_text()
 

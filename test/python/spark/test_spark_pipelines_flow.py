@@ -23,12 +23,12 @@ from pgqueue.spark.pipelines import (
     dead_letter_report,
     flow_metrics,
     flow_report,
-    page,
     read_dead_letters,
     read_finished,
+    report_page,
 )
-from pgqueue.spark.pipelines.page import Flow, Letters, Measure, render
-from pgqueue.spark.pipelines.plots import draw
+from pgqueue.spark.pipelines.png_charts import draw
+from pgqueue.spark.pipelines.report_page import Flow, Letters, Measure, render
 from pgqueue.spark.pipelines.times import utc_day, utc_floor, window_of
 
 Connection = psycopg.Connection[Any]
@@ -312,10 +312,10 @@ def test_of_very_many_queues_the_busiest_are_drawn(tmp_path: Path, monkeypatch: 
     text = render(flow)
     assert [name for name in names if f"<h2>{name}</h2>" in text] == names[-100:]
     assert all(f">{name}</td>" in text for name in names)
-    assert "The 100 busiest of 1,000 queues are drawn." in text
+    assert "The 100 busiest of 1,000 queues have charts." in text
     figures = pytest.importorskip("matplotlib.figure")
     monkeypatch.setattr(figures.Figure, "savefig", lambda *_, **__: None)
-    monkeypatch.setattr(page, "_DRAWN", 2)
+    monkeypatch.setattr(report_page, "_MAX_CHARTED", 2)
     assert [picture.stem for picture in draw(flow, tmp_path)] == names[-2:]
 
 

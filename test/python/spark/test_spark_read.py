@@ -22,10 +22,10 @@ from pyspark.sql import datasource as filters
 from pyspark.sql.types import StructType
 
 import pgqueue
-from pgqueue.spark import register
-from pgqueue.spark import rows as rows_module
+from pgqueue.spark import copy_to_arrow, register
+from pgqueue.spark.columns import source_schema
+from pgqueue.spark.copy_to_arrow import read_batches
 from pgqueue.spark.options import OptionError
-from pgqueue.spark.rows import columns
 from pgqueue.spark.snapshot import IdRange, PushdownSnapshotReader
 from pgqueue.spark.source import PgQueueDataSource
 
@@ -137,7 +137,7 @@ def test_any_columns_of_any_rows_are_what_the_database_has(
     database: str, data: st.DataObject, names: list[str]
 ) -> None:
     table = data.draw(st.lists(st.fixed_dictionaries({name: VALUES[name] for name in names}), max_size=7))
-    schema = StructType([field for name in names for field in columns("ready") if field.name == name])
+    schema = StructType([field for name in names for field in source_schema("ready") if field.name == name])
     typed = sql.SQL(", ").join(
         sql.SQL(f"{{}} {KINDS.get(name, 'text')}").format(sql.Identifier(name)) for name in names
     )
@@ -147,9 +147,9 @@ def test_any_columns_of_any_rows_are_what_the_database_has(
         table, default=lambda value: "\\x" + value.hex() if isinstance(value, bytes) else str(value)
     )
     with psycopg.connect(database) as connection, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows_module, "_BATCH_ROWS", 3)
+        patch.setattr(copy_to_arrow, "_BATCH_ROWS", 3)
         values = {"queue": "orders", "rows": given_rows}
-        found = [row for batch in rows_module.copy(connection, relation, values, schema) for row in batch.to_pylist()]
+        found = [row for batch in read_batches(connection, relation, values, schema) for row in batch.to_pylist()]
         selected = sql.SQL(", ").join(
             sql.SQL("{0}::text" if name in ("payload", "headers", "message_id") else "{0}").format(sql.Identifier(name))
             for name in names
@@ -163,7 +163,7 @@ def test_any_columns_of_any_rows_are_what_the_database_has(
 def test_a_column_of_another_size_is_an_error_and_not_another_number(database: str, number: str) -> None:
     other = sql.SQL(f"(select {number} as id, 'text' as payload from generate_series(1, 3) as n) as numbers")
     with psycopg.connect(database) as connection, pytest.raises(TypeError, match="column id has values that are null"):
-        list(rows_module.copy(connection, other, QUEUE, struct("id long, payload string")))
+        list(read_batches(connection, other, QUEUE, struct("id long, payload string")))
 
 
 def test_settings_of_the_session_change_nothing(
@@ -191,16 +191,16 @@ NUMBERS = sql.SQL("(select n::bigint as id from generate_series(1, 1000) n) as n
 def test_batches_are_bounded_in_rows_and_in_bytes(
     database: str, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
-    monkeypatch.setattr(rows_module, limit, most)
+    monkeypatch.setattr(copy_to_arrow, limit, most)
     with psycopg.connect(database) as connection:
-        sizes = [batch.num_rows for batch in rows_module.copy(connection, NUMBERS, QUEUE, struct("id long"))]
+        sizes = [batch.num_rows for batch in read_batches(connection, NUMBERS, QUEUE, struct("id long"))]
     assert (sum(sizes), max(sizes) <= most) == (1000, True)
 
 
 def test_a_reader_that_has_enough_ends_the_query(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "_BATCH_ROWS", 10)
+    monkeypatch.setattr(copy_to_arrow, "_BATCH_ROWS", 10)
     with psycopg.connect(database) as connection:
-        batches = rows_module.copy(connection, NUMBERS, QUEUE, struct("id long"))
+        batches = read_batches(connection, NUMBERS, QUEUE, struct("id long"))
         assert next(batches).num_rows == 10
         batches.close()
         assert connection.closed
@@ -209,7 +209,7 @@ def test_a_reader_that_has_enough_ends_the_query(database: str, monkeypatch: pyt
 def test_a_query_that_fails_in_the_middle_is_an_error(database: str) -> None:
     broken = sql.SQL("(select 1000 / (500 - n)::bigint as id from generate_series(1, 1000) n) as numbers")
     with psycopg.connect(database) as connection, pytest.raises(psycopg.errors.DivisionByZero):
-        list(rows_module.copy(connection, broken, QUEUE, struct("id long")))
+        list(read_batches(connection, broken, QUEUE, struct("id long")))
 
 
 def test_a_server_that_goes_in_the_middle_is_heard(database: str) -> None:
@@ -217,14 +217,14 @@ def test_a_server_that_goes_in_the_middle_is_heard(database: str) -> None:
         "(select pg_terminate_backend(pg_backend_pid())::int::bigint as id from generate_series(1, 1000)) as dies"
     )
     with psycopg.connect(database) as connection, pytest.raises(psycopg.errors.AdminShutdown):
-        list(rows_module.copy(connection, dies, QUEUE, struct("id long")))
+        list(read_batches(connection, dies, QUEUE, struct("id long")))
 
 
 def test_a_connection_that_is_gone_is_no_matter_of_data(database: str, connection: psycopg.Connection[Any]) -> None:
     with psycopg.connect(database, autocommit=True) as lost:
         connection.execute("select pg_terminate_backend(%s, 5000)", [lost.info.backend_pid])
         with pytest.raises(psycopg.OperationalError):
-            list(rows_module._rows(lost, b"copy (select 1) to stdout with (format binary)"))
+            list(copy_to_arrow._copy_rows(lost, b"copy (select 1) to stdout with (format binary)"))
 
 
 def test_a_payload_may_be_larger_than_a_batch(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
@@ -453,7 +453,7 @@ def test_the_columns_are_those_of_the_source_however_it_is_written(
         ("id int", "column id is bigint, not int; cast it in the query"),
         ("headers map", "column headers is string, not map<string,string>"),
         ("reason string", "no column reason in source ready"),
-        ("", "name a column at least"),
+        ("", "name at least one column"),
         ("id long, payload string, id long", "column id is named twice"),
     ],
 )

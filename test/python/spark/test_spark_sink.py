@@ -326,13 +326,13 @@ def test_messages_are_staged_many_a_row_within_bounds(sink: Sink, length: int, e
 
 def test_large_rows_travel_in_small_pieces(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[int] = []
-    values = sink_module.Layout.values
+    values = sink_module.ColumnMapping.values
 
     def noted(layout: Any, rows: pa.RecordBatch) -> dict[str, pa.Array]:
         pieces.append(rows.num_rows)
         return values(layout, rows)
 
-    monkeypatch.setattr(sink_module.Layout, "values", noted)
+    monkeypatch.setattr(sink_module.ColumnMapping, "values", noted)
     large = [f"{'x' * 200_000}{number}" for number in range(100)]
     sink.send(payloads(*map(json.dumps, large)), payloads("1"))
     assert sink.sent() == [*large, 1]

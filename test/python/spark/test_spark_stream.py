@@ -21,7 +21,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, Read
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
-from pgqueue.spark.links import connect
+from pgqueue.spark.connections import connect
 from pgqueue.spark.options import OptionError
 
 Start = Callable[..., Engine]
@@ -205,7 +205,7 @@ def test_7_a_task_goes_on_where_its_connection_was_lost(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = orders.enqueue_batch(["x" * 1000] * 50)
-    monkeypatch.setattr("pgqueue.spark.rows._BATCH_ROWS", 10)
+    monkeypatch.setattr("pgqueue.spark.copy_to_arrow._BATCH_ROWS", 10)
     engine = start(retryTimeout="10s", maxMessagesPerTrigger="50", numPartitions="1", schema="id long").begin()
     (part,) = engine.parts(engine.plan())
     batches = engine.worker.read(part)
@@ -478,7 +478,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("pgqueue.spark.driver.time", clock)
+    monkeypatch.setattr("pgqueue.spark.connections.time", clock)
     return clock
 
 
@@ -504,7 +504,7 @@ def test_13_so_does_that_of_a_task(
 ) -> None:
     sent = orders.enqueue_batch(["x" * 50_000] * 50)
     made: list[psycopg.Connection[Any]] = []
-    monkeypatch.setattr("pgqueue.spark.rows._BATCH_ROWS", 10)
+    monkeypatch.setattr("pgqueue.spark.copy_to_arrow._BATCH_ROWS", 10)
     monkeypatch.setattr("pgqueue.spark.stream.connect", lambda *given: made.append(connect(*given)) or made[-1])
     engine = start(retryTimeout="10 s", maxMessagesPerTrigger="50", numPartitions="1").begin()
     (part,) = engine.parts(engine.plan())
@@ -691,7 +691,7 @@ def test_a_heartbeat_goes_on_whatever_came_between(
             raise failure
         return connect(*given, **named)
 
-    monkeypatch.setattr("pgqueue.spark.driver.connect", fail_at_first)
+    monkeypatch.setattr("pgqueue.spark.stream_driver.connect", fail_at_first)
     engine = start(leaseDuration="1 min", heartbeatInterval="0.1 s").begin()
     engine.plan()
     first = stream(orders).claimed_until

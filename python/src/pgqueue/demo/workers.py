@@ -1,4 +1,4 @@
-"""The child processes. Each tells the parent what it did by a pipe, and ends when the parent says so or is gone."""
+"""The child processes. Each reports to the parent over a pipe, and ends when the parent sends "stop" or is gone."""
 
 import logging
 import threading
@@ -15,7 +15,7 @@ from psycopg.conninfo import make_conninfo
 
 from ..client import Queue
 from ..consumer import Consumer, Delivery, Event
-from .flights import Failure, Flight, flights, minutes_late, minutes_late_or_cancelled, totals_of
+from .flights import DemoError, Flight, flights, minutes_late, minutes_late_or_cancelled, totals_by_carrier
 
 QUEUE: Final = "flights"
 PRODUCERS: Final = 2
@@ -38,7 +38,10 @@ set flights = d.flights + excluded.flights,
 
 
 class Report(NamedTuple):
-    """What a process did in one step."""
+    """The work of a process in one step: counts of messages, at time `at` of the monotonic clock.
+
+    `held` are the ids of messages that are claimed and not acknowledged; their process then waits for an answer.
+    """
 
     at: float
     sent: int = 0
@@ -50,29 +53,29 @@ class Report(NamedTuple):
     error: str | None = None
 
 
-def process(run: Callable[..., None], pipe: Pipe, dsn: str, name: str, *arguments: Any) -> None:
-    """The life of a child process: run, and tell of what goes wrong."""
-    logging.getLogger("pgqueue.consumer").setLevel(logging.ERROR)  # the cancelled flights fail by the thousand
+def run_child(run: Callable[..., None], pipe: Pipe, dsn: str, name: str, *arguments: Any) -> None:
+    """Run a child process, and report an error to the parent."""
+    logging.getLogger("pgqueue.consumer").setLevel(logging.ERROR)  # thousands of cancelled flights fail
     with suppress(BrokenPipeError, EOFError):
         try:
             run(dsn, pipe, name, *arguments)
-        except (psycopg.Error, Failure) as error:
+        except (psycopg.Error, DemoError) as error:
             pipe.send(Report(time.monotonic(), error=f"{name}: {error}"))
 
 
 def produce(dsn: str, pipe: Pipe, name: str, records: int, share: int) -> None:
-    """Send one share of the records, 1,000 a transaction."""
+    """Enqueue one share of the records, 1,000 in each transaction."""
     with psycopg.connect(dsn, autocommit=True, application_name=f"pgqueue demo, {name}") as connection:
         queue = Queue(connection, QUEUE)
-        mine = flights(records, share, PRODUCERS)
+        remaining = flights(records, share, PRODUCERS)
         pipe.send(Report(time.monotonic()))
-        while batch := list(islice(mine, SENT_AT_ONCE)):
+        while batch := list(islice(remaining, SENT_AT_ONCE)):
             sent = len(queue.enqueue_batch(batch))
             pipe.send(Report(time.monotonic(), sent=sent))
 
 
 def consume(dsn: str, pipe: Pipe, name: str, fixed: bool, hold_at: int) -> None:
-    """Work on flights until told to stop."""
+    """Process flights until the parent sends "stop". With `fixed`, cancelled flights do not fail."""
     work = Work(pipe, name, minutes_late_or_cancelled if fixed else minutes_late, hold_at)
     consumer = Consumer(
         make_conninfo(dsn, application_name=f"pgqueue demo, {name}"),
@@ -95,9 +98,10 @@ def consume(dsn: str, pipe: Pipe, name: str, fixed: bool, hold_at: int) -> None:
 
 
 class Work:
-    """The handler: it writes what flights amount to, in the transaction in which they are acknowledged.
+    """The handler: writes the effects of flights in the transaction that acknowledges them.
 
-    In its step `hold_at`, or a later one that is well filled, it asks in the middle of its work whether to go on.
+    In step `hold_at`, or the first later step with a large batch, it reports the messages it holds, and waits before
+    the commit. The parent then kills the process, or lets it continue. 0 means never.
     """
 
     def __init__(self, pipe: Pipe, name: str, late: Callable[[Flight], int | None], hold_at: int) -> None:
@@ -110,7 +114,7 @@ class Work:
         self._steps = 0
 
     def __call__(self, deliveries: list[Delivery]) -> None:
-        """Handle a batch. A flight that cannot be handled fails alone."""
+        """Handle a batch. A flight that fails does not affect the others."""
         done: list[tuple[Delivery, int | None]] = []
         for delivery in deliveries:
             try:
@@ -123,12 +127,12 @@ class Work:
         filled = len(deliveries) > CLAIMED_AT_ONCE // 2 or self._steps >= 2 * self._hold_at
         if 0 < self._hold_at <= self._steps and filled:
             self._hold_at = 0
-            # Not acknowledged yet, nor committed: go on, or be killed.
+            # Nothing is acknowledged or committed at this point.
             self.tell(Report(time.monotonic(), held=tuple(delivery.message.id for delivery in deliveries)))
             self.go_on.wait()
 
     def observe(self, event: Event) -> None:
-        """Report what was committed."""
+        """Report committed work."""
         match event.kind:
             case "succeeded":
                 self.tell(Report(time.monotonic(), processed=event.count))
@@ -140,13 +144,13 @@ class Work:
                 self.tell(Report(time.monotonic(), lost=event.count))
 
     def tell(self, report: Report) -> None:
-        """Send a report, from whichever thread."""
+        """Send a report. Any thread may call this."""
         with self._telling:
             self._pipe.send(report)
 
 
 def write(done: list[tuple[Delivery, int | None]], name: str) -> None:
-    """The effects: a row for each message, and the delays of each carrier."""
+    """Write the effects: a row for each message, and the delays of each carrier."""
     connection = done[0][0].connection
     messages = [delivery.message for delivery, _ in done]
     connection.execute(
@@ -158,5 +162,5 @@ def write(done: list[tuple[Delivery, int | None]], name: str) -> None:
             [late is None for _, late in done],
         ],
     )
-    totals = totals_of((delivery.message.payload["carrier"], late) for delivery, late in done)
+    totals = totals_by_carrier((delivery.message.payload["carrier"], late) for delivery, late in done)
     connection.execute(WRITE_DELAYS, [name, list(totals), *map(list, zip(*totals.values(), strict=True))])

@@ -1,7 +1,7 @@
-"""pgqueue for Spark: a queue as a source and a sink of DataFrames and of streaming queries, format `pgqueue`.
+"""The Spark data source `pgqueue`: a queue as source and sink of batch and streaming queries.
 
-Spark finds the format by itself where this package is installed, on the driver and on the workers; `register` says
-so to a session that has looked before. It needs Spark 4.2 or later: pip install 'pgqueue[spark]'.
+Needs Spark 4.2 or later: pip install 'pgqueue[spark]'. Spark finds the format by itself if this package is installed on
+the driver and on the workers.
 """
 
 from typing import TYPE_CHECKING
@@ -13,9 +13,9 @@ except ImportError as error:
         "pgqueue.spark needs pyspark 4.2 or later: pip install 'pgqueue[spark]'", name="pyspark"
     ) from error
 
+from .active_session import set_active_session
 from .options import OPTIONS, Option, OptionError
 from .source import PgQueueDataSource
-from .threads import activate
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -24,9 +24,10 @@ __all__ = ["OPTIONS", "Option", "OptionError", "PgQueueDataSource", "register"]
 
 
 def register(spark: "SparkSession") -> None:
-    """Make format `pgqueue` known to a session, and that session to the calling thread.
+    """Register format `pgqueue` in a session, and make the session the active one of the calling thread.
 
-    Only needed where Spark does not find it by itself, as in a thread that writes and has not made the session.
+    Only needed if Spark does not find the format by itself: in a thread that writes but did not create the session, or
+    if the package was installed after the session first looked for data sources.
     """
     spark.dataSource.register(PgQueueDataSource)
-    activate(spark)
+    set_active_session(spark)

@@ -1,4 +1,4 @@
-"""Finds the Java that Spark runs on, and says what to install where there is none, before a JVM says it at length."""
+"""Finds the Java runtime for Spark. If there is none, the error says what to install."""
 
 import os
 import re
@@ -11,10 +11,10 @@ from pathlib import Path
 
 __all__ = ["LEAST_MAJOR", "Java", "JavaNotFoundError", "find_java", "use_java"]
 
-LEAST_MAJOR = 17  # what Spark 4 asks for
-_PATIENCE = 30.0  # seconds; a first start from a cold disk takes some
+LEAST_MAJOR = 17  # required by Spark 4
+_VERSION_TIMEOUT = 30.0  # seconds; the first start from a cold disk is slow
 
-# Where installers put it. The first is of a checkout, where `make setup` unpacks a JRE without root.
+# Directories of installers. The first is for a checkout, where make unpacks a JRE without root.
 _CHECKOUT = Path(__file__).resolve().parents[4]
 _PLACES = (
     (_CHECKOUT, ".cache/java/root/usr/lib/jvm/*"),
@@ -27,17 +27,17 @@ _PLACES = (
     (Path.home(), ".sdkman/candidates/java/*"),
     (Path.home(), ".jdks/*"),
 )
-# Not always in the first line: before it, Java says which options it took from the environment.
+# The version is not always in the first line: Java first prints the options from the environment.
 _VERSION = re.compile(r'^.*version "(?:1\.)?(\d+).*$', re.MULTILINE)
 
 
 class JavaNotFoundError(RuntimeError):
-    """No Java that Spark can run on was found; the message says what was looked at and what to install."""
+    """No suitable Java was found. The message lists the places that were searched, and says what to install."""
 
 
 @dataclass(frozen=True, slots=True)
 class Java:
-    """A Java: its home, the major version, and the line of `java -version` that says it."""
+    """A Java runtime: its home directory, the major version, and the version line of `java -version`."""
 
     home: Path
     major: int
@@ -45,15 +45,15 @@ class Java:
 
 
 def find_java() -> Java:
-    """Return the first Java of LEAST_MAJOR or later: that of JAVA_HOME, of PATH, or of the usual places.
+    """Return the first Java of version LEAST_MAJOR or later: from JAVA_HOME, PATH, or the usual directories.
 
-    Each is asked for its version: a JAVA_HOME that is wrong, or too old, is passed over. Raises JavaNotFoundError.
+    A JAVA_HOME that is wrong or too old is skipped. Raises JavaNotFoundError.
     """
     seen: dict[Path, str] = {}
     for home, named_by in _homes():
         if home in seen:
             continue
-        found = _ask(home)
+        found = _inspect(home)
         if isinstance(found, Java):
             if found.major >= LEAST_MAJOR:
                 return found
@@ -66,7 +66,7 @@ def find_java() -> Java:
 
 
 def use_java() -> Java:
-    """Find a Java, and make it the one that a Spark session of this process starts on, by JAVA_HOME."""
+    """Find a Java, and set JAVA_HOME to it for Spark sessions of this process. Raises JavaNotFoundError."""
     java = find_java()
     os.environ["JAVA_HOME"] = str(java.home)
     return java
@@ -76,37 +76,37 @@ def _homes() -> Iterator[tuple[Path, str]]:
     if given := os.environ.get("JAVA_HOME"):
         yield Path(given).absolute(), "JAVA_HOME"
     if on_path := shutil.which("java"):
-        # Links, as those of Debian's alternatives, hide where the home is.
+        # The home is found behind symbolic links, such as those of Debian's alternatives.
         yield Path(on_path).resolve().parents[1], "PATH"
     for root, pattern in _PLACES:
-        # The latest comes first, if names are any guide.
+        # By name, so the latest version usually comes first.
         for home in sorted(root.glob(pattern), reverse=True):
             yield home.resolve(), "found"
 
 
-def _ask(home: Path) -> Java | str:
-    """Ask a Java for its version; a text says what is wrong with it."""
+def _inspect(home: Path) -> Java | str:
+    """Return the Java in a directory, or a text that says what is wrong with it."""
     program = home / "bin" / ("java.exe" if sys.platform == "win32" else "java")
     if not program.is_file():
         return "has no bin/java"
     try:
         done = subprocess.run(
-            [program, "-version"], capture_output=True, text=True, errors="replace", timeout=_PATIENCE
+            [program, "-version"], capture_output=True, text=True, errors="replace", timeout=_VERSION_TIMEOUT
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"does not run: {error}"
-    said = done.stderr or done.stdout
-    version = _VERSION.search(said)
+    output = done.stderr or done.stdout
+    version = _VERSION.search(output)
     if done.returncode != 0 or version is None:
-        return f"does not run: {(said.strip().splitlines() or ['it says nothing'])[0]}"
+        return f"does not run: {(output.strip().splitlines() or ['it prints nothing'])[0]}"
     return Java(home, int(version[1]), version[0].strip())
 
 
 def _advice() -> str:
     if sys.platform == "darwin":
-        return "Install one, as by brew install openjdk@21"
+        return "Install one, for example with: brew install openjdk@21"
     if shutil.which("apt-get"):
-        return "Install one, as by apt-get install openjdk-17-jre-headless"
+        return "Install one, for example with: apt-get install openjdk-17-jre-headless"
     if shutil.which("dnf"):
-        return "Install one, as by dnf install java-21-openjdk-headless"
-    return "Install one, as Temurin 21"
+        return "Install one, for example with: dnf install java-21-openjdk-headless"
+    return "Install one, for example Temurin 21"

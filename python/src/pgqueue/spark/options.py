@@ -1,7 +1,7 @@
-"""The options of the data source, declared once: name, type, limits, default, and what they are for.
+"""The options of the data source, declared once: name, type, limits, default, and documentation.
 
-Spark ignores what it does not know. Here an option that is unknown, malformed, missing or meant for something else
-is an error that names it. Names are case-insensitive, as Spark hands them over.
+Spark itself ignores unknown options. Here an option that is unknown, malformed, missing or given for another use raises
+OptionError. Names are case-insensitive.
 """
 
 import re
@@ -11,7 +11,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any
 
-from .kinds import boolean, choice, connection_string, duration, integer, moment, name, text
+from .option_parsers import boolean, choice, connection_string, duration, integer, name, text, timestamp
 
 __all__ = ["OPTIONS", "READ", "STREAM", "WRITE", "Option", "OptionError", "Options", "parse"]
 
@@ -23,20 +23,21 @@ _USES = {
     STREAM: "streaming reads (spark.readStream)",
     WRITE: "writes (df.write, df.writeStream)",
 }
-# What Spark itself adds to the options of a query's sink.
-_SPARKS_OWN = {"checkpointlocation", "queryname", "outputmode"}
+# Options that Spark itself adds to those of a streaming query's sink.
+_SPARK_OPTIONS = {"checkpointlocation", "queryname", "outputmode"}
 
 
 class OptionError(ValueError):
-    """An option that is unknown, malformed, missing or out of place; the message says which, and what would do."""
+    """An option is unknown, malformed, missing or given for another use. The message says which values are valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option: `parse` turns its text into a value, or raises ValueError where it is not as `allowed` says.
+    """An option of the data source.
 
-    `uses` are those of READ, STREAM and WRITE it is for, `required` those that cannot do without it. A `secret` one
-    is never shown in a message.
+    `parse` converts its text into a value, and raises ValueError for text that does not match `allowed`. `uses` has the
+    uses (READ, STREAM, WRITE) that accept the option, `required` those that need it. The value of a `secret` option is
+    never shown in a message.
     """
 
     name: str
@@ -50,15 +51,13 @@ class Option:
 
 
 class Options:
-    """The values of the options of one read or write, by name in snake case; an option that was not given has its
-    default.
-    """
+    """The values of the options of one read or write, as attributes in snake case. Options not given have defaults."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
 
     def __getattr__(self, name: str) -> Any:
-        # No KeyError from here on: copying and pickling ask for names that are not there.
+        # AttributeError, not KeyError: copying and pickling look up attributes that do not exist.
         try:
             return self.__dict__["_values"][name]
         except KeyError:
@@ -74,7 +73,7 @@ _BIGINT = 2**63 - 1
 _SECOND = timedelta(seconds=1)
 _HOUR = timedelta(hours=1)
 _PLAIN_NAME = "1 to 128 lowercase letters, digits, hyphens and underscores"
-_MOMENT = "a moment in ISO 8601, such as 2026-01-31 or 2026-01-31T12:00:00Z, in UTC unless it says otherwise"
+_TIMESTAMP = "a timestamp in ISO 8601, such as 2026-01-31 or 2026-01-31T12:00:00Z, in UTC if it has no time zone"
 
 SOURCE_OPTIONS = (
     Option(
@@ -83,10 +82,10 @@ SOURCE_OPTIONS = (
         " which Spark would show in plans",
         connection_string,
         (READ, STREAM, WRITE),
-        "The database: a connection string of libpq. Without it that of PGQUEUE_DSN, else of the libpq variables"
-        " (PGHOST and so on), as the driver has them. Keep passwords out of it: in a service file or ~/.pgpass of the"
-        " workers, or in PGQUEUE_DSN or PGPASSWORD of the driver, which Spark shows nowhere. Plans show options, but"
-        " for those in which Spark finds the word password (spark.redaction.regex).",
+        "The database: a connection string of libpq. The default is PGQUEUE_DSN, else the libpq variables (PGHOST and"
+        " so on), as set on the driver. Keep passwords out of it: put them in a service file or ~/.pgpass on the"
+        " workers, or in PGQUEUE_DSN or PGPASSWORD on the driver, which Spark never shows. Plans show options, except"
+        " those in which Spark finds the word password (spark.redaction.regex).",
         secret=True,
     ),
     Option(
@@ -94,7 +93,7 @@ SOURCE_OPTIONS = (
         _PLAIN_NAME,
         name,
         (READ, STREAM, WRITE),
-        "The queue. A write without it sends each row to the queue that its column queue_name names.",
+        "The queue. A write without it sends each row to the queue in its column queue_name.",
         required=(READ, STREAM),
     ),
     Option(
@@ -102,8 +101,8 @@ SOURCE_OPTIONS = (
         "an integer from 1 to 1000",
         integer(1, 1000),
         (READ, STREAM),
-        "Into how many partitions a read is cut, by id. A batch read sees each partition in a snapshot of its own, so"
-        " 1 gives one snapshot of all. A batch of a stream keeps the number it was claimed with.",
+        "The number of partitions of a read, which is divided by id. A batch read uses one snapshot for each partition,"
+        " so 1 gives one snapshot for all messages. A batch of a stream keeps the number it was claimed with.",
         default=2,
     ),
     Option(
@@ -111,28 +110,34 @@ SOURCE_OPTIONS = (
         "ready, inflight, scheduled, dead, archive or all",
         choice("ready", "inflight", "scheduled", "dead", "archive", "all"),
         (READ,),
-        "Which messages a batch read returns: those that are ready to be claimed, in flight (claimed), scheduled, dead"
-        " letters, the archive, or all, told apart by the column state. Nothing is claimed or changed.",
+        "Which messages a batch read returns: ready to be claimed, in flight (claimed), scheduled, dead letters, the"
+        " archive, or all, whose column state has the state of each. Nothing is claimed or changed.",
         default="ready",
     ),
     Option("minId", "an integer from 0", integer(0, _BIGINT), (READ,), "Only messages from this id on."),
     Option("maxId", "an integer from 0", integer(0, _BIGINT), (READ,), "Only messages up to this id."),
     Option(
         "since",
-        _MOMENT,
-        moment,
+        _TIMESTAMP,
+        timestamp,
         (READ,),
-        "Only messages from this moment on (UTC): when they died for dead, when they were finished for archive, and"
-        " else when they were sent.",
+        "Only messages from this time on (UTC): died_at for source dead, finished_at for archive, enqueued_at for the"
+        " others.",
     ),
-    Option("until", _MOMENT, moment, (READ,), "Only messages before this moment, as since. A day is [since, until)."),
+    Option(
+        "until",
+        _TIMESTAMP,
+        timestamp,
+        (READ,),
+        "Only messages before this time, of the same column as since. A day is [since, until).",
+    ),
     Option(
         "pushdown",
         "true or false",
         boolean,
         (READ,),
-        "Whether the database applies the filters of the query that it can apply exactly. Needs the session's"
-        " spark.sql.python.filterPushdown.enabled=true; Spark refuses the read without.",
+        "Whether the database applies those filters of the query that have the same meaning there. Needs"
+        " spark.sql.python.filterPushdown.enabled=true in the session; without it Spark refuses the read.",
         default=False,
     ),
     Option(
@@ -140,8 +145,8 @@ SOURCE_OPTIONS = (
         _PLAIN_NAME,
         name,
         (STREAM,),
-        "The name of the stream in the queue, one query's own. Together with the checkpoint it says how far the query"
-        " is. Whoever opens a stream ends the query that had it.",
+        "The name of the stream in the queue. Each query needs its own. The stream and the checkpoint together are the"
+        " progress of the query. If a second query opens the stream, the first one ends.",
         required=(STREAM,),
     ),
     Option(
@@ -149,7 +154,7 @@ SOURCE_OPTIONS = (
         "an integer from 1 to 100000",
         integer(1, 100000),
         (STREAM,),
-        "The most messages in a micro-batch.",
+        "The maximum number of messages in a micro-batch.",
         default=10000,
     ),
     Option(
@@ -157,8 +162,8 @@ SOURCE_OPTIONS = (
         "a duration from 1 s to 12 h, such as 90s or '10 minutes'",
         duration(_SECOND, 12 * _HOUR),
         (STREAM,),
-        "How long the messages of an open batch stay reserved after the driver was last heard of. A query that is"
-        " started again within it loses nothing to other consumers.",
+        "How long the messages of an open batch stay reserved after the last heartbeat of the driver. A query that is"
+        " restarted within this time loses no messages to other consumers.",
         default=timedelta(minutes=10),
     ),
     Option(
@@ -173,9 +178,9 @@ SOURCE_OPTIONS = (
         "true or false",
         boolean,
         (STREAM,),
-        "Whether the query ends when it cannot have what its checkpoint says: a batch whose reservation ran out and"
-        " whose messages others took, or a checkpoint that was rolled back, copied or belongs to another stream. With"
-        " false it goes on with what is left.",
+        "Whether the query ends if its checkpoint does not match the stream: the reservation of a batch ran out and"
+        " other consumers took its messages, or the checkpoint was rolled back, was copied, or belongs to another"
+        " stream. With false the query continues with the remaining messages.",
         default=True,
     ),
     Option(
@@ -183,15 +188,15 @@ SOURCE_OPTIONS = (
         "archive or delete",
         choice("archive", "delete"),
         (STREAM,),
-        "What becomes of messages that are done; by default what the queue says (archive_for).",
+        "Whether acknowledged messages are archived or deleted; by default as the queue is set (archive_for).",
     ),
     Option(
         "maxReplays",
         "an integer from 0 to 1000000",
         integer(0, 1000000),
         (STREAM,),
-        "How often a batch is begun again, by restarts of the query for whatever reason, before it is taken for"
-        " poisoned: the query then ends with an error that names the stream, the batch and its messages.",
+        "How often a batch may be started again, by restarts of the query for any reason. After that the query ends"
+        " with an error that names the stream, the batch and its messages.",
         default=5,
     ),
     Option(
@@ -199,29 +204,28 @@ SOURCE_OPTIONS = (
         "a duration from 0 s to 24 h, such as 90s or '2 minutes'",
         duration(timedelta(0), 24 * _HOUR),
         (STREAM, WRITE),
-        "How long the driver, or a task that is tried again, tries to reach a database that is gone, before the query"
-        " ends with its error. A commit whose answer was lost is repeated, and is done once.",
+        "How long the driver, or a later attempt of a task, tries to reach an unavailable database before the query"
+        " ends with its error. A commit whose answer was lost is repeated; it takes effect once.",
         default=timedelta(minutes=2),
     ),
 )
 
-# The writer's options are declared here, by the same rules. Without option queue each row names its own.
 SINK_OPTIONS = (
     Option(
         "txnAppId",
         "a text of 1 to 256 characters",
         text(256),
         (WRITE,),
-        "Together with txnVersion the name of this write: one that was committed under it before is discarded, so that"
-        " a job can be run again. For each queue by itself, where option queue names it. Batch writes only: a"
-        " streaming query goes by the id of its checkpoint and the number of the micro-batch.",
+        "Identifies this write, together with txnVersion. If a write with the same pair was committed before, this one"
+        " is discarded, so a job can be run again. With option queue, the pair is separate for each queue. Batch"
+        " writes only: a streaming query uses the id of its checkpoint and the number of the micro-batch.",
     ),
     Option(
         "txnVersion",
         "an integer from 0",
         integer(0, _BIGINT),
         (WRITE,),
-        "Which of the writes of txnAppId this one is: any number that a rerun has again, such as a date.",
+        "The number of this write within txnAppId. A rerun must use the same number; a date such as 20260131 works.",
     ),
 )
 
@@ -229,9 +233,9 @@ OPTIONS = (*SOURCE_OPTIONS, *SINK_OPTIONS)
 
 
 def parse(given: Mapping[str, str], use: str) -> Options:
-    """Read the options given for READ, STREAM or WRITE; raises OptionError."""
+    """Parse the options given for READ, STREAM or WRITE. Raises OptionError."""
     for key in given:
-        if use != WRITE or key.lower() not in _SPARKS_OWN:
+        if use != WRITE or key.lower() not in _SPARK_OPTIONS:
             _check_name(key, use)
     lowered = {key.lower(): value for key, value in given.items()}
     values: dict[str, Any] = {}
@@ -260,7 +264,7 @@ def _check_name(key: str, use: str) -> None:
         uses = " and ".join(_USES[other] for other in option.uses)
         raise OptionError(f"option {option.name} is not for {_USES[use]} but for {uses}")
     if key.lower() == "path":
-        raise OptionError("a path is not for format pgqueue, so load() and save() take none: name the option queue")
+        raise OptionError("format pgqueue has no path: call load() and save() without one, and set option queue")
     here = [option.name for option in _for(use)]
     close = get_close_matches(key.lower(), [known.lower() for known in here], 1, 0.6)
     meant = f"did you mean {options[close[0]].name}? There are" if close else "there are"
@@ -276,7 +280,7 @@ def _value(option: Option, value: str) -> Any:
 
 
 def _check_together(values: dict[str, Any]) -> None:
-    """What the values say of each other."""
+    """Check options that depend on each other. Raises OptionError."""
     beat, lease = values.get("heartbeat_interval"), values.get("lease_duration")
     if beat is not None and lease is not None and beat >= lease:
         raise OptionError(
@@ -286,7 +290,7 @@ def _check_together(values: dict[str, Any]) -> None:
     for low, high, names in (("min_id", "max_id", "minId, maxId"), ("since", "until", "since, until")):
         first, last = values.get(low), values.get(high)
         if first is not None and last is not None and first > last:
-            raise OptionError(f"invalid options {names}: {first} is behind {last}")
+            raise OptionError(f"invalid options {names}: {first} is after {last}")
 
 
 def _snake(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Writing: tasks stage their rows, and the driver publishes them all in one transaction, once.
+"""Writes: each task stages its rows, and the driver publishes all of them once, in one transaction.
 
-A task copies its rows into a staging table, under a token of this attempt at this partition, and sends the token along
-with its count. `commit` names the tokens of the attempts that Spark counts; whatever other attempts have staged is
-discarded. A ledger of (app, version) in the same transaction makes a commit that is repeated a commit that is done.
+A task copies its rows into a staging table, under a token for this attempt of the partition, and returns the token and
+the count to the driver. `commit` publishes the tokens of the attempts that succeeded; what other attempts staged is
+discarded. The same transaction enters (app_id, version) in pgqueue.sink_commits, which makes the commit idempotent.
 """
 
 import logging
@@ -27,10 +27,9 @@ from pyspark.sql.types import StructType
 
 from ..client import Queue, Queues
 from ..errors import InvalidArgument
-from .chunks import TARGETS, chunks, copied, copy_statement, elements
-from .driver import Patience
-from .layout import Layout, plan
-from .links import connect, conninfo
+from .arrow_to_copy import TARGETS, copy_data, copy_statement, encode_elements, split_rows
+from .column_mapping import ColumnMapping, map_columns
+from .connections import Backoff, connect, resolve_conninfo
 from .options import OptionError, Options
 
 __all__ = ["QueueArrowWriter", "QueueStreamArrowWriter", "Staged", "commit_name"]
@@ -39,19 +38,22 @@ T = TypeVar("T")
 
 _log = logging.getLogger("pgqueue.spark")
 _PIECE_BYTES = 4 * 1024 * 1024
-# Of a text that is no JSON, and of one that is nested too deeply.
-_REFUSALS = (psycopg.DataError, psycopg.errors.StatementTooComplex)
-_LINE = re.compile(r"COPY staged_messages, line (\d+), column (payloads|headers)")
+# Errors of the server for text that is not JSON, and for JSON that is nested too deeply.
+_JSON_ERRORS = (psycopg.DataError, psycopg.errors.StatementTooComplex)
+_COPY_CONTEXT = re.compile(r"COPY staged_messages, line (\d+), column (payloads|headers)")
 
 
 def commit_name(app_id: str, queue: str | None) -> str:
-    """What the ledger calls an application's writes to a queue: a job may have one version for several of them."""
+    """Return the app_id in pgqueue.sink_commits. It contains the queue, as a job may write a version to several."""
     return f"{app_id} to {queue or '*'}"
 
 
 @dataclass
 class Staged(WriterCommitMessage):
-    """What a task has staged: a token and a count for each queue. `query_id` is None where the write is no stream's."""
+    """What a task has staged: a count for each token, one token for each queue.
+
+    `query_id` is the id of the streaming query; None for a batch write.
+    """
 
     run: UUID
     partition: int
@@ -61,43 +63,43 @@ class Staged(WriterCommitMessage):
 
 
 class _Writer:
-    """What both writers share. It travels to the tasks, so it holds no connection."""
+    """The common part of both writers. It is pickled for the tasks, so it holds no connection."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         self.options = options
-        self.layout = plan(schema, options.queue)
-        self.conninfo = conninfo(options.dsn)
+        self.mapping = map_columns(schema, options.queue)
+        self.conninfo = resolve_conninfo(options.dsn)
         self.run = uuid4()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
-        """Stage the rows of one attempt at one partition, in a transaction. Runs in a task.
+        """Stage the rows of one attempt of one partition, in a transaction. Runs in a task.
 
-        Raises QueueNotFound, and InvalidArgument for a value that cannot be stored, naming its row.
+        Raises QueueNotFound, and InvalidArgument for a value that cannot be stored; the message has its row.
         """
         partition, attempt, query_id = _task()
         batches = (batch for batch in iterator if batch.num_rows)
         first = next(batches, None)
         counts: dict[UUID, int] = {}
         if first is not None:
-            with self._connected() as connection:
-                staging = _Staging(connection, self.layout, self.run, partition, attempt)
+            with self._connect_task() as connection:
+                staging = _Staging(connection, self.mapping, self.run, partition, attempt)
                 staging.add(chain([first], batches))
                 counts = staging.counts
         return Staged(self.run, partition, attempt, query_id, counts)
 
-    def _connected(self) -> psycopg.Connection[Any]:
-        """A connection. A task that is tried again waits for the database, as that may be what the first one died of.
+    def _connect_task(self) -> psycopg.Connection[Any]:
+        """Connect from a task. The first attempt of a task fails at once if the database is unavailable.
 
-        What keeps a first one out is said at once.
+        A later attempt waits up to retryTimeout, as the database may be why the earlier attempt failed.
         """
-        patience = Patience(self.options.retry_timeout)
+        backoff = Backoff(self.options.retry_timeout)
         while True:
             try:
                 return connect(self.conninfo)
             except psycopg.Error as error:
-                if not _is_repeated():
+                if not _is_retry():
                     raise
-                patience.wait(error)
+                backoff.wait(error)
 
     def _publish(self, staged: list[Staged], app_id: str | None, version: int | None) -> None:
         run = staged[0].run if staged else self.run
@@ -110,8 +112,8 @@ class _Writer:
             calls += 1
             return queues.sink_commit(run, counts.keys(), counts.values(), app_id, version)
 
-        # Where an answer was lost, what was committed before is most likely this.
-        if not self._insist(commit) and calls == 1:
+        # After a retry, the earlier commit is most likely that of the first call, whose answer was lost.
+        if not self._call(commit) and calls == 1:
             _log.warning(
                 "version %s of %r was committed before: %s messages are discarded",
                 version,
@@ -119,20 +121,20 @@ class _Writer:
                 sum(counts.values()),
             )
 
-    def _insist(self, call: Callable[[Queues], T]) -> T:
-        """Call the database until it answers, for retryTimeout at most. Only for what may be called twice."""
-        patience = Patience(self.options.retry_timeout)
+    def _call(self, call: Callable[[Queues], T]) -> T:
+        """Call a verb, and retry it until retryTimeout while the database is unavailable. It must be idempotent."""
+        backoff = Backoff(self.options.retry_timeout)
         while True:
             try:
                 with connect(self.conninfo, autocommit=True) as connection:
                     return call(Queues(connection))
             except psycopg.Error as error:
-                patience.wait(error)
+                backoff.wait(error)
 
     def _discard(self, runs: set[UUID]) -> None:
-        """Give up what was staged; what cannot be had now is left to sweep_staged.
+        """Delete the staged rows of some runs. If the database is unavailable, sweep_staged deletes them later.
 
-        Nothing is raised: Spark would tell that instead of what the job has failed of.
+        Raises nothing: Spark would report that error in place of the one that failed the job.
         """
         with suppress(psycopg.Error), connect(self.conninfo, autocommit=True) as connection:
             for run in runs:
@@ -140,7 +142,7 @@ class _Writer:
 
 
 class QueueArrowWriter(_Writer, DataSourceArrowWriter):
-    """A batch write: all rows of the job, or none; with txnAppId and txnVersion once, however often it is run."""
+    """A batch write: all rows of the job or none. With txnAppId and txnVersion, repeated runs write once."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         if (options.txn_app_id is None) is not (options.txn_version is None):
@@ -148,7 +150,7 @@ class QueueArrowWriter(_Writer, DataSourceArrowWriter):
         super().__init__(options, schema)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Publish what the tasks staged. Runs in the driver, as do the following."""
+        """Publish the staged rows. Runs in the driver."""
         staged = [message for message in messages if isinstance(message, Staged)]
         app_id = self.options.txn_app_id
         if app_id is not None:
@@ -156,63 +158,63 @@ class QueueArrowWriter(_Writer, DataSourceArrowWriter):
         elif any(message.counts for message in staged):
             self._publish(staged, None, None)
 
-    def abort(self, messages: list[WriterCommitMessage | None]) -> None:  # noqa: ARG002 - the run says it all
-        """Discard it."""
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:  # noqa: ARG002 - the run is enough
+        """Discard the staged rows. Runs in the driver."""
         self._discard({self.run})
 
 
 class QueueStreamArrowWriter(_Writer, DataSourceStreamArrowWriter):
-    """A streaming query's writes: each micro-batch once, by the id of the query and that of the batch.
+    """The writes of a streaming query: each micro-batch once, identified by the ids of the query and of the batch.
 
-    Spark makes a new writer for `commit` and `abort`: what they need is in the messages.
+    Spark creates a new writer for `commit` and `abort`, so all they need is in the messages.
     """
 
     def __init__(self, options: Options, schema: StructType) -> None:
         if options.txn_app_id is not None or options.txn_version is not None:
-            # With another checkpoint batches count from 0 again: new ones would be taken for old ones, and discarded.
+            # With a new checkpoint, batch numbers start at 0 again, and new batches would be discarded as old ones.
             raise OptionError(
-                "options txnAppId and txnVersion are not for streaming queries, which go by the id of their checkpoint"
-                " and the number of the micro-batch: leave both out, and keep the checkpoint, by which a micro-batch"
-                " that is begun again is sent once"
+                "options txnAppId and txnVersion are not for streaming queries, which use the id of their checkpoint"
+                " and the number of the micro-batch: leave both out, and keep the checkpoint, so that a micro-batch"
+                " that is started again is sent once"
             )
         super().__init__(options, schema)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
-        """Publish what the tasks staged."""
+        """Publish the staged rows. Runs in the driver."""
         staged = [message for message in messages if isinstance(message, Staged)]
         if any(message.counts for message in staged):
             self._publish(staged, staged[0].query_id, batchId)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803
-        """Discard it."""
+        """Discard the staged rows. Runs in the driver."""
         self._discard({message.run for message in messages if isinstance(message, Staged)})
 
 
 def _task() -> tuple[int, int, str | None]:
-    """The partition, the attempt, and the id of the streaming query, if this is one."""
+    """Return the partition, the attempt, and the id of the streaming query (None for a batch write)."""
     context: Any = TaskContext.get()
     if context is None:
         return 0, 0, None
     return context.partitionId(), context.taskAttemptId(), context.getLocalProperty("sql.streaming.queryId")
 
 
-def _is_repeated() -> bool:
-    """Whether the task was begun before."""
+def _is_retry() -> bool:
+    """Whether this is not the first attempt of the task."""
     context = TaskContext.get()
     return context is not None and context.attemptNumber() > 0
 
 
 class _Staging:
-    """One attempt at one partition, in a transaction of its own."""
+    """Stages the rows of one attempt of one partition, in a transaction of its own."""
 
     def __init__(
-        self, connection: psycopg.Connection[Any], layout: Layout, run: UUID, partition: int, attempt: int
+        self, connection: psycopg.Connection[Any], mapping: ColumnMapping, run: UUID, partition: int, attempt: int
     ) -> None:
-        # What a crash of the server would take away it takes away anyway: the tables are unlogged.
+        # A synchronous commit would gain nothing: the tables are unlogged, so a crash of the server empties them.
         connection.execute("set local synchronous_commit to off")
         self.counts: dict[UUID, int] = {}
         self._connection = connection
-        self._layout = layout
+        self._mapping = mapping
         self._names = (run, partition, attempt)
         self._partition = partition
         self._tokens: dict[str, UUID] = {}
@@ -221,19 +223,21 @@ class _Staging:
     def add(self, batches: Iterator[pa.RecordBatch]) -> None:
         """Stage batches."""
         for batch in batches:
-            for name, rows in self._layout.by_queue(batch):
-                token = self._begun(self._known(batch, name))
-                for piece in _pieces(rows):
+            for name, rows in self._mapping.by_queue(batch):
+                token = self._token(self._check_name(batch, name))
+                for piece in _split(rows):
                     self._copy(piece, token)
             self._rows += batch.num_rows
 
-    def _known(self, batch: pa.RecordBatch, name: str | None) -> str:
+    def _check_name(self, batch: pa.RecordBatch, name: str | None) -> str:
+        """Return the name of a queue. Raises InvalidArgument with the first row whose queue_name is null."""
         if name is None:
             row = self._rows + 1 + pc.index(batch.column("queue_name").is_null(), True).as_py()
             raise InvalidArgument(f"row {row} of partition {self._partition}: invalid queue_name: null")
         return name
 
-    def _begun(self, name: str) -> UUID:
+    def _token(self, name: str) -> UUID:
+        """Return the token for a queue, a new one at its first row."""
         if name not in self._tokens:
             token = Queue(self._connection, name).sink_stage(*self._names)
             self._tokens[name] = token
@@ -241,53 +245,59 @@ class _Staging:
         return self._tokens[name]
 
     def _copy(self, piece: pa.RecordBatch, token: UUID) -> None:
-        """Stage rows in a COPY of their own, so that they are at hand when the server refuses one."""
+        """Stage rows by a COPY of their own. They are kept until it ends, to find the row of an error."""
         first = self.counts[token] + 1
-        values, columns = self._prepared(piece, first)
-        rows = chunks([*columns.values()])
+        values, columns = self._encode(piece, first)
+        rows = split_rows([*columns.values()])
         try:
             with self._connection.cursor().copy(copy_statement(columns)) as copy:
-                copy.write(copied(columns, rows, token, first))
-        except _REFUSALS as error:
-            # Spark shows an error with all that led to it.
-            raise self._located(error, values, rows, first) from None
+                copy.write(copy_data(columns, rows, token, first))
+        except _JSON_ERRORS as error:
+            # Without the cause, which Spark would show, too.
+            raise self._locate(error, values, rows, first) from None
         self.counts[token] += piece.num_rows
 
-    def _prepared(self, piece: pa.RecordBatch, first: int) -> tuple[dict[str, pa.Array], dict[str, pa.Array]]:
-        """What the messages have, and how that is sent. What cannot be sent is looked for by halves: it has no row."""
+    def _encode(self, piece: pa.RecordBatch, first: int) -> tuple[dict[str, pa.Array], dict[str, pa.Array]]:
+        """Return the values of each attribute, and the same values encoded for the COPY.
+
+        The error for an invalid value does not have its row. The row is found by bisection.
+        """
         try:
-            values = self._layout.values(piece)
-            return values, {target: elements(array, target) for target, array in values.items()}
+            values = self._mapping.values(piece)
+            return values, {target: encode_elements(array, target) for target, array in values.items()}
         except (InvalidArgument, UnicodeDecodeError) as error:
             if piece.num_rows > 1:
                 half = piece.num_rows // 2
-                self._prepared(piece.slice(0, half), first)
-                self._prepared(piece.slice(half), first + half)
-            said = error if isinstance(error, InvalidArgument) else f"invalid {_no_text(piece)}: {error}"
-            raise InvalidArgument(f"row {first} of partition {self._partition}: {said}") from None
+                self._encode(piece.slice(0, half), first)
+                self._encode(piece.slice(half), first + half)
+            reason = error if isinstance(error, InvalidArgument) else f"invalid {_invalid_text(piece)}: {error}"
+            raise InvalidArgument(f"row {first} of partition {self._partition}: {reason}") from None
 
-    def _located(self, error: psycopg.Error, values: dict[str, pa.Array], rows: list[range], first: int) -> Exception:
-        """What the server says of a text that is no JSON, with its row: it names only a hundred of them."""
-        found = _LINE.search(error.diag.context or "")
+    def _locate(self, error: psycopg.Error, values: dict[str, pa.Array], rows: list[range], first: int) -> Exception:
+        """Return the server's error for invalid JSON with the row of the message.
+
+        The server only reports the row of the COPY, which holds up to 100 messages.
+        """
+        found = _COPY_CONTEXT.search(error.diag.context or "")
         if found is None:
             return error
         target = next(name for name, (column, _) in TARGETS.items() if column == found[2])
         self._connection.rollback()
         for place in rows[int(found[1]) - 1]:
-            # As bytes: it may be no text at all.
+            # As bytes: the text may be invalid UTF-8.
             value = values[target][place].cast(pa.binary()).as_py()
             try:
                 self._connection.execute("select convert_from(%s, 'UTF8')::jsonb", [value])
-            except _REFUSALS as refused:
-                said = filter(None, (refused.diag.message_primary or str(refused), refused.diag.message_detail))
+            except _JSON_ERRORS as refused:
+                reason = filter(None, (refused.diag.message_primary or str(refused), refused.diag.message_detail))
                 return InvalidArgument(
-                    f"row {first + place} of partition {self._partition}: invalid {target}: {': '.join(said)}"
+                    f"row {first + place} of partition {self._partition}: invalid {target}: {': '.join(reason)}"
                 )
         return error
 
 
-def _no_text(row: pa.RecordBatch) -> str:
-    """The first column that has a text which is no UTF-8, as a cast from binary may make them."""
+def _invalid_text(row: pa.RecordBatch) -> str:
+    """Return the first column with text that is not UTF-8, which a cast from binary may produce."""
     names: list[str] = row.schema.names
     for name in names:
         try:
@@ -297,8 +307,8 @@ def _no_text(row: pa.RecordBatch) -> str:
     return "text"
 
 
-def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """A batch cut up: Spark bounds its rows, not its bytes, and to send them takes several times as much."""
+def _split(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Split a batch by size. Spark limits its rows, not its bytes, and encoding takes several times its memory."""
     step = max(1, batch.num_rows * _PIECE_BYTES // max(1, batch.nbytes))
     for start in range(0, batch.num_rows, step):
         yield batch.slice(start, step)

@@ -1,8 +1,8 @@
-"""Batch reads: messages as they are, without claiming or changing one.
+"""Batch reads: return messages without claiming or changing them.
 
-A read is cut into ranges of ids, bounded by the highest at planning. Each is read in a snapshot of its own, and as a
-message keeps its id wherever it goes, it is seen once at most, also by source `all`. One that moves between the
-tables of two sources, or is sent, while a read of several partitions runs may or may not be seen.
+A read is divided into ranges of ids, up to the highest id at planning. Each range is read in a snapshot of its own. A
+message keeps its id when it moves to another table, so a read returns it at most once, also for source `all`. A message
+that is sent, or moves to the table of another source, during a read with several partitions may or may not be returned.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,9 +29,10 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import IntegerType, LongType, StructType, TimestampType
 
-from .links import connect, conninfo
+from .columns import check_schema, column_sql
+from .connections import connect, resolve_conninfo
+from .copy_to_arrow import read_batches
 from .options import Options
-from .rows import check, column, copy
 
 __all__ = ["IdRange", "PushdownSnapshotReader", "SnapshotReader", "check_known", "names_in"]
 
@@ -40,7 +41,7 @@ _NONE = "null::timestamptz"
 
 
 def _relation(table: str, state: str, condition: str = "true", **columns: str) -> str:
-    """A table with the columns of all sources, those that it lacks being null."""
+    """Return a query on a table with the columns of all sources; columns that the table lacks are null."""
     others = {
         "visible_at": _NONE,
         "claimed_at": _NONE,
@@ -55,7 +56,7 @@ def _relation(table: str, state: str, condition: str = "true", **columns: str) -
     )
 
 
-# Told apart as browse does, at the moment of planning.
+# The state at the time of planning, as browse_messages reports it.
 _MESSAGES = (
     "case when visible_at > %(at)s then case when attempt_count > 0 then 'inflight' else 'scheduled' end"
     " when expires_at <= %(at)s then 'expired' else 'ready' end"
@@ -94,14 +95,14 @@ _TABLES = {
     "archive": ("archived_messages", "unfiled_messages"),
     "all": ("messages", "scheduled_messages", "dead_messages", "archived_messages", "unfiled_messages"),
 }
-# What a queue archived outlives it, and so does what it never delivered, as dead letters.
-_LASTING = ("dead", "archive", "all")
-# Which moment since and until are about.
-_MOMENTS = {"dead": "died_at", "archive": "finished_at"}
+# Sources that can have messages of a dropped queue: dead letters and the archive outlive their queue.
+_OUTLIVE_QUEUE = ("dead", "archive", "all")
+# The column for options since and until; enqueued_at for other sources.
+_TIME_COLUMNS = {"dead": "died_at", "archive": "finished_at"}
 
 
 def check_known(connection: Connection[Any], queue: str) -> None:
-    """Raise QueueNotFound where there is no such queue, and none of that name that was dropped has left anything."""
+    """Raise QueueNotFound unless the queue exists, or a dropped queue of this name has left messages."""
     tables = ("dead_messages", "archived_messages", "unfiled_messages")
     left = sql.SQL(" or ").join(
         sql.SQL("exists (select from {} where queue_name = %(queue)s)").format(sql.Identifier("pgqueue", table))
@@ -112,7 +113,10 @@ def check_known(connection: Connection[Any], queue: str) -> None:
 
 
 def names_in(connection: Connection[Any], table: str) -> list[str]:
-    """The queues that have messages in a table, dropped ones, too: from one name to the next, as names are few."""
+    """Return the queues with messages in a table, dropped queues included.
+
+    The query jumps from name to name in the index, as there are few distinct names.
+    """
     found = sql.SQL(
         "with recursive known (name) as ("
         " select min(queue_name) from {0} union all"
@@ -124,7 +128,7 @@ def names_in(connection: Connection[Any], table: str) -> list[str]:
 
 @dataclass
 class IdRange(InputPartition):
-    """The ids from first to last, and the moment that says what is ready."""
+    """The ids from `first` to `last`, and the time `at` that decides which messages are ready."""
 
     first: int
     last: int
@@ -132,26 +136,26 @@ class IdRange(InputPartition):
 
 
 class SnapshotReader(DataSourceReader):
-    """Reads one range of ids for each partition."""
+    """Reads one range of ids in each partition."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        check(schema, options.source)
+        check_schema(schema, options.source)
         self._options = options
         self._schema = schema
-        self._conninfo = conninfo(options.dsn)
+        self._conninfo = resolve_conninfo(options.dsn)
         self._conditions: list[sql.Composable] = []
         self._values: dict[str, Any] = {"queue": options.queue, "since": options.since, "until": options.until}
-        moment = sql.Identifier(_MOMENTS.get(options.source, "enqueued_at"))
+        time_column = sql.Identifier(_TIME_COLUMNS.get(options.source, "enqueued_at"))
         if options.since is not None:
-            self._conditions.append(sql.SQL("{} >= %(since)s").format(moment))
+            self._conditions.append(sql.SQL("{} >= %(since)s").format(time_column))
         if options.until is not None:
-            self._conditions.append(sql.SQL("{} < %(until)s").format(moment))
+            self._conditions.append(sql.SQL("{} < %(until)s").format(time_column))
         self._bounds = list(self._conditions)
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Cut the ids that there are now into ranges of the same width."""
+        """Divide the present ids into ranges of the same width. Raises QueueNotFound."""
         options = self._options
-        # Within the bounds, so that a day of a long archive is cut evenly.
+        # Only ids within since and until, so that one day of a long archive is divided evenly.
         conditions = sql.SQL(" and ").join([sql.SQL("queue_name = %(queue)s"), *self._bounds])
         ends = sql.SQL(" union all ").join(
             sql.SQL("select min(id) as first, max(id) as last from {} where {}").format(
@@ -160,8 +164,8 @@ class SnapshotReader(DataSourceReader):
             for table in _TABLES[options.source]
         )
         with connect(self._conninfo) as connection:
-            # A queue that does not exist is an error, not an empty one.
-            if options.source in _LASTING:
+            # A queue that does not exist raises an error; an empty result would hide it.
+            if options.source in _OUTLIVE_QUEUE:
                 check_known(connection, options.queue)
             else:
                 connection.execute("select from pgqueue.get_queue(%(queue)s)", self._values)
@@ -179,19 +183,19 @@ class SnapshotReader(DataSourceReader):
         return list(ranges) or [IdRange(0, -1, at)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read a range of ids."""
+        """Read a range of ids. Raises psycopg.Error."""
         assert isinstance(partition, IdRange)  # noqa: S101 - as partitions() made it
         if partition.last < partition.first:
             return
         values = self._values | {"first": partition.first, "last": partition.last, "at": partition.at}
         with connect(self._conninfo) as connection:
-            # One snapshot of all tables, as messages move from one to another.
+            # One snapshot for all tables, as messages move between them.
             connection.isolation_level = IsolationLevel.REPEATABLE_READ
             for relation in _RELATIONS[self._options.source]:
                 rows: sql.Composable = sql.SQL("({}) as found").format(sql.SQL(relation))
                 if self._conditions:
                     rows = sql.SQL("{} where {}").format(rows, sql.SQL(" and ").join(self._conditions))
-                yield from copy(connection, rows, values, self._schema)
+                yield from read_batches(connection, rows, values, self._schema)
 
 
 _COMPARISONS = {
@@ -202,15 +206,18 @@ _COMPARISONS = {
     LessThan: "<",
     LessThanOrEqual: "<=",
 }
-# Texts that are compared for equality only: order is a matter of collation.
-_PLAIN_TEXTS = {"state", "queue_name", "claimed_by", "reason"}
+# Texts whose filters are only pushed down for equality: order depends on the collation.
+_EQUALITY_ONLY = {"state", "queue_name", "claimed_by", "reason"}
 
 
 class PushdownSnapshotReader(SnapshotReader):
-    """Lets the database apply filters, those that mean the very same there. Spark refuses it while pushdown is off."""
+    """Leaves filters to the database if they have exactly the same meaning there.
+
+    Spark refuses this reader unless spark.sql.python.filterPushdown.enabled is true.
+    """
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Take the filters that can be applied, and return the others."""
+        """Accept the filters that the database can apply, and return the others."""
         for filter_ in filters:
             condition = self._condition(filter_)
             if condition is None:
@@ -228,19 +235,19 @@ class PushdownSnapshotReader(SnapshotReader):
         (name,) = path
         value: Any = getattr(filter_, "value", None)
         if isinstance(filter_, IsNull):
-            return sql.SQL("{} is null").format(column(name))
+            return sql.SQL("{} is null").format(column_sql(name))
         if isinstance(filter_, IsNotNull):
-            return sql.SQL("{} is not null").format(column(name))
+            return sql.SQL("{} is not null").format(column_sql(name))
         if isinstance(filter_, In):
             if not all(self._fits(name, one) for one in value):
                 return None
-            return sql.SQL("{} = any ({})").format(column(name), self._place(list(value)))
+            return sql.SQL("{} = any ({})").format(column_sql(name), self._parameter(list(value)))
         operator = _COMPARISONS.get(type(filter_))
         if operator is None or not self._fits(name, value):
             return None
-        if name in _PLAIN_TEXTS and operator not in ("=", "is not distinct from"):
+        if name in _EQUALITY_ONLY and operator not in ("=", "is not distinct from"):
             return None
-        return sql.SQL("{} {} {}").format(column(name), sql.SQL(operator), self._place(value))
+        return sql.SQL("{} {} {}").format(column_sql(name), sql.SQL(operator), self._parameter(value))
 
     def _fits(self, name: str, value: Any) -> bool:
         kind = self._schema[name].dataType
@@ -248,10 +255,10 @@ class PushdownSnapshotReader(SnapshotReader):
             return isinstance(value, int) and not isinstance(value, bool)
         if isinstance(kind, TimestampType):
             return isinstance(value, datetime)
-        return name in _PLAIN_TEXTS and isinstance(value, str) and "\0" not in value
+        return name in _EQUALITY_ONLY and isinstance(value, str) and "\0" not in value
 
-    def _place(self, value: Any) -> sql.Composable:
-        """Make a value a parameter. Moments that name no time zone are those of UTC, which the session reads in."""
+    def _parameter(self, value: Any) -> sql.Composable:
+        """Make a value a parameter. Timestamps without a time zone are in UTC, the time zone of the session."""
         place = f"filter{len(self._values)}"
         self._values[place] = value
         return sql.Placeholder(place)

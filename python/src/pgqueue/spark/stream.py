@@ -1,8 +1,8 @@
-"""The streaming source: an offset is the name of a reservation, number and token of a batch of the stream.
+"""The streaming source. An offset identifies a batch of the stream by its number and its claim token.
 
-`latestOffset` claims a batch, a partition reads a part of it as often as Spark likes, and the batch is acknowledged
-when Spark asks what follows it: by then it is in Spark's commit log. `commit` would be too late, as Spark calls it
-for a batch only once there is another one.
+`latestOffset` claims a batch. Each partition reads a part of it, as often as Spark asks. The next call of
+`latestOffset` acknowledges the batch, which is then in Spark's commit log. Spark calls `commit` for a batch only once
+the next batch exists, so an acknowledgement there alone would be too late.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,19 +18,20 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 from pyspark.sql.types import StructType
 
 from ..message import QueueStats
-from .driver import Patience, StreamDriver
-from .links import connect, conninfo
+from .columns import check_schema
+from .connections import Backoff, connect, resolve_conninfo
+from .copy_to_arrow import read_batches
 from .options import OptionError, Options
-from .rows import check, copy
+from .stream_driver import StreamDriver
 
 __all__ = ["BatchPart", "QueueStreamReader"]
 
-_MOST = 100000  # messages in a batch, by the database
+_MAX_BATCH = 100000  # messages, the limit of the database
 
 
 @dataclass
 class BatchPart(InputPartition):
-    """A partition of a batch, and the epoch in which it may be read."""
+    """A partition of a batch, and the epoch of the stream in which it can be read."""
 
     epoch: int
     seq: int
@@ -41,14 +42,14 @@ class BatchPart(InputPartition):
 class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads a queue as a stream.
 
-    The driver has one instance, which holds the stream; others, unpickled in the workers, read partitions.
+    The instance in the driver opens the stream. Unpickled instances in the workers read partitions.
     """
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        check(schema, "stream")
+        check_schema(schema, "stream")
         self._options = options
         self._schema = schema
-        self._conninfo = conninfo(options.dsn)
+        self._conninfo = resolve_conninfo(options.dsn)
         self._driver: StreamDriver | None = None
         self._up_to_id: int | None = None
         self._acked_seq = 0
@@ -56,22 +57,22 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # In the driver.
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
-        """Where a query without a checkpoint begins: behind what the stream has acknowledged."""
+        """Return the offset of the last acknowledged batch: a query without a checkpoint starts after it."""
         stream = self._stream.opened
         return self._offset(stream.acked_seq, stream.acked_token)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """The most messages in a batch, unless the trigger has another limit."""
+        """Return maxMessagesPerTrigger, the limit of a batch unless the trigger has another one."""
         return ReadMaxRows(self._options.max_messages_per_trigger)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Leave what is sent from now on to a later run."""
+        """Limit the run to the messages sent so far."""
         self._up_to_id = self._stream.call(lambda queue: queue.list_streams())[0].last_id
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's name
-        """Acknowledge everything up to start, which Spark has committed, and claim the batch that follows.
+        """Acknowledge all batches up to `start`, which Spark has committed, and claim the next batch.
 
-        A batch that was claimed by a driver that died before it could note it is adopted.
+        If an earlier driver claimed that batch and died before it logged the offset, this driver takes the batch over.
         """
         options = self._options
         seq, token = self._position(start)
@@ -82,7 +83,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 driver.epoch,
                 seq,
                 token,
-                self._most(limit),
+                self._max_messages(limit),
                 options.num_partitions,
                 options.lease_duration,
                 self._up_to_id,
@@ -94,7 +95,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._offset(batches[0].seq, batches[0].claim_token, batches[0].messages) if batches else start
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        """Begin to read the batch that is named by end, for the first time or again."""
+        """Begin the batch of offset `end`, for the first time or again. Raises psycopg.Error and OptionError."""
         options = self._options
         seq, token = self._position(end)
         if token is None or (seq, token) == self._position(start):
@@ -109,7 +110,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return [BatchPart(driver.epoch, seq, str(token), partition) for partition in range(batch.partitions)]
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Acknowledge a batch, if that has not been done."""
+        """Acknowledge a batch, unless `latestOffset` has done so."""
         seq, token = self._position(end)
         if token is None or seq <= self._acked_seq:
             return
@@ -118,14 +119,14 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._acked_seq = seq
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802 - Spark's name
-        """What is left to do, for the query's progress: `ready_messages` and `oldest_age_seconds`, as in stats."""
-        stats: QueueStats | None = None if self._driver is None else self._driver.look(lambda queue: queue.stats())
+        """Return the backlog for the query's progress: `ready_messages` and `oldest_age_seconds` of stats."""
+        stats: QueueStats | None = None if self._driver is None else self._driver.call_once(lambda queue: queue.stats())
         if stats is None:
             return None
         return {"ready_messages": stats.ready_messages, "oldest_age_seconds": stats.oldest_age_seconds}
 
     def stop(self) -> None:
-        """Leave the database. Spark does not call it when a query is stopped: nothing depends on it."""
+        """Close the connection. Spark does not call this when a query is stopped, so nothing depends on it."""
         if self._driver is not None:
             self._driver.stop()
 
@@ -135,15 +136,15 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._driver = StreamDriver(self._conninfo, self._options)
         return self._driver
 
-    def _most(self, limit: ReadLimit) -> int:
+    def _max_messages(self, limit: ReadLimit) -> int:
         if isinstance(limit, ReadAllAvailable):
-            return _MOST
+            return _MAX_BATCH
         most: int = self._options.max_messages_per_trigger
         return min(limit.max_rows, most) if isinstance(limit, ReadMaxRows) else most
 
     def _offset(self, seq: int, token: UUID | None, messages: int | None = None) -> dict[str, Any]:
         offset = {"seq": seq, "token": None if token is None else str(token)}
-        # Before its first batch a stream has no token, and is told by its names.
+        # Before its first batch a stream has no token, so the names identify it.
         offset |= {"queue": self._options.queue, "stream": self._options.stream_id}
         return offset if messages is None else offset | {"messages": messages}
 
@@ -158,29 +159,29 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if options.fail_on_data_loss and named != (options.queue, options.stream_id):
             raise OptionError(
                 f"the checkpoint is that of stream {named[1]} of queue {named[0]}, not of stream {options.stream_id} of"
-                f" queue {options.queue}: use a new checkpoint, or go on with what there is by option"
-                " failOnDataLoss=false"
+                f" queue {options.queue}: use a new checkpoint, or set option failOnDataLoss=false to continue with the"
+                " remaining messages"
             )
         return position
 
     # In the workers.
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read a partition: the same messages, in the same order, however often."""
+        """Read a partition: each read returns the same messages in the same order. Raises psycopg.Error."""
         assert isinstance(partition, BatchPart)  # noqa: S101 - as partitions() made it
         rows = sql.SQL(
             "pgqueue.stream_read(%(queue)s, %(stream)s, %(epoch)s, %(seq)s, %(token)s, %(partition)s) offset %(done)s"
         )
         values = {"queue": self._options.queue, "stream": self._options.stream_id} | vars(partition)
-        patience = Patience(self._options.retry_timeout)
+        backoff = Backoff(self._options.retry_timeout)
         done = 0
         while True:
             try:
                 with connect(self._conninfo) as connection:
-                    for batch in copy(connection, rows, values | {"done": done}, self._schema):
-                        patience.reset()
+                    for batch in read_batches(connection, rows, values | {"done": done}, self._schema):
+                        backoff.reset()
                         done += batch.num_rows
                         yield batch
                 return
             except psycopg.Error as error:
-                patience.wait(error)
+                backoff.wait(error)

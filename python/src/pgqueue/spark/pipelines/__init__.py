@@ -1,17 +1,17 @@
-"""Pipelines over queues, ready to run: each a function of a Spark session, and a command of `pgqueue spark`.
+"""Ready-made Spark pipelines over queues: functions that take a Spark session, and commands of `pgqueue spark`.
 
-Finished messages to Parquet and back into a queue, dead letters by what they died of and back to life, how messages
-flow, and the flights of the demo from one end to the other.
+Finished messages to Parquet and back into a queue, reports and redrives of dead letters, a report on message flow, and
+the flights pipeline of the demo.
 """
 
-from .again import Redriven, Replayed, read_dead_letters, redrive_where, replay
 from .archive import ArchiveBusyError, Archived, StandbyError, archive_to_parquet, read_archive, read_finished
+from .dead_letters import dead_letter_report, normalized_error, read_dead_letters
 from .flights import Published, read_summaries, summarize, summarize_flights
-from .flow import PERCENTILES, flow_metrics
-from .letters import dead_letter_report, normalized_error
-from .page import Flow, Letters, Measure
+from .metrics import PERCENTILES, flow_metrics
 from .predicates import PredicateError, matching
+from .replay import Redriven, Replayed, redrive_where, replay
 from .report import FlowReport, flow_report
+from .report_page import Flow, Letters, Measure
 from .session import SparkFailure, local_session
 
 __all__ = [

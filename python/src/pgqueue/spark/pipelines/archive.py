@@ -1,8 +1,8 @@
-"""Finished messages to Parquet, by queue and UTC day: incrementally, and each message once, whatever crashes.
+"""Writes finished messages to Parquet, by queue and UTC day, incrementally, and each message once even after crashes.
 
-What is in Parquet already is left out by what is read there, not by what was noted: the note of how far a queue is only
-saves reading, and may be lost. Files are added and never rewritten, so a reader sees no day shrink, and what
-PostgreSQL has dropped from its archive since stays.
+A run reads Parquet to find the messages that are already there. The progress file of a queue only saves reading, and
+may be lost. Files are added and never rewritten, so readers never see a day shrink, and messages stay in Parquet after
+PostgreSQL has dropped them from its archive.
 """
 
 import json
@@ -20,11 +20,11 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import DateType, StructType
 
 from ...client import Queues
-from .. import rows
-from ..links import connect, conninfo
+from ..columns import source_schema
+from ..connections import connect, resolve_conninfo
 from ..snapshot import check_known, names_in
-from .files import Folder
-from .times import in_utc, plain_moments, utc_day
+from .folder import Folder
+from .times import in_utc, utc_day, utc_parquet_timestamps
 
 __all__ = [
     "ARCHIVED",
@@ -36,17 +36,20 @@ __all__ = [
     "read_finished",
 ]
 
+_SOURCE: Final = source_schema("archive")
 ARCHIVED: Final[StructType] = StructType(
-    [field for field in rows.columns("archive") if field.name != "queue_name"] + [rows.columns("archive")["queue_name"]]
+    [field for field in _SOURCE if field.name != "queue_name"] + [_SOURCE["queue_name"]]
 ).add("day", DateType())
-_KEY: Final = ("id", "finished_at")  # a restored or another database may give an id twice
+_KEY: Final = ("id", "finished_at")  # a restored database, or another one, may assign an id twice
 _DRAFTS: Final = "_pgqueue/drafts"
 
-# Between the moment of an acknowledgement and its first lock: microseconds, unless its process is stopped there.
+# More than the time between the timestamp of an acknowledgement and its first lock. That time is microseconds, unless
+# the process is stopped in between.
 _MARGIN: Final = timedelta(minutes=1)
-_PATIENCE: Final = 5.0  # seconds for running transactions to end, which is cheaper than to read again what they delay
+# Seconds to wait for running transactions to end. Waiting is cheaper than reading their time range again.
+_WRITER_TIMEOUT: Final = 5.0
 
-# Who has finished messages and has not committed, or is about to: prepared transactions, too.
+# Transactions that may have finished messages without having committed, prepared transactions included.
 _WRITERS: Final = """
 select array(
     select distinct l.virtualtransaction
@@ -60,7 +63,7 @@ select array(
         )
 )
 """
-_HOLDS: Final = """
+_IS_LOCKED: Final = """
 select exists (
     select from pg_locks l where l.locktype = 'advisory' and l.pid = pg_backend_pid() and l.granted
 )
@@ -73,16 +76,20 @@ where d.datname = current_database()
 
 
 class ArchiveBusyError(RuntimeError):
-    """Another process is writing to the same place; the message names it."""
+    """Another process writes to the same directory. The message has its path."""
 
 
 class StandbyError(RuntimeError):
-    """The database is a standby, which cannot say what is complete."""
+    """The database is a standby, which cannot tell up to when the archive is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Archived:
-    """What became of a queue: since when it was looked at, how many messages were written, until when all are there."""
+    """The result for a queue.
+
+    The run read the archive from `since` on (None: all of it), and wrote `written` messages. Parquet has all messages
+    finished before `complete_until` (None: not known yet). The times are in UTC.
+    """
 
     queue_name: str
     since: datetime | None
@@ -98,42 +105,42 @@ def archive_to_parquet(
     queues: Iterable[str] | None = None,
     tell: Callable[[Archived], object] = lambda _: None,
 ) -> list[Archived]:
-    """Write finished messages that are not there yet to Parquet, by queue_name and day (that of finished_at, in UTC).
+    """Write finished messages that Parquet does not have yet, by queue_name and day (of finished_at, in UTC).
 
-    To be run again and again: each run reads from the archive what was finished since the last run that got through,
-    and leaves out what it finds in Parquet. Messages that were finished before, in a transaction that committed only
-    now, are found: a run notes a moment as complete only when no transaction that was writing then still runs. After a
-    crash, at any point, the next run writes what is missing, and nothing twice.
+    To be run regularly. Each run reads the archive from the point up to which it is known to be complete, and omits the
+    messages that are already in Parquet. It also finds messages of transactions that committed late: a run records a
+    time as complete only when every transaction that was writing at that time has ended. After a crash at any point,
+    the next run writes the missing messages, and none twice.
 
     Args:
         spark: A classic session (not Spark Connect).
-        path: A directory on any file system of Spark's, for this alone. Read it with `read_archive`, or with any
-            reader of Parquet. Names in it that begin with an underscore are ours.
-        dsn: The database, as option `dsn` of the format; not by way of a pooler that pools transactions.
-        queues: The queues; by default all that keep an archive (archive_for), or did and have left something there, as
-            those that were dropped.
-        tell: Called with the outcome of each queue as it is done.
+        path: A directory on any file system of Spark, for this archive alone. Read it with `read_archive`, or with any
+            reader of Parquet. Names in it that start with an underscore are internal.
+        dsn: The database, as option `dsn` of the format. A pooler in transaction mode does not work.
+        queues: The queues. Default: all queues that keep an archive (archive_for), and all, also dropped ones, that
+            still have archived messages.
+        tell: Called with the result of each queue when it is done.
 
     Returns:
-        The outcome of each queue, in order.
+        The result of each queue, in order.
 
-    Raises OptionError, QueueNotFound, StandbyError, and ArchiveBusyError where another run writes to this path, or may
-    do so as this one has lost its connection's hold on it: then it publishes nothing of the queue at hand.
+    Raises OptionError, QueueNotFound, StandbyError, and ArchiveBusyError if another run writes to this path, or if this
+    run lost its lock on the path; then it publishes nothing of the current queue.
     """
-    where = conninfo(dsn)
+    where = resolve_conninfo(dsn)
     folder = Folder(spark, path)
     done: list[Archived] = []
     with connect(where, autocommit=True) as connection:
-        # It waits for Spark, however long that takes.
+        # The connection is idle while Spark works, for any length of time.
         connection.execute("set idle_session_timeout to 0")
         if _value(connection, "select pg_is_in_recovery()"):
             raise StandbyError(
-                "archive_to_parquet reads from the primary: a standby does not know which transactions there have"
-                " finished messages and not committed yet"
+                "archive_to_parquet needs the primary: a standby does not know which transactions on the primary have"
+                " finished messages without having committed"
             )
-        with _hold(connection, str(folder)):
+        with _locked(connection, str(folder)):
             folder.make()
-            # What a killed run had not published. Another one that has lost its hold finds nothing to publish.
+            # Drafts of a killed run. A concurrent run that has lost its lock then has nothing left to publish.
             folder.delete(_DRAFTS)
             for queue in archived_queues(connection) if queues is None else dict.fromkeys(queues):
                 done.append(_archive(spark, connection, where, folder, queue))
@@ -149,15 +156,15 @@ def read_archive(
     since: datetime | None = None,
     until: datetime | None = None,
 ) -> DataFrame:
-    """The messages that `archive_to_parquet` has written to `path`, finished from `since` on and before `until`.
+    """Return the messages that `archive_to_parquet` wrote to `path`, finished from `since` on and before `until`.
 
-    The columns are those of the archive, and `day`. A queue whose name looks like a number or a date keeps it, which
-    it would not with spark.read.parquet alone. Moments without a time zone are in UTC.
+    The columns are those of source `archive`, and `day`. Queue names that look like a number or a date stay strings;
+    spark.read.parquet alone would convert them. Times without a time zone are in UTC. Default: all queues, all times.
     """
     found = spark.read.schema(ARCHIVED).parquet(Folder(spark, path).pattern)
     if queues is not None:
         found = found.where(F.col("queue_name").isin([*queues]))
-    # The day prunes directories, the moment decides.
+    # The condition on day prunes directories. The condition on finished_at selects the rows.
     if since is not None:
         since = in_utc(since)
         found = found.where((F.col("day") >= F.lit(since.date())) & (F.col("finished_at") >= F.lit(since)))
@@ -177,13 +184,13 @@ def read_finished(
     until: datetime | None = None,
     columns: Iterable[str] = ARCHIVED.names,
 ) -> DataFrame:
-    """Finished messages of some queues, from the archive in PostgreSQL and, where `path` is given, from Parquet.
+    """Return finished messages of `queues`, from the archive in PostgreSQL and, if `path` is given, from Parquet.
 
-    Each is there once, if it is in both, too. The columns are those of `read_archive`, or the ones named in `columns`,
-    which must have id, queue_name and finished_at; only they are read.
+    A message that is in both is returned once. The columns are those of `read_archive`, or those in `columns`, which
+    must include id, queue_name and finished_at. Only these columns are read. Raises OptionError.
     """
     names, wanted = [*dict.fromkeys(queues)], [*columns]
-    parts = [_read(spark, conninfo(dsn), name, since, until, wanted) for name in names]
+    parts = [_read(spark, resolve_conninfo(dsn), name, since, until, wanted) for name in names]
     if path is not None:
         parts.append(read_archive(spark, path, queues=names, since=since, until=until).select(*wanted))
     if not parts:
@@ -211,8 +218,11 @@ def _read(
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
-    """How far a queue is: complete until `settled`; and until `noted` once none of `writers` runs any more."""
+class _Progress:
+    """Up to when Parquet is complete for a queue: until `settled`, and until `noted` once all of `writers` have ended.
+
+    `writers` are virtual transaction ids.
+    """
 
     database: str
     settled: datetime | None = None
@@ -221,38 +231,41 @@ class _Note:
 
     @classmethod
     def read(cls, folder: Folder, queue: str, database: str) -> Self:
-        """What the last run noted; nothing where that was about another database, or cannot be read."""
+        """Read the progress of the last run; none if the file is unreadable, or is about another database."""
         try:
-            told: dict[str, Any] = json.loads(folder.read(_note_of(queue)) or "{}")
-            if told["database"] != database:
+            saved: dict[str, Any] = json.loads(folder.read(_progress_file(queue)) or "{}")
+            if saved["database"] != database:
                 return cls(database)
-            settled, noted = (told[name] and datetime.fromisoformat(told[name]) for name in ("settled", "noted"))
-            return cls(database, settled and in_utc(settled), noted and in_utc(noted), frozenset(told["writers"]))
+            settled, noted = (saved[name] and datetime.fromisoformat(saved[name]) for name in ("settled", "noted"))
+            return cls(database, settled and in_utc(settled), noted and in_utc(noted), frozenset(saved["writers"]))
         except (ValueError, TypeError, KeyError):
             return cls(database)
 
     def write(self, folder: Folder, queue: str) -> None:
-        """Note it, for the next run."""
-        told = {
+        """Write the progress for the next run."""
+        values = {
             "database": self.database,
             "settled": self.settled and self.settled.isoformat(),
             "noted": self.noted and self.noted.isoformat(),
             "writers": sorted(self.writers),
         }
-        folder.write(_note_of(queue), json.dumps(told))
+        folder.write(_progress_file(queue), json.dumps(values))
 
-    def after(self, at: datetime, left: set[str]) -> "_Note":
-        """The note after a run that began at `at`; `left` were writing then, and still as it read."""
+    def after(self, at: datetime, left: set[str]) -> "_Progress":
+        """Return the progress after a run that started at `at`.
+
+        `left` are the transactions that were writing at that time, and had not ended when the run read the archive.
+        """
         if not left:
-            return _Note(self.database, at)
+            return _Progress(self.database, at)
         if self.noted is None:
-            return _Note(self.database, self.settled, at, frozenset(left))
+            return _Progress(self.database, self.settled, at, frozenset(left))
         if waited_for := self.writers & left:
-            return _Note(self.database, self.settled, self.noted, waited_for)
-        return _Note(self.database, self.noted, at, frozenset(left))
+            return _Progress(self.database, self.settled, self.noted, waited_for)
+        return _Progress(self.database, self.noted, at, frozenset(left))
 
 
-def _note_of(queue: str) -> str:
+def _progress_file(queue: str) -> str:
     return f"_pgqueue/{queue}.json"
 
 
@@ -260,58 +273,58 @@ def _archive(
     spark: SparkSession, connection: psycopg.Connection[Any], where: str, folder: Folder, queue: str
 ) -> Archived:
     check_known(connection, queue)
-    note = _Note.read(folder, queue, _value(connection, _IDENTITY))
+    progress = _Progress.read(folder, queue, _value(connection, _IDENTITY))
     at: datetime = _value(connection, "select clock_timestamp()") - _MARGIN
-    if at < (note.noted or note.settled or at):
-        # The clock was set back since: what is finished now is not behind what was noted.
-        note = _Note(note.database)
-    left = _await(connection, _writers(connection))
+    if at < (progress.noted or progress.settled or at):
+        # The clock was set back. New messages can have earlier timestamps than the recorded progress.
+        progress = _Progress(progress.database)
+    left = _wait_for_end(connection, _writers(connection))
 
-    # From here on all is visible that was finished before `at`, but by those who are left.
-    before = _count(spark, folder, queue, note.settled)
-    there = read_archive(spark, str(folder), queues=[queue], since=note.settled)
-    found = _read(spark, where, queue, note.settled, None)
-    missing = found.join(there.select(*_KEY), [*_KEY], "left_anti").select(*ARCHIVED.names)
-    # One file for a day.
-    laid = missing.repartition("day").sortWithinPartitions("day", "finished_at")
+    # From here on all messages finished before `at` are visible, except those of the transactions in `left`.
+    before = _count(spark, folder, queue, progress.settled)
+    present = read_archive(spark, str(folder), queues=[queue], since=progress.settled)
+    found = _read(spark, where, queue, progress.settled, None)
+    missing = found.join(present.select(*_KEY), [*_KEY], "left_anti").select(*ARCHIVED.names)
+    # One file for each day.
+    arranged = missing.repartition("day").sortWithinPartitions("day", "finished_at")
     draft = f"{_DRAFTS}/{uuid4()}"
-    with plain_moments(spark):
-        laid.write.partitionBy("queue_name", "day").parquet(f"{folder}/{draft}")
-    # That took its time, and who has lost the hold meanwhile may not be alone.
-    if not _value(connection, _HOLDS):
+    with utc_parquet_timestamps(spark):
+        arranged.write.partitionBy("queue_name", "day").parquet(f"{folder}/{draft}")
+    # If the lock was lost while Spark wrote, another run may have started.
+    if not _value(connection, _IS_LOCKED):
         raise ArchiveBusyError(
-            f"the hold on {folder} is lost: archive_to_parquet needs a connection of its own, and no pooler that lends"
-            " it one for each statement"
+            f"the lock on {folder} is lost: archive_to_parquet needs a connection of its own, not a pooler that assigns"
+            " one for each transaction"
         )
-    folder.take(draft)
+    folder.publish(draft)
     folder.delete(draft)
-    after = note.after(at, left)
+    after = progress.after(at, left)
     after.write(folder, queue)
-    return Archived(queue, note.settled, _count(spark, folder, queue, note.settled) - before, after.settled)
+    return Archived(queue, progress.settled, _count(spark, folder, queue, progress.settled) - before, after.settled)
 
 
 def _count(spark: SparkSession, folder: Folder, queue: str, since: datetime | None) -> int:
-    """How many messages are in Parquet in the days from `since` on: without a look at a moment, by the files' own."""
+    """Return the number of messages in Parquet in the days from `since` on. Spark takes it from file metadata."""
     found = read_archive(spark, str(folder), queues=[queue])
     return (found if since is None else found.where(F.col("day") >= F.lit(since.astimezone(UTC).date()))).count()
 
 
 def archived_queues(connection: psycopg.Connection[Any]) -> list[str]:
-    """The queues that keep an archive, and those that did and have left something there, dropped ones, too."""
+    """Return the queues that keep an archive, and those, also dropped ones, that still have archived messages."""
     keeping = {info.name for info in Queues(connection).list_queues() if info.archive_for is not None}
     return sorted(keeping.union(*(names_in(connection, table) for table in ("archived_messages", "unfiled_messages"))))
 
 
 @contextmanager
-def _hold(connection: psycopg.Connection[Any], place: str) -> Iterator[None]:
-    """Keep others away from a place, for as long as the connection lasts."""
-    name = f"pgqueue archive {place}"
+def _locked(connection: psycopg.Connection[Any], path: str) -> Iterator[None]:
+    """Hold a session-level advisory lock for a path. Raises ArchiveBusyError if another session holds it."""
+    name = f"pgqueue archive {path}"
     if not _value(connection, "select pg_try_advisory_lock(hashtextextended(%s, 0))", name):
-        raise ArchiveBusyError(f"another archive_to_parquet writes to {place}")
+        raise ArchiveBusyError(f"another archive_to_parquet writes to {path}")
     try:
         yield
     finally:
-        # The server notices late that a connection was closed, and the next run may follow at once.
+        # Explicitly, as the server detects a closed connection late, and the next run may start at once.
         with suppress(psycopg.OperationalError):
             connection.execute("select pg_advisory_unlock(hashtextextended(%s, 0))", [name])
 
@@ -320,9 +333,9 @@ def _writers(connection: psycopg.Connection[Any]) -> set[str]:
     return {*_value(connection, _WRITERS)}
 
 
-def _await(connection: psycopg.Connection[Any], writers: set[str]) -> set[str]:
-    """Wait a little for transactions to end; returns those that did not."""
-    deadline = time.monotonic() + _PATIENCE
+def _wait_for_end(connection: psycopg.Connection[Any], writers: set[str]) -> set[str]:
+    """Wait up to _WRITER_TIMEOUT for transactions to end; returns those that did not end."""
+    deadline = time.monotonic() + _WRITER_TIMEOUT
     left = writers
     while (left := left & _writers(connection)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -331,5 +344,5 @@ def _await(connection: psycopg.Connection[Any], writers: set[str]) -> set[str]:
 
 def _value(connection: psycopg.Connection[Any], query: Any, *values: Any) -> Any:
     row = connection.execute(query, values).fetchone()
-    assert row is not None  # noqa: S101 - each of these queries returns one
+    assert row is not None  # noqa: S101 - each query returns one row
     return row[0]

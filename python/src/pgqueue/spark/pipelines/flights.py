@@ -1,7 +1,7 @@
-"""The pipeline of the demo: flights from a queue, added up by carrier and hour, to Parquet and into another queue.
+"""The pipeline of the demo: reads flights from a queue, sums them by carrier and hour, writes Parquet and a queue.
 
-Exactly once from end to end, whatever is killed: a micro-batch that is begun again has the same messages, and what it
-writes replaces, or is recognized as, what it had written before.
+It is exactly once from end to end, even if a process is killed. A micro-batch that is started again has the same
+messages; its Parquet files replace the earlier ones, and the sink discards its messages if they were sent before.
 """
 
 import json
@@ -16,9 +16,9 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.types import IntegerType, StringType, StructType, TimestampType
 
 from ...client import Queue
-from ..links import connect, conninfo
-from .files import Folder
-from .times import plain_moments
+from ..connections import connect, resolve_conninfo
+from .folder import Folder
+from .times import utc_parquet_timestamps
 
 __all__ = ["Published", "read_summaries", "summarize", "summarize_flights"]
 
@@ -35,22 +35,23 @@ _CHECKPOINT: Final = "_checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A micro-batch that was written: its number, and how many summaries it had."""
+    """A micro-batch that was written: its number, and the number of its summaries."""
 
     batch: int
     summaries: int
 
 
 def summarize(flights: DataFrame, lateness: timedelta = timedelta(hours=2)) -> DataFrame:
-    """Add flights up by carrier and hour of departure.
+    """Sum flights by carrier and hour of departure.
 
     Args:
         flights: Messages whose payload is a flight: carrier, time_hour, arr_time (null: cancelled), arr_delay.
-        lateness: How much later than a younger one a flight may come. Streaming, an hour is complete, and given out,
-            when a flight came that departs so much later than its end.
+        lateness: The delay of the watermark. A stream returns an hour once it has read a flight whose time_hour is
+            later than the end of that hour by more than `lateness`. Flights that arrive after that do not count.
 
     Returns:
-        hour, carrier, flights (how many), cancelled (how many of them), and minutes_late, of the others in all.
+        hour, carrier, flights (their number), cancelled (the number of cancelled ones), and minutes_late (the sum of
+        the others).
     """
     flight = F.from_json("payload", FLIGHT, {"timeZone": "UTC"})
     seconds = f"{lateness.total_seconds():.0f} seconds"
@@ -83,26 +84,27 @@ def summarize_flights(
 ) -> StreamingQuery:
     """Start the pipeline: flights from `queue`, summaries to Parquet below `path` and as messages into `summaries`.
 
-    Started again with the same `path`, after whatever end, it goes on where it was. A flight without a carrier is none:
-    sent last, with a time_hour far behind the others, it closes their hours.
+    Started again with the same `path`, it continues after the last micro-batch, however it ended. A flight without a
+    carrier is not counted. Send one last, with a time_hour much later than the others, to complete their hours.
 
     Args:
         spark: A classic session (not Spark Connect).
-        path: A directory for this pipeline alone; its checkpoint lies in it, too, as the two belong together. Read it
+        path: A directory for this pipeline alone. It also contains the checkpoint, as the two belong together. Read it
             with `read_summaries`.
         dsn: The database, as option `dsn` of the format.
-        queue: Where the flights come from, read as stream `summarize-flights`.
-        summaries: Where summaries go to.
-        max_messages: The most messages in a micro-batch, 1 to 100000.
-        until_empty: End when what is in the queue now is done, or else run until the query is stopped.
-        tell: Called with each micro-batch that was written, in a thread of Spark's.
+        queue: The queue of the flights, read as stream `summarize-flights`.
+        summaries: The queue for the summaries.
+        max_messages: The maximum number of messages in a micro-batch, 1 to 100000.
+        until_empty: If true, the query ends once it has processed the messages that are in the queue now. If false, it
+            runs until it is stopped.
+        tell: Called with each micro-batch that was written, in a thread of Spark.
 
     Returns:
-        The query, running.
+        The running query.
 
-    Raises OptionError, QueueNotFound.
+    Raises OptionError and QueueNotFound.
     """
-    where = conninfo(dsn)
+    where = resolve_conninfo(dsn)
     folder = Folder(spark, path)
     folder.make()
     with connect(where, autocommit=True) as connection:
@@ -113,8 +115,9 @@ def summarize_flights(
         found = batch.where("carrier is not null").persist()
         try:
             if count := found.count():
-                # The number of the batch makes both idempotent: what was written is replaced, or found in the ledger.
-                with plain_moments(batch.sparkSession):
+                # The batch number makes both writes idempotent: Parquet is overwritten, and the sink discards a version
+                # that was committed before.
+                with utc_parquet_timestamps(batch.sparkSession):
                     found.write.mode("overwrite").parquet(f"{folder}/batch={number}")
                 _send(found, where, summaries, _query_id(folder), number)
             tell(Published(number, count))
@@ -137,12 +140,12 @@ def summarize_flights(
 
 
 def read_summaries(spark: SparkSession, path: str) -> DataFrame:
-    """The summaries that `summarize_flights` has written to Parquet."""
+    """Return the summaries that `summarize_flights` wrote to Parquet."""
     return spark.read.schema(SUMMARY).parquet(Folder(spark, path).pattern)
 
 
 def _send(found: DataFrame, where: str, queue: str, query_id: str, number: int) -> None:
-    # Without a column `payload`, all columns are the payload.
+    # Without a column payload, all columns together are the payload.
     (
         found.write.format("pgqueue")
         .options(dsn=where, queue=queue, txnAppId=f"summarize-flights {query_id}", txnVersion=number)
@@ -152,6 +155,6 @@ def _send(found: DataFrame, where: str, queue: str, query_id: str, number: int) 
 
 
 def _query_id(folder: Folder) -> str:
-    """What Spark calls the query, for as long as its checkpoint lasts: with another checkpoint, batches count anew."""
+    """Return the id of the query in its checkpoint. With a new checkpoint, batch numbers start at 0 again."""
     metadata = folder.read(f"{_CHECKPOINT}/metadata")
     return str(json.loads(metadata or "{}")["id"])

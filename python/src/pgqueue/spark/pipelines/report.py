@@ -1,4 +1,4 @@
-"""The report on how messages flowed: measured by Spark, told as one page and as pictures."""
+"""The report on message flow: computed by Spark, written as an HTML page and as PNG charts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,24 +9,23 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 
 from ..options import OptionError
-from .again import read_dead_letters
 from .archive import read_finished
-from .flow import flow_metrics
-from .letters import dead_letter_report
-from .page import Flow, Letters, Measure, render
-from .plots import draw
+from .dead_letters import dead_letter_report, read_dead_letters
+from .metrics import flow_metrics
+from .png_charts import draw
+from .report_page import Flow, Letters, Measure, render
 from .times import from_micros, in_utc, window_of
 
 __all__ = ["FlowReport", "flow_report"]
 
 _COLUMNS = ("id", "queue_name", "attempt_count", "enqueued_at", "claimed_at", "finished_at")
-_KINDS = 50  # of dead letters, at most, on the page
-_MOST_WINDOWS = 10_000  # each is drawn, the empty ones between others, too
+_MAX_KINDS = 50  # kinds of dead letters on the page
+_MAX_WINDOWS = 10_000  # all windows are drawn, empty ones included
 
 
 @dataclass(frozen=True, slots=True)
 class FlowReport:
-    """What a report tells, and where it was written: the page, and the pictures, if there are any."""
+    """The data of a report, and its files: the page, and the pictures (empty if none were drawn)."""
 
     flow: Flow
     page: Path
@@ -46,23 +45,24 @@ def flow_report(
     accuracy: int | None = None,
     plots: bool | None = None,
 ) -> FlowReport:
-    """Write a report on how messages flowed through queues: `flow.html`, and a PNG for each queue.
+    """Write a report on message flow through queues: `flow.html`, and a PNG for each queue.
 
-    The page is whole in itself and asks no other host for anything. Of more than 100 queues the busiest 100 are drawn.
+    The page needs no other files and makes no requests. Of more than 100 queues, the busiest 100 have charts.
 
     Args:
         spark: A classic session (not Spark Connect).
-        directory: Where the report goes, on this machine; made where it is missing.
+        directory: The local directory for the report. It is created if it is missing.
         queues: The queues.
-        dsn: The database, as option `dsn` of the format: its archive and dead letters are read.
-        path: Parquet of `archive_to_parquet`, which is read beside the archive; a message that is in both counts once.
-        since: Only messages that were finished, or died, from this moment on.
-        until: Only messages that were finished, or died, before this moment.
-        window: The length of a window, counted from 1970 in UTC; by default one that gives up to 120 of them.
-        accuracy: That of the percentiles, as of `flow_metrics`: None for exact ones.
-        plots: Whether to draw the PNGs, for which extra `plots` is needed; None: if it is there.
+        dsn: The database, as option `dsn` of the format. Its archive and dead letters are read.
+        path: The directory of `archive_to_parquet`, read in addition to the archive. A message in both counts once.
+        since: Only messages that were finished, or died, from this time on.
+        until: Only messages that were finished, or died, before this time. Times without a time zone are in UTC.
+        window: The length of a window. Windows start at multiples of it since 1970-01-01 00:00 UTC. Default: a round
+            length that gives at most 120 windows, but never more than a week.
+        accuracy: The accuracy of percentiles, as for `flow_metrics`. None: exact.
+        plots: Whether to draw the PNGs, which need extra `plots`. None: only if the extra is installed.
 
-    Raises OptionError (also for more than 10,000 windows), QueueNotFound, ImportError (plots).
+    Raises OptionError (also for more than 10,000 windows), QueueNotFound, and ImportError (`plots` without the extra).
     """
     names = [*dict.fromkeys(queues)]
     since, until = since and in_utc(since), until and in_utc(until)
@@ -76,9 +76,9 @@ def flow_report(
         dead = dead.persist()
         whole = _span(finished, dead)
         length = window_of(whole) if window is None else window
-        if whole > _MOST_WINDOWS * length:
+        if whole > _MAX_WINDOWS * length:
             raise OptionError(
-                f"invalid window: {whole} has more than {_MOST_WINDOWS:,} windows of {length}; take a longer one"
+                f"invalid window: {whole} has more than {_MAX_WINDOWS:,} windows of {length}; choose a longer one"
             )
         flow = Flow(
             length,
@@ -112,7 +112,7 @@ def _pictures(flow: Flow, place: Path, wanted: bool | None) -> list[Path]:
 
 
 def _span(finished: DataFrame, dead: DataFrame) -> timedelta:
-    """From the first to the last that was finished or died."""
+    """The time from the first to the last message that was finished or died."""
     moments = finished.select(F.unix_micros("finished_at").alias("at")).unionAll(
         dead.select(F.unix_micros("died_at").alias("at"))
     )
@@ -121,23 +121,23 @@ def _span(finished: DataFrame, dead: DataFrame) -> timedelta:
 
 
 def _collect(metrics: DataFrame) -> list[Row]:
-    # As a number: a moment would come in the time zone of this process.
+    # As a number: Row has naive times in the time zone of the process.
     return metrics.withColumn("window_start", F.unix_micros("window_start")).collect()
 
 
 def _measure(row: Row) -> Measure:
-    told = row.asDict()
-    start = told.pop("window_start")
-    return Measure(window_start=None if start is None else from_micros(start), **told)
+    values = row.asDict()
+    start = values.pop("window_start")
+    return Measure(window_start=None if start is None else from_micros(start), **values)
 
 
 def _kinds(dead: DataFrame) -> list[Row]:
-    """What died of the same, whenever; of much else there is only so much to be shown."""
+    """Count dead letters by kind over the whole time, and return the most frequent kinds."""
     kinds = dead_letter_report(dead).groupBy("queue_name", "reason", "error")
     return (
         kinds.agg(F.sum("letters").alias("letters"), F.unix_micros(F.max("last_died_at")).alias("last_died_at"))
         .orderBy(F.desc("letters"), "queue_name", "reason", "error")
-        .limit(_KINDS)
+        .limit(_MAX_KINDS)
         .collect()
     )
 

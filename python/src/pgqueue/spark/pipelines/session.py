@@ -1,4 +1,4 @@
-"""A Spark session of this machine for a command: on a Java that was checked, with Spark's own words kept in a log."""
+"""A local Spark session for commands: it checks for Java, and writes the output of Spark to a log file."""
 
 import logging
 import os
@@ -31,10 +31,10 @@ SETTINGS = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
     "spark.sql.catalogImplementation": "in-memory",
-    # 200 by default, each of which a stream keeps a file of state for in each batch.
+    # The default is 200. A stream writes a state file for each partition in each batch.
     "spark.sql.shuffle.partitions": str(max(os.cpu_count() or 1, 2)),
     "spark.sql.session.timeZone": "UTC",
-    # What other programs read, too; the default is INT96, which is deprecated.
+    # Other programs can read this type. The default, INT96, is deprecated.
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
     "spark.sql.python.filterPushdown.enabled": "true",
     "spark.driver.extraJavaOptions": "-XX:+UseSerialGC",
@@ -42,29 +42,31 @@ SETTINGS = {
 
 
 class SparkFailure(RuntimeError):
-    """Spark did not start, or a job of it failed; the message names the log that has the details."""
+    """Spark did not start, or a job failed. A note has the name of the log file."""
 
 
 @contextmanager
 def local_session(master: str = "local[*]", memory: str = "1g", **settings: str) -> Iterator[SparkSession]:
-    """A Spark session of this machine, stopped at the end; the session of this process where there is one already.
+    """Provide a Spark session on this machine, and stop it at the end.
+
+    If the process has a Spark session already, that one is used and not stopped. An interrupt ends the session at once,
+    even during a job, and raises KeyboardInterrupt unless the caller has another handler. The output of the JVM and its
+    workers goes to a temporary file, which is deleted unless Spark fails.
 
     Args:
-        master: Where Spark runs: `local[*]` on all cores of this machine, `local[2]` on two, or a cluster's URL.
-        memory: The heap of the JVM, as Spark writes it: 512m, 2g.
-        settings: More settings of Spark, with `__` for the dots in their names.
+        master: Where Spark runs: `local[*]` on all cores of this machine, `local[2]` on two, or the URL of a cluster.
+        memory: The heap size of the JVM in Spark's notation: 512m, 2g.
+        settings: More settings of Spark, with `__` for each dot in their names.
 
-    An interrupt ends it at once, whatever Spark is doing, and as without Spark: by KeyboardInterrupt, unless the caller
-    handles it in another way. What the JVM and its workers print goes to a file in the temporary directory, which is
-    deleted unless something of Spark's fails. Raises JavaNotFoundError where there is no Java to run on, and
-    SparkFailure where Spark does not start, and in place of an error of Spark's that was not caught within.
+    Raises JavaNotFoundError if there is no Java, and SparkFailure if Spark does not start, and in place of an error of
+    Spark that is not caught within the block.
     """
     if SparkContext._active_spark_context is not None:
-        with _quiet(), _told():
+        with _suppressed_logging(), _spark_failures():
             yield SparkSession.builder.getOrCreate()
         return
     use_java()
-    # The workers run what this process runs.
+    # The workers use the Python of this process.
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     conf = SparkConf(loadDefaults=False)
     for key, value in SETTINGS.items():
@@ -74,12 +76,12 @@ def local_session(master: str = "local[*]", memory: str = "1g", **settings: str)
         conf.set(name.replace("__", "."), value)
     with tempfile.TemporaryDirectory(prefix="pgqueue-spark-", ignore_cleanup_errors=True) as scratch:
         conf.set("spark.local.dir", f"{scratch}/local").set("spark.sql.warehouse.dir", f"{scratch}/warehouse")
-        with _log(scratch) as log, _quiet():
+        with _log(scratch) as log, _suppressed_logging():
             gateway = None
             try:
-                with _deferred():
+                with _deferred_signals():
                     gateway = _launch(conf, log)
-                with _session(conf, gateway) as spark, _told():
+                with _session(conf, gateway) as spark, _spark_failures():
                     yield spark
             finally:
                 if gateway is not None:
@@ -88,7 +90,7 @@ def local_session(master: str = "local[*]", memory: str = "1g", **settings: str)
 
 @contextmanager
 def _log(directory: str) -> Iterator[IO[bytes]]:
-    """A file for what Spark says; that of a failure outlives the directory, and the message names it."""
+    """Provide a file for the output of Spark. After a SparkFailure it is kept, and a note of the error has its name."""
     path = Path(directory, "log")
     with path.open("wb") as log:
         try:
@@ -102,90 +104,96 @@ def _log(directory: str) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Errors of Spark as text: they ask the JVM for their words, and it is gone once the session is."""
+def _spark_failures() -> Iterator[None]:
+    """Convert errors of Spark to SparkFailure. Their text comes from the JVM, which ends with the session."""
     try:
         yield
     except (PySparkException, Py4JError) as error:
-        raise SparkFailure(_words(error)) from error
+        raise SparkFailure(_one_line(error)) from error
 
 
-def _words(error: Exception) -> str:
-    """An error of Spark in a line: what the worker or the query said last."""
+def _one_line(error: Exception) -> str:
+    """Return an error of Spark in one line: the last message of the worker or of the query."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("An error occurred while calling"):
         del lines[0]
-    # What was raised in a worker stands behind its name, below the stack that led there.
+    # An exception of a worker is below its stack trace, as `class: message`.
     raised = [line for line in lines if re.match(r"(?:pgqueue|psycopg)[\w.]*\.\w+: ", line)]
-    said = raised[-1].partition(": ")[2] if raised else lines[0] if lines else type(error).__name__
-    return re.sub(r"^(?:: (?:[\w$]+\.)+[\w$]+: )?(?:\[[\w.]+\] )?| SQLSTATE: \w+", "", said)
+    message = raised[-1].partition(": ")[2] if raised else lines[0] if lines else type(error).__name__
+    return re.sub(r"^(?:: (?:[\w$]+\.)+[\w$]+: )?(?:\[[\w.]+\] )?| SQLSTATE: \w+", "", message)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """PySpark logs each refused query, and Py4J each interrupted call, with a stack, beside raising it."""
-    # By PySpark's own class: it asks for the logger by name, and could not use a plain one that came first.
+def _suppressed_logging() -> Iterator[None]:
+    """Suppress log records for errors that are also raised.
+
+    PySpark logs each refused query, and Py4J each interrupted call, with a stack trace.
+    """
+    # PySpark needs a logger of its own class under this name, so a plain logger must not be created first.
     queries, calls, root = PySparkLogger.getLogger("SQLQueryContextLogger"), logging.getLogger("py4j"), logging.root
-    before, queries.disabled = queries.disabled, True
-    told, calls.propagate = calls.propagate, False
-    root.addFilter(_is_of_others)
+    disabled, queries.disabled = queries.disabled, True
+    propagate, calls.propagate = calls.propagate, False
+    root.addFilter(_is_not_py4j)
     try:
         yield
     finally:
-        root.removeFilter(_is_of_others)
-        calls.propagate = told
-        queries.disabled = before
+        root.removeFilter(_is_not_py4j)
+        calls.propagate = propagate
+        queries.disabled = disabled
 
 
-def _is_of_others(record: logging.LogRecord) -> bool:
-    """Whether it is not Py4J that logs; some of it goes by the root logger."""
+def _is_not_py4j(record: logging.LogRecord) -> bool:
+    """A filter for the root logger, which Py4J uses for some records."""
     return record.module != "java_gateway"
 
 
 @contextmanager
-def _deferred() -> Iterator[None]:
-    """Keep an interrupt, or an end, that is asked for until this is over: Python loses one that comes as it forks."""
-    kept: dict[signal.Signals, Any] = {}
-    came: list[int] = []
+def _deferred_signals() -> Iterator[None]:
+    """Defer SIGINT and SIGTERM to the end of the block. Python loses a signal that arrives while it forks.
 
-    def keep(number: int, frame: object) -> None:
-        if came:
-            kept[signal.Signals(number)](number, frame)
-        came.append(number)
+    A second signal is handled at once.
+    """
+    handlers: dict[signal.Signals, Any] = {}
+    received: list[int] = []
+
+    def defer(number: int, frame: object) -> None:
+        if received:
+            handlers[signal.Signals(number)](number, frame)
+        received.append(number)
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             if callable(signal.getsignal(number)):
-                kept[number] = signal.signal(number, keep)
+                handlers[number] = signal.signal(number, defer)
     try:
         yield
     finally:
-        for number, handler in kept.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-    if came:
-        signal.raise_signal(came[0])
+    if received:
+        signal.raise_signal(received[0])
 
 
 def _launch(conf: SparkConf, log: IO[bytes]) -> Any:
     try:
-        launch: Any = launch_gateway  # which says nothing of its types
+        launch: Any = launch_gateway  # which has no type annotations
         return launch(conf, {"stdout": log, "stderr": log})
     except PySparkRuntimeError as error:
-        said = [line for line in Path(log.name).read_text(errors="replace").splitlines() if line.strip()]
-        # The JVM warns of this and that before it says what is wrong.
-        wrong = [line for line in said if "Exception" in line or "rror" in line] or said
-        raise SparkFailure(f"Spark did not start: {wrong[0] if wrong else error}") from None
+        output = [line for line in Path(log.name).read_text(errors="replace").splitlines() if line.strip()]
+        # The JVM may print warnings before the error.
+        errors = [line for line in output if "Exception" in line or "rror" in line] or output
+        raise SparkFailure(f"Spark did not start: {errors[0] if errors else error}") from None
 
 
 @contextmanager
 def _session(conf: SparkConf, gateway: Any) -> Iterator[SparkSession]:
-    """A session. It is not stopped where it is interrupted, as that would wait for the call that goes on in the JVM."""
+    """Provide a session. After an interrupt it is not stopped, as that would wait for the running call in the JVM."""
     handler = signal.getsignal(signal.SIGINT)
-    with _told():
+    with _spark_failures():
         try:
             context = SparkContext(conf=conf, gateway=gateway)
         finally:
-            # Spark's calls the JVM, too, in the midst of a call.
+            # Spark's own handler calls the JVM, even while another call is running.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGINT, handler)
         spark = SparkSession(context)
@@ -203,7 +211,7 @@ def _stop(spark: SparkSession) -> None:
 
 
 def _end(gateway: Any) -> None:
-    """End the JVM, which would else live as long as this process."""
+    """End the JVM, which would otherwise run until this process ends."""
     SparkContext._active_spark_context = None
     with suppress(Exception):
         gateway.shutdown()

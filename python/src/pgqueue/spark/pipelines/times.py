@@ -1,4 +1,4 @@
-"""Moments cut into days and windows in UTC, whatever the session's time zone and that of the process are."""
+"""Days and time windows in UTC, independent of the time zones of the session and of the process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,27 +10,27 @@ from pyspark.sql import functions as F
 
 from ..options import OptionError
 
-__all__ = ["from_micros", "in_utc", "plain_moments", "utc_day", "utc_floor", "window_of"]
+__all__ = ["from_micros", "in_utc", "utc_day", "utc_floor", "utc_parquet_timestamps", "window_of"]
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _DAY: Final = 86_400_000_000  # microseconds
-_ROUND: Final = tuple(
+_ROUND_LENGTHS: Final = tuple(
     timedelta(seconds=seconds)
     for seconds in (1, 5, 10, 30, 60, 300, 600, 1800, 3600, 3 * 3600, 6 * 3600, 86400, 7 * 86400)
 )
 
 
 def utc_day(moment: Column) -> Column:
-    """The day of a moment in UTC; to_date would take that of the session's time zone."""
+    """Return the date of a timestamp in UTC. to_date would use the session's time zone."""
     micros = F.unix_micros(moment)
     days = (micros - F.pmod(micros, F.lit(_DAY))) / F.lit(_DAY)
     return F.date_add(F.lit("1970-01-01").cast("date"), days.cast("int"))
 
 
 def utc_floor(moment: Column, window: timedelta) -> Column:
-    """The start of the window that a moment lies in; windows are counted from 1970-01-01 00:00 UTC.
+    """Return the start of the window that contains a timestamp. Windows start at 1970-01-01 00:00 UTC.
 
-    Raises OptionError.
+    Raises OptionError if `window` is not positive.
     """
     if window <= timedelta(0):
         raise OptionError(f"invalid window: {window}; must be longer than 0")
@@ -39,18 +39,18 @@ def utc_floor(moment: Column, window: timedelta) -> Column:
 
 
 def in_utc(moment: datetime) -> datetime:
-    """A moment of a caller; without a time zone it is in UTC, where Spark would take it for one of the process's."""
+    """Convert a caller's time to UTC. Without a time zone it is in UTC; Spark would use that of the process."""
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
 
 
 def from_micros(micros: int) -> datetime:
-    """The moment so many microseconds after 1970. Rows would bring it in the process's time zone, without saying so."""
+    """Convert microseconds since 1970 to a UTC time. Spark's rows have naive times in the time zone of the process."""
     return _EPOCH + timedelta(microseconds=micros)
 
 
 @contextmanager
-def plain_moments(spark: SparkSession) -> Iterator[None]:
-    """Write moments to Parquet as what they are, in UTC, and not as INT96, which is deprecated and has no time zone."""
+def utc_parquet_timestamps(spark: SparkSession) -> Iterator[None]:
+    """Write Parquet timestamps as TIMESTAMP_MICROS in UTC, not as INT96, which is deprecated and has no time zone."""
     name = "spark.sql.parquet.outputTimestampType"
     before = str(spark.conf.get(name))
     spark.conf.set(name, "TIMESTAMP_MICROS")
@@ -61,5 +61,5 @@ def plain_moments(spark: SparkSession) -> Iterator[None]:
 
 
 def window_of(whole: timedelta, most: int = 120) -> timedelta:
-    """A round length of window that cuts `whole` into `most` windows or fewer, and a week at the longest."""
-    return next((length for length in _ROUND if whole <= length * most), _ROUND[-1])
+    """Return a round window length that divides `whole` into at most `most` windows, but never more than a week."""
+    return next((length for length in _ROUND_LENGTHS if whole <= length * most), _ROUND_LENGTHS[-1])

@@ -1,4 +1,4 @@
-"""Charts of a report as PNG, for mails and slides; drawn by matplotlib, extra `plots`."""
+"""Charts of a report as PNG, drawn by matplotlib (extra `plots`)."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from .page import Flow, Measure
+from .report_page import Flow, Measure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,14 +16,11 @@ __all__ = ["draw"]
 
 _BLUES = {"p50": "#86b6ef", "p95": "#2a78d6", "p99": "#104281"}
 _RED = "#d03b3b"
-_TITLE = 90  # letters in a line
+_TITLE_WIDTH = 90  # characters in a line
 
 
 def draw(flow: Flow, directory: Path) -> list[Path]:
-    """Draw the charts of each queue that has some into `directory`, as QUEUE.png; returns the files.
-
-    Raises ImportError.
-    """
+    """Draw the charts of each queue into `directory`, as QUEUE.png; returns the files. Raises ImportError."""
     from matplotlib import dates
     from matplotlib.figure import Figure
 
@@ -33,15 +30,15 @@ def draw(flow: Flow, directory: Path) -> list[Path]:
         if not found:
             continue
         figure = Figure(figsize=(11, 6.5), layout="constrained")
-        figure.suptitle(fill(queue, _TITLE))
+        figure.suptitle(fill(queue, _TITLE_WIDTH))
         for axes, kind in zip(figure.subplots(2, 2).flat, ("rate", "failures", "wait", "processing"), strict=True):
-            _tell_time(dates, axes)
+            _format_time(dates, axes)
             axes.grid(axis="y", color="#e4e3dd", linewidth=0.8)
             axes.set_axisbelow(True)
             axes.spines[["top", "right", "left"]].set_visible(False)
-            _fill(axes, kind, found, flow.window)
-            _bound(axes, found, flow.window)
-            # Beside the title: matplotlib would look for the best place for seconds, and warn of it.
+            _plot(axes, kind, found, flow.window)
+            _set_limits(axes, found, flow.window)
+            # A fixed place next to the title: finding the best one takes seconds, and matplotlib warns of it.
             place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.3, "ncols": len(_BLUES)}
             axes.legend(frameon=False, fontsize="small", **place)
         drawn.append(directory / f"{queue}.png")
@@ -49,8 +46,8 @@ def draw(flow: Flow, directory: Path) -> list[Path]:
     return drawn
 
 
-def _bound(axes: Any, found: Sequence[Measure], window: timedelta) -> None:
-    """All charts of a queue are of the same time, however little there is, and show how far from nothing it is."""
+def _set_limits(axes: Any, found: Sequence[Measure], window: timedelta) -> None:
+    """Give all charts of a queue the same time range, and start the value axis at zero."""
     starts = [measure.window_start for measure in found if measure.window_start is not None]
     axes.set_xlim(starts[0], starts[-1] + window)
     axes.set_ylim(bottom=min(axes.dataLim.ymin, 0) if math.isfinite(axes.dataLim.ymin) else 0)
@@ -58,19 +55,19 @@ def _bound(axes: Any, found: Sequence[Measure], window: timedelta) -> None:
         line.set_clip_on(False)
 
 
-def _tell_time(dates: Any, axes: "Axes") -> None:
+def _format_time(dates: Any, axes: "Axes") -> None:
     locator = dates.AutoDateLocator(tz=UTC)
     axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator, tz=UTC))
 
 
-def _fill(axes: Any, kind: str, found: Sequence[Measure], window: timedelta) -> None:
+def _plot(axes: Any, kind: str, found: Sequence[Measure], window: timedelta) -> None:
     starts = [measure.window_start for measure in found if measure.window_start is not None]
     if kind == "rate":
         seconds = window.total_seconds()
         finished = [measure.finished / seconds for measure in found]
         dead = [measure.dead / seconds for measure in found]
-        # Not bars, as each is a thing of its own: there may be thousands.
+        # Not bars: matplotlib makes an object for each bar, and there may be thousands.
         edges = [*starts, starts[-1] + window]
         both = [one + other for one, other in zip(finished, dead, strict=True)]
         axes.stairs(finished, edges, fill=True, color=_BLUES["p95"], label="finished")

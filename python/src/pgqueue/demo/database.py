@@ -1,4 +1,4 @@
-"""What the demo makes in a database, and removes: a queue and a schema. pgqueue itself stays where it was missing."""
+"""Creates and drops the queue and the schema of the demo. pgqueue is installed if it is missing, and stays."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import psycopg
 
 from ..client import Queue, install
 from ..errors import QueueBusy
-from .flights import Failure
+from .flights import DemoError
 from .workers import QUEUE
 
 SCHEMA: Final = "pgqueue_demo"
@@ -20,7 +20,7 @@ SETTINGS: Final[dict[str, Any]] = {
     "backoff_base": timedelta(milliseconds=100),
 }
 
-# No unique constraint on effects: it is to show a duplicate, not to prevent it.
+# Without a unique constraint on effects: the demo has to detect duplicates, not prevent them.
 TABLES: Final = """
 create table pgqueue_demo.effects (message_id bigint, record int, attempt int, cancelled boolean);
 create table pgqueue_demo.delays (
@@ -35,8 +35,11 @@ create table pgqueue_demo.delays (
 
 
 @contextmanager
-def stage(connection: psycopg.Connection[Any], keep: bool) -> Iterator[None]:
-    """Make the queue and the schema of the demo, and remove them. pgqueue itself stays where it was missing."""
+def demo_objects(connection: psycopg.Connection[Any], keep: bool) -> Iterator[None]:
+    """Create the queue and the schema of the demo, and drop them at the end unless `keep` is true.
+
+    Raises DemoError if objects with these names exist that the demo did not create.
+    """
     known = connection.execute(
         "select to_regprocedure('pgqueue.version()') is not null,"
         " exists (select from pg_available_extensions where name = 'pgqueue')"
@@ -62,7 +65,7 @@ def stage(connection: psycopg.Connection[Any], keep: bool) -> Iterator[None]:
 
 
 def clear(connection: psycopg.Connection[Any]) -> None:
-    """Drop what an earlier run has left. What is not ours stays."""
+    """Drop the objects of an earlier run. Raises DemoError if they are not objects of the demo."""
     row = connection.execute(
         "select obj_description(to_regnamespace(%s), 'pg_namespace'), to_regnamespace(%s) is not null,"
         " exists (select from pgqueue.list_queues() q where q.name = %s)",
@@ -73,10 +76,11 @@ def clear(connection: psycopg.Connection[Any]) -> None:
     if comment != OURS:
         if has_schema or has_queue:
             kind, name = ("schema", SCHEMA) if has_schema else ("queue", QUEUE)
-            raise Failure(f"{kind} {name} of this database is somebody else's: choose another database")
+            raise DemoError(f"{kind} {name} of this database was not created by the demo: choose another database")
         return
-    # The sessions of killed children end in their own time; drop_queue waits half a second for them, and says so.
-    patience = 60
+    # Sessions of killed processes end with a delay. drop_queue waits half a second for their locks, then raises
+    # QueueBusy.
+    attempts = 60
     while True:
         try:
             with connection.transaction():
@@ -85,6 +89,6 @@ def clear(connection: psycopg.Connection[Any]) -> None:
                 connection.execute(f"drop schema {SCHEMA} cascade")
             return
         except QueueBusy:
-            patience -= 1
-            if patience == 0:
+            attempts -= 1
+            if attempts == 0:
                 raise

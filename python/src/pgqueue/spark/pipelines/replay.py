@@ -1,4 +1,4 @@
-"""Messages once more: from Parquet into a queue, and dead letters back to theirs, by a predicate of Spark SQL."""
+"""Sends messages again by a predicate of Spark SQL: archived ones from Parquet, and dead letters to their queue."""
 
 import hashlib
 from collections.abc import Iterable
@@ -12,18 +12,19 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from ...client import Queue
-from ..links import connect, conninfo
+from ..active_session import set_active_session
+from ..connections import connect, resolve_conninfo
 from ..options import WRITE, parse
 from ..sink import commit_name
-from ..threads import activate
 from .archive import read_archive
-from .files import Folder
+from .dead_letters import read_dead_letters
+from .folder import Folder
 from .predicates import matching
 from .times import from_micros, in_utc
 
-__all__ = ["Redriven", "Replayed", "read_dead_letters", "redrive_where", "replay"]
+__all__ = ["Redriven", "Replayed", "redrive_where", "replay"]
 
-_ENTER: Final = """
+_RECORD_COMMIT: Final = """
 select pgqueue.sink_commit(%(run)s::uuid, '{}', '{}', %(app_id)s::text, %(version)s::bigint)
 """
 _REDRIVE: Final = """
@@ -41,10 +42,10 @@ from (
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A replay: the name and version it is known by, and how many messages were chosen.
+    """The result of a replay: its name and version in pgqueue.sink_commits, and how many messages matched.
 
-    `was_done` says that this version had been sent before, and nothing was sent now; None where the role may not read
-    the ledger (pgqueue.sink_commits), and so cannot know. `sent` is how many messages the version sent, now or then.
+    `was_done` is true if this version had been sent before, and nothing was sent now; None if the role has no access to
+    pgqueue.sink_commits. `sent` is the number of messages that the version sent, in this call or in the earlier one.
     """
 
     app_id: str
@@ -56,9 +57,9 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Redriven:
-    """A redrive: how many dead letters were chosen, and how many of them went back to their queue.
+    """The result of a redrive: how many dead letters matched, and how many of them were redriven.
 
-    `was_done` says that this version of the application had been redriven before, and nothing was done now.
+    `was_done` is true if this version of `app_id` had been redriven before, and nothing was redriven now.
     """
 
     chosen: int
@@ -79,27 +80,26 @@ def replay(
     app_id: str | None = None,
     version: int = 1,
 ) -> Replayed:
-    """Send finished messages once more, from Parquet that `archive_to_parquet` wrote, into a queue.
+    """Send finished messages again, from the Parquet files of `archive_to_parquet` into a queue.
 
-    All or none of them, and once for each version of `app_id`, however often it is called, and wherever it was
-    interrupted. They are new messages: with payload or body, headers and message_id of the old ones, ids of their own,
-    and all attempts before them.
+    Sends all matching messages or none, and only once for each version of `app_id`, also after an interrupted call. The
+    new messages have new ids, no attempts, and the payload or body, headers and message_id of the old ones.
 
     Args:
         spark: A classic session (not Spark Connect).
-        path: Where the Parquet lies.
-        queue: Where the messages are sent to.
-        where: Which: a predicate of Spark SQL over the columns of `read_archive`, such as
-            `get_json_object(payload, '$.carrier') = 'UA' and attempt_count > 1`.
+        path: The directory that `archive_to_parquet` wrote.
+        queue: The queue to send to.
+        where: A predicate of Spark SQL over the columns of `read_archive`, such as
+            `get_json_object(payload, '$.carrier') = 'UA' and attempt_count > 1`. Default: all messages.
         dsn: The database, as option `dsn` of the format.
-        queues: Only messages that were finished in these queues.
-        since: Only messages that were finished from this moment on.
-        until: Only messages that were finished before this moment.
-        app_id: What the ledger knows this replay by, 1 to 256 characters; by default a digest of path, queue and all
-            that chooses, so that the same replay is done once.
-        version: Another one sends the messages once more.
+        queues: Only messages that were finished in these queues. Default: all queues.
+        since: Only messages finished from this time on.
+        until: Only messages finished before this time. Times without a time zone are in UTC.
+        app_id: The name of the replay in pgqueue.sink_commits, 1 to 256 characters. Default: a digest of path, queue
+            and all filters, so that the same replay is done once.
+        version: The version. A new version sends the messages again.
 
-    Raises PredicateError; OptionError; PySparkException, and then nothing was sent.
+    Raises PredicateError, OptionError, or PySparkException. If it raises, nothing was sent.
     """
     names = None if queues is None else sorted({*queues})
     since, until = since and in_utc(since), until and in_utc(until)
@@ -107,9 +107,9 @@ def replay(
         _check_name(queue, app_id, version)
     name = app_id if app_id is not None else _digest(str(Folder(spark, path)), queue, where, names, since, until)
     found = matching(read_archive(spark, path, queues=names, since=since, until=until), where)
-    dsn = conninfo(dsn)
-    was_done, sent = _known(dsn, commit_name(name, queue), version)
-    activate(spark)
+    dsn = resolve_conninfo(dsn)
+    was_done, sent = _committed(dsn, commit_name(name, queue), version)
+    set_active_session(spark)
     found = found.select("payload", "body", "headers", "message_id").persist()
     try:
         chosen = found.count()
@@ -117,21 +117,6 @@ def replay(
     finally:
         found.unpersist()
     return Replayed(name, version, chosen, was_done, chosen if was_done is False else sent)
-
-
-def read_dead_letters(spark: SparkSession, queues: Iterable[str], *, dsn: str | None = None) -> DataFrame:
-    """The dead letters of some queues, as `dead_letter_report` takes them."""
-    where = conninfo(dsn)
-    parts = [
-        spark.read.format("pgqueue").options(dsn=where, queue=queue, source="dead").load()
-        for queue in dict.fromkeys(queues)
-    ]
-    if not parts:
-        raise ValueError("invalid queues: name a queue at least")
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole.unionByName(part)
-    return whole
 
 
 def redrive_where(
@@ -143,24 +128,25 @@ def redrive_where(
     app_id: str | None = None,
     version: int = 1,
 ) -> Redriven:
-    """Send the dead letters of a queue for which a predicate holds back to it, as the verb redrive does.
+    """Redrive the dead letters of a queue that match a predicate, as the SQL function redrive does.
 
-    All or none of them. Called again it redrives what is dead then: what went back and died once more was chosen
-    by nobody the first time. With `app_id` each version is done once, as where a job may be started again.
+    Redrives all matching dead letters or none. A later call redrives the dead letters of that time, including messages
+    that were redriven before and died again. With `app_id` each version is redriven once; use it if a job may be
+    restarted.
 
     Args:
         spark: A classic session (not Spark Connect).
         queue: The queue.
-        where: Which: a predicate of Spark SQL over the columns of the dead letters, such as
+        where: A predicate of Spark SQL over the columns of dead letters, such as
             `reason = 'rejected' and last_error like '%timeout%'`.
         dsn: The database, as option `dsn` of the format.
-        app_id: What the ledger knows this redrive by, 1 to 256 characters, for each queue by itself. Needs access
-            `producer`, too.
-        version: Its version.
+        app_id: The name of the redrive in pgqueue.sink_commits, 1 to 256 characters, separate for each queue. Needs
+            access `producer` as well. Default: the redrive is not recorded.
+        version: The version of `app_id`.
 
-    Raises PredicateError; OptionError; QueueNotFound; PySparkException, and then nothing was redriven.
+    Raises PredicateError, OptionError, QueueNotFound, or PySparkException. If it raises, nothing was redriven.
     """
-    dsn = conninfo(dsn)
+    dsn = resolve_conninfo(dsn)
     if app_id is not None:
         _check_name(queue, app_id, version)
     found = matching(read_dead_letters(spark, [queue], dsn=dsn), where)
@@ -172,14 +158,14 @@ def redrive_where(
     }
     with connect(dsn) as connection:
         Queue(connection, queue).get_queue()
-        if app_id is not None and not _enter(connection, commit_name(app_id, queue), version):
+        if app_id is not None and not _record_commit(connection, commit_name(app_id, queue), version):
             return Redriven(len(chosen), 0, True)
         (row,) = connection.execute(_REDRIVE, values).fetchall()
         return Redriven(len(chosen), row[0], False)
 
 
 def _check_name(queue: str, app_id: str, version: int) -> None:
-    """Raise OptionError for what names no write, before anything is read."""
+    """Raise OptionError for an invalid name or version, before anything is read."""
     parse({"queue": queue, "txnAppId": app_id, "txnVersion": str(version)}, WRITE)
 
 
@@ -192,16 +178,16 @@ def _send(found: DataFrame, dsn: str, queue: str, app_id: str, version: int) -> 
     )
 
 
-def _enter(connection: psycopg.Connection[Any], app_id: str, version: int) -> bool:
-    """Enter a version into the ledger, in the transaction of the work; false if it is there."""
-    # A commit of no messages, under a name that no write has: those end in that of a queue.
+def _record_commit(connection: psycopg.Connection[Any], app_id: str, version: int) -> bool:
+    """Record a version in pgqueue.sink_commits, in the transaction of the redrive; false if it was recorded before."""
+    # A commit without messages. No write can have this name: names of writes end with a queue name or `*`.
     values = {"run": uuid4(), "app_id": f"{app_id}, redrive", "version": version}
-    (row,) = connection.execute(_ENTER, values).fetchall()
+    (row,) = connection.execute(_RECORD_COMMIT, values).fetchall()
     return bool(row[0])
 
 
-def _known(dsn: str, app_id: str, version: int) -> tuple[bool | None, int | None]:
-    """Whether the ledger has a version, and of how many messages; None where it may not be read."""
+def _committed(dsn: str, app_id: str, version: int) -> tuple[bool | None, int | None]:
+    """Whether a version was committed, and its number of messages; None without access to pgqueue.sink_commits."""
     with connect(dsn, autocommit=True) as connection:
         try:
             found = connection.execute(
@@ -213,6 +199,6 @@ def _known(dsn: str, app_id: str, version: int) -> tuple[bool | None, int | None
     return found is not None, found and found[0]
 
 
-def _digest(*choice: Any) -> str:
-    told = "\0".join(map(repr, choice))
-    return f"replay {hashlib.sha256(told.encode()).hexdigest()[:32]}"
+def _digest(*arguments: Any) -> str:
+    text = "\0".join(map(repr, arguments))
+    return f"replay {hashlib.sha256(text.encode()).hexdigest()[:32]}"

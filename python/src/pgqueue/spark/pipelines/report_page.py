@@ -1,4 +1,4 @@
-"""The page of a report: one file that asks nobody for anything, for light and dark, wide and narrow windows."""
+"""The HTML page of a report: one file without requests to other hosts, for light and dark mode and for any width."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,17 +7,20 @@ from datetime import datetime, timedelta
 from html import escape
 from typing import Final
 
-from .charts import Series, bars, count, lines, seconds, share
+from .svg_charts import Series, bars, count, lines, seconds, share
 
 __all__ = ["Flow", "Letters", "Measure", "render"]
 
-_DRAWN: Final = 100  # queues at most: each takes as much as a small page, and a second for its picture
+_MAX_CHARTED: Final = 100  # queues with charts: each has the size of a small page, and a PNG takes a second
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What flowed through a queue in a window, or in all: the columns of `flow_metrics`. Times in seconds."""
+    """The metrics of a queue in one window, or in total (window_start None): the columns of `flow_metrics`.
+
+    Times are in seconds.
+    """
 
     queue_name: str
     window_start: datetime | None
@@ -36,7 +39,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Letters:
-    """Dead letters of one kind."""
+    """Dead letters of one kind: with the same queue, reason and normalized error. `letters` is their number."""
 
     queue_name: str
     reason: str
@@ -47,7 +50,12 @@ class Letters:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What a report tells: each queue as a whole and by window (in order), and its dead letters, the most first."""
+    """The data of a report.
+
+    `totals` has each queue in total, `windows` each queue by window (in order), `letters` the kinds of dead letters
+    (most frequent first). `window` is the length of a window, `made_at` the time of the report, and `places` says in
+    words what was read.
+    """
 
     window: timedelta
     totals: Sequence[Measure]
@@ -57,13 +65,13 @@ class Flow:
     places: str
 
     def drawn(self) -> list[str]:
-        """The queues that have charts: all, or of very many the busiest."""
-        busiest = sorted(self.totals, key=lambda total: -total.finished - total.dead)[:_DRAWN]
+        """Return the queues with charts: all of them, or the 100 busiest."""
+        busiest = sorted(self.totals, key=lambda total: -total.finished - total.dead)[:_MAX_CHARTED]
         names = {total.queue_name for total in busiest}
         return [total.queue_name for total in self.totals if total.queue_name in names]
 
     def of(self, queue: str) -> list[Measure]:
-        """The windows of a queue, the empty ones between them included."""
+        """Return the windows of a queue, including empty ones between the first and the last."""
         known = {found.window_start: found for found in self.windows if found.queue_name == queue}
         moments = sorted(start for start in known if start is not None)
         filled, at = [], moments[0] if moments else None
@@ -114,7 +122,7 @@ details { margin-top: 12px; } summary { cursor: pointer; color: var(--soft); } d
 
 
 def render(flow: Flow) -> str:
-    """The page. All that comes from messages is escaped."""
+    """Return the page as HTML. All text from messages is escaped."""
     starts = [start for found in flow.windows if (start := found.window_start) is not None]
     length = flow.window.total_seconds()
     period = "no message was finished, and none died"
@@ -129,10 +137,10 @@ def render(flow: Flow) -> str:
     ]
     drawn = flow.drawn()
     if len(drawn) < len(flow.totals):
-        body.append(f"<p>The {len(drawn)} busiest of {len(flow.totals):,} queues are drawn.</p>")
+        body.append(f"<p>The {len(drawn)} busiest of {len(flow.totals):,} queues have charts.</p>")
     body += [_queue(flow, queue) for queue in drawn]
     if flow.letters:
-        body += ["<h2>Dead letters, by what they died of</h2>", _letters(flow.letters)]
+        body += ["<h2>Dead letters by error</h2>", _letters(flow.letters)]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -158,12 +166,12 @@ def _queue(flow: Flow, queue: str) -> str:
         Series("finished", "done", [measure.finished / length for measure in found]),
         Series("dead", "dead", [measure.dead / length for measure in found]),
     ]
-    again = [measure.retries / measure.finished if measure.finished else None for measure in found]
+    retries = [measure.retries / measure.finished if measure.finished else None for measure in found]
     charts = [
         _figure("Messages per second", rates, bars(starts, flow.window, rates, count)),
         _figure(
             "Retries and failures",
-            (shown := [Series("retries", "mid", again), series("dead", "dead", "failure_rate")]),
+            (shown := [Series("retries", "mid", retries), series("dead", "dead", "failure_rate")]),
             lines(starts, flow.window, shown, share),
         ),
         *(
@@ -216,7 +224,7 @@ def _letters(letters: Iterable[Letters]) -> str:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts: int) -> str:
-    """A table whose first columns, so many, are texts; the last of several texts may wrap."""
+    """Return a table whose first `texts` columns are texts. The last of several text columns may wrap."""
 
     def style(place: int) -> str:
         if place >= texts:
@@ -232,5 +240,5 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts: int) -
 
 
 def _shown(text: str) -> str:
-    """What is shown of a text; HTML has no control characters."""
+    """Escape a text, and replace control characters, which HTML does not allow."""
     return escape(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))

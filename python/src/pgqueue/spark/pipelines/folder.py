@@ -1,4 +1,4 @@
-"""A directory on whatever file system Spark can write to: what Spark's own readers and writers cannot do there."""
+"""A directory on any Hadoop file system, for operations that Spark's readers and writers do not have."""
 
 import re
 from typing import Any, cast
@@ -10,7 +10,7 @@ __all__ = ["Folder"]
 
 
 class Folder:
-    """A directory. Names are relative to it."""
+    """A directory. The names of files are relative to it."""
 
     def __init__(self, spark: SparkSession, path: str) -> None:
         self._jvm = cast(Any, spark._jvm)
@@ -24,21 +24,21 @@ class Folder:
 
     @property
     def pattern(self) -> str:
-        """Its path as Spark's readers are told one: to them some characters stand for others, as in a shell."""
+        """The path for Spark's readers, with glob characters escaped."""
         return re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", str(self))
 
     def make(self) -> None:
-        """Make it where it is missing: for who writes. A reader whose path is misspelt is to be told so.
+        """Create the directory if it is missing. Only for writers: a reader has to fail for a misspelt path.
 
-        Raises OSError where it cannot be made.
+        Raises OSError if it cannot be created.
         """
         if not self._fs.mkdirs(self._root):
             raise OSError(f"{self} cannot be made")
 
     def read(self, name: str) -> str | None:
-        """The text of a file; None where there is none, or its checksum is that of another text.
+        """Return the text of a file; None if it does not exist, or if its checksum does not match.
 
-        On a local file system the checksum is a file of its own: `write` may be killed between the two.
+        On a local file system the checksum is a separate file, and `write` may be killed between the two.
         """
         path = self._path(name)
         if not self._fs.exists(path):
@@ -54,7 +54,7 @@ class Folder:
             stream.close()
 
     def write(self, name: str, text: str) -> None:
-        """Write a file, all of it or none: whoever reads sees the old text or the new one."""
+        """Replace a file atomically: a reader sees either the old text or the new one."""
         path, draft = self._path(name), self._path(f"{name}.draft")
         stream = self._fs.create(draft, True)
         try:
@@ -66,10 +66,10 @@ class Folder:
         options[0] = rename
         self._jvm.org.apache.hadoop.fs.FileContext.getFileContext(self._conf).rename(draft, path, options)
 
-    def take(self, name: str) -> None:
-        """Move the files of a directory in it to the places that they have there, but for Spark's own, as _SUCCESS.
+    def publish(self, name: str) -> None:
+        """Move the files of the subdirectory `name` to the same relative paths in this directory.
 
-        Raises OSError where one cannot be moved.
+        Files of Spark, such as _SUCCESS, stay. Raises OSError if a file cannot be moved.
         """
         draft = self._fs.makeQualified(self._path(name)).toUri()
         files = self._fs.listFiles(self._path(name), True)
@@ -84,7 +84,7 @@ class Folder:
                 raise OSError(f"{file.toString()} cannot be moved to {target.toString()}")
 
     def delete(self, name: str) -> bool:
-        """Delete a file, or a directory with all in it; False where there is none."""
+        """Delete a file, or a directory with its contents; returns False if there is none."""
         return bool(self._fs.delete(self._path(name), True))
 
     def has(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Charts of a report as SVG that takes its colours from the page: light and dark, and sharp at any width."""
+"""Charts of a report as SVG. CSS classes of the page set the colours, for light and dark mode."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,18 +9,18 @@ from typing import Final
 
 __all__ = ["Series", "bars", "count", "lines", "seconds", "share"]
 
-# A chart is about as wide as it is shown, so that its letters keep their size.
+# The width is about that on the page, so that text has about its normal size.
 WIDTH: Final = 420
 HEIGHT: Final = 190
 LEFT, RIGHT, TOP, BOTTOM = 62, 44, 10, 22
 _PLOT_WIDTH: Final = WIDTH - LEFT - RIGHT
 _PLOT_HEIGHT: Final = HEIGHT - TOP - BOTTOM
-_LOG_FROM: Final = 50.0  # a highest value that is so many times the lowest is drawn on a logarithmic scale
+_LOG_FROM: Final = 50.0  # the scale is logarithmic if the highest value is at least this many times the lowest
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line, or bars of one colour: a value for each window, None where there is none. `style` is a class of CSS."""
+    """A line, or bars of one colour: a value for each window, or None for no value. `style` is a CSS class."""
 
     name: str
     style: str
@@ -28,7 +28,7 @@ class Series:
 
 
 def count(value: float) -> str:
-    """A number of messages: 950, 12k, 3.4M."""
+    """Format a number of messages: 950, 12k, 3.4M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{_digits(value / size)}{letter}"
@@ -36,12 +36,12 @@ def count(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A part of a whole in percent."""
+    """Format a fraction in percent."""
     return f"{_digits(value * 100)} %"
 
 
 def seconds(value: float) -> str:
-    """A duration in the unit that suits it."""
+    """Format a duration, given in seconds, with a suitable unit."""
     if value <= 0:
         return "0 s"
     for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")):
@@ -55,7 +55,7 @@ def _digits(value: float) -> str:
 
 
 def bars(starts: Sequence[datetime], window: timedelta, series: Sequence[Series], show: Callable[[float], str]) -> str:
-    """Bars on top of each other, one for each window."""
+    """Draw stacked bars, one stack for each window."""
     totals = [sum(one.values[place] or 0 for one in series) for place in range(len(starts))]
     scale = _Linear(max(totals, default=0))
     axis = _Time(starts, window)
@@ -68,7 +68,7 @@ def bars(starts: Sequence[datetime], window: timedelta, series: Sequence[Series]
             value = one.values[place] or 0
             if value:
                 top, bottom = scale.y(below + value), scale.y(below)
-                # What happened once is seen, too.
+                # At least one pixel, so that small values are visible.
                 height = max(bottom - top, 1.0)
                 drawn.append(
                     f'<rect class="{one.style}" x="{left:.1f}" y="{bottom - height:.1f}"'
@@ -79,7 +79,7 @@ def bars(starts: Sequence[datetime], window: timedelta, series: Sequence[Series]
 
 
 def lines(starts: Sequence[datetime], window: timedelta, series: Sequence[Series], show: Callable[[float], str]) -> str:
-    """A line for each series; a window without a value interrupts it."""
+    """Draw a line for each series. A window without a value interrupts the line."""
     known = [value for one in series for value in one.values if value is not None]
     positive = [value for value in known if value > 0]
     highest = max(known, default=0)
@@ -136,7 +136,7 @@ class _Logarithmic:
 
 
 class _Time:
-    """The axis of time, in UTC."""
+    """The time axis, in UTC."""
 
     def __init__(self, starts: Sequence[datetime], window: timedelta) -> None:
         self._first, self._last = starts[0], starts[-1] + window
@@ -162,12 +162,12 @@ def _hints(
     series: Sequence[Series],
     show: Callable[[float], str],
 ) -> list[str]:
-    """What each window amounts to, shown under the pointer."""
+    """Tooltips with the values of each window."""
     hints = []
     for place, start in enumerate(starts):
-        told = [f"{one.name} {show(value)}" for one in series if (value := one.values[place]) is not None]
+        values = [f"{one.name} {show(value)}" for one in series if (value := one.values[place]) is not None]
         left, right = axis.x(start), axis.x(start + window)
-        text = escape(f"{start:%Y-%m-%d %H:%M:%S} UTC\n" + "\n".join(told))
+        text = escape(f"{start:%Y-%m-%d %H:%M:%S} UTC\n" + "\n".join(values))
         hints.append(
             f'<rect class="hint" x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" height="{_PLOT_HEIGHT}">'
             f"<title>{text}</title></rect>"
@@ -176,8 +176,8 @@ def _hints(
 
 
 def _svg(parts: Sequence[str], series: Sequence[Series]) -> str:
-    told = escape(", ".join(one.name for one in series))
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{told}">{"".join(parts)}</svg>'
+    label = escape(", ".join(one.name for one in series))
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 def _gridline(y: float, label: str, is_base: bool) -> str:
@@ -204,7 +204,7 @@ def _runs(places: Sequence[tuple[float, float] | None]) -> list[list[tuple[float
 
 
 def _apart(ends: list[tuple[float, str]], least: float) -> list[tuple[float, str]]:
-    """Names at heights that do not overlap, from the lowest on the page upwards."""
+    """Move labels up so that they do not overlap, starting with the lowest on the page."""
     placed = sorted(ends, reverse=True)
     for place, _ in enumerate(placed[1:], 1):
         y = min(placed[place][0], placed[place - 1][0] - least)

@@ -1,4 +1,4 @@
-"""How messages flow: throughput, waiting and processing times, retries and failures, by queue and window."""
+"""Metrics of message flow by queue and time window: throughput, wait and processing times, retries, failures."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,24 +20,29 @@ def flow_metrics(
     window: timedelta | None = timedelta(hours=1),
     accuracy: int | None = None,
 ) -> DataFrame:
-    """Measure how messages flowed, by queue and window.
+    """Compute metrics of message flow by queue and time window.
 
     Args:
-        finished: Finished messages: `queue_name`, `enqueued_at`, `claimed_at`, `finished_at`, `attempt_count`, as of
-            `read_finished`. Each counts in the window of its `finished_at`.
-        dead: Dead letters, `queue_name` and `died_at`, for the failure rate; each counts in the window of its death.
-            Those that were redriven since are no dead letters any more, and do not count.
-        window: The length of a window, counted from 1970 in UTC; null for one of all.
-        accuracy: None for exact percentiles, those of PostgreSQL's percentile_cont. They need memory for each
-            different duration of a window: where that is too much, an accuracy of 10000 bounds it, and each
-            percentile is one whose rank is off by 1/10000 of the messages at the most (percentile_approx).
+        finished: Finished messages with `queue_name`, `enqueued_at`, `claimed_at`, `finished_at` and `attempt_count`,
+            as `read_finished` returns them. Each counts in the window of its `finished_at`.
+        dead: Dead letters with `queue_name` and `died_at`. Each counts in the window of its `died_at`. Messages that
+            were redriven since are not dead letters any more, and do not count. None: columns dead and failure_rate are
+            null.
+        window: The length of a window. Windows start at multiples of it since 1970-01-01 00:00 UTC. None: one window
+            for all messages.
+        accuracy: None for exact percentiles, equal to PostgreSQL's percentile_cont. They need memory for each distinct
+            duration in a window. An accuracy of 10000 limits the memory; the rank of each percentile is then off by at
+            most 1/10000 of the messages (percentile_approx).
 
     Returns:
-        queue_name; window_start (null where window is None); finished, dead and retried (finished at a later attempt
-        than the first): messages; retries: attempts beyond the first of those finished; failure_rate: dead of dead
-        and finished, null where there are none; wait_p50, wait_p95, wait_p99: seconds from enqueue to the claim that
-        was acknowledged, and processing_p50 and so on: from there to the acknowledgement, both null where messages
-        were only taken by receive, which claims nothing.
+        queue_name; window_start (null if `window` is None); the numbers of messages finished, dead, and retried
+        (finished at a later attempt than the first); retries, the attempts after the first of finished messages;
+        failure_rate, dead / (dead + finished), null if both are 0; wait_p50, wait_p95 and wait_p99, the seconds from
+        enqueue to the claim that was acknowledged; processing_p50, processing_p95 and processing_p99, the seconds from
+        that claim to the acknowledgement. The times are null if all messages were taken by receive, which makes no
+        claim.
+
+    Raises OptionError if `window` is not positive.
     """
     waited = _micros(F.col("claimed_at")) - _micros(F.col("enqueued_at"))
     processed = _micros(F.col("finished_at")) - _micros(F.col("claimed_at"))
@@ -77,7 +82,7 @@ def _start(moment: Column, window: timedelta | None) -> Column:
 
 
 def _micros(moment: Column) -> Column:
-    """Microseconds, as a whole number: nothing is rounded before the difference is taken."""
+    """Microseconds as an integer, so that nothing is rounded before the difference is taken."""
     return F.unix_micros(moment)
 
 

@@ -1,4 +1,4 @@
-"""What is to be seen while it runs."""
+"""Displays the progress of the demo."""
 
 import time
 
@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 
-class Screen:
-    """Bars on a terminal, lines elsewhere."""
+class ProgressDisplay:
+    """Progress bars on a terminal, lines of text elsewhere."""
 
     def __init__(self, records: int, failing: int) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
@@ -27,7 +27,7 @@ class Screen:
                 name: self._progress.add_task(name, total=max(total, 1), value="0") for name, total in totals.items()
             }
 
-    def __enter__(self) -> "Screen":
+    def __enter__(self) -> "ProgressDisplay":
         if self._progress:
             self._progress.start()
         return self
@@ -36,15 +36,15 @@ class Screen:
         if self._progress:
             self._progress.stop()
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
+    def log(self, text: str) -> None:
+        """Print a line with the time since the start in seconds."""
         self.console.print(f"[dim]{time.monotonic() - self.start:5.1f} s[/]  {text}")
 
     def show(self, values: dict[str, int], now: bool = False) -> None:
-        """Where things stand; if there are no bars, a line every two seconds, or now."""
+        """Update the bars. Without bars, print a line if the last one is two seconds old, or if `now` is true."""
         if self._progress:
             for name, value in values.items():
                 self._progress.update(self._tasks[name], completed=value, value=f"{value:,}")
         elif now or time.monotonic() >= self._line_at:
             self._line_at = time.monotonic() + 2
-            self.say(", ".join(f"{name} {value:,}" for name, value in values.items()))
+            self.log(", ".join(f"{name} {value:,}" for name, value in values.items()))

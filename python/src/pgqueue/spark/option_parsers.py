@@ -1,4 +1,4 @@
-"""What the texts of options mean: each kind of value reads its own, and raises ValueError where it cannot."""
+"""Parsers for the texts of options, one for each type of value. All raise ValueError for invalid text."""
 
 import re
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
 
-__all__ = ["boolean", "choice", "connection_string", "duration", "integer", "moment", "name", "text"]
+__all__ = ["boolean", "choice", "connection_string", "duration", "integer", "name", "text", "timestamp"]
 
 _NAME = re.compile(r"[a-z0-9_-]{1,128}")
 _INTEGER = re.compile(r"[0-9]{1,19}")
@@ -19,19 +19,19 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def connection_string(value: str) -> str:
-    """A connection string that libpq can read, and whose password, if it has one, Spark knows as one."""
+    """Parse a connection string of libpq. A password is only allowed where Spark redacts it."""
     try:
         password = conninfo_to_dict(value).get("password")
     except ProgrammingError:
         raise ValueError from None
-    # Spark shows options in plans, but for those that have this word.
+    # Spark shows options in plans, except those whose text contains this word.
     if password and "password" not in value.lower():
         raise ValueError
     return text(10000)(value)
 
 
 def text(limit: int = 1000) -> Callable[[str], str]:
-    """Any text but the empty one."""
+    """Return a parser for text of 1 to `limit` characters without NUL."""
 
     def parse(value: str) -> str:
         if not value or len(value) > limit or "\0" in value:
@@ -42,14 +42,14 @@ def text(limit: int = 1000) -> Callable[[str], str]:
 
 
 def name(value: str) -> str:
-    """A name of a queue or a stream."""
+    """Parse the name of a queue or a stream."""
     if not _NAME.fullmatch(value):
         raise ValueError
     return value
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
-    """A whole number within limits."""
+    """Return a parser for an integer from `least` to `most`."""
 
     def parse(value: str) -> int:
         if not _INTEGER.fullmatch(value.strip()) or not least <= int(value) <= most:
@@ -60,12 +60,12 @@ def integer(least: int, most: int) -> Callable[[str], int]:
 
 
 def boolean(value: str) -> bool:
-    """`true` or `false`."""
+    """Parse `true` or `false`."""
     return choice("true", "false")(value) == "true"
 
 
 def choice(*words: str) -> Callable[[str], str]:
-    """One of some words."""
+    """Return a parser for one of the words, in any case."""
 
     def parse(value: str) -> str:
         word = value.strip().lower()
@@ -77,7 +77,7 @@ def choice(*words: str) -> Callable[[str], str]:
 
 
 def duration(least: timedelta, most: timedelta) -> Callable[[str], timedelta]:
-    """A number and a unit, `90 seconds` or `10m`, or a number of seconds."""
+    """Return a parser for a number with a unit, such as `90 seconds` or `10m`, or for a number of seconds."""
 
     def parse(value: str) -> timedelta:
         found = _DURATION.fullmatch(value.strip().lower())
@@ -92,7 +92,7 @@ def duration(least: timedelta, most: timedelta) -> Callable[[str], timedelta]:
     return parse
 
 
-def moment(value: str) -> datetime:
-    """A moment in ISO 8601; where it names no time zone it is in UTC."""
+def timestamp(value: str) -> datetime:
+    """Parse a timestamp in ISO 8601; it is in UTC if it has no time zone."""
     found = datetime.fromisoformat(value.strip())
     return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)

@@ -1,7 +1,7 @@
-"""From columns of Arrow to a binary COPY into the staging table, some hundred messages a row, as arrays.
+"""Encodes Arrow columns as a binary COPY into the staging table. A row holds up to 100 messages, as arrays.
 
-Arrow puts the elements together, a column at a time, and Python only the heads of the arrays: a loop over the
-messages in Python costs as much as the whole COPY in the server.
+Arrow encodes the array elements, column by column; Python only writes the array headers. A Python loop over the
+messages would take as long as the whole COPY on the server.
 """
 
 import struct
@@ -16,12 +16,12 @@ import pyarrow.compute as pc
 
 from .._copy import BEGIN, END
 from ..errors import InvalidArgument
-from .documents import bounds, content
+from .arrow_json import value_bytes, value_offsets
 
-__all__ = ["TARGETS", "chunks", "copied", "copy_statement"]
+__all__ = ["TARGETS", "copy_data", "copy_statement", "encode_elements", "split_rows"]
 
 _BYTEA, _INTERVAL, _UUID, _JSONB = 17, 1186, 2950, 3802
-# What a message has, the column of the staging table for it, and the type of its elements.
+# For each attribute of a message: the column of the staging table, and the OID of the element type.
 TARGETS = {
     "payload": ("payloads", _JSONB),
     "body": ("bodies", _BYTEA),
@@ -30,19 +30,19 @@ TARGETS = {
     "delay": ("delays", _INTERVAL),
     "expires_in": ("expires_in", _INTERVAL),
 }
-# More messages save nothing; more bytes the server would have to hold at once.
-_CHUNK_MESSAGES = 100
-_CHUNK_BYTES = 64 * 1024
+# Limits of a COPY row. More messages are no faster, and the server holds all bytes of a row in memory.
+_ROW_MESSAGES = 100
+_ROW_BYTES = 64 * 1024
 
 
 def copy_statement(targets: Iterable[str]) -> str:
-    """The COPY that takes these columns."""
+    """Return the COPY statement for these attributes."""
     names = ", ".join(["token", "row_number", *(TARGETS[target][0] for target in targets)])
     return f"copy pgqueue.staged_messages ({names}) from stdin with (format binary)"
 
 
-def elements(array: pa.Array, target: str) -> pa.Array:
-    """The elements of a column as they are sent, each behind its length. Raises InvalidArgument."""
+def encode_elements(array: pa.Array, target: str) -> pa.Array:
+    """Encode the values of an attribute as array elements, each after its length. Raises InvalidArgument."""
     kind = TARGETS[target][1]
     if kind == _INTERVAL:
         micros = array.cast(pa.duration("us")).cast(pa.int64())
@@ -57,39 +57,42 @@ def elements(array: pa.Array, target: str) -> pa.Array:
     return _joined(lengths, pc.fill_null(plain, b""))
 
 
-def chunks(columns: list[pa.Array]) -> list[range]:
-    """The places of the messages in each row of a COPY."""
-    ends = [bounds(column) for column in columns]
+def split_rows(columns: list[pa.Array]) -> list[range]:
+    """Split messages into COPY rows; returns the range of messages in each row."""
+    ends = [value_offsets(column) for column in columns]
     found: list[range] = []
     start, total = 0, len(columns[0])
     while start < total:
-        stop = min(bisect_right(end, end[start] + _CHUNK_BYTES, start, total + 1) - 1 for end in ends)
-        found.append(range(start, min(max(stop, start + 1), start + _CHUNK_MESSAGES)))
+        stop = min(bisect_right(end, end[start] + _ROW_BYTES, start, total + 1) - 1 for end in ends)
+        found.append(range(start, min(max(stop, start + 1), start + _ROW_MESSAGES)))
         start = found[-1].stop
     return found
 
 
-def copied(columns: dict[str, pa.Array], rows: list[range], token: UUID, first: int) -> bytes:
-    """A whole COPY of columns of elements, in such rows, under a token; `first` is the number of the first message."""
+def copy_data(columns: dict[str, pa.Array], rows: list[range], token: UUID, first: int) -> bytes:
+    """Return the data of a whole COPY: encoded columns, split into `rows`.
+
+    `token` is the staging token, `first` the number of the first message.
+    """
     pieces: list[bytes | memoryview] = [BEGIN]
-    sources = [(TARGETS[target][1], bounds(column), content(column)) for target, column in columns.items()]
+    sources = [(TARGETS[target][1], value_offsets(column), value_bytes(column)) for target, column in columns.items()]
     for places in rows:
         pieces.append(struct.pack("!hi16sii", 2 + len(sources), 16, token.bytes, 4, first + places.start))
         for kind, ends, data in sources:
             part = data[ends[places.start] - ends[0] : ends[places.stop] - ends[0]]
-            # One dimension; nothing said of nulls, which the server finds by itself; length; elements from 1.
+            # Array header: one dimension; the null flag, which the server ignores; type; length; lower bound 1.
             pieces.append(struct.pack("!iiiiii", 20 + len(part), 1, 0, kind, len(places), 1))
             pieces.append(part)
     return b"".join([*pieces, END])
 
 
 def _joined(*pieces: pa.Array | bytes) -> pa.Array:
-    """Bytes put together, row by row; null where a piece is."""
+    """Concatenate bytes row by row; null if a piece is null."""
     return pc.binary_join_element_wise(*pieces, b"")
 
 
 def _big_endian(numbers: pa.Array, code: str) -> pa.Array:
-    """Whole numbers as the bytes of the network; null where they are."""
+    """Integers in network byte order; nulls stay null. `code` is the type code of `array.array`."""
     values = machine_array(code)
     held = pc.fill_null(numbers, 0)
     place, size = held.offset * values.itemsize, len(held) * values.itemsize

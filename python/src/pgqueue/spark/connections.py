@@ -1,0 +1,147 @@
+"""Database connections of the driver and of the workers: connection strings, retries, and short error messages."""
+
+import logging
+import os
+import re
+import time
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import Conninfo
+
+from .._styles import correction
+from ..embedded import given_server
+from .options import OptionError
+
+__all__ = ["Backoff", "connect", "is_transient", "resolve_conninfo", "simplify_error"]
+
+_log = logging.getLogger("pgqueue.spark")
+
+# The Spark option for each SQL argument that hints of the database name.
+_OPTIONS = {"fail_on_data_loss => false": "option failOnDataLoss=false", "on_ack": "onAck", "app_id": "txnAppId"}
+_HINTS = {
+    "PQ005": "The queue, or its stream, was dropped while the query ran. Start the query with a new checkpoint.",
+    "PQ006": "Another query has the same streamId, or this one loads it twice, as in a join with itself, or one of its"
+    " batches was skipped. Each load needs a streamId of its own.",
+}
+# For connections that are idle between two micro-batches, or wait for the result of a statement.
+_KEEPALIVE = {
+    "keepalives_idle": 20,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 50_000,
+    "connect_timeout": 10,
+}
+_SQL_NAMES = re.compile(rf"(?<!['\w])(?:{'|'.join(_OPTIONS)})\b")
+
+# SQLSTATEs that a later attempt can avoid: the connection is lost, the server is full, stops, starts or has ended an
+# idle session, a disk failed, a deadlock or a lock was in the way, or the server has become a standby.
+READ_ONLY = "25006"
+_TRANSIENT = ("08", "53", "57", "58", "40001", "40P01", "55P03", READ_ONLY)
+_FIRST_PAUSE = 0.1  # seconds
+_LONGEST_PAUSE = 5.0  # seconds
+
+
+class Backoff:
+    """Pauses between attempts to reach the database, for at most `timeout` after the first of several failures."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout.total_seconds()
+        self.reset()
+
+    def reset(self) -> None:
+        """Record a success: the next failure starts the timeout again."""
+        self._until: float | None = None
+        self._pause = _FIRST_PAUSE
+
+    def wait(self, error: psycopg.Error) -> None:
+        """Pause before the next attempt. Raises `error` if it is not transient, or after the timeout."""
+        simplify_error(error)
+        if not is_transient(error):
+            raise error
+        now = time.monotonic()
+        if self._until is None:
+            self._until = now + self._timeout
+        if now >= self._until:
+            error.add_note(f"The database was not available for {self._timeout:g} s (option retryTimeout).")
+            raise error
+        _log.warning("trying again for %.0f s: %s", self._until - now, error)
+        time.sleep(min(self._pause, self._until - now))
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+
+def is_transient(error: psycopg.Error) -> bool:
+    """Whether a later attempt may succeed. An error of a lost connection has no SQLSTATE."""
+    if error.sqlstate is None:
+        return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
+    return error.sqlstate.startswith(_TRANSIENT)
+
+
+def resolve_conninfo(dsn: str | None) -> str:
+    """Return the connection string: option dsn, else PGQUEUE_DSN, else the libpq variables. Called on the driver.
+
+    The result includes the libpq variables of the driver, as workers on other machines have other variables. Raises
+    OptionError.
+    """
+    given = dsn or given_server()
+    if given is None:
+        raise OptionError(
+            "option dsn is missing, and so are PGQUEUE_DSN and the libpq variables (PGHOST, PGDATABASE, PGSERVICE …)"
+            " in the environment that Spark was started in"
+        )
+    try:
+        named = conninfo_to_dict(given)
+    except psycopg.ProgrammingError:
+        # The message of psycopg shows a part of the string, which may be the password.
+        raise OptionError("PGQUEUE_DSN is not a connection string of libpq") from None
+    variables = {
+        default.keyword.decode(): (default.val or b"").decode()
+        for default in Conninfo.get_defaults()
+        if default.envvar and os.environ.get(default.envvar.decode())
+    }
+    if "service" in named or "service" in variables:
+        # A service takes precedence over the variables. It is looked up on the machine that connects.
+        variables = {name: value for name, value in variables.items() if name in ("service", "servicefile")}
+    defaults = {"application_name": "pgqueue spark"}
+    return make_conninfo("", **defaults | variables | named | {"client_encoding": "utf8"})
+
+
+def simplify_error(error: psycopg.Error) -> None:
+    """Reduce the text of an error of pgqueue to message, detail and hint, as Spark shows the whole text.
+
+    The PL/pgSQL context stays available in `diag`.
+    """
+    diagnostics = error.diag
+    if diagnostics.message_primary is None or not (error.sqlstate or "").startswith(("PQ", "22023")):
+        return
+    hint = _HINTS.get(error.sqlstate or "", diagnostics.message_hint)
+    lines = [diagnostics.message_primary]
+    lines += [f"{word}:  {text}" for word, text in (("DETAIL", diagnostics.message_detail), ("HINT", hint)) if text]
+    error.args = (_SQL_NAMES.sub(lambda found: _OPTIONS[found[0]], "\n".join(lines)),)
+
+
+class _Connection(psycopg.Connection[Any]):
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        if isinstance(exc_val, psycopg.Error):
+            simplify_error(exc_val)
+        super().__exit__(exc_type, exc_val, exc_tb)
+
+
+def connect(conninfo: str, **settings: Any) -> psycopg.Connection[Any]:
+    """Open a connection that detects a lost server within a minute; `settings` are arguments of psycopg's connect."""
+    named = conninfo_to_dict(conninfo)
+    defaults = {name: value for name, value in _KEEPALIVE.items() if name not in named}
+    # No prepared statements: a pooler may assign another session to the next transaction.
+    connection = _Connection.connect(make_conninfo(conninfo, **defaults), prepare_threshold=None, **settings)
+    if corrected := correction(connection):
+        # By libpq: psycopg would run it in a transaction, which may be rolled back.
+        connection.pgconn.exec_(corrected)
+    return connection
