@@ -242,7 +242,7 @@ def highlights(report: dict[str, Any]) -> str:
         next(
             cell
             for cell in report["parts"]["pressure"]["cells"]
-            if (cell["system"], cell["postgresql"]) == (system, 18) and cell["pressure"] == "idle transaction with an id"
+            if (cell["system"], cell["postgresql"], cell["pressure"]) == (system, 18, "idle transaction with an id")
         )
         for system in ("pgqueue", "pgmq")
     )

@@ -1,4 +1,4 @@
-"""The Spark chapters of the READMEs: their examples run, and their tables match the code."""
+"""The chapter on Spark: its examples run, and its tables match the code."""
 
 import re
 import shlex
@@ -16,22 +16,11 @@ pytest.importorskip("pyspark")
 from pgqueue import Queue
 from pgqueue.spark import OPTIONS, pipelines
 
-ROOT = Path(__file__).parents[3]
-README = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## With Spark\n")[2].partition("\n## ")[0]
-SPARK_README = (ROOT / "python/src/pgqueue/spark/README.md").read_text(encoding="utf-8")
-
-texts = pytest.mark.parametrize(
-    "text",
-    [
-        # The main README need not have a chapter on Spark.
-        *([pytest.param(README, id="README.md")] if README else []),
-        pytest.param(SPARK_README, id="spark/README.md"),
-    ],
-)
+CHAPTER = (Path(pipelines.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", CHAPTER, re.DOTALL)
 
 
 @pytest.fixture
@@ -51,9 +40,7 @@ def queues(database: str) -> Iterator[tuple[Queue, Queue]]:
         bills.drop_queue()
 
 
-@texts
 def test_the_python_examples_run(
-    text: str,
     spark: Any,
     database: str,
     queues: tuple[Queue, Queue],
@@ -68,7 +55,7 @@ def test_the_python_examples_run(
         block.replace("/srv/", f"{tmp_path}/").replace(
             '.format("pgqueue")', f'.format("pgqueue").option("dsn", {database!r})'
         )
-        for block in blocks(text, "python")
+        for block in blocks("python")
     )
     names: dict[str, Any] = {}
     exec(first, names)
@@ -78,23 +65,21 @@ def test_the_python_examples_run(
     assert '{"order_id": "1001", "enqueued_at": "20' in capsys.readouterr().out
     for block in others:
         exec(block, names)
-    if others:
-        assert re.search(r"attempts_exhausted *\| *1", capsys.readouterr().out)
-        assert bills.stats().scheduled_messages == 3
-        # The order that the fixture acknowledged, and the one that the stream did.
-        assert pipelines.read_archive(spark, str(tmp_path / "archive")).count() == 2
-        assert (tmp_path / "report/flow.html").exists()
+    assert re.search(r"attempts_exhausted *\| *1", capsys.readouterr().out)
+    assert bills.stats().scheduled_messages == 3
+    # The order that the fixture acknowledged, and the one that the stream did.
+    assert pipelines.read_archive(spark, str(tmp_path / "archive")).count() == 2
+    assert (tmp_path / "report/flow.html").exists()
     assert spark.range(1).count() == 1
 
 
-@texts
 @pytest.mark.usefixtures("spark")
 def test_the_commands_of_the_pipelines_run(
-    text: str, database: str, queues: tuple[Queue, Queue], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: str, queues: tuple[Queue, Queue], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders, _ = queues
     monkeypatch.chdir(tmp_path)
-    (block,) = (block for block in blocks(text, "sh") if "pgqueue spark" in block)
+    (block,) = (block for block in blocks("sh") if "pgqueue spark" in block)
     lines = [line for line in block.replace("/srv/", f"{tmp_path}/").splitlines() if line.startswith("pgqueue spark ")]
     assert len(lines) >= 4
     for line in lines:
@@ -108,21 +93,19 @@ def test_the_commands_of_the_pipelines_run(
     assert (tmp_path / "report/flow.html").exists()
 
 
-@texts
-def test_the_table_has_all_options(text: str) -> None:
-    table = text.partition("| option |")[2].partition("\n\n")[0]
+def test_the_table_has_all_options() -> None:
+    table = CHAPTER.partition("| option |")[2].partition("\n\n")[0]
     rows = [row.split("|")[1] for row in table.splitlines()[2:]]
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(option.name for option in OPTIONS)
 
 
-@texts
-def test_the_table_has_only_pipelines_that_exist(text: str) -> None:
-    table = re.split(r"^##+ Pipelines$", text, flags=re.MULTILINE)[1].partition("```sh")[0]
+def test_the_table_has_only_pipelines_that_exist() -> None:
+    table = re.split(r"^##+ Pipelines$", CHAPTER, flags=re.MULTILINE)[1].partition("```sh")[0]
     named = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
     assert len(named) == 6
     assert set(named) <= set(pipelines.__all__)
 
 
 def test_the_table_of_contents_lists_all_chapters() -> None:
-    chapters = re.findall(r"^## (.+)$", SPARK_README, re.MULTILINE)
-    assert re.findall(r"^\* \[(.+)\]\(#.+\)$", SPARK_README, re.MULTILINE) == chapters
+    chapters = re.findall(r"^## (.+)$", CHAPTER, re.MULTILINE)
+    assert re.findall(r"^\* \[(.+)\]\(#.+\)$", CHAPTER, re.MULTILINE) == chapters
