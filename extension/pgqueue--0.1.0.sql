@@ -784,8 +784,8 @@ as $$
         and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
 $$;
 comment on function pgqueue._is_first_statement() is
-'Whether the transaction probably consists of this statement alone, and may commit right after it: it began less than 5
-ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
+'Whether the transaction probably consists of this statement alone, and may commit right after it: it began less than
+5 ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
 each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
 to work in it.';
 -- Registers are sequences used as variables in shared memory that survive a crash. A sequence is updated in place: no
@@ -903,9 +903,9 @@ comment on function pgqueue._has_current_key_lookup() is
 installation that is no extension, it may have another.';
 
 -- Before PostgreSQL 17, a plan that was made while a queue was small may read the whole queue with `id = any` as a
--- filter, and the session keeps that plan. There a join looks up each id. The name is compared with an array, so the
--- planner gains nothing by reading the whole index in order. It is compared also with two expressions, which prune
--- partitions but cannot use an index. The calling functions switch other scans off.
+-- filter, and the session keeps that plan. In those versions a join looks up each id instead. The name is compared with
+-- an array, so the planner gains nothing by reading the whole index in order. It is also compared with two expressions,
+-- which prune partitions but cannot use an index. The calling functions disable other scans.
 create function pgqueue._install_key_lookup()
 returns void
 language plpgsql volatile
@@ -1225,8 +1225,8 @@ language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
 comment on function pgqueue._lock_queue_without_archive(text) is
 'Locks the queue as _lock_queue does, and returns whether it keeps no archive; false if the name is null. It is one
-expression, as each expression adds its preparation to an acknowledgement. It reads the catalog cache, as reading the
-row of the queue costs ten times as much.';
+expression, as each further one would slow down every acknowledgement by its preparation. It reads the catalog cache, as
+reading the row of the queue costs ten times as much.';
 
 create function pgqueue._utc_day(moment timestamptz)
 returns date
@@ -1249,8 +1249,8 @@ as $$
     select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
 $$;
 comment on function pgqueue._has_day_partition(date) is
-'Whether a day of the archive has a partition in the current catalog, which can be newer than the snapshot; null or
-false if not.';
+'Whether a day of the archive has a partition; null or false if not. Reads the current catalog, which can be newer than
+the snapshot.';
 
 create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
 returns bigint[]
@@ -1309,7 +1309,8 @@ begin
 end;
 $$;
 comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
-'Acknowledges as _ack_to_archive does, but moves the messages to unfiled_messages: the day has no partition.';
+'Acknowledges messages as _ack_to_archive does, but moves them to unfiled_messages. Called if the day has no
+partition.';
 
 create function pgqueue._as_message(s pgqueue.scheduled_messages)
 returns pgqueue.messages
@@ -1706,8 +1707,8 @@ comment on function pgqueue.drop_queue(text) is
 removed. Delayed messages that are not due and were never claimed are kept, as their delivery is still outstanding: they
 become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.
 browse_dead_messages and purge_dead_messages find them by that name. After a queue of that name is created again,
-redrive sends them. They are removed, too, if dlq_enabled of the queue is false. Call purge_queue first to remove them
-in any case. Archived messages of the queue are kept under its name for its archive_for. Raises PQ001, and PQ004 if a
+redrive sends them. Delayed messages are removed, too, if dlq_enabled of the queue is false, or if purge_queue was
+called before. Archived messages of the queue are kept under its name for its archive_for. Raises PQ001, and PQ004 if a
 longer transaction uses the queue or keeps a dedicated table from being dropped.';
 
 create function pgqueue._drop_queue(q pgqueue.queues)
@@ -2670,8 +2671,8 @@ end;
 $$;
 comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, bigint) is
 'Makes one sweep below fresh: appends to taken the ids of ready messages, locked, until there are wanted ids, and sets
-the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50 ms
-and at most 500 ms, as messages that commit late wait for it; else at once.';
+the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50 ms and
+at most 500 ms, as messages that commit late wait for it; else at once.';
 -- Claims messages: hides them for a time, counts the attempt, and sets a token that fences the claim. A claim starts at
 -- the first message that was never claimed; the sweep finds the messages below.
 
@@ -2721,8 +2722,8 @@ begin
         picks := picks || found_ids;
     end if;
 
-    -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. It does
-    -- not if the last sweep was expensive. If the next sweep is due within 150 ms, the last one took less than 7.5 ms.
+    -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue, unless
+    -- the last sweep was expensive. The next sweep is due within 150 ms only if the last one took less than 7.5 ms.
     if cardinality(picks) < wanted and next_sweep <= now_micros + 150000 then
         -- The claim could not take the messages above fresh. From now on the sweep finds them.
         select m.id + 1 into last_id from pgqueue.messages m
@@ -2836,8 +2837,8 @@ begin
 end;
 $$;
 comment on function pgqueue.claim(text, int, interval, text) is
-'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
-s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
+'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout
+(1 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
 expired, to the dead letters if the queue keeps them. Waits only for drop_queue. Returns no row if no message is ready
 or the queue is paused. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';
@@ -2896,9 +2897,10 @@ end;
 $$;
 comment on function pgqueue.receive(text, int) is
 'Deletes up to max_messages (1 to 10000) ready messages in the caller''s transaction and returns them by id. A rollback
-returns them to the queue with their attempt_count unchanged. Until the transaction ends, no other session gets them.
-Expired messages are removed. If the queue has archive_for, received messages go to the archive. Waits only for
-drop_queue. Returns no row if no message is ready or the queue is paused. Raises 22023, PQ001.';
+returns them to the queue with their attempt_count unchanged. Until the transaction ends, no other session gets them. On
+its way the call removes messages that have no attempts left or have expired, to the dead letters if the queue keeps
+them. If the queue has archive_for, received messages go to the archive. Waits only for drop_queue. Returns no row if no
+message is ready or the queue is paused. Raises 22023, PQ001.';
 -- Extends claims: sets a new end for claims that the caller still holds.
 
 create function pgqueue._check_claim(id bigint, claim_token uuid)
@@ -2941,8 +2943,8 @@ begin
 end;
 $$;
 comment on function pgqueue.extend(text, bigint, uuid, interval) is
-'Extends the claim of a message until visibility_timeout (1 s to 43200 s, default: the queue''s) from now, and returns
-true; false if the claim was lost. Raises 22023, PQ001.';
+'Extends the claim of a message: it ends visibility_timeout (1 s to 43200 s, default: the queue''s) after this call.
+Returns true, or false if the claim was lost. Raises 22023, PQ001.';
 
 create function pgqueue.extend_batch(
     queue_name text, ids bigint[], claim_token uuid, visibility_timeout interval default null
@@ -2972,8 +2974,8 @@ begin
 end;
 $$;
 comment on function pgqueue.extend_batch(text, bigint[], uuid, interval) is
-'Extends messages of one claim as extend does, and returns by id those whose claim is still valid. The claims of the
-others were lost. Raises 22023, PQ001.';
+'Extends the claims of messages of one claim as extend does, and returns by id the messages whose claim is still valid.
+The claims of the others were lost. Raises 22023, PQ001.';
 -- Acknowledges processed messages: deletes them or moves them to the archive if their claims are still valid.
 
 create function pgqueue.ack(queue_name text, id bigint, claim_token uuid)

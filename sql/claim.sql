@@ -47,8 +47,8 @@ begin
         picks := picks || found_ids;
     end if;
 
-    -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. It does
-    -- not if the last sweep was expensive. If the next sweep is due within 150 ms, the last one took less than 7.5 ms.
+    -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue, unless
+    -- the last sweep was expensive. The next sweep is due within 150 ms only if the last one took less than 7.5 ms.
     if cardinality(picks) < wanted and next_sweep <= now_micros + 150000 then
         -- The claim could not take the messages above fresh. From now on the sweep finds them.
         select m.id + 1 into last_id from pgqueue.messages m
@@ -162,8 +162,8 @@ begin
 end;
 $$;
 comment on function pgqueue.claim(text, int, interval, text) is
-'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
-s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
+'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout
+(1 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
 expired, to the dead letters if the queue keeps them. Waits only for drop_queue. Returns no row if no message is ready
 or the queue is paused. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';

@@ -40,8 +40,8 @@ begin
 end;
 $$;
 comment on function pgqueue.extend(text, bigint, uuid, interval) is
-'Extends the claim of a message until visibility_timeout (1 s to 43200 s, default: the queue''s) from now, and returns
-true; false if the claim was lost. Raises 22023, PQ001.';
+'Extends the claim of a message: it ends visibility_timeout (1 s to 43200 s, default: the queue''s) after this call.
+Returns true, or false if the claim was lost. Raises 22023, PQ001.';
 
 create or replace function pgqueue.extend_batch(
     queue_name text, ids bigint[], claim_token uuid, visibility_timeout interval default null
@@ -71,5 +71,5 @@ begin
 end;
 $$;
 comment on function pgqueue.extend_batch(text, bigint[], uuid, interval) is
-'Extends messages of one claim as extend does, and returns by id those whose claim is still valid. The claims of the
-others were lost. Raises 22023, PQ001.';
+'Extends the claims of messages of one claim as extend does, and returns by id the messages whose claim is still valid.
+The claims of the others were lost. Raises 22023, PQ001.';

@@ -15,8 +15,8 @@ language sql volatile
 as $$ select pgqueue._lock_queue(queue_name) and to_regclass(pgqueue._archive_marker(queue_name)) is null $$;
 comment on function pgqueue._lock_queue_without_archive(text) is
 'Locks the queue as _lock_queue does, and returns whether it keeps no archive; false if the name is null. It is one
-expression, as each expression adds its preparation to an acknowledgement. It reads the catalog cache, as reading the
-row of the queue costs ten times as much.';
+expression, as each further one would slow down every acknowledgement by its preparation. It reads the catalog cache, as
+reading the row of the queue costs ten times as much.';
 
 create or replace function pgqueue._utc_day(moment timestamptz)
 returns date
@@ -39,8 +39,8 @@ as $$
     select pg_partition_root(to_regclass('pgqueue.' || pgqueue._day_partition_name(day))) = 'pgqueue.archived_messages'::regclass
 $$;
 comment on function pgqueue._has_day_partition(date) is
-'Whether a day of the archive has a partition in the current catalog, which can be newer than the snapshot; null or
-false if not.';
+'Whether a day of the archive has a partition; null or false if not. Reads the current catalog, which can be newer than
+the snapshot.';
 
 create or replace function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
 returns bigint[]
@@ -99,7 +99,8 @@ begin
 end;
 $$;
 comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
-'Acknowledges as _ack_to_archive does, but moves the messages to unfiled_messages: the day has no partition.';
+'Acknowledges messages as _ack_to_archive does, but moves them to unfiled_messages. Called if the day has no
+partition.';
 
 create or replace function pgqueue._as_message(s pgqueue.scheduled_messages)
 returns pgqueue.messages

@@ -32,9 +32,9 @@ comment on function pgqueue._has_current_key_lookup() is
 installation that is no extension, it may have another.';
 
 -- Before PostgreSQL 17, a plan that was made while a queue was small may read the whole queue with `id = any` as a
--- filter, and the session keeps that plan. There a join looks up each id. The name is compared with an array, so the
--- planner gains nothing by reading the whole index in order. It is compared also with two expressions, which prune
--- partitions but cannot use an index. The calling functions switch other scans off.
+-- filter, and the session keeps that plan. In those versions a join looks up each id instead. The name is compared with
+-- an array, so the planner gains nothing by reading the whole index in order. It is also compared with two expressions,
+-- which prune partitions but cannot use an index. The calling functions disable other scans.
 create or replace function pgqueue._install_key_lookup()
 returns void
 language plpgsql volatile

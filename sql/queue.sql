@@ -343,8 +343,8 @@ comment on function pgqueue.drop_queue(text) is
 removed. Delayed messages that are not due and were never claimed are kept, as their delivery is still outstanding: they
 become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.
 browse_dead_messages and purge_dead_messages find them by that name. After a queue of that name is created again,
-redrive sends them. They are removed, too, if dlq_enabled of the queue is false. Call purge_queue first to remove them
-in any case. Archived messages of the queue are kept under its name for its archive_for. Raises PQ001, and PQ004 if a
+redrive sends them. Delayed messages are removed, too, if dlq_enabled of the queue is false, or if purge_queue was
+called before. Archived messages of the queue are kept under its name for its archive_for. Raises PQ001, and PQ004 if a
 longer transaction uses the queue or keeps a dedicated table from being dropped.';
 
 create or replace function pgqueue._drop_queue(q pgqueue.queues)

@@ -53,6 +53,7 @@ end;
 $$;
 comment on function pgqueue.receive(text, int) is
 'Deletes up to max_messages (1 to 10000) ready messages in the caller''s transaction and returns them by id. A rollback
-returns them to the queue with their attempt_count unchanged. Until the transaction ends, no other session gets them.
-Expired messages are removed. If the queue has archive_for, received messages go to the archive. Waits only for
-drop_queue. Returns no row if no message is ready or the queue is paused. Raises 22023, PQ001.';
+returns them to the queue with their attempt_count unchanged. Until the transaction ends, no other session gets them. On
+its way the call removes messages that have no attempts left or have expired, to the dead letters if the queue keeps
+them. If the queue has archive_for, received messages go to the archive. Waits only for drop_queue. Returns no row if no
+message is ready or the queue is paused. Raises 22023, PQ001.';

@@ -466,5 +466,5 @@ end;
 $$;
 comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, bigint) is
 'Makes one sweep below fresh: appends to taken the ids of ready messages, locked, until there are wanted ids, and sets
-the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50 ms
-and at most 500 ms, as messages that commit late wait for it; else at once.';
+the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50 ms and
+at most 500 ms, as messages that commit late wait for it; else at once.';

@@ -355,7 +355,7 @@ def test_an_upgrade_gives_its_verbs_to_who_has_the_access(server: Server, databa
         ("a column", "comment on table pgqueue.queues is" + DELTA.split("comment on table pgqueue.queues is")[1]),
         ("a default", DELTA.replace("alter table pgqueue.dead_messages alter column reason drop default;", "")),
         ("a constraint", DELTA.replace("'attempts_exhausted', ", "")),
-        ("a comment", DELTA.replace("One row a queue.", "A row a queue.")),
+        ("a comment", DELTA.replace("One row per queue", "A row per queue")),
         ("a function to drop", DELTA.replace("drop function pgqueue.forgotten();", "")),
         ("a member", DELTA + "alter extension pgqueue drop table pgqueue.sweep_state;"),
         (
