@@ -216,7 +216,9 @@ def test_a_stop_during_connecting_does_not_wait_and_loses_no_message(
     assert gate.all_closed()
 
 
-def test_a_handler_is_not_called_if_its_connection_opens_after_the_stop(database: str, connection: Connection, name: str) -> None:
+def test_a_handler_is_not_called_if_its_connection_opens_after_the_stop(
+    database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     queue.enqueue(1)
     gate = Gate(database)
@@ -237,7 +239,7 @@ def test_a_handler_is_not_called_if_its_connection_opens_after_the_stop(database
     assert called == []
 
 
-async def test_a_thread_that_outlives_the_stop_closes_its_connection(
+async def test_the_connection_of_a_handler_that_outlives_a_stop_is_closed(
     database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue(1)

@@ -152,7 +152,9 @@ def test_a_forced_stop_costs_no_attempt(mode: str, database: str, connection: Co
 
 
 @each
-def test_a_consumer_survives_the_loss_of_every_connection(mode: str, database: str, connection: Connection, name: str) -> None:
+def test_a_consumer_survives_the_loss_of_every_connection(
+    mode: str, database: str, connection: Connection, name: str
+) -> None:
     queue = Queue(connection, name)
     queue.create_queue(max_attempts=100, visibility_timeout=timedelta(seconds=1), backoff_base=timedelta(0))
     dsn = psycopg.conninfo.make_conninfo(database, application_name=name)

@@ -312,7 +312,9 @@ def test_a_failure_to_connect_costs_no_message_an_attempt(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_an_error_of_the_connection_function_at_the_start_is_raised_unchanged(is_async: bool, database: str, name: str) -> None:
+def test_an_error_of_the_connection_function_at_the_start_is_raised_unchanged(
+    is_async: bool, database: str, name: str
+) -> None:
     source = Broken(database)
     source.is_broken = True
     with pytest.raises(KeyError, match="no token"), Form(is_async, "lease").consuming(source, name):
@@ -442,9 +444,7 @@ sys.exit(status)
 """
 
 
-def test_a_consumer_runs_only_in_the_process_that_started_it(
-    database: str, connection: Connection, name: str
-) -> None:
+def test_a_consumer_runs_only_in_the_process_that_started_it(database: str, connection: Connection, name: str) -> None:
     prepare(connection, name)
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, database, name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -455,7 +455,9 @@ def test_a_consumer_runs_only_in_the_process_that_started_it(
 
 
 @each
-def test_an_exception_given_as_a_reason_is_recorded(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_an_exception_given_as_a_reason_is_recorded(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name, max_attempts=2)
     queue.enqueue_batch(["reject", "retry"])
 

@@ -221,7 +221,9 @@ def test_a_consumer_on_threads_refuses_connections_for_an_event_loop() -> None:
         Consumer(connected, "q", lambda _: None)
 
 
-async def test_a_look_claims_only_the_messages_that_it_counted(database: str, connection: Connection, name: str) -> None:
+async def test_a_look_claims_only_the_messages_that_it_counted(
+    database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     consumer = Consumer(database, name, lambda _: None, claimed_by="looker")
     parts = Core(consumer._settings, consumer._stats)

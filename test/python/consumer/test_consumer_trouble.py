@@ -344,7 +344,7 @@ def test_a_handler_that_locks_its_message_does_not_cost_others_their_claims(
 
 @each_lease
 @pytest.mark.parametrize("is_taken", [False, True])
-def test_a_locked_message_is_neither_extended_nor_lost_before_its_claim_expires(
+def test_a_locked_message_is_neither_extended_nor_lost_before_the_lock_is_released(
     form: Form, is_taken: bool, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, visibility_timeout=SECOND)

@@ -122,7 +122,9 @@ def test_a_message_committed_late_without_a_notification_is_found(
 
 
 @together(THREADS)
-def test_no_message_is_missed_while_the_consumer_waits(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_no_message_is_missed_while_the_consumer_waits(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     with form.consuming(database, name, peek_delay=LONG, concurrency=1) as run:
         for number in range(200):
@@ -299,9 +301,7 @@ def test_steps_are_sent_in_batches(form: Form, empty_database: Any) -> None:
 
 
 @each_plain
-def test_a_single_acknowledgement_is_not_delayed(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
+def test_a_single_acknowledgement_is_not_delayed(form: Form, database: str, connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     gate = Event()
 
@@ -486,7 +486,9 @@ def test_headers_that_leave_no_room_for_records_stay_unchanged(
 
 
 @together(FORMS)
-def test_a_redriven_message_has_the_content_that_was_sent(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_a_redriven_message_has_the_content_that_was_sent(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name, max_attempts=2)
     queue.enqueue(1, headers={"mine": 1})
     works = Event()
@@ -622,7 +624,9 @@ def test_retries_end_when_the_attempts_of_the_message_are_exhausted(
 
 
 @together(FORMS)
-def test_a_message_that_always_fails_does_not_delay_the_others(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_a_message_that_always_fails_does_not_delay_the_others(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name, max_attempts=5)
     queue.enqueue_batch(["poison"] * 10 + ["good"] * 50)
 
@@ -880,7 +884,9 @@ def test_claims_carry_the_name_of_the_consumer(form: Form, database: str, connec
         queue.enqueue(2)
 
 
-def test_a_started_consumer_runs_its_handler_on_another_thread(database: str, connection: Connection, name: str) -> None:
+def test_a_started_consumer_runs_its_handler_on_another_thread(
+    database: str, connection: Connection, name: str
+) -> None:
     prepare(connection, name).enqueue(1)
     threads: list[int] = []
 

@@ -49,7 +49,9 @@ def count(connection: Connection, table: str) -> int:
 
 
 @each
-def test_a_message_is_handled_once_with_the_content_that_was_sent(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_a_message_is_handled_once_with_the_content_that_was_sent(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     bodies = [b"\1\2\3", bytes(range(256)), b""]
     ids = [queue.enqueue(headers={"key": "value", "n": [1, None]}, body=body) for body in bodies]
@@ -127,7 +129,7 @@ def test_the_policy_sees_the_exception_the_attempt_and_the_message(
 
 
 @each
-def test_attempts_are_counted_until_the_policy_rejects_the_message(
+def test_attempts_are_counted_until_the_policy_settles_the_message(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue(1)
@@ -148,7 +150,9 @@ def test_attempts_are_counted_until_the_policy_rejects_the_message(
 
 
 @together(FORMS)
-def test_the_next_consumer_continues_the_count_of_attempts(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_the_next_consumer_continues_the_count_of_attempts(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     queue.enqueue(1)
     seen = []
@@ -343,7 +347,9 @@ def test_a_killed_consumer_leaves_no_work_behind_and_loses_no_message(
 
 
 @each_transactional
-def test_messages_sent_by_a_failed_handler_are_rolled_back(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_messages_sent_by_a_failed_handler_are_rolled_back(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     prepare(connection, name, max_attempts=2).enqueue(1)
     other = prepare(connection, f"{name}-other")
 
@@ -718,7 +724,9 @@ def test_a_commit_that_always_fails_ends_in_the_dead_letters(
 
 
 @each_plain
-def test_a_blocked_handler_does_not_delay_other_messages(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_a_blocked_handler_does_not_delay_other_messages(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     queue.enqueue_batch([0, *range(1, 30)])
     gate = Event()
@@ -736,9 +744,7 @@ def test_a_blocked_handler_does_not_delay_other_messages(form: Form, database: s
 
 
 @together(FORMS)
-def test_concurrent_stops_have_the_effect_of_one(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
+def test_concurrent_stops_have_the_effect_of_one(form: Form, database: str, connection: Connection, name: str) -> None:
     prepare(connection, name).enqueue_batch(list(range(50)))
     with form.consuming(database, name) as run, ThreadPoolExecutor(8) as pool:
         wait_for(lambda: run.calls)

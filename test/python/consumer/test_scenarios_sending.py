@@ -69,7 +69,9 @@ def test_a_peek_counts_messages_that_no_transaction_holds(
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
-def test_other_calls_do_not_wait_for_a_long_receive(database: str, connection: Connection, name: str, dedicated: bool) -> None:
+def test_other_calls_do_not_wait_for_a_long_receive(
+    database: str, connection: Connection, name: str, dedicated: bool
+) -> None:
     queue = prepare(connection, name, dedicated=dedicated)
     queue.enqueue_batch([1, 2, 3])
     with psycopg.connect(database) as consumer:
@@ -93,7 +95,9 @@ def test_other_calls_do_not_wait_for_a_long_receive(database: str, connection: C
         consumer.commit()
 
 
-def test_a_peek_in_an_open_transaction_does_not_block_other_calls(database: str, connection: Connection, name: str) -> None:
+def test_a_peek_in_an_open_transaction_does_not_block_other_calls(
+    database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     queue.enqueue_batch([1, 2])
     connection.execute("set statement_timeout = '20 s'")
@@ -233,9 +237,7 @@ def test_a_delayed_message_to_an_unknown_queue_is_refused_when_it_is_sent(connec
         Queue(connection, name).enqueue(1, delay=5 * SECOND)
 
 
-def test_a_delayed_message_to_a_dropped_queue_is_a_dead_letter_of_that_queue(
-    connection: Connection, name: str
-) -> None:
+def test_a_delayed_message_to_a_dropped_queue_is_a_dead_letter_of_that_queue(connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     sent = queue.enqueue({"n": 1}, delay=5 * SECOND, expires_in=60 * SECOND, headers={"h": "1"})
     assert queue.drop_queue() == 0
@@ -250,9 +252,7 @@ def test_a_delayed_message_to_a_dropped_queue_is_a_dead_letter_of_that_queue(
     assert (message.id, message.payload, message.expires_at) == (sent, {"n": 1}, None)
 
 
-def test_messages_sent_in_one_transaction_arrive_all_or_none(
-    database: str, connection: Connection, name: str
-) -> None:
+def test_messages_sent_in_one_transaction_arrive_all_or_none(database: str, connection: Connection, name: str) -> None:
     one, two = prepare(connection, name), prepare(connection, f"{name}-two")
     with psycopg.connect(database) as sender:
         Queue(sender, one.name).enqueue(1)
@@ -460,7 +460,9 @@ def test_an_idle_consumer_sends_few_statements(form: Form, spied: str) -> None:
 # 36, 39, 40, 56: time to live
 
 
-def test_expiry_is_set_by_the_sender_and_measured_by_the_clock_of_the_database(connection: Connection, name: str) -> None:
+def test_expiry_is_set_by_the_sender_and_measured_by_the_clock_of_the_database(
+    connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     queue.enqueue(1)
     queue.enqueue(2, headers={"NServiceBus.TimeToBeReceived": "00:00:00.001"})
@@ -609,7 +611,9 @@ def test_a_transaction_that_the_handler_opens_itself_commits_independently(
     assert (kept.peek(), taken_back.peek()) == (1, 0)
 
 
-def test_messages_sent_in_a_transaction_of_the_caller_depend_on_its_outcome(database: str, connection: Connection, name: str) -> None:
+def test_messages_sent_in_a_transaction_of_the_caller_depend_on_its_outcome(
+    database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     with psycopg.connect(database) as sender:
         Queue(sender, name).enqueue_batch([1, 2])
@@ -650,7 +654,9 @@ def test_the_connection_of_the_handler_also_acknowledges_its_message(
 
 
 @each
-def test_messages_sent_by_a_handler_that_fails_finally_are_rolled_back(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_only_messages_sent_on_another_connection_survive_a_final_failure(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     prepare(connection, name, max_attempts=2).enqueue(1)
     joined, beside = prepare(connection, f"{name}-a"), prepare(connection, f"{name}-b")
 
