@@ -66,7 +66,7 @@ $(OUT)/pgqueue.sql: $(state) $(behaviour) pgqueue.control Makefile | $(OUT)
 $(OUT):
 	@mkdir -p $@
 
-verify: setup  ## are the generated files current, the versions equal, and the modules in order?
+verify: setup  ## are generated files current, versions equal, modules in order, test descriptions sentences?
 	@mkdir -p .cache; again=$$(mktemp -d .cache/verify.XXXXXX); trap "rm -rf $$again" EXIT; \
 	$(MAKE) --silent build OUT=$$again; \
 	for file in $$again/*; do \
@@ -74,6 +74,7 @@ verify: setup  ## are the generated files current, the versions equal, and the m
 	done
 	@$(PYTHON) test/versions.py
 	@$(PYTHON) test/modules.py $(CORE) -- $(ROOMS) grants
+	@$(PYTHON) test/descriptions.py
 	@$(python) python/async_to_sync.py --check
 	@$(PYTHON) test/reference.py --check $(behaviour)
 	@$(PYTHON) test/bench/report.py --check

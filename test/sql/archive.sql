@@ -99,10 +99,10 @@ begin
     return next is(s.on_ack, 'delete', queue || ': stream_open sets on_ack to delete');
     return next is((select l.on_ack from pgqueue.list_streams(queue) l), 'delete', queue || ': list_streams shows on_ack');
     b := pgqueue.stream_claim(queue, 's', s.epoch, b.seq, b.claim_token, 1);
-    return next is((pg_temp.last(queue)).id, ids[2], queue || ': with on_ack delete the stream archives nothing, including the batch that was open before');
+    return next is((pg_temp.last(queue)).id, ids[2], queue || ': a stream with on_ack delete archives nothing, including the batch that was open before');
     s := pgqueue.stream_open(queue, 's', on_ack => 'archive');
     perform pgqueue.stream_ack(queue, 's', s.epoch, b.seq, b.claim_token);
-    return next is((pg_temp.last(queue)).id, ids[4], queue || ': with on_ack archive the stream archives what it acknowledges');
+    return next is((pg_temp.last(queue)).id, ids[4], queue || ': a stream with on_ack archive archives what it acknowledges');
     return next is((select count(*) from pgqueue.messages l where l.queue_name = queue and l.claim_token is null), 0::bigint, queue || ': the stream leaves no message of the queue unclaimed');
     perform pgqueue.release(queue, array_agg(l.id), l.claim_token) from pgqueue.messages l where l.queue_name = queue group by l.claim_token;
     return next is((select count(*) from pgqueue.receive(queue, 10)), 2::bigint, queue || ': receive takes the messages that the stream released');

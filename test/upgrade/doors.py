@@ -1,5 +1,7 @@
-"""The doors by which pgqueue gets into a database, other than fresh: upgraded from an older version, and restored
-from a dump. test/harness.py finds them by name and runs the pgTAP suite behind each; test_doors.py compares them."""
+"""Two more ways, called doors, to install pgqueue in a database: by an upgrade and by restoring a dump.
+
+test/harness.py finds the prepare_ functions by name and runs the pgTAP suite after each. test_doors.py compares them.
+"""
 
 import re
 import shutil
@@ -19,8 +21,9 @@ COMMENT = re.search(
     r"^comment on table pgqueue.queues is\n'(.*)';", (ROOT / "sql/tables.sql").read_text(), re.MULTILINE
 )[1]
 
-# There is no older version yet. This one stands in: it lacks a column with its constraint and a function, has a
-# function too many, another comment, and verbs that do something else. The delta says what `create or replace` cannot.
+# No older version exists yet, so the tests generate one. It lacks a column with its constraint and a function, and has
+# another comment, an additional function and verbs with another result. The delta contains what `create or replace`
+# cannot do.
 DELTA = f"""
 alter table pgqueue.dead_messages add column reason text not null default 'rejected';
 alter table pgqueue.dead_messages alter column reason drop default;
@@ -33,7 +36,7 @@ drop function pgqueue.forgotten();
 
 
 def old_script(current: str) -> str:
-    """Turn the current installation script into that of the stand-in."""
+    """Turn the current installation script into that of the generated older version."""
     script = current
     for pattern, replacement in (
         (
@@ -50,7 +53,7 @@ def old_script(current: str) -> str:
 
 
 def build_upgrade(delta: str) -> dict[str, str]:
-    """Have the Makefile build the upgrade script from a delta; returns the stand-in and it, by file name."""
+    """Let the Makefile build the upgrade script from a delta. Return the old and the upgrade script by file name."""
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory)
         for name in ("Makefile", "pgqueue.control"):
@@ -68,7 +71,7 @@ def build_upgrade(delta: str) -> dict[str, str]:
 
 
 def offer(server: Server, scripts: dict[str, str]) -> None:
-    """Put scripts where a private server looks for extensions."""
+    """Copy scripts to the directory where a private server looks for extensions."""
     with server.connect("postgres") as connection:
         path = connection.execute("select split_part(current_setting('extension_control_path'), ':', 1)").fetchone()
     assert path is not None
@@ -77,7 +80,7 @@ def offer(server: Server, scripts: dict[str, str]) -> None:
 
 
 def install_old(server: Server, database: str, delta: str = DELTA) -> None:
-    """Install the stand-in."""
+    """Install the generated older version."""
     offer(server, build_upgrade(delta))
     with server.connect(database) as connection:
         connection.execute(f"create extension pgqueue version '{OLD}'")
@@ -89,13 +92,13 @@ def upgrade(server: Server, database: str) -> None:
 
 
 def prepare_upgraded(server: Server, database: str) -> None:
-    """An older version, updated."""
+    """The older version, upgraded to the current one."""
     install_old(server, database)
     upgrade(server, database)
 
 
 def prepare_restored(server: Server, database: str) -> None:
-    """A dump of a database whose queues were used and dropped."""
+    """A restored dump of a database in which queues were used and dropped."""
     with server.database("dumped") as source:
         prepare_upgraded(server, source)
         with server.connect(source) as connection:
@@ -107,7 +110,7 @@ def prepare_restored(server: Server, database: str) -> None:
 
 
 def dump(server: Server, database: str, *options: str) -> str:
-    """What pg_dump prints, without what is random in it."""
+    """Return the output of pg_dump without its random parts."""
     done = subprocess.run(
         [TOOLS / "pg_dump", *options], env=server.environment(database), check=True, capture_output=True, text=True
     )
@@ -115,7 +118,7 @@ def dump(server: Server, database: str, *options: str) -> str:
 
 
 def restore(server: Server, script: str, database: str) -> None:
-    """Run a dump by psql, up to the first error."""
+    """Run a dump with psql, which stops at the first error."""
     done = subprocess.run(
         [TOOLS / "psql", "--quiet", "--no-psqlrc", "--set", "ON_ERROR_STOP=1"],
         env=server.environment(database),
@@ -159,7 +162,7 @@ $$
 
 
 def members(server: Server, database: str) -> list[str]:
-    """What belongs to the extension, and which of its tables are dumped."""
+    """Return the members of the extension, and those of its tables that pg_dump dumps."""
     with server.connect(database) as connection:
         found = [str(row[0]) for row in connection.execute(MEMBERS)]
         dumped = connection.execute(
@@ -170,7 +173,7 @@ def members(server: Server, database: str) -> list[str]:
 
 
 def shape(server: Server, database: str) -> str:
-    """Everything pg_dump knows of the schema; as it leaves out members, they are made to forget they are some."""
+    """Return what pg_dump prints of the schema. It skips members, so a copy removes them from the extension first."""
     with server.database("shape") as copy:
         with server.connect("postgres") as connection:
             connection.execute(f'drop database "{copy}"')
@@ -178,5 +181,5 @@ def shape(server: Server, database: str) -> str:
         with server.connect(copy) as connection:
             connection.execute(FORGET)
         script = dump(server, copy, "--schema-only", "--schema", "pgqueue")
-        # A check that was read from a dump is printed with fewer parentheses than the one that was dumped.
+        # pg_dump prints a check constraint with fewer parentheses after it was restored from a dump.
         return re.sub(r"^.* CHECK .*$", lambda line: re.sub("[()]", "", line[0]), script, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Fresh, upgraded and restored are one: the same members, shape and data, and nothing is lost on the way."""
+"""Fresh, upgraded and restored installations have the same members, shape and data, and no message is lost."""
 
 import json
 import time
@@ -46,7 +46,7 @@ STATES = {"ready", "body", "inflight", "scheduled", "returned", "nacked", "dead"
 
 
 def fill(connection: psycopg.Connection[Any], older: bool = False) -> None:
-    """A message in every state in every kind of queue, named by its state."""
+    """Create a message in every state in every kind of queue. The header `state` names the state."""
     for queue, dedicated in QUEUES.items():
         connection.execute("select pgqueue.create_queue(%s, '1 h', 7, dedicated => %s)", (queue, dedicated))
 
@@ -92,7 +92,7 @@ def fill(connection: psycopg.Connection[Any], older: bool = False) -> None:
         send("body", body=b"\x00\\\n\xff")
         send("scheduled", payload="{}", delay="1 h")
         if older:
-            # The stand-in cannot bury; its table is as public as ever.
+            # The older version lacks reject, so the dead letter is inserted into the table.
             connection.execute(
                 "insert into pgqueue.dead_messages"
                 " (id, queue_name, enqueued_at, attempt_count, max_attempts, payload, headers)"
@@ -111,7 +111,7 @@ def fill(connection: psycopg.Connection[Any], older: bool = False) -> None:
 
 
 def data(server: Server, database: str) -> dict[str, list[str]]:
-    """Every row of every table and the value of every sequence."""
+    """Return every row of every table and the value of every sequence."""
     with server.connect(database) as connection:
         names = [
             str(row[0])
@@ -134,13 +134,13 @@ def data(server: Server, database: str) -> dict[str, list[str]]:
 
 
 def run_every_verb(connection: psycopg.Connection[Any]) -> None:
-    """Let every claim and every delay end, then see that each queue delivers what it has, and obeys."""
+    """End every claim and delay, then check that each queue delivers all its messages and that every verb works."""
     highest = connection.execute(
         "select greatest((select max(id) from pgqueue.messages), (select max(id) from pgqueue.scheduled_messages),"
         " (select max(id) from pgqueue.dead_messages))"
     ).fetchone()[0]
     for queue in QUEUES:
-        # A reader goes on behind the door where he was before it.
+        # The reader of a stream continues after the upgrade or restore with the batch that it had before.
         stream = connection.execute(
             "select s.epoch, s.acked_seq + 1, s.claim_token from pgqueue.stream_open(%s, 'read') s", (queue,)
         ).fetchone()
@@ -198,7 +198,7 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
         assert call("purge_expired") == 0
         assert call("purge_queue") == 4
         assert call("drop_queue") == 1
-    # What was committed before the door is known behind it.
+    # A commit from before the upgrade or restore is still recorded.
     again = connection.execute("select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', 'doors', 1)")
     assert again.fetchone() == (False,)
     connection.execute('insert into "A ""table""" (headers, body) values (\'{"n":"3"}\', \'x\')')
@@ -208,7 +208,7 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
     connection.execute('delete from "A ""table""" where seq = (select min(seq) from "A ""table""")')
     assert connection.execute("select pgqueue.drop_queue('exposed')").fetchone() == (3,)
     assert connection.execute("select * from pgqueue.list_queues()").fetchall() == []
-    # What was acknowledged behind the door is beside what was before it, and outlives its queue.
+    # The archive has the messages acknowledged before and after the upgrade or restore. It outlives the queues.
     assert connection.execute("select * from pgqueue.maintain_archive() where change <> 'made'").fetchall() == []
     assert set(connection.execute("select queue_name, count(*) from pgqueue.archived_messages group by 1")) == {
         *((queue, 9) for queue in ARCHIVES),
@@ -229,7 +229,7 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
 
 
 @pytest.mark.parametrize("door", [prepare_fresh, prepare_plain, doors.prepare_upgraded])
-def test_a_restored_database_is_the_one_that_was_dumped(server: Server, database: str, target: str, door: Any) -> None:
+def test_a_restored_database_equals_the_dumped_one(server: Server, database: str, target: str, door: Any) -> None:
     door(server, database)
     with server.connect(database) as connection:
         fill(connection)
@@ -242,7 +242,7 @@ def test_a_restored_database_is_the_one_that_was_dumped(server: Server, database
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
-def test_a_dump_whose_registers_are_ahead_of_its_rows_loses_nothing(
+def test_a_dump_whose_registers_are_ahead_of_its_rows_loses_no_message(
     server: Server, database: str, target: str, dedicated: bool
 ) -> None:
     prepare_fresh(server, database)
@@ -292,13 +292,13 @@ def fresh(server: Server) -> tuple[list[str], str]:
         return members(server, name), shape(server, name)
 
 
-def test_an_upgraded_database_is_a_fresh_one(server: Server, database: str, fresh: tuple[list[str], str]) -> None:
+def test_an_upgraded_database_equals_a_fresh_one(server: Server, database: str, fresh: tuple[list[str], str]) -> None:
     doors.prepare_upgraded(server, database)
     assert members(server, database) == fresh[0]
     assert shape(server, database) == fresh[1]
 
 
-def test_a_restored_database_is_a_fresh_one(server: Server, database: str, fresh: tuple[list[str], str]) -> None:
+def test_a_restored_database_equals_a_fresh_one(server: Server, database: str, fresh: tuple[list[str], str]) -> None:
     doors.prepare_restored(server, database)
     assert members(server, database) == fresh[0]
     assert shape(server, database) == fresh[1]
@@ -330,7 +330,7 @@ def test_an_upgrade_keeps_every_message(server: Server, database: str) -> None:
         run_every_verb(connection)
 
 
-def test_an_upgrade_gives_its_verbs_to_who_has_the_access(server: Server, database: str) -> None:
+def test_an_upgrade_grants_new_verbs_to_roles_with_access(server: Server, database: str) -> None:
     install_old(server, database)
     with server.connect(database) as connection:
         connection.execute("select pgqueue.grant_access('producer', 'producer')")
@@ -370,7 +370,7 @@ def test_an_upgrade_gives_its_verbs_to_who_has_the_access(server: Server, databa
         ("a sequence's cache", DELTA + "alter sequence pgqueue.message_id cache 10;"),
     ],
 )
-def test_the_comparison_sees_an_upgrade_that_forgets(
+def test_the_comparison_detects_an_incomplete_upgrade(
     server: Server, database: str, fresh: tuple[list[str], str], forgotten: str, delta: str
 ) -> None:
     assert delta != DELTA, forgotten
@@ -379,7 +379,7 @@ def test_the_comparison_sees_an_upgrade_that_forgets(
     assert (members(server, database), shape(server, database)) != fresh
 
 
-def test_an_upgraded_function_that_is_still_the_old_one_is_seen(
+def test_the_comparison_detects_changed_settings_and_grants_of_a_function(
     server: Server, database: str, fresh: tuple[list[str], str]
 ) -> None:
     doors.prepare_upgraded(server, database)

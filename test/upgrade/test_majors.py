@@ -1,5 +1,6 @@
-"""From the oldest major version of PostgreSQL to the newest, with a message in every state: by pg_upgrade, and by dumps
-of both forms."""
+"""Move from the oldest supported PostgreSQL to the newest, by pg_upgrade and by dumps of both formats.
+
+The databases contain a message in every state."""
 
 import os
 import shutil
@@ -19,8 +20,9 @@ from pgqueue.embedded import EmbeddedServer, _identity
 OLD = CACHE / "postgres/node_modules/pg15/native/bin"
 DOORS = {"extension": prepare_fresh, "plain": prepare_plain}
 ROLES = ("producer", "consumer", "raw")
-# The packages from npm lack two programs that pg_upgrade asks about the old cluster. pg_controldata of the newest major
-# reads what matters here, and knows all that `pg_resetwal -n` would say but for the segment that comes next.
+# The packages from npm lack pg_controldata and pg_resetwal, which pg_upgrade runs on the old cluster. The
+# pg_controldata of the newest major reads the fields that matter here. It prints everything that `pg_resetwal -n`
+# would print, except the next WAL segment.
 RESETWAL = f"""#!/bin/sh
 known=$('{TOOLS}/pg_controldata' "$2")
 segment=$(echo "$known" | sed -n 's/.*REDO WAL file: *//p')
@@ -31,7 +33,7 @@ printf 'First log segment after reset: %s%08X\\n' "${{segment%????????}}" $((0x$
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    """A directory that servers may enter."""
+    """A directory that the user of the servers may enter."""
     directory = Path(tempfile.mkdtemp(dir="/tmp"))
     directory.chmod(0o777)
     yield directory
@@ -42,7 +44,7 @@ def place() -> Iterator[Path]:
 def old(place: Path) -> Iterator[EmbeddedServer]:
     """A server of the oldest major, with pgqueue in two databases, as an extension and without."""
     if not (OLD / "postgres").exists() and not os.environ.get("CI"):
-        pytest.skip("PostgreSQL 15 is not to be had on this machine (make test-tools fetches it)")
+        pytest.skip("PostgreSQL 15 is not available on this machine (make test-tools fetches it)")
     with EmbeddedServer(bindir=OLD, data_dir=place / "old", durable=False) as server:
         at = Server("PostgreSQL 15", server.dsn)
         with at.connect("postgres") as connection:
@@ -57,8 +59,8 @@ def old(place: Path) -> Iterator[EmbeddedServer]:
         yield server
 
 
-def goes_on(server: Server, database: str, before: Any) -> None:
-    """All is there that was there before, doctor repairs what another major does otherwise, and every verb works."""
+def check_upgraded(server: Server, database: str, before: Any) -> None:
+    """Check that the data is unchanged, that doctor's repair adapts to the new major, and that every verb works."""
     assert data(server, database) == before
     with server.connect(database) as connection:
         for (repair,) in connection.execute(
@@ -96,11 +98,11 @@ def test_a_dump_of_the_oldest_major_is_restored(
                 env=new.environment(target),
                 check=True,
             )
-        goes_on(new, target, data(source, door))
+        check_upgraded(new, target, data(source, door))
 
 
 def as_server(*command: object, cwd: Path) -> None:
-    """Run a program as whoever the servers run as."""
+    """Run a program as the user that the servers run as."""
     identity = _identity()
     done = subprocess.run(
         [str(word) for word in (*identity.prefix, *command)],
@@ -114,7 +116,7 @@ def as_server(*command: object, cwd: Path) -> None:
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
 
 
-def test_pg_upgrade_loses_nothing(old: EmbeddedServer, place: Path) -> None:
+def test_pg_upgrade_loses_no_message(old: EmbeddedServer, place: Path) -> None:
     before = {name: data(Server("PostgreSQL 15", old.dsn), name) for name in DOORS}
     old.stop()
     programs = place / "programs"
@@ -137,4 +139,4 @@ def test_pg_upgrade_loses_nothing(old: EmbeddedServer, place: Path) -> None:
     old.start()  # for the other tests
     with EmbeddedServer(data_dir=place / "new", durable=False) as server:
         for name in DOORS:
-            goes_on(Server("PostgreSQL 18", server.dsn), name, before[name])
+            check_upgraded(Server("PostgreSQL 18", server.dsn), name, before[name])

@@ -60,7 +60,7 @@ async def others_are_done() -> None:
 # The opener
 
 
-async def test_a_connection_that_is_no_longer_waited_for_is_closed_by_its_thread(database: str) -> None:
+async def test_a_thread_closes_a_connection_whose_waiter_was_cancelled(database: str) -> None:
     gate = Gate(database)
     opening = asyncio.create_task(Opener(gate, "test").open_async())
     await asyncio.to_thread(gate.reached.wait)
@@ -75,7 +75,7 @@ async def test_a_connection_that_is_no_longer_waited_for_is_closed_by_its_thread
     assert gate.all_closed()
 
 
-async def test_a_connection_is_closed_by_who_was_cancelled_before_it_came_to_use_it(database: str) -> None:
+async def test_a_task_cancelled_before_it_uses_its_connection_closes_it(database: str) -> None:
     gate = Gate(database)
     opening = asyncio.create_task(Opener(gate, "test").open_async())
     await asyncio.to_thread(gate.reached.wait)
@@ -89,7 +89,7 @@ async def test_a_connection_is_closed_by_who_was_cancelled_before_it_came_to_use
     assert gate.all_closed()
 
 
-async def test_an_opening_that_outlives_its_loop_leaves_nothing(database: str) -> None:
+async def test_a_connection_opened_after_the_end_of_its_loop_is_closed(database: str) -> None:
     gate = Gate(database)
 
     def short() -> None:
@@ -109,7 +109,7 @@ async def test_an_opening_that_outlives_its_loop_leaves_nothing(database: str) -
     assert gate.all_closed()
 
 
-async def test_a_coroutine_that_nobody_awaits_any_more_is_closed(database: str) -> None:
+async def test_a_coroutine_that_is_no_longer_awaited_is_closed(database: str) -> None:
     released, reached = threading.Event(), threading.Event()
 
     def source() -> Any:
@@ -128,7 +128,7 @@ async def test_a_coroutine_that_nobody_awaits_any_more_is_closed(database: str) 
 
 
 @pytest.mark.parametrize("made", [None, "dsn", object()])
-async def test_what_is_no_connection_is_refused_by_name(made: Any) -> None:
+async def test_the_error_for_an_object_that_is_no_connection_names_it(made: Any) -> None:
     opener = Opener(lambda: made, "test")
     with pytest.raises(TypeError, match=rf"returned a builtins\.{type(made).__name__}; must return a new connection"):
         opener.open()
@@ -136,7 +136,7 @@ async def test_what_is_no_connection_is_refused_by_name(made: Any) -> None:
         await opener.open_async()
 
 
-async def test_a_connection_that_cannot_be_made_ready_is_closed(database: str) -> None:
+async def test_a_connection_whose_preparation_fails_is_closed(database: str) -> None:
     made: list[Any] = []
 
     class Broken(psycopg.Connection[Any]):
@@ -162,7 +162,7 @@ async def test_a_connection_that_cannot_be_made_ready_is_closed(database: str) -
     assert [connection.closed for connection in made] == [True, True]
 
 
-async def test_an_adopted_connection_adapts_values_and_tells_notices_as_before(database: str) -> None:
+async def test_an_adopted_connection_keeps_its_adapters_and_notice_handlers(database: str) -> None:
     notices: list[str] = []
 
     def source() -> Any:
@@ -183,7 +183,7 @@ async def test_an_adopted_connection_adapts_values_and_tells_notices_as_before(d
         await connection.close()
 
 
-async def test_a_function_that_has_no_more_to_give_keeps_nobody_waiting() -> None:
+async def test_a_connection_function_that_is_exhausted_raises_at_once() -> None:
     async with asyncio.timeout(10):
         with pytest.raises(RuntimeError, match="StopIteration"):
             await Opener(lambda: next(iter([])), "test").open_async()
@@ -199,7 +199,7 @@ async def idle(_: Step) -> None:
 # The first connection finds the queue; then one is opened to listen, one to settle, one for the handler.
 @pytest.mark.parametrize("freely", [0, 1, 2])
 @pytest.mark.parametrize("form", THREADS, ids=str)
-def test_a_stop_while_it_connects_waits_for_nobody_and_loses_nothing(
+def test_a_stop_during_connecting_does_not_wait_and_loses_no_message(
     form: Form, freely: int, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue(1)
@@ -216,7 +216,9 @@ def test_a_stop_while_it_connects_waits_for_nobody_and_loses_nothing(
     assert gate.all_closed()
 
 
-def test_a_handler_that_connected_too_late_is_not_called(database: str, connection: Connection, name: str) -> None:
+def test_a_handler_is_not_called_if_its_connection_opens_after_the_stop(
+    database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     queue.enqueue(1)
     gate = Gate(database)
@@ -237,7 +239,7 @@ def test_a_handler_that_connected_too_late_is_not_called(database: str, connecti
     assert called == []
 
 
-async def test_who_is_left_behind_by_a_stop_closes_its_connection_in_the_end(
+async def test_the_connection_of_a_handler_that_outlives_a_stop_is_closed(
     database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue(1)
@@ -261,7 +263,7 @@ async def test_who_is_left_behind_by_a_stop_closes_its_connection_in_the_end(
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-async def test_a_run_that_is_cancelled_again_and_again_closes_its_connections(
+async def test_a_run_that_is_cancelled_repeatedly_closes_its_connections(
     times: int, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue_batch([1, 2])

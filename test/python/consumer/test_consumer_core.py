@@ -152,7 +152,9 @@ def test_a_forced_stop_costs_no_attempt(mode: str, database: str, connection: Co
 
 
 @each
-def test_it_survives_the_loss_of_every_connection(mode: str, database: str, connection: Connection, name: str) -> None:
+def test_a_consumer_survives_the_loss_of_every_connection(
+    mode: str, database: str, connection: Connection, name: str
+) -> None:
     queue = Queue(connection, name)
     queue.create_queue(max_attempts=100, visibility_timeout=timedelta(seconds=1), backoff_base=timedelta(0))
     dsn = psycopg.conninfo.make_conninfo(database, application_name=name)
@@ -201,7 +203,7 @@ def test_a_span_follows_the_message(is_async: bool, database: str, connection: C
     assert context.trace_id == sent.get_span_context().trace_id
 
 
-def test_the_span_of_an_object_that_is_called_as_a_coroutine_function_lasts_as_long_as_it() -> None:
+def test_the_span_of_a_callable_object_with_an_async_call_lasts_as_long_as_the_call() -> None:
     pytest.importorskip("opentelemetry.trace")
 
     class Handler:

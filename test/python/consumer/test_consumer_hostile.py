@@ -58,7 +58,7 @@ async def asynchronous_generator(_: Any) -> Any:
 
 
 @pytest.mark.parametrize("function", [coroutine, generator, asynchronous_generator])
-def test_a_handler_that_returns_work_has_not_done_it(
+def test_a_handler_that_returns_an_awaitable_fails_its_message(
     function: Callable[[Any], Any], database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=1)
@@ -70,7 +70,7 @@ def test_a_handler_that_returns_work_has_not_done_it(
 
 
 @pytest.mark.parametrize("function", [coroutine, generator, asynchronous_generator])
-def test_a_coroutine_that_returns_work_has_not_done_it(
+def test_a_coroutine_handler_that_returns_an_awaitable_fails_its_message(
     function: Callable[[Any], Any], database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=1)
@@ -85,7 +85,7 @@ def test_a_coroutine_that_returns_work_has_not_done_it(
     assert (run.consumer.stats.succeeded, run.consumer.stats.failed) == (0, 1)
 
 
-def test_an_object_that_is_called_as_a_coroutine_function_is_one(name: str) -> None:
+def test_a_callable_object_with_an_async_call_is_a_coroutine_handler(name: str) -> None:
     class Handler:
         async def __call__(self, _: Any) -> None: ...
 
@@ -98,7 +98,7 @@ def test_an_object_that_is_called_as_a_coroutine_function_is_one(name: str) -> N
 
 @each
 @pytest.mark.parametrize("how", ["reversed", "emptied"])
-def test_a_handler_may_do_with_its_list_as_it_likes(
+def test_a_handler_may_modify_its_list_of_messages(
     form: Form, how: str, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
@@ -124,7 +124,7 @@ def test_a_handler_may_do_with_its_list_as_it_likes(
 
 @each_transactional
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_stream_that_is_not_read_to_its_end_fails_its_message_and_holds_nobody_up(
+def test_an_unfinished_result_stream_fails_its_message_and_delays_no_other(
     form: Form, raises: bool, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
@@ -155,7 +155,7 @@ def test_a_stream_that_is_not_read_to_its_end_fails_its_message_and_holds_nobody
 
 
 @each_transactional
-def test_a_pipeline_that_is_not_ended_fails_its_message_and_no_other(
+def test_an_open_pipeline_fails_its_message_and_no_other(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
@@ -177,7 +177,7 @@ def test_a_pipeline_that_is_not_ended_fails_its_message_and_no_other(
 
 
 @each_transactional
-def test_a_policy_that_leaves_a_stream_open_holds_nobody_up(
+def test_a_policy_that_leaves_a_result_stream_open_delays_no_message(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=1)
@@ -205,7 +205,7 @@ def test_a_policy_that_leaves_a_stream_open_holds_nobody_up(
 
 
 @each_transactional
-def test_a_connection_that_may_no_longer_write_is_not_used_again(
+def test_a_connection_that_was_set_read_only_is_not_used_again(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=1)
@@ -221,7 +221,7 @@ def test_a_connection_that_may_no_longer_write_is_not_used_again(
 
 
 @pytest.mark.parametrize("form", [Form(is_async, "transactional") for is_async in (False, True)], ids=str)
-def test_a_commit_that_takes_long_costs_nobody_his_claim(
+def test_a_slow_commit_does_not_cost_other_messages_their_claims(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, visibility_timeout=SECOND)
@@ -252,7 +252,7 @@ def test_a_commit_that_takes_long_costs_nobody_his_claim(
 
 
 @pytest.mark.parametrize("form", [Form(True, mode) for mode in ("lease", "transactional", "receive")], ids=str)
-def test_a_coroutine_that_cancels_its_own_task_has_spent_an_attempt(
+def test_a_coroutine_that_cancels_its_own_task_counts_as_an_attempt(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=3, visibility_timeout=SECOND)
@@ -291,7 +291,7 @@ class Broken:
 
 
 @each_transactional
-def test_messages_are_not_to_blame_where_no_connection_is_made(
+def test_a_failure_to_connect_costs_no_message_an_attempt(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=1, visibility_timeout=SECOND)
@@ -312,7 +312,9 @@ def test_messages_are_not_to_blame_where_no_connection_is_made(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_the_function_raises_at_the_start_is_told_as_it_is(is_async: bool, database: str, name: str) -> None:
+def test_an_error_of_the_connection_function_at_the_start_is_raised_unchanged(
+    is_async: bool, database: str, name: str
+) -> None:
     source = Broken(database)
     source.is_broken = True
     with pytest.raises(KeyError, match="no token"), Form(is_async, "lease").consuming(source, name):
@@ -320,7 +322,7 @@ def test_what_the_function_raises_at_the_start_is_told_as_it_is(is_async: bool, 
 
 
 @each_plain
-def test_a_stop_while_no_connection_is_made_waits_for_handlers(
+def test_a_stop_while_connecting_fails_waits_for_handlers(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name, visibility_timeout=LONG).enqueue(1)
@@ -345,7 +347,7 @@ def test_a_stop_while_no_connection_is_made_waits_for_handlers(
 
 
 @pytest.mark.parametrize("form", [Form(False, "lease")], ids=str)
-def test_where_no_more_threads_are_to_be_had_those_that_are_there_do_the_work(
+def test_existing_threads_do_the_work_if_no_further_thread_can_be_started(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = prepare(connection, name, max_attempts=1)
@@ -381,7 +383,7 @@ def test_where_no_more_threads_are_to_be_had_those_that_are_there_do_the_work(
 
 
 @each_mode
-def test_where_no_thread_is_to_be_had_no_message_pays_for_it(
+def test_a_failure_to_start_a_thread_costs_no_message_an_attempt(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = prepare(connection, name, max_attempts=1, visibility_timeout=5 * SECOND)
@@ -407,7 +409,7 @@ def test_where_no_thread_is_to_be_had_no_message_pays_for_it(
     assert (run.consumer.stats.succeeded, run.consumer.stats.failed, run.consumer.stats.lost) == (3, 0, 0)
 
 
-def test_a_consumer_that_gets_no_thread_says_so_and_can_be_started_later(
+def test_a_consumer_that_cannot_start_its_thread_raises_and_can_be_started_later(
     database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(connection, name).enqueue(1)
@@ -442,9 +444,7 @@ sys.exit(status)
 """
 
 
-def test_a_consumer_runs_in_the_process_that_started_it_and_in_no_other(
-    database: str, connection: Connection, name: str
-) -> None:
+def test_a_consumer_runs_only_in_the_process_that_started_it(database: str, connection: Connection, name: str) -> None:
     prepare(connection, name)
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, database, name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -455,7 +455,9 @@ def test_a_consumer_runs_in_the_process_that_started_it_and_in_no_other(
 
 
 @each
-def test_a_reason_that_is_an_exception_is_told(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_an_exception_given_as_a_reason_is_recorded(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name, max_attempts=2)
     queue.enqueue_batch(["reject", "retry"])
 
@@ -506,7 +508,7 @@ def curious() -> Iterator[None]:
 
 @each
 @pytest.mark.usefixtures("curious")
-def test_exceptions_that_are_made_carelessly_cost_their_message_an_attempt_and_nobody_else(
+def test_badly_written_exceptions_cost_only_their_message_an_attempt(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
@@ -529,7 +531,7 @@ def test_exceptions_that_are_made_carelessly_cost_their_message_an_attempt_and_n
 
 @each
 @pytest.mark.parametrize("size", [None, 2])
-def test_a_payload_that_is_nested_too_deeply_to_be_copied_is_delivered(
+def test_a_payload_nested_too_deeply_for_copying_is_delivered(
     form: Form, size: int | None, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name, max_attempts=1)
@@ -540,7 +542,7 @@ def test_a_payload_that_is_nested_too_deeply_to_be_copied_is_delivered(
 
 
 @each_lease
-def test_a_message_that_cannot_be_settled_is_held_no_longer(
+def test_the_claim_of_a_message_that_cannot_be_settled_is_not_extended(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(connection, name, visibility_timeout=SECOND).enqueue(1)
@@ -568,7 +570,7 @@ def test_a_message_that_cannot_be_settled_is_held_no_longer(
 
 
 @each_plain
-def test_what_was_fetched_ahead_is_handed_out_as_soon_as_the_limit_allows(
+def test_prefetched_messages_are_handled_as_soon_as_the_limit_allows(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue_batch(list(range(7)))
@@ -588,7 +590,7 @@ def test_what_was_fetched_ahead_is_handed_out_as_soon_as_the_limit_allows(
 
 
 @each_plain
-def test_claims_are_kept_that_last_shorter_than_those_before(
+def test_claims_with_a_shorter_visibility_timeout_than_earlier_ones_are_extended_in_time(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pump, "_INFO_SECONDS", 0.0)

@@ -47,7 +47,7 @@ def asked(text: bytes) -> Bound[Any]:
 # The circuit
 
 
-def test_while_the_circuit_is_open_one_handler_runs() -> None:
+def test_one_handler_runs_while_the_circuit_is_open() -> None:
     parts = core(circuit_breaker_after=timedelta(0))
     assert parts.limit == 4
     parts.trouble("claim", psycopg.OperationalError("down"))
@@ -60,7 +60,7 @@ def test_while_the_circuit_is_open_one_handler_runs() -> None:
 
 @pytest.mark.parametrize("error", [psycopg.errors.SerializationFailure(), psycopg.errors.DeadlockDetected()], ids=repr)
 @pytest.mark.parametrize("kind", ["work", "claim", "settle"])
-def test_a_conflict_is_no_trouble(error: Exception, kind: str) -> None:
+def test_a_conflict_does_not_count_as_trouble(error: Exception, kind: str) -> None:
     parts = core()
     parts.trouble(kind, error)
     assert parts.stats.circuit == "closed"
@@ -68,7 +68,7 @@ def test_a_conflict_is_no_trouble(error: Exception, kind: str) -> None:
     assert parts.stats.circuit == "armed"
 
 
-async def test_after_a_failure_there_is_a_pause_unless_it_is_told_to_break_off() -> None:
+async def test_a_failure_is_followed_by_a_pause_that_can_be_interrupted() -> None:
     parts = core()
     for rest in (parts.rest, parts._calm):
         parts.breaker.succeeded("connection")
@@ -85,7 +85,7 @@ async def test_after_a_failure_there_is_a_pause_unless_it_is_told_to_break_off()
         await resting
 
 
-async def test_trouble_at_work_keeps_nobody_from_connecting_to_keep_claims() -> None:
+async def test_trouble_of_the_workers_does_not_delay_connections_that_extend_claims() -> None:
     parts = core(circuit_breaker_after=timedelta(0))
     parts.trouble("work", OSError("can't start new thread"))
     assert parts.stats.circuit == "open"
@@ -97,7 +97,7 @@ async def test_trouble_at_work_keeps_nobody_from_connecting_to_keep_claims() -> 
             await parts._calm()
 
 
-async def test_work_that_fails_is_begun_again_and_what_nobody_expected_is_critical() -> None:
+async def test_a_failed_task_is_restarted_and_an_unexpected_error_is_logged_as_critical() -> None:
     said: list[tuple[BaseException | None, str]] = []
     parts = core(on_critical=lambda error, text: said.append((error, text)))
     mistake = ValueError("a mistake of ours")
@@ -115,7 +115,7 @@ async def test_work_that_fails_is_begun_again_and_what_nobody_expected_is_critic
     assert parts.stats.circuit == "armed"
 
 
-async def test_who_waits_is_woken_by_what_he_waits_for_only() -> None:
+async def test_a_waiting_task_is_woken_only_by_its_own_condition() -> None:
     parts = core()
     happened: list[str] = []
     looks: list[str] = []
@@ -144,7 +144,7 @@ async def test_who_waits_is_woken_by_what_he_waits_for_only() -> None:
 # Connections
 
 
-async def test_claims_do_not_wait_for_the_disk_and_all_else_does(database: str) -> None:
+async def test_only_claims_use_asynchronous_commit(database: str) -> None:
     parts = core(database)
     try:
         question = asked(b"show synchronous_commit")
@@ -154,7 +154,7 @@ async def test_claims_do_not_wait_for_the_disk_and_all_else_does(database: str) 
         await parts.close()
 
 
-async def test_through_a_pooler_no_setting_is_left_behind(database: str) -> None:
+async def test_no_setting_is_left_on_a_pooled_connection(database: str) -> None:
     parts = core(database)
     parts.opener.proxied = True
     try:
@@ -163,7 +163,7 @@ async def test_through_a_pooler_no_setting_is_left_behind(database: str) -> None
         await parts.close()
 
 
-async def test_a_server_that_does_not_answer_is_given_up_and_asked_again(database: str) -> None:
+async def test_a_statement_without_an_answer_is_abandoned_and_repeated(database: str) -> None:
     async def calm() -> None:
         pass
 
@@ -179,7 +179,7 @@ async def test_a_server_that_does_not_answer_is_given_up_and_asked_again(databas
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-async def test_silence_ends_a_connection_unless_the_user_says_otherwise(is_async: bool, database: str) -> None:
+async def test_keepalives_are_set_unless_the_user_sets_them(is_async: bool, database: str) -> None:
     opener = Opener(f"{database} keepalives_idle=77", "test")
     connection: Any = await opener.open_async() if is_async else opener.open()
     given = connection.info.get_parameters()
@@ -191,7 +191,7 @@ async def test_silence_ends_a_connection_unless_the_user_says_otherwise(is_async
     assert given["fallback_application_name"] == "test"
 
 
-def test_no_more_connections_are_kept_than_may_be_used(database: str) -> None:
+def test_no_more_idle_connections_are_kept_than_may_be_used(database: str) -> None:
     stack: Stack[Connection] = Stack()
     connections = [connect(database) for _ in range(3)]
     try:
@@ -221,7 +221,9 @@ def test_a_consumer_on_threads_refuses_connections_for_an_event_loop() -> None:
         Consumer(connected, "q", lambda _: None)
 
 
-async def test_a_look_claims_what_it_sees_and_nothing_else(database: str, connection: Connection, name: str) -> None:
+async def test_a_look_claims_only_the_messages_that_it_counted(
+    database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     consumer = Consumer(database, name, lambda _: None, claimed_by="looker")
     parts = Core(consumer._settings, consumer._stats)
@@ -292,7 +294,7 @@ REFUSED = psycopg.errors.InvalidParameterValue("refused")
 LOST = psycopg.OperationalError("the connection is lost")
 
 
-async def test_a_settlement_that_is_refused_takes_a_second_form() -> None:
+async def test_a_refused_settlement_is_repeated_in_its_second_form() -> None:
     desk = Desk(first=lambda _: REFUSED, plain=lambda _: [True])
     [held] = desk.hold(1)
     desk.leases.send(asked(b"first"), Result(held, "retried"), asked(b"plain"))
@@ -307,7 +309,7 @@ async def test_a_settlement_that_is_refused_takes_a_second_form() -> None:
     assert desk.leases.is_settled
 
 
-async def test_a_settlement_that_met_trouble_is_sent_again_and_in_order() -> None:
+async def test_settlements_that_met_trouble_are_repeated_in_order() -> None:
     desk = Desk(first=lambda number: LOST if number == 1 else [False], second=lambda _: [True])
     held = desk.hold(1, 2)
     desk.leases.send(asked(b"first"), Result(held[0], "dead"))
@@ -321,14 +323,14 @@ async def test_a_settlement_that_met_trouble_is_sent_again_and_in_order() -> Non
 
 
 @pytest.mark.parametrize("look", [1, 2, 3])  # ready, inflight, scheduled
-async def test_of_a_claim_that_was_lost_in_part_only_what_is_still_there_was_lost(look: int) -> None:
+async def test_only_existing_messages_of_a_partly_acknowledged_batch_are_reported_as_lost(look: int) -> None:
     desk = Desk(ack_batch=lambda _: [(TOKEN, 2)], browse=lambda number: [(None, [2] if number == look else None)])
     desk.acknowledge(*desk.hold(1, 2, 3))
     await desk.leases.flush()
     assert desk.settled == [(1, "succeeded"), (2, "lost"), (3, "succeeded")]
 
 
-async def test_a_look_that_breaks_settles_nothing_and_is_repeated() -> None:
+async def test_a_check_that_fails_settles_nothing_and_is_repeated() -> None:
     desk = Desk(
         ack_batch=lambda number: [(TOKEN, 2 if number == 1 else 0)],
         browse=lambda number: LOST if number == 1 else [(None, None)],
@@ -342,7 +344,7 @@ async def test_a_look_that_breaks_settles_nothing_and_is_repeated() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "kind"), [(30, "succeeded"), (-1, "lost")])
-async def test_what_is_gone_after_a_broken_acknowledgement_was_ours_while_nobody_else_can_have_had_it(
+async def test_a_missing_message_after_a_broken_acknowledgement_counts_as_acknowledged_while_its_claim_lasts(
     seconds: float, kind: str
 ) -> None:
     desk = Desk(ack_batch=lambda number: LOST if number == 1 else [(TOKEN, 0)], browse=lambda _: [(None, None)])
@@ -354,7 +356,7 @@ async def test_what_is_gone_after_a_broken_acknowledgement_was_ours_while_nobody
     assert desk.settled == [(1, kind)]
 
 
-async def test_an_exchange_acknowledges_and_tells_what_was_lost() -> None:
+async def test_an_exchange_acknowledges_and_reports_lost_messages() -> None:
     desk = Desk(exchange=lambda _: [LostAck(2)])
     desk.acknowledge(*desk.hold(1, 2))
     assert await desk.leases.claim(5, True) == []
@@ -362,7 +364,7 @@ async def test_an_exchange_acknowledges_and_tells_what_was_lost() -> None:
     assert desk.leases.is_settled
 
 
-async def test_what_an_exchange_may_have_acknowledged_before_it_broke_is_looked_for() -> None:
+async def test_messages_that_a_broken_exchange_may_have_acknowledged_are_checked() -> None:
     desk = Desk(
         exchange=lambda _: LOST,
         ack_batch=lambda _: [(TOKEN, 0)],
@@ -387,7 +389,7 @@ async def test_what_an_exchange_may_have_acknowledged_before_it_broke_is_looked_
 LOCKED = psycopg.errors.LockNotAvailable("canceling statement due to lock timeout")
 
 
-async def test_an_exchange_that_meets_a_lock_becomes_a_claim() -> None:
+async def test_an_exchange_that_meets_a_lock_is_replaced_by_a_claim() -> None:
     desk = Desk(exchange=lambda _: LOCKED, ack_batch=lambda _: [(TOKEN, 2)], claim=lambda _: [])
     desk.acknowledge(*desk.hold(1, 2))
     assert await desk.leases.claim(5, True) == []
@@ -397,7 +399,7 @@ async def test_an_exchange_that_meets_a_lock_becomes_a_claim() -> None:
     assert desk.asked == ["exchange", "claim", "ack_batch"]
 
 
-async def test_of_what_is_looked_for_in_parts_nothing_is_left_out_when_the_connection_breaks() -> None:
+async def test_a_check_in_parts_covers_every_message_although_the_connection_breaks() -> None:
     answers: list[Any] = [LOCKED, LOST, [(TOKEN, 4)]]
     desk = Desk(ack_batch=lambda number: answers[number - 1])
     desk.acknowledge(*desk.hold(1, 2, 3, 4))
@@ -408,7 +410,7 @@ async def test_of_what_is_looked_for_in_parts_nothing_is_left_out_when_the_conne
     assert sorted(desk.settled) == [(one, "succeeded") for one in (1, 2, 3, 4)]
 
 
-async def test_what_is_locked_is_tried_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_locked_message_is_retried_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "_AGAIN_SECONDS", 0.01)
     desk = Desk(
         ack_batch=lambda number: LOCKED if number < 3 else [(TOKEN, 1)],
@@ -427,7 +429,7 @@ async def test_what_is_locked_is_tried_again_by_itself(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("proxied", [False, True])
-async def test_of_the_patience_with_locks_nothing_stays_behind(
+async def test_the_lock_timeout_is_not_left_on_the_connection(
     proxied: bool, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -457,7 +459,7 @@ async def test_of_the_patience_with_locks_nothing_stays_behind(
         await parts.close()
 
 
-async def test_what_cannot_be_acknowledged_after_a_break_is_in_doubt_no_longer() -> None:
+async def test_an_acknowledgement_refused_after_a_broken_connection_is_no_longer_in_doubt() -> None:
     desk = Desk(exchange=lambda _: [], ack_batch=lambda number: LOST if number == 1 else REFUSED)
     desk.acknowledge(*desk.hold(1))
     with pytest.raises(psycopg.OperationalError):
@@ -470,7 +472,7 @@ async def test_what_cannot_be_acknowledged_after_a_break_is_in_doubt_no_longer()
     assert desk.asked == ["ack_batch", "ack_batch", "exchange"]
 
 
-async def test_what_is_claimed_anew_was_not_acknowledged_before() -> None:
+async def test_a_message_that_is_claimed_again_was_not_acknowledged() -> None:
     other = uuid4()
     desk = Desk(
         ack_batch=lambda number: [LOST, LOST, [(TOKEN, 0), (other, 1)]][number - 1], browse=lambda _: [(None, None)]
@@ -492,7 +494,7 @@ FATES = {"acknowledged": "succeeded", "ready": "lost", "inflight": "lost", "sche
 
 
 @pytest.mark.parametrize("fate", FATES)
-async def test_an_acknowledgement_in_doubt_is_no_success_while_the_message_is_there(
+async def test_an_acknowledgement_in_doubt_is_not_a_success_while_the_message_exists(
     fate: str, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "_PAGE", 2)  # It takes some pages to come from the first to the last.
@@ -540,7 +542,7 @@ async def _break_nothing() -> None:
     pass
 
 
-async def test_what_was_released_is_kept_no_longer() -> None:
+async def test_claims_of_released_messages_are_not_extended() -> None:
     desk = Desk(release=lambda _: [1], extend_batch=lambda _: [2])
     held = desk.hold(1, 2, seconds=-1)
     assert await desk.leases.release(held[:1]) == (1, [])
@@ -550,7 +552,7 @@ async def test_what_was_released_is_kept_no_longer() -> None:
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "of-two-claims"])
-def test_a_batch_is_settled_in_the_order_in_which_heartbeats_and_others_lock(marked: bool) -> None:
+def test_a_batch_is_settled_in_order_of_id_like_other_calls_that_lock_messages(marked: bool) -> None:
     parts = core(transactional=True, batch_size=3)
     tokens = [TOKEN, TOKEN if marked else uuid4(), TOKEN]
     held = [
@@ -581,7 +583,7 @@ def test_a_batch_is_settled_in_the_order_in_which_heartbeats_and_others_lock(mar
 
 
 @pytest.mark.parametrize("form", [THREADS[0]], ids=str)
-def test_a_visibility_timeout_that_is_altered_is_noticed(
+def test_a_changed_visibility_timeout_is_noticed(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pump, "_INFO_SECONDS", 0.0)
@@ -604,7 +606,7 @@ def test_a_visibility_timeout_that_is_altered_is_noticed(
 
 
 @each
-def test_to_arm_once_more_is_a_look(
+def test_preparing_to_wait_again_counts_as_a_look(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:
     monkeypatch.setattr(waking, "_WAIT_SECONDS", 0.05)  # It has lapsed when the next look is due.
@@ -622,7 +624,7 @@ def test_to_arm_once_more_is_a_look(
 
 
 @each
-def test_while_messages_follow_one_another_each_costs_one_look(
+def test_each_of_several_successive_messages_costs_one_look(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:
     for pause in ("_QUIET", "_TRUST"):
@@ -644,7 +646,7 @@ def test_while_messages_follow_one_another_each_costs_one_look(
 
 
 @each_plain
-def test_acknowledgements_wait_for_company(
+def test_acknowledgements_are_delayed_to_form_batches(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:
     monkeypatch.setattr(leases, "_COMPANY_SECONDS", 60.0)  # Only a stop ends it.
@@ -662,7 +664,7 @@ def test_acknowledgements_wait_for_company(
 
 
 @each_plain
-def test_a_listener_that_is_gone_is_missed_at_once(
+def test_the_loss_of_the_listener_is_noticed_at_once(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -685,7 +687,7 @@ def test_a_listener_that_is_gone_is_missed_at_once(
 
 
 @each
-def test_what_nobody_announces_is_found_when_it_is_quiet(
+def test_a_message_without_a_notification_is_found_by_polling(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -702,7 +704,7 @@ def test_what_nobody_announces_is_found_when_it_is_quiet(
 
 
 @each
-def test_a_look_that_may_not_see_all_is_followed_by_another(
+def test_a_look_that_may_have_missed_messages_is_repeated(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:
     for pause in ("_QUIET", "_TRUST"):
@@ -719,7 +721,7 @@ def test_a_look_that_may_not_see_all_is_followed_by_another(
 
 
 @each
-def test_what_hides_behind_messages_in_flight_is_not_taken_one_by_one(
+def test_messages_behind_others_in_flight_are_claimed_in_batches(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name)
@@ -796,7 +798,7 @@ def test_a_stop_that_comes_too_late_does_not_stop_the_next_run(
         wait_for(lambda: is_empty(connection, name))
 
 
-def test_what_ends_a_consumer_is_told_by_its_stop(
+def test_stop_raises_the_error_that_ended_the_consumer(
     database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, "pgqueue.consumer")
@@ -847,7 +849,7 @@ class Deaf:
         await asyncio.sleep(60)
 
 
-async def test_what_takes_too_long_is_cancelled_until_it_has_ended() -> None:
+async def test_a_task_that_takes_too_long_is_cancelled_until_it_has_ended() -> None:
     deaf = Deaf()
     async with asyncio.timeout(30):
         with pytest.raises(TimeoutError):
@@ -858,7 +860,7 @@ async def test_what_takes_too_long_is_cancelled_until_it_has_ended() -> None:
         await within(10, _break(None))
 
 
-async def test_who_waits_for_work_and_is_cancelled_leaves_none_behind() -> None:
+async def test_cancelling_a_waiter_cancels_the_work_that_it_waits_for() -> None:
     deaf = Deaf()
     waiting = asyncio.create_task(within(60, deaf()))
     await deaf.begun.wait()
@@ -871,7 +873,7 @@ async def test_who_waits_for_work_and_is_cancelled_leaves_none_behind() -> None:
 
 
 @pytest.mark.parametrize("statement", ["find", "release", "flush"])
-async def test_a_stop_ends_though_a_statement_drops_its_cancellation(
+async def test_a_stop_ends_although_a_statement_swallows_its_cancellation(
     statement: str, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(connection, name).enqueue_batch([1, 2])

@@ -87,7 +87,7 @@ def test_no_retries_are_one_attempt() -> None:
         {"delays": [timedelta(seconds=-1)]},
     ],
 )
-def test_retries_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> None:
+def test_invalid_retries_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="invalid"):
         Retries(**arguments)
 
@@ -108,7 +108,7 @@ def test_retries_end_after_their_total(immediate: int, delayed: int, delays: lis
 # Decisions
 
 
-def test_a_policy_s_answer_goes_before_the_handler_s_word_and_that_before_the_retries() -> None:
+def test_the_policy_overrides_the_handler_and_the_handler_overrides_the_retries() -> None:
     retries = Retries(immediate=0, delayed=1, delays=[7 * SECONDS])
     error, wish = ValueError(), Retry(3 * SECONDS)
     handled = Handled()
@@ -125,7 +125,7 @@ def test_a_policy_s_answer_goes_before_the_handler_s_word_and_that_before_the_re
     assert default.after is None
 
 
-def test_a_retry_without_a_delay_takes_that_of_the_retries() -> None:
+def test_a_retry_without_a_delay_uses_the_delay_of_the_retries() -> None:
     decision = decide(Retry(error="busy"), None, 1, Retries(immediate=0, delayed=1, delays=[7 * SECONDS]))
     assert isinstance(decision, Retry)
     assert (decision.after, decision.error) == (7 * SECONDS, "busy")
@@ -140,7 +140,7 @@ def test_a_delay_that_the_database_does_not_know_is_refused(after: timedelta) ->
     assert Retry(timedelta(days=3652.5)).after == timedelta(days=3652.5)
 
 
-def test_what_is_no_decision_is_refused() -> None:
+def test_an_object_that_is_no_decision_is_refused() -> None:
     assert checked(None) is None
     assert isinstance(checked(Handled), Handled)
     assert isinstance(checked(Retry), Retry)
@@ -158,7 +158,7 @@ def test_a_failure_is_described_by_type_message_and_traceback() -> None:
     assert text.rstrip().endswith("ValueError: broken")
 
 
-def test_the_word_of_who_decided_comes_first() -> None:
+def test_the_reason_of_the_decision_comes_first() -> None:
     error = raised(ValueError("broken"))
     assert describe(error, Reject("not ours")).startswith("not ours\n\nValueError: broken\n\nTraceback")
     assert describe(error, Retry(error="later")).startswith("later\n\nValueError: broken\n\nTraceback")
@@ -179,7 +179,7 @@ def test_the_cause_of_a_retry_is_what_failed() -> None:
     assert evidence(message(), caught.value, "c", dies=False)[FAILURES][0]["exception_type"] == "KeyError"
 
 
-def test_a_failure_leaves_its_record() -> None:
+def test_a_failure_is_recorded_in_the_headers() -> None:
     headers = evidence(message({"a": 1}, attempt=3), raised(ValueError("broken")), "host:1:q", dies=False)
     assert list(headers) == [FAILURES]
     [entry] = headers[FAILURES]
@@ -192,7 +192,7 @@ def test_a_failure_leaves_its_record() -> None:
     }
 
 
-def test_a_dead_letter_tells_everything() -> None:
+def test_a_dead_letter_has_all_records_of_its_failures() -> None:
     past = evidence(message(), raised(KeyError("x")), "c", dies=False)
     headers = evidence(message(past, attempt=2), raised(psycopg.OperationalError("gone")), "c", dies=True)
     assert [entry["attempt"] for entry in headers[FAILURES]] == [1, 2]
@@ -222,7 +222,7 @@ def test_a_handler_does_not_see_the_records() -> None:
 
 
 @pytest.mark.parametrize("records", [None, 1, "x", {}, [1, None, "x"], [[{}]]])
-def test_records_that_are_not_ours_do_no_harm(records: Any) -> None:
+def test_records_of_another_format_are_ignored(records: Any) -> None:
     headers = evidence(message({FAILURES: records}), ValueError("x"), "c", dies=True)
     assert [entry["attempt"] for entry in headers[FAILURES]] == [1]
 
@@ -232,7 +232,7 @@ class Mute(Exception):
         raise RuntimeError("no")
 
 
-def test_an_exception_that_cannot_say_what_it_is_is_recorded_all_the_same() -> None:
+def test_an_exception_whose_text_cannot_be_formatted_is_recorded() -> None:
     headers = evidence(message(), raised(Mute()), "c", dies=True)
     assert "RuntimeError" in headers["pgqueue.exception_message"]
     assert headers["pgqueue.exception_type"].endswith("Mute")
@@ -256,7 +256,7 @@ def deep() -> BaseException:
     st.one_of(st.none(), st.dictionaries(st.text(), st.text(), max_size=3)),
     st.integers(0, 65_000),
 )
-def test_evidence_is_bounded_and_fit_to_be_stored(text: str, headers: Any, bulk: int) -> None:
+def test_records_are_bounded_and_can_be_stored(text: str, headers: Any, bulk: int) -> None:
     one = message((headers or {}) | {"bulk": "x" * bulk} if bulk else headers)
     for attempt in range(1, 4):
         error = raised(ValueError(text))
@@ -278,7 +278,7 @@ def test_evidence_is_bounded_and_fit_to_be_stored(text: str, headers: Any, bulk:
         assert len(json.dumps(own | words, ensure_ascii=False).encode("utf8", "replace")) <= 65_536
 
 
-def test_a_stack_that_could_not_be_formatted_at_once_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stack_trace_that_cannot_be_formatted_in_one_piece_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     formatted = traceback.format_exception
     faults: list[BaseException] = [SystemError("AST constructor recursion depth mismatch")]
 
@@ -291,7 +291,7 @@ def test_a_stack_that_could_not_be_formatted_at_once_is_told(monkeypatch: pytest
     assert "KeyError: 'x'" in evidence(message(), raised(KeyError("x")), "c", dies=True)["pgqueue.stack_trace"]
 
 
-def test_a_deep_stack_is_cut() -> None:
+def test_a_deep_stack_trace_is_shortened() -> None:
     words = evidence(message(), deep(), "c", dies=True)
     assert "RecursionError" in words["pgqueue.stack_trace"]
     assert len(words["pgqueue.stack_trace"]) <= 16_384
@@ -305,7 +305,7 @@ def breaker(after: float = 30.0) -> tuple[CircuitBreaker, Clock, list[str]]:
     return CircuitBreaker(after, states.append, clock, lambda: 0.5), clock, states
 
 
-def test_the_first_failure_arms() -> None:
+def test_the_first_failure_arms_the_circuit() -> None:
     circuit, _, states = breaker()
     assert circuit.state == "closed"
     circuit.failed()
@@ -313,7 +313,7 @@ def test_the_first_failure_arms() -> None:
     assert (circuit.state, states) == ("armed", ["armed"])
 
 
-def test_it_opens_when_nothing_has_succeeded_for_long_enough() -> None:
+def test_the_circuit_opens_if_nothing_has_succeeded_for_long_enough() -> None:
     circuit, clock, states = breaker()
     circuit.failed()
     clock.now += 29.9
@@ -325,7 +325,7 @@ def test_it_opens_when_nothing_has_succeeded_for_long_enough() -> None:
     assert (circuit.state, states) == ("open", ["armed", "open"])
 
 
-def test_it_opens_by_the_clock_alone() -> None:
+def test_the_circuit_opens_without_a_further_failure() -> None:
     circuit, clock, states = breaker()
     circuit.look()
     circuit.failed()
@@ -335,7 +335,7 @@ def test_it_opens_by_the_clock_alone() -> None:
     assert states == ["armed", "open"]
 
 
-def test_a_success_disarms() -> None:
+def test_a_success_disarms_the_circuit() -> None:
     circuit, clock, states = breaker()
     circuit.failed()
     circuit.succeeded()
@@ -345,7 +345,7 @@ def test_a_success_disarms() -> None:
     assert states == ["armed", "closed", "armed"]
 
 
-def test_a_success_closes_an_open_one() -> None:
+def test_a_success_closes_an_open_circuit() -> None:
     circuit, clock, states = breaker(0)
     circuit.failed()
     assert states == ["armed", "open"]
@@ -355,7 +355,7 @@ def test_a_success_closes_an_open_one() -> None:
     assert states == ["armed", "open", "closed"]
 
 
-def test_what_succeeds_says_nothing_about_what_fails() -> None:
+def test_a_success_of_one_operation_does_not_disarm_the_circuit_of_another() -> None:
     circuit, clock, states = breaker()
     for _ in range(31):
         circuit.failed("claim")
@@ -369,7 +369,7 @@ def test_what_succeeds_says_nothing_about_what_fails() -> None:
     assert circuit.state == "closed"
 
 
-def test_the_pauses_double_to_a_second_and_are_ten_while_open() -> None:
+def test_pauses_double_up_to_one_second_and_last_ten_while_the_circuit_is_open() -> None:
     circuit, clock, _ = breaker()
     assert [circuit.failed() for _ in range(7)] == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1, 1])
     clock.now += 30
@@ -396,7 +396,7 @@ def test_the_pauses_of_failures_add_up() -> None:
     assert states == ["armed", "open"]
 
 
-def test_a_thousand_failures_at_once_arm_once() -> None:
+def test_a_thousand_concurrent_failures_arm_the_circuit_once() -> None:
     circuit, _, states = breaker()
 
     async def fail(gate: asyncio.Event) -> float:
@@ -416,7 +416,7 @@ def test_a_thousand_failures_at_once_arm_once() -> None:
     assert states == ["armed", "closed"]
 
 
-def test_conflicts_and_trouble_are_told_from_mistakes() -> None:
+def test_conflicts_and_trouble_are_distinguished_from_mistakes() -> None:
     deadlock, mistake = psycopg.errors.DeadlockDetected("x"), psycopg.errors.UndefinedTable("x")
     wrapped = ValueError("orm")
     wrapped.__cause__ = psycopg.errors.SerializationFailure("x")
@@ -454,7 +454,7 @@ def test_an_earlier_due_time_wins() -> None:
     assert looks.next_look_at == clock.now + 2
 
 
-def test_what_was_not_there_when_it_was_due_is_looked_for_ever_later() -> None:
+def test_looks_for_a_due_message_that_is_missing_become_rarer() -> None:
     looks, clock = pace(1)
     for seconds, expected in ((0.5, [0.5, 0.1, 0.2, 0.4, 0.8, 1, 1]), (0.1, [0.1, 1, 1]), (0.3, [0.3, 0.1, 0.2])):
         looks.disarm()
@@ -469,7 +469,7 @@ def test_what_was_not_there_when_it_was_due_is_looked_for_ever_later() -> None:
 
 
 @pytest.mark.parametrize("note", [Pace.found, Pace.stirred])
-def test_after_a_message_what_comes_due_has_to_be_asked_for_again(note: Callable[[Pace], None]) -> None:
+def test_the_next_due_time_is_queried_again_after_a_message(note: Callable[[Pace], None]) -> None:
     looks, clock = pace(1)
     looks.armed(0.5, is_empty=True)
     assert looks.is_settled
@@ -480,7 +480,7 @@ def test_after_a_message_what_comes_due_has_to_be_asked_for_again(note: Callable
     assert looks.is_settled
 
 
-def test_what_comes_due_is_asked_for_when_there_is_no_word_for_a_while() -> None:
+def test_the_next_due_time_is_queried_after_a_time_without_notifications() -> None:
     looks, clock = pace()
     assert looks.quiet_at == clock.now  # Who sends does not notify yet: there is nothing to wait for.
     looks.armed(20, is_empty=True)
@@ -490,7 +490,7 @@ def test_what_comes_due_is_asked_for_when_there_is_no_word_for_a_while() -> None
     assert looks.quiet_at == clock.now
 
 
-def test_what_was_found_is_all_there_is_only_shortly_after_an_empty_look() -> None:
+def test_a_short_result_proves_an_empty_queue_only_shortly_after_an_empty_look() -> None:
     looks, clock = pace()
     looks.empty()
     looks.found()
@@ -510,7 +510,7 @@ def test_what_was_found_is_all_there_is_only_shortly_after_an_empty_look() -> No
     assert not looks.rests
 
 
-def test_what_a_look_promised_in_vain_is_looked_for_ever_longer() -> None:
+def test_looks_after_a_count_that_led_to_no_message_become_rarer() -> None:
     looks, clock = pace(1)
     waits = []
     for _ in range(5):
@@ -520,7 +520,7 @@ def test_what_a_look_promised_in_vain_is_looked_for_ever_longer() -> None:
     assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8, 1])
 
 
-def test_the_register_is_armed_anew_before_it_ends() -> None:
+def test_the_waiting_register_is_renewed_before_it_ends() -> None:
     looks, clock = pace()
     assert (looks.is_armed, looks.is_lapsed) == (False, False)
     looks.armed(20, is_empty=True)
@@ -616,7 +616,7 @@ class Handler:
     async def __call__(self, delivery: Any) -> None: ...
 
 
-def test_what_is_behind_a_part_or_a_method_decides_the_kind() -> None:
+def test_the_wrapped_function_of_a_partial_or_a_method_decides_the_kind() -> None:
     handler = Handler()
     for coroutine in (partial(nothing_async), handler.handle, handler, partial(partial(handler))):
         with pytest.raises(TypeError, match="use AsyncConsumer"):
@@ -642,7 +642,7 @@ async def generator_async(_: Any) -> Any:
 
 
 @pytest.mark.parametrize("handler", [generator, generator_async, Generator(), partial(generator)])
-def test_a_generator_is_no_handler(handler: Any) -> None:
+def test_a_generator_is_refused_as_a_handler(handler: Any) -> None:
     for kind in (Consumer, AsyncConsumer):
         with pytest.raises(TypeError, match="invalid handler: is a generator function, of which a call runs nothing"):
             kind("", "q", handler)
@@ -668,7 +668,7 @@ def test_functions_that_could_not_be_called_are_refused_by_name(arguments: dict[
 
 
 @pytest.mark.parametrize("name", ["peek_delay", "visibility_timeout", "grace_period", "circuit_breaker_after"])
-def test_a_number_is_no_duration(name: str) -> None:
+def test_a_number_is_refused_as_a_duration(name: str) -> None:
     with pytest.raises(TypeError, match=rf"invalid {name}: 30; must be a datetime\.timedelta"):
         Consumer("", "q", nothing, **{name: 30})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="invalid after: 30"):

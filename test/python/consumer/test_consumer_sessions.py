@@ -49,7 +49,7 @@ STYLES = [
 
 
 @pytest.mark.parametrize("styles", STYLES, ids=lambda styles: styles["DateStyle"])
-def test_the_styles_of_a_database_are_not_those_of_a_consumer(
+def test_the_output_styles_of_a_database_do_not_affect_a_consumer(
     styles: dict[str, str], empty_database: Callable[[], str]
 ) -> None:
     dsn = empty_database()
@@ -93,7 +93,7 @@ def test_the_styles_of_a_database_are_not_those_of_a_consumer(
     "setting", ["DateStyle = German", "IntervalStyle = iso_8601", "client_encoding = 'LATIN1'"], ids=str.split
 )
 @together(TRANSACTIONAL)
-def test_what_a_handler_sets_keeps_no_other_message_from_being_read(
+def test_settings_of_a_handler_do_not_keep_other_messages_from_being_read(
     form: Form, setting: str, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name, max_attempts=1).enqueue_batch([EURO] * 3)
@@ -108,7 +108,7 @@ def test_what_a_handler_sets_keeps_no_other_message_from_being_read(
 
 
 @together(FORMS)
-def test_a_message_that_never_expires_is_handled_as_any_other(
+def test_a_message_with_an_infinite_expiry_is_handled(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name)
@@ -144,7 +144,7 @@ def role(connection: Connection, name: str, *verbs: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("scope", ["", "local "], ids=["set", "set local"])
 @each_transactional
-def test_a_role_that_may_not_acknowledge_costs_its_message_an_attempt_and_no_other(
+def test_a_role_that_may_not_acknowledge_costs_only_its_message_an_attempt(
     form: Form, scope: str, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
@@ -166,7 +166,7 @@ def test_a_role_that_may_not_acknowledge_costs_its_message_an_attempt_and_no_oth
 
 
 @pytest.mark.parametrize("form", [Form(is_async, "receive") for is_async in (False, True)], ids=str)
-def test_a_role_that_may_not_claim_is_not_that_of_the_next_message(
+def test_a_role_that_a_handler_sets_does_not_apply_to_the_next_message(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name, max_attempts=1).enqueue_batch([1, 2, 3])
@@ -196,7 +196,7 @@ class BrokenLoader(TextLoader):
 
 @pytest.mark.parametrize("what", ["dumper", "loader"])
 @together(TRANSACTIONAL)
-def test_what_a_handler_registers_on_its_connection_is_for_itself(
+def test_adapters_that_a_handler_registers_do_not_affect_the_consumer(
     form: Form, what: str, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
@@ -223,7 +223,7 @@ def test_what_a_handler_registers_on_its_connection_is_for_itself(
 
 
 @together(FORMS)
-def test_lists_that_are_sent_as_json_elsewhere_are_acknowledged_here(
+def test_acknowledgements_work_with_a_connection_that_adapts_lists_as_json(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -305,7 +305,7 @@ print(stats.succeeded, stats.failed, stats.circuit, flush=True)
 
 @pytest.mark.parametrize(("how", "status"), [("returns", 0), ("raises", 1), ("exits", 7)])
 @pytest.mark.parametrize("form", [*THREADS, Form(True, "transactional")], ids=str)
-def test_a_child_that_a_handler_forks_settles_nothing(
+def test_a_process_that_a_handler_forks_settles_nothing(
     form: Form, how: str, status: int, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)

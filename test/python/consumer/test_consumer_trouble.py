@@ -57,7 +57,7 @@ def kill(step: Step) -> None:
 
 @in_leases
 @pytest.mark.parametrize("size", [None, 2])
-def test_the_death_of_a_connection_costs_a_lease_no_attempt(
+def test_a_lost_connection_costs_a_claimed_message_no_attempt(
     form: Form, size: int | None, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, visibility_timeout=timedelta(hours=1))
@@ -82,7 +82,7 @@ def test_the_death_of_a_connection_costs_a_lease_no_attempt(
 
 
 @each_transactional
-def test_a_connection_that_broke_while_it_was_idle_is_no_trouble(
+def test_a_connection_that_broke_while_idle_does_not_count_as_trouble(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -117,7 +117,7 @@ def test_a_message_that_kills_every_connection_spends_its_attempts(
 
 
 @in_leases
-def test_what_was_committed_before_the_connection_died_is_not_done_again(
+def test_work_that_was_committed_before_the_connection_broke_is_not_repeated(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, visibility_timeout=timedelta(hours=1))
@@ -141,7 +141,7 @@ def test_what_was_committed_before_the_connection_died_is_not_done_again(
 
 
 @each_transactional
-def test_a_division_by_zero_of_the_user_s_own_is_a_failed_attempt(
+def test_a_division_by_zero_in_a_handler_is_a_failed_attempt(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
@@ -172,7 +172,7 @@ def kill_process(process: int, how: signal.Signals) -> None:
 
 
 @together(PLAIN)
-def test_a_claim_that_a_crash_forgot_is_lost_and_not_acknowledged(form: Form, name: str) -> None:
+def test_a_claim_that_a_server_crash_undid_is_lost_and_not_acknowledged(form: Form, name: str) -> None:
     with EmbeddedServer(settings={"autovacuum": "off"}) as server, ExitStack() as stack:
         with connect(server.dsn) as connection:
             pgqueue.install(connection)
@@ -204,7 +204,7 @@ def test_a_claim_that_a_crash_forgot_is_lost_and_not_acknowledged(form: Form, na
 # Servers that do not write
 
 
-def test_a_server_that_only_reads_is_left_for_the_one_that_writes_once_that_is_back(name: str, tmp_path: Path) -> None:
+def test_a_consumer_moves_from_a_read_only_server_to_one_that_writes(name: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with ExitStack() as stack:
         first = stack.enter_context(EmbeddedServer(data_dir=tmp_path / "first"))
@@ -236,7 +236,7 @@ def test_a_server_that_only_reads_is_left_for_the_one_that_writes_once_that_is_b
 
 
 @pytest.mark.parametrize("form", PLAIN, ids=str)
-def test_what_cannot_be_given_back_keeps_nothing_from_being_acknowledged(
+def test_a_message_that_cannot_be_given_back_does_not_block_acknowledgements(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -269,7 +269,7 @@ def test_what_cannot_be_given_back_keeps_nothing_from_being_acknowledged(
 
 
 @in_receives
-def test_a_handler_may_deallocate_what_was_prepared(
+def test_a_handler_may_deallocate_prepared_statements(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -316,7 +316,7 @@ def lock(session: Connection, message: int) -> None:
 
 
 @in_leases
-def test_a_handler_that_locks_its_message_costs_no_other_its_claim(
+def test_a_handler_that_locks_its_message_does_not_cost_others_their_claims(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, visibility_timeout=SECOND)
@@ -344,7 +344,7 @@ def test_a_handler_that_locks_its_message_costs_no_other_its_claim(
 
 @each_lease
 @pytest.mark.parametrize("is_taken", [False, True])
-def test_a_locked_message_is_neither_extended_nor_lost_before_it_can_be_had(
+def test_a_locked_message_is_neither_extended_nor_lost_before_the_lock_is_released(
     form: Form, is_taken: bool, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, visibility_timeout=SECOND)
@@ -457,7 +457,7 @@ def test_a_forced_stop_gives_back_what_a_handler_has_locked(
 
 
 @pytest.mark.parametrize("form", [PLAIN[0]], ids=str)
-def test_a_connection_that_falls_silent_is_given_up_while_claims_can_still_be_kept(
+def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(
     form: Form, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pump, "_LEAST_DEADLINE", 0.1)
@@ -515,7 +515,7 @@ def slow_line(empty_database: Callable[[], str]) -> str:
 
 
 @pytest.mark.parametrize("form", [PLAIN[0]], ids=str)
-def test_what_takes_too_long_to_arrive_all_at_once_is_taken_in_smaller_portions(form: Form, slow_line: str) -> None:
+def test_a_result_that_takes_too_long_to_arrive_is_fetched_in_smaller_portions(form: Form, slow_line: str) -> None:
     with connect(slow_line) as connection:
         queue = prepare(connection, "q")
         with form.consuming(slow_line, "q", concurrency=16, listen=False) as run:
@@ -557,7 +557,7 @@ def slow_to_wait(empty_database: Callable[[], str]) -> str:
 
 
 @each
-def test_what_is_sent_while_it_says_that_it_waits_is_not_slept_over(form: Form, slow_to_wait: str) -> None:
+def test_a_message_sent_during_prepare_wait_is_not_missed(form: Form, slow_to_wait: str) -> None:
     with connect(slow_to_wait) as connection:
         queue = prepare(connection, "q")
         with form.consuming(slow_to_wait, "q", peek_delay=LONG) as run:
@@ -571,7 +571,7 @@ def test_what_is_sent_while_it_says_that_it_waits_is_not_slept_over(form: Form, 
 
 
 @together(FORMS)
-def test_a_stop_that_is_asked_for_before_the_run_ends_it(
+def test_a_stop_requested_before_the_run_ends_the_run(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -594,7 +594,7 @@ def test_a_stop_that_is_asked_for_before_the_run_ends_it(
 
 
 @each_transactional
-def test_a_handler_that_would_commit_half_of_its_work_is_refused(
+def test_a_handler_that_would_commit_part_of_its_work_is_refused(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name, max_attempts=1).enqueue(1)

@@ -137,7 +137,7 @@ def test_a_success_in_time_closes_the_circuit(form: Form, database: str, connect
 
 
 @each
-def test_what_handlers_raise_never_touches_the_circuit(
+def test_errors_of_handlers_do_not_arm_the_circuit(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=1)
@@ -188,7 +188,7 @@ def test_delays_and_expiry_run_from_the_send_in_a_long_transaction(
 ZONES = ["UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asia/Kathmandu", "Pacific/Apia"]
 
 
-def test_moments_are_the_same_in_every_time_zone(connection: Connection, name: str) -> None:
+def test_timestamps_are_the_same_in_every_time_zone(connection: Connection, name: str) -> None:
     prepare(connection, name)
     # An hour before clocks change in Berlin; in a transaction of its own, so that nobody else's stands still.
     with connection.transaction(force_rollback=True):
@@ -228,7 +228,7 @@ def test_moments_are_the_same_in_every_time_zone(connection: Connection, name: s
 
 
 @together(FORMS)
-def test_ids_go_on_past_the_32nd_bit(form: Form, empty_database: Callable[[], str]) -> None:
+def test_ids_may_exceed_32_bits(form: Form, empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
     with connect(dsn) as connection:
         connection.execute("create extension pgqueue")
@@ -251,7 +251,7 @@ def test_ids_go_on_past_the_32nd_bit(form: Form, empty_database: Callable[[], st
         assert max(call.message.id for call in run.calls) == 2**62 + 1
 
 
-def test_long_delays_and_lives_are_kept_to_the_microsecond(connection: Connection, name: str) -> None:
+def test_long_delays_and_times_to_live_are_exact_to_the_microsecond(connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     span = timedelta(days=1234, seconds=5, microseconds=6)
     queue.enqueue(1, delay=span, expires_in=2 * span)
@@ -265,7 +265,7 @@ def test_long_delays_and_lives_are_kept_to_the_microsecond(connection: Connectio
     assert ready.expires_at - ready.enqueued_at == span
 
 
-def test_many_claimers_of_what_came_due_share_nothing_and_wait_for_nobody(
+def test_concurrent_claims_of_due_messages_share_none_and_do_not_wait(
     database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -297,7 +297,7 @@ def test_many_claimers_of_what_came_due_share_nothing_and_wait_for_nobody(
     assert sorted(claimed) == sent
 
 
-def test_what_came_due_first_is_claimed_first(connection: Connection, name: str) -> None:
+def test_messages_are_claimed_in_order_of_their_due_times(connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     milliseconds = [50, 10, 40, 20, 30]
     queue.enqueue_batch(milliseconds, delays=[timedelta(milliseconds=number) for number in milliseconds])
@@ -305,7 +305,7 @@ def test_what_came_due_first_is_claimed_first(connection: Connection, name: str)
     assert [message.payload for _ in milliseconds for message in queue.claim()] == sorted(milliseconds)
 
 
-def test_peeks_hide_nothing_from_who_receives(database: str, connection: Connection, name: str) -> None:
+def test_peeks_hide_no_message_from_receivers(database: str, connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     sent = queue.enqueue_batch([1] * 500)
     stop = threading.Event()
@@ -331,7 +331,7 @@ def test_peeks_hide_nothing_from_who_receives(database: str, connection: Connect
 
 
 @each_transactional
-def test_a_swallowed_error_is_never_an_acknowledgement_that_was_rolled_back(
+def test_an_error_that_the_handler_swallows_does_not_lose_the_message(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -375,7 +375,7 @@ def test_an_error_within_a_savepoint_is_harmless(form: Form, database: str, conn
 
 @pytest.mark.parametrize("verb", ["commit", "rollback"])
 @together(TRANSACTIONAL)
-def test_a_handler_that_ends_the_transaction_is_found_out(
+def test_a_handler_that_ends_the_transaction_fails_its_message(
     form: Form, verb: str, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2, visibility_timeout=SECOND)
@@ -405,7 +405,7 @@ one_at_a_time = threading.Lock()
 
 
 @together(FORMS)
-def test_a_consumer_needs_no_more_than_the_access_of_one(
+def test_a_consumer_works_with_consumer_access_only(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2, visibility_timeout=SECOND)
@@ -527,7 +527,7 @@ def restarted() -> Iterator[EmbeddedServer]:
 
 
 @pytest.mark.parametrize("immediate", [False, True])
-def test_a_restart_of_the_server_loses_nothing_and_repeats_nothing(
+def test_a_restart_of_the_server_loses_and_repeats_no_message(
     restarted: EmbeddedServer, name: str, immediate: bool
 ) -> None:
     forms = [Form(is_async, mode) for is_async in (False, True) for mode in ("lease", "transactional", "receive")]
@@ -562,7 +562,7 @@ def test_a_restart_of_the_server_loses_nothing_and_repeats_nothing(
 
 
 @together(FORMS)
-def test_killed_connections_lose_nothing_and_repeat_nothing(
+def test_killed_connections_lose_and_repeat_no_message(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name, visibility_timeout=SECOND, max_attempts=20).enqueue_batch(list(range(300)))
@@ -583,7 +583,7 @@ def test_killed_connections_lose_nothing_and_repeat_nothing(
 
 
 @together(FORMS)
-def test_a_queue_that_is_dropped_and_made_again_is_consumed_again(
+def test_a_queue_that_is_dropped_and_created_again_is_consumed_again(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -598,7 +598,7 @@ def test_a_queue_that_is_dropped_and_made_again_is_consumed_again(
 
 
 @together(THREADS)
-def test_a_paused_queue_is_left_alone_and_taken_up_again(
+def test_a_consumer_takes_nothing_from_a_paused_queue_until_it_is_resumed(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -664,7 +664,7 @@ def bouncer(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @together(FORMS)
-def test_through_a_transaction_pooler_it_polls_and_says_so_once(
+def test_a_consumer_behind_a_transaction_pooler_polls_and_logs_it_once(
     form: Form, bouncer: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
@@ -698,7 +698,7 @@ def test_through_a_transaction_pooler_it_polls_and_says_so_once(
 
 
 @together(THREADS)
-def test_a_listener_that_is_lost_is_replaced_or_done_without(
+def test_a_lost_listener_is_replaced_or_polling_takes_over(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -713,7 +713,7 @@ def test_a_listener_that_is_lost_is_replaced_or_done_without(
 
 
 @together(THREADS)
-def test_without_listening_it_polls(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_a_consumer_that_does_not_listen_polls(form: Form, database: str, connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     with form.consuming(database, name, listen=False) as run:
         for number in range(3):

@@ -77,7 +77,7 @@ def test_an_idle_consumer_is_woken_by_a_message(form: Form, database: str, conne
 
 
 @together(FORMS)
-def test_what_is_given_back_wakes_the_consumer_when_it_is_due(
+def test_a_message_given_back_wakes_the_consumer_when_it_is_due(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -96,7 +96,7 @@ def test_what_is_given_back_wakes_the_consumer_when_it_is_due(
 
 
 @together(THREADS)
-def test_a_claim_that_runs_out_elsewhere_wakes_the_consumer(
+def test_an_expired_claim_of_another_session_wakes_the_consumer(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -108,7 +108,7 @@ def test_a_claim_that_runs_out_elsewhere_wakes_the_consumer(
 
 
 @together(THREADS)
-def test_who_commits_late_and_does_not_notify_is_waited_for(
+def test_a_message_committed_late_without_a_notification_is_found(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -122,7 +122,9 @@ def test_who_commits_late_and_does_not_notify_is_waited_for(
 
 
 @together(THREADS)
-def test_no_message_is_slept_over(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_no_message_is_missed_while_the_consumer_waits(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     with form.consuming(database, name, peek_delay=LONG, concurrency=1) as run:
         for number in range(200):
@@ -132,7 +134,7 @@ def test_no_message_is_slept_over(form: Form, database: str, connection: Connect
 
 
 @each_mode
-def test_a_message_that_lives_shorter_than_the_looks_are_apart_is_warned_of(
+def test_a_time_to_live_shorter_than_the_peek_delay_logs_a_warning(
     form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue = prepare(connection, name)
@@ -200,7 +202,7 @@ def test_a_claim_that_is_lost_cancels_the_handler(form: Form, database: str, con
 
 @pytest.mark.parametrize("outcome", ["returns", "raises", "Retry", "Reject", "marks retry", "marks reject"])
 @together(LEASES)
-def test_a_claim_that_was_lost_unnoticed_has_no_effect(
+def test_a_handler_whose_claim_was_lost_unnoticed_has_no_effect(
     form: Form, outcome: str, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -236,7 +238,7 @@ def test_a_claim_that_was_lost_unnoticed_has_no_effect(
 
 @each_plain
 @pytest.mark.parametrize("force", [False, True])
-def test_what_was_fetched_ahead_is_given_back_by_a_stop(
+def test_a_stop_gives_prefetched_messages_back(
     form: Form, force: bool, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, visibility_timeout=timedelta(hours=12))
@@ -261,7 +263,7 @@ def test_what_was_fetched_ahead_is_given_back_by_a_stop(
 
 
 @together(PLAIN)
-def test_what_was_fetched_ahead_is_kept_as_long_as_it_waits(
+def test_claims_of_prefetched_messages_are_extended_while_they_wait(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, visibility_timeout=2 * SECOND)
@@ -281,7 +283,7 @@ def test_what_was_fetched_ahead_is_kept_as_long_as_it_waits(
 
 
 @each_plain
-def test_steps_are_taken_many_at_a_time(form: Form, empty_database: Any) -> None:
+def test_steps_are_sent_in_batches(form: Form, empty_database: Any) -> None:
     dsn = empty_database()
     with connect(dsn) as connection:
         connection.execute("create extension pgqueue")
@@ -299,9 +301,7 @@ def test_steps_are_taken_many_at_a_time(form: Form, empty_database: Any) -> None
 
 
 @each_plain
-def test_an_acknowledgement_does_not_wait_for_company(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
+def test_a_single_acknowledgement_is_not_delayed(form: Form, database: str, connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     gate = Event()
 
@@ -430,7 +430,7 @@ def noted(error: Exception, note: str) -> Exception:
 
 
 @together(FORMS)
-def test_the_nastiest_exceptions_are_kept_in_bounds(
+def test_records_of_extreme_exceptions_stay_within_their_bounds(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
@@ -470,7 +470,7 @@ def test_history_keeps_the_last_twenty(form: Form, database: str, connection: Co
 
 
 @together(FORMS)
-def test_headers_that_leave_no_room_for_evidence_stay_as_they_are(
+def test_headers_that_leave_no_room_for_records_stay_unchanged(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     headers = {"h": "x" * 65_000}
@@ -486,7 +486,9 @@ def test_headers_that_leave_no_room_for_evidence_stay_as_they_are(
 
 
 @together(FORMS)
-def test_a_redriven_message_is_as_it_was_sent(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_a_redriven_message_has_the_content_that_was_sent(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name, max_attempts=2)
     queue.enqueue(1, headers={"mine": 1})
     works = Event()
@@ -542,7 +544,7 @@ def test_a_rejected_message_is_dead_at_once(
 
 @pytest.mark.parametrize("how", ["raise", "mark"])
 @together(FORMS)
-def test_a_retry_comes_after_its_time(form: Form, how: str, database: str, connection: Connection, name: str) -> None:
+def test_a_retry_comes_after_its_delay(form: Form, how: str, database: str, connection: Connection, name: str) -> None:
     queue = prepare(connection, name, backoff_base=timedelta(hours=1))
     queue.enqueue(1)
     moments: list[float] = []
@@ -563,7 +565,7 @@ def test_a_retry_comes_after_its_time(form: Form, how: str, database: str, conne
 
 
 @each
-def test_without_a_delay_the_queue_s_backoff_decides(
+def test_a_retry_without_a_delay_uses_the_backoff_of_the_queue(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, backoff_base=timedelta(hours=1), backoff_max=timedelta(hours=9), backoff_jitter=0)
@@ -580,7 +582,7 @@ def test_without_a_delay_the_queue_s_backoff_decides(
 
 
 @together(FORMS)
-def test_retries_are_immediate_first_and_delayed_then(
+def test_immediate_retries_come_before_delayed_retries(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=100, backoff_base=timedelta(hours=1))
@@ -609,7 +611,7 @@ def test_the_retries_of_the_transport_are_the_default() -> None:
 
 
 @each_mode
-def test_retries_end_with_the_message_s_attempts(
+def test_retries_end_when_the_attempts_of_the_message_are_exhausted(
     form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue = prepare(connection, name, max_attempts=2, backoff_base=timedelta(hours=1))
@@ -622,7 +624,9 @@ def test_retries_end_with_the_message_s_attempts(
 
 
 @together(FORMS)
-def test_poison_does_not_hold_up_the_others(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_a_message_that_always_fails_does_not_delay_the_others(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name, max_attempts=5)
     queue.enqueue_batch(["poison"] * 10 + ["good"] * 50)
 
@@ -640,7 +644,7 @@ def test_poison_does_not_hold_up_the_others(form: Form, database: str, connectio
 
 
 @each
-def test_without_dead_letters_the_given_up_are_gone(
+def test_a_queue_without_dead_letters_deletes_messages_that_fail(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=1, dlq_enabled=False)
@@ -666,7 +670,7 @@ FATAL: dict[str, Any] = {
 
 
 @together(FORMS)
-def test_whatever_a_handler_raises_is_its_failure_and_not_the_consumer_s(
+def test_any_exception_of_a_handler_fails_its_message_and_not_the_consumer(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
@@ -711,7 +715,7 @@ def test_a_batch_is_one_call(form: Form, database: str, connection: Connection, 
 
 
 @each
-def test_of_a_batch_with_poison_only_the_poison_fails(
+def test_only_the_failing_message_of_a_batch_fails(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
@@ -742,7 +746,7 @@ def test_of_a_batch_with_poison_only_the_poison_fails(
 
 
 @each
-def test_the_messages_of_a_batch_may_fare_differently(
+def test_messages_of_a_batch_may_have_different_outcomes(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -799,7 +803,7 @@ def test_run_returns_when_it_is_asked_to_stop(form: Form, database: str, connect
 
 
 @each
-def test_a_handler_may_ask_for_the_stop(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_a_handler_may_request_the_stop(form: Form, database: str, connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     queue.enqueue_batch([1, 2, 3])
 
@@ -839,7 +843,7 @@ def test_a_consumer_is_a_context_manager(form: Form, database: str, connection: 
 
 
 @each_mode
-def test_a_consumer_of_no_queue_says_so_at_once(form: Form, database: str, name: str) -> None:
+def test_a_consumer_of_an_unknown_queue_raises_at_once(form: Form, database: str, name: str) -> None:
     for is_async in (False, True):
         with (
             pytest.raises(pgqueue.QueueNotFound, match=name),
@@ -858,7 +862,7 @@ def test_two_consumers_share_a_queue(form: Form, database: str, connection: Conn
 
 
 @each_lease
-def test_claims_carry_a_name_for_humans(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_claims_carry_the_name_of_the_consumer(form: Form, database: str, connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     queue.enqueue(1)
     gate = Event()
@@ -880,7 +884,9 @@ def test_claims_carry_a_name_for_humans(form: Form, database: str, connection: C
         queue.enqueue(2)
 
 
-def test_a_handler_on_a_thread_runs_beside_the_caller(database: str, connection: Connection, name: str) -> None:
+def test_a_started_consumer_runs_its_handler_on_another_thread(
+    database: str, connection: Connection, name: str
+) -> None:
     prepare(connection, name).enqueue(1)
     threads: list[int] = []
 
@@ -893,7 +899,7 @@ def test_a_handler_on_a_thread_runs_beside_the_caller(database: str, connection:
 
 
 @pytest.mark.parametrize("mode", ["lease", "transactional", "receive"])
-def test_an_async_consumer_leaves_the_loop_to_others(
+def test_an_async_consumer_does_not_block_the_event_loop(
     mode: str, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue_batch([1, 2])
@@ -968,7 +974,7 @@ def test_cancelling_run_stops_an_async_consumer(database: str, connection: Conne
 
 
 @each
-def test_logs_say_which_queue_message_and_attempt(
+def test_log_records_name_queue_message_and_attempt(
     form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "pgqueue.consumer")
@@ -989,7 +995,7 @@ def of(record: logging.LogRecord) -> Any:
 
 
 @each
-def test_a_successful_run_is_silent(
+def test_a_successful_run_logs_nothing(
     form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue = prepare(connection, name)
@@ -1037,7 +1043,7 @@ def test_events_and_counters_agree_with_what_happened(
 
 @pytest.mark.parametrize("hook", ["observe", "on_critical", "on_circuit"])
 @together(FORMS)
-def test_a_hook_that_raises_harms_nobody(
+def test_a_hook_that_raises_affects_no_message(
     form: Form, hook: str, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)

@@ -49,7 +49,9 @@ def count(connection: Connection, table: str) -> int:
 
 
 @each
-def test_a_message_is_handled_once_as_it_was_sent(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_a_message_is_handled_once_with_the_content_that_was_sent(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     bodies = [b"\1\2\3", bytes(range(256)), b""]
     ids = [queue.enqueue(headers={"key": "value", "n": [1, None]}, body=body) for body in bodies]
@@ -69,7 +71,7 @@ def test_a_message_is_handled_once_as_it_was_sent(form: Form, database: str, con
 
 
 @each
-def test_strange_characters_in_headers_survive(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_unusual_characters_in_headers_are_kept(form: Form, database: str, connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     queue.enqueue(STRANGE, headers=STRANGE)
     connection.execute(
@@ -81,7 +83,7 @@ def test_strange_characters_in_headers_survive(form: Form, database: str, connec
     assert [(call.headers, call.message.payload) for call in run.calls] == [(STRANGE, STRANGE)] * 2
 
 
-def test_headers_that_change_after_the_call_are_sent_as_they_were(queue: Any) -> None:
+def test_changing_headers_after_the_call_does_not_change_the_message(queue: Any) -> None:
     headers, payload = {"a": 1}, [1]
     queue.enqueue(payload, headers=headers)
     headers.clear()
@@ -127,7 +129,7 @@ def test_the_policy_sees_the_exception_the_attempt_and_the_message(
 
 
 @each
-def test_attempts_are_counted_up_to_the_policy_s_last_word(
+def test_attempts_are_counted_until_the_policy_settles_the_message(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue(1)
@@ -148,7 +150,9 @@ def test_attempts_are_counted_up_to_the_policy_s_last_word(
 
 
 @together(FORMS)
-def test_attempts_go_on_in_the_next_consumer(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_the_next_consumer_continues_the_count_of_attempts(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     queue.enqueue(1)
     seen = []
@@ -173,7 +177,7 @@ def test_attempts_go_on_in_the_next_consumer(form: Form, database: str, connecti
 
 
 @together(FORMS)
-def test_a_message_that_is_sent_anew_begins_at_its_first_attempt(
+def test_a_message_that_is_sent_again_begins_at_its_first_attempt(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue('"first"')
@@ -209,7 +213,7 @@ def test_an_immediate_retry_succeeds(form: Form, database: str, connection: Conn
 
 
 @each
-def test_a_policy_that_raises_is_asked_once_more(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_a_policy_that_raises_is_called_once_more(form: Form, database: str, connection: Connection, name: str) -> None:
     prepare(connection, name).enqueue(1)
     error = ValueError("the handler's")
 
@@ -229,7 +233,7 @@ def test_a_policy_that_raises_is_asked_once_more(form: Form, database: str, conn
 
 
 @each
-def test_a_policy_that_always_raises_loses_nothing(
+def test_a_policy_that_always_raises_loses_no_message(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     new_id = prepare(connection, name, max_attempts=2).enqueue(1)
@@ -249,7 +253,7 @@ def test_a_policy_that_always_raises_loses_nothing(
 
 
 @each
-def test_a_policy_that_answers_nonsense_loses_nothing(
+def test_a_policy_that_returns_no_decision_loses_no_message(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue(1)
@@ -271,7 +275,7 @@ def test_a_policy_that_answers_nonsense_loses_nothing(
 
 
 @each
-def test_what_the_policy_sends_arrives_with_its_answer(
+def test_messages_sent_by_the_policy_are_committed_with_its_decision(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue('"moved"')
@@ -290,7 +294,7 @@ def test_what_the_policy_sends_arrives_with_its_answer(
 
 
 @each
-def test_what_the_policy_sends_is_taken_back_when_it_raises(
+def test_messages_sent_by_a_policy_that_raises_are_rolled_back(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue(1)
@@ -322,7 +326,7 @@ def killed(form: Form, database: str, name: str, other: str, where: str, tmp_pat
 
 @pytest.mark.parametrize("where", ["handler", "policy"])
 @together(FORMS)
-def test_a_killed_consumer_leaves_nothing_and_loses_nothing(
+def test_a_killed_consumer_leaves_no_work_behind_and_loses_no_message(
     form: Form, where: str, database: str, connection: Connection, name: str, tmp_path: Path
 ) -> None:
     queue = prepare(connection, name, visibility_timeout=SECOND)
@@ -343,7 +347,9 @@ def test_a_killed_consumer_leaves_nothing_and_loses_nothing(
 
 
 @each_transactional
-def test_what_a_failed_handler_sent_is_never_seen(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_messages_sent_by_a_failed_handler_are_rolled_back(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     prepare(connection, name, max_attempts=2).enqueue(1)
     other = prepare(connection, f"{name}-other")
 
@@ -359,7 +365,7 @@ def test_what_a_failed_handler_sent_is_never_seen(form: Form, database: str, con
 
 
 @each
-def test_what_a_failed_handler_sent_on_a_connection_of_its_own_arrives(
+def test_messages_sent_by_a_failed_handler_on_its_own_connection_arrive(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name, max_attempts=1).enqueue(1)
@@ -412,7 +418,7 @@ def test_every_attempt_sees_the_headers_that_were_sent(
 
 
 @together(FORMS)
-def test_as_many_handlers_run_as_may_and_never_one_more(
+def test_exactly_as_many_handlers_run_as_the_limit_allows(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue_batch(list(range(20)))
@@ -476,7 +482,7 @@ def test_the_limit_may_change_while_handlers_run(form: Form, database: str, conn
 
 @pytest.mark.parametrize("where", ["handler", "policy"])
 @together(FORMS)
-def test_a_stop_waits_for_who_is_at_work(
+def test_a_stop_waits_for_running_handlers(
     form: Form, where: str, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -557,7 +563,7 @@ def test_a_forced_stop_cancels_and_costs_no_attempt(
 
 
 @together(FORMS)
-def test_a_handler_that_returns_once_it_is_cancelled_has_done_nothing(
+def test_a_handler_that_returns_after_its_cancellation_is_not_acknowledged(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, visibility_timeout=timedelta(hours=12))
@@ -584,7 +590,7 @@ def test_a_handler_that_returns_once_it_is_cancelled_has_done_nothing(
 
 
 @together(THREADS)
-def test_a_thread_that_will_not_listen_does_not_keep_the_stop(
+def test_a_thread_that_ignores_the_stop_does_not_block_it(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, visibility_timeout=timedelta(hours=12))
@@ -718,7 +724,9 @@ def test_a_commit_that_always_fails_ends_in_the_dead_letters(
 
 
 @each_plain
-def test_a_blocked_handler_holds_nobody_up(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_a_blocked_handler_does_not_delay_other_messages(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     queue.enqueue_batch([0, *range(1, 30)])
     gate = Event()
@@ -736,9 +744,7 @@ def test_a_blocked_handler_holds_nobody_up(form: Form, database: str, connection
 
 
 @together(FORMS)
-def test_a_stop_that_comes_from_everywhere_at_once_is_one_stop(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
+def test_concurrent_stops_have_the_effect_of_one(form: Form, database: str, connection: Connection, name: str) -> None:
     prepare(connection, name).enqueue_batch(list(range(50)))
     with form.consuming(database, name) as run, ThreadPoolExecutor(8) as pool:
         wait_for(lambda: run.calls)

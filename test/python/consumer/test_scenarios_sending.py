@@ -48,7 +48,7 @@ def die(connection: Connection, name: str) -> pgqueue.DeadMessage:
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
-def test_a_peek_counts_what_is_there_and_nobody_holds(
+def test_a_peek_counts_messages_that_no_transaction_holds(
     database: str, connection: Connection, name: str, dedicated: bool
 ) -> None:
     queue = prepare(connection, name, dedicated=dedicated)
@@ -69,7 +69,9 @@ def test_a_peek_counts_what_is_there_and_nobody_holds(
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
-def test_nothing_waits_for_a_long_receive(database: str, connection: Connection, name: str, dedicated: bool) -> None:
+def test_other_calls_do_not_wait_for_a_long_receive(
+    database: str, connection: Connection, name: str, dedicated: bool
+) -> None:
     queue = prepare(connection, name, dedicated=dedicated)
     queue.enqueue_batch([1, 2, 3])
     with psycopg.connect(database) as consumer:
@@ -93,7 +95,9 @@ def test_nothing_waits_for_a_long_receive(database: str, connection: Connection,
         consumer.commit()
 
 
-def test_a_peek_in_a_transaction_keeps_nobody_waiting(database: str, connection: Connection, name: str) -> None:
+def test_a_peek_in_an_open_transaction_does_not_block_other_calls(
+    database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     queue.enqueue_batch([1, 2])
     connection.execute("set statement_timeout = '20 s'")
@@ -109,7 +113,7 @@ def test_a_peek_in_a_transaction_keeps_nobody_waiting(database: str, connection:
 
 
 @together(FORMS)
-def test_a_delayed_message_comes_when_its_delay_is_over(
+def test_a_delayed_message_is_delivered_when_its_delay_ends(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -124,7 +128,7 @@ def test_a_delayed_message_comes_when_its_delay_is_over(
     assert [message.payload for message in queue.browse("scheduled")] == ["in a day"]
 
 
-def test_what_was_visible_in_the_past_is_delivered_now(connection: Connection, name: str) -> None:
+def test_a_message_with_visible_at_in_the_past_is_delivered_at_once(connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     with pytest.raises(pgqueue.InvalidArgument):
         queue.enqueue(1, delay=-MILLISECOND)
@@ -171,7 +175,7 @@ EVIDENCE = """
 
 
 @together(FORMS)
-def test_no_raw_row_stops_those_behind_it(
+def test_no_row_inserted_by_plain_sql_blocks_later_messages(
     form: Form,
     database: str,
     connection: Connection,
@@ -209,7 +213,7 @@ def test_no_raw_row_stops_those_behind_it(
 
 
 @together(FORMS)
-def test_a_raw_row_under_the_id_of_a_dead_letter_can_die_too(
+def test_a_row_inserted_under_the_id_of_a_dead_letter_can_die(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=1)
@@ -228,14 +232,12 @@ def test_a_raw_row_under_the_id_of_a_dead_letter_can_die_too(
 # 27, 32, 33: queues that do not exist
 
 
-def test_a_delayed_message_to_no_queue_is_refused_when_it_is_sent(connection: Connection, name: str) -> None:
+def test_a_delayed_message_to_an_unknown_queue_is_refused_when_it_is_sent(connection: Connection, name: str) -> None:
     with pytest.raises(QueueNotFound, match=name):
         Queue(connection, name).enqueue(1, delay=5 * SECOND)
 
 
-def test_a_delayed_message_to_a_queue_that_is_gone_is_a_dead_letter_of_the_intended_name(
-    connection: Connection, name: str
-) -> None:
+def test_a_delayed_message_to_a_dropped_queue_is_a_dead_letter_of_that_queue(connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     sent = queue.enqueue({"n": 1}, delay=5 * SECOND, expires_in=60 * SECOND, headers={"h": "1"})
     assert queue.drop_queue() == 0
@@ -250,9 +252,7 @@ def test_a_delayed_message_to_a_queue_that_is_gone_is_a_dead_letter_of_the_inten
     assert (message.id, message.payload, message.expires_at) == (sent, {"n": 1}, None)
 
 
-def test_what_is_sent_in_one_transaction_arrives_as_a_whole_or_not_at_all(
-    database: str, connection: Connection, name: str
-) -> None:
+def test_messages_sent_in_one_transaction_arrive_all_or_none(database: str, connection: Connection, name: str) -> None:
     one, two = prepare(connection, name), prepare(connection, f"{name}-two")
     with psycopg.connect(database) as sender:
         Queue(sender, one.name).enqueue(1)
@@ -269,7 +269,7 @@ def test_what_is_sent_in_one_transaction_arrives_as_a_whole_or_not_at_all(
 
 @pytest.mark.parametrize("isolated", [False, True])
 @together(FORMS)
-def test_what_a_handler_sends_arrives_as_a_whole_or_not_at_all(
+def test_messages_sent_by_a_handler_arrive_all_or_none(
     form: Form, isolated: bool, database: str, connection: Connection, name: str
 ) -> None:
     if not form.is_transactional and not isolated:
@@ -300,7 +300,7 @@ def test_what_a_handler_sends_arrives_as_a_whole_or_not_at_all(
 
 
 @each
-def test_connections_come_from_where_the_user_says(
+def test_connections_come_from_the_function_that_the_user_passes(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
@@ -387,7 +387,7 @@ def called(dsn: str) -> dict[str, int]:
 
 @each
 @pytest.mark.parametrize("concurrency", [1, 10])
-def test_an_estimate_that_is_too_high_costs_two_empty_receives_at_most(
+def test_an_estimate_that_is_too_high_costs_at_most_two_empty_receives(
     form: Form, concurrency: int, spied: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "pgqueue.consumer")
@@ -416,7 +416,7 @@ def test_an_estimate_that_is_too_high_costs_two_empty_receives_at_most(
 
 
 @each_mode
-def test_a_peek_asks_for_no_more_than_it_may(form: Form, spied: str) -> None:
+def test_a_peek_counts_at_most_as_many_messages_as_configured(form: Form, spied: str) -> None:
     with connect(spied) as connection:
         prepare(connection, "q").enqueue_batch(list(range(9)))
         connection.execute("select nextval('lies')")
@@ -431,7 +431,7 @@ def test_a_peek_asks_for_no_more_than_it_may(form: Form, spied: str) -> None:
 
 
 @each_mode
-def test_by_default_a_peek_asks_for_ten_times_the_concurrency(form: Form, spied: str) -> None:
+def test_a_peek_counts_up_to_ten_times_the_concurrency_by_default(form: Form, spied: str) -> None:
     with connect(spied) as connection:
         prepare(connection, "q").enqueue(1)
         with form.consuming(spied, "q", concurrency=3):
@@ -440,7 +440,7 @@ def test_by_default_a_peek_asks_for_ten_times_the_concurrency(form: Form, spied:
 
 
 @pytest.mark.parametrize("form", [Form(False, "lease"), Form(True, "receive")], ids=str)
-def test_an_idle_consumer_asks_little(form: Form, spied: str) -> None:
+def test_an_idle_consumer_sends_few_statements(form: Form, spied: str) -> None:
     with connect(spied) as connection:
         prepare(connection, "q")
         start = time.monotonic()
@@ -460,7 +460,9 @@ def test_an_idle_consumer_asks_little(form: Form, spied: str) -> None:
 # 36, 39, 40, 56: time to live
 
 
-def test_expiry_is_the_sender_s_word_and_the_database_s_clock(connection: Connection, name: str) -> None:
+def test_expiry_is_set_by_the_sender_and_measured_by_the_clock_of_the_database(
+    connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     queue.enqueue(1)
     queue.enqueue(2, headers={"NServiceBus.TimeToBeReceived": "00:00:00.001"})
@@ -479,7 +481,7 @@ def test_expiry_is_the_sender_s_word_and_the_database_s_clock(connection: Connec
 
 
 @together(FORMS)
-def test_what_expired_is_not_handled_and_does_not_stay(
+def test_an_expired_message_is_not_handled_and_is_removed(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -497,7 +499,7 @@ def test_what_expired_is_not_handled_and_does_not_stay(
 
 
 @pytest.mark.parametrize("batch_size", [9, 10, 11])
-def test_a_purge_of_the_expired_leaves_the_living_and_waits_for_nobody(
+def test_purge_expired_leaves_unexpired_messages_and_does_not_wait(
     database: str, connection: Connection, name: str, batch_size: int
 ) -> None:
     queue = prepare(connection, name)
@@ -539,7 +541,7 @@ def test_a_dead_letter_does_not_expire(form: Form, database: str, connection: Co
 
 
 @each
-def test_a_hostile_reply_address_is_a_queue_that_nobody_has(
+def test_a_hostile_reply_address_is_an_unknown_queue(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     connection.execute("create table if not exists victims (n int)")
@@ -562,7 +564,7 @@ def test_a_hostile_reply_address_is_a_queue_that_nobody_has(
 
 
 @each_mode
-def test_a_consumer_of_a_hostile_name_is_refused(form: Form, database: str, connection: Connection) -> None:
+def test_a_consumer_of_a_hostile_queue_name_is_refused(form: Form, database: str, connection: Connection) -> None:
     connection.execute("create table if not exists victims (n int)")
     for bad in (INJECTION, "", "a\nb", "Größe"):
         with pytest.raises((QueueNotFound, ValueError)), form.consuming(database, bad):
@@ -572,7 +574,7 @@ def test_a_consumer_of_a_hostile_name_is_refused(form: Form, database: str, conn
 
 @pytest.mark.parametrize("special", ["-", "--", "0-0", "q" * 128, "_" * 54, "-" * 55])
 @pytest.mark.parametrize("form", [Form(False, "lease"), Form(True, "receive")], ids=str)
-def test_a_consumer_of_a_strange_name_is_notified(
+def test_a_consumer_of_an_unusual_queue_name_is_notified(
     form: Form, special: str, database: str, connection: Connection
 ) -> None:
     queue = Queue(connection, special)
@@ -590,7 +592,7 @@ def test_a_consumer_of_a_strange_name_is_notified(
 
 
 @each
-def test_a_transaction_of_the_handler_s_own_decides_for_itself(
+def test_a_transaction_that_the_handler_opens_itself_commits_independently(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name, max_attempts=1).enqueue(1)
@@ -609,7 +611,9 @@ def test_a_transaction_of_the_handler_s_own_decides_for_itself(
     assert (kept.peek(), taken_back.peek()) == (1, 0)
 
 
-def test_a_transaction_of_the_caller_decides(database: str, connection: Connection, name: str) -> None:
+def test_messages_sent_in_a_transaction_of_the_caller_depend_on_its_outcome(
+    database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     with psycopg.connect(database) as sender:
         Queue(sender, name).enqueue_batch([1, 2])
@@ -625,7 +629,7 @@ def test_a_transaction_of_the_caller_decides(database: str, connection: Connecti
 
 
 @each
-def test_the_handler_s_connection_is_that_of_its_acknowledgement(
+def test_the_connection_of_the_handler_also_acknowledges_its_message(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=1)
@@ -650,7 +654,9 @@ def test_the_handler_s_connection_is_that_of_its_acknowledgement(
 
 
 @each
-def test_what_is_sent_by_who_fails_for_good(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_only_messages_sent_on_another_connection_survive_a_final_failure(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     prepare(connection, name, max_attempts=2).enqueue(1)
     joined, beside = prepare(connection, f"{name}-a"), prepare(connection, f"{name}-b")
 
@@ -669,7 +675,7 @@ def test_what_is_sent_by_who_fails_for_good(form: Form, database: str, connectio
 
 
 @each_transactional
-def test_two_queues_each_get_what_the_attempt_that_succeeded_sent(
+def test_two_queues_get_only_the_messages_of_the_successful_attempt(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue(1)
@@ -711,7 +717,7 @@ def test_two_queues_each_get_what_the_attempt_that_succeeded_sent(
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["Consumer", "AsyncConsumer"])
-def test_what_makes_no_sense_is_refused_at_once(kind: str, wrong: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused_at_once(kind: str, wrong: dict[str, Any]) -> None:
     async def handle_async(delivery: Any) -> None: ...
     def handle(delivery: Any) -> None: ...
 
@@ -719,13 +725,13 @@ def test_what_makes_no_sense_is_refused_at_once(kind: str, wrong: dict[str, Any]
         getattr(pgqueue, kind)("dbname=nowhere", "q", handle_async if kind == "AsyncConsumer" else handle, **wrong)
 
 
-def test_a_peek_delay_out_of_bounds_names_them() -> None:
+def test_the_error_for_a_peek_delay_out_of_bounds_names_the_bounds() -> None:
     with pytest.raises(ValueError, match=r"100 ms.*10 s"):
         pgqueue.Consumer("dbname=nowhere", "q", print, peek_delay=timedelta(milliseconds=99.999))
 
 
 @each_mode
-def test_a_peek_delay_over_ten_seconds_is_warned_of(
+def test_a_peek_delay_over_ten_seconds_logs_a_warning(
     form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     prepare(connection, name)
@@ -750,7 +756,7 @@ def test_a_peek_delay_over_ten_seconds_is_warned_of(
     ],
     ids=str,
 )
-def test_retries_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_retries_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong)).removesuffix("s")):
         pgqueue.Retries(**wrong)
 
