@@ -22,8 +22,8 @@ from psycopg import sql
 import pgqueue
 import pgqueue.cli
 from pgqueue.cli import app
-from pgqueue.cli.show import period
-from pgqueue.cli.values import duration
+from pgqueue.cli.formatting import format_duration
+from pgqueue.cli.parameters import parse_duration
 
 HOSTILE = "\x1b[31m\u202e[red]x[/]\x07"
 pytestmark = pytest.mark.usefixtures("no_other_database")
@@ -1012,7 +1012,7 @@ def test_doctor_says_no_where_something_hurts(empty_database: Callable[[], str])
     ],
 )
 def test_durations_are_read(text: str, length: timedelta) -> None:
-    assert duration(text) == length
+    assert parse_duration(text) == length
 
 
 @pytest.mark.parametrize(
@@ -1021,12 +1021,12 @@ def test_durations_are_read(text: str, length: timedelta) -> None:
 )
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="duration"):
-        duration(text)
+        parse_duration(text)
 
 
 @pytest.mark.parametrize("text", ["0s", "250ms", "1.5s", "30s", "1m30s", "2h", "7d", "7d12h"])
 def test_durations_are_shown_as_they_are_written(text: str) -> None:
-    assert period(duration(text)) == text
+    assert format_duration(parse_duration(text)) == text
 
 
 def commands() -> list[list[str]]:

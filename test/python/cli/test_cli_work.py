@@ -434,7 +434,7 @@ def test_who_is_forced_to_end_ends_also_where_nothing_more_can_be_written(monkey
             raise OSError(errno.ENOSPC, "No space left on device")
 
     ended: list[int] = []
-    stop = pgqueue.cli.work._Stop(SimpleNamespace(request_stop=lambda: None), SimpleNamespace(signals=0))
+    stop = pgqueue.cli.work._SignalHandler(SimpleNamespace(request_stop=lambda: None), SimpleNamespace(signals=0))
     stop(signal.SIGINT)
     stop(signal.SIGTERM)
     with monkeypatch.context() as patch:

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, BrowserContext, Error, Page, expect, sy
 from served import ADMIN, Server, Site, new_name, serving
 
 import pgqueue
-from pgqueue.http.drawing import sparkline
+from pgqueue.http.page_rendering import sparkline
 
 UNPACKED = Path(__file__).parents[3] / ".cache/chromium/chromium"
 SHOTS = os.environ.get("PGQUEUE_TEST_SCREENSHOTS")

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from . import access, archive, dead, messages, queues, send, serve, spark, topics, work
-from .frame import Dsn, Session, command, forget
-from .show import spelt_out
+from . import access, archive, dead_letters, messages, queues, send, serve, spark, topics, work
+from .formatting import escape_unencodable
+from .session import Dsn, Session, command, discard_unwritten
 
 __all__ = ["app", "main"]
 
@@ -92,10 +92,10 @@ command(app)(serve.serve)
 
 _dead = typer.Typer(no_args_is_help=True)
 app.add_typer(_dead, name="dead", help="List, show, redrive or delete dead letters.")
-command(_dead, "list")(dead.list_)
-command(_dead)(dead.show)
-command(_dead)(dead.redrive)
-command(_dead)(dead.purge)
+command(_dead, "list")(dead_letters.list_)
+command(_dead)(dead_letters.show)
+command(_dead)(dead_letters.redrive)
+command(_dead)(dead_letters.purge)
 
 _archive = typer.Typer(no_args_is_help=True)
 app.add_typer(_archive, name="archive", help="List what was acknowledged, or look after it.")
@@ -121,7 +121,7 @@ command(app)(queues.doctor)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    codecs.register_error("pgqueue", spelt_out)
+    codecs.register_error("pgqueue", escape_unencodable)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it is closed: not even a connection shall be what is written to
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
@@ -138,5 +138,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             sys.stderr.flush()
         except OSError:  # Python would end with a status of its own
-            forget(sys.stderr)
+            discard_unwritten(sys.stderr)
     return 0

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .frame import Session
+from .session import Session
 
 __all__ = ["grant", "revoke"]
 

@@ -5,9 +5,9 @@ from typing import Annotated
 import typer
 
 from ..message import ArchivedMessage
-from .frame import Session
-from .show import content
-from .values import All, Max, QueueName, pages
+from .formatting import message_content
+from .parameters import All, Max, QueueName, browse_pages
+from .session import Session
 
 __all__ = ["list_", "maintain"]
 
@@ -21,7 +21,7 @@ def list_(session: Session, queue: QueueName, max: Max = 100, before: Before = N
     """
     with session.queue(queue) as verbs:
         session.show(
-            pages(verbs.browse_archived_messages, None if all else max, before),
+            browse_pages(verbs.browse_archived_messages, None if all else max, before),
             [">id", "finished", ">attempts", "claimed by", "…message"],
             _row,
             f"the archive has nothing of queue {queue}" + (f" below {before}" if before is not None else ""),
@@ -34,7 +34,7 @@ def _row(message: ArchivedMessage) -> list[object]:
         message.finished_at,
         message.attempt_count,
         message.claimed_by,
-        content(message.payload, message.body),
+        message_content(message.payload, message.body),
     ]
 
 

@@ -9,9 +9,9 @@ from uuid import UUID
 import typer
 
 from ..message import Message
-from .frame import Failure, Session, Status
-from .show import ago, content
-from .values import After, All, Max, QueueName, Yes, behind, pages, period_option
+from .formatting import format_age, message_content
+from .parameters import After, All, Max, QueueName, Yes, after_phrase, browse_pages, duration_option
+from .session import Failure, Session, Status
 
 __all__ = ["ack", "browse", "claim", "extend", "nack", "purge"]
 
@@ -35,7 +35,7 @@ def claim(
     queue: QueueName,
     max: Annotated[int, typer.Option(min=1, max=10000, metavar="N", help="The most messages.")] = 1,
     visibility_timeout: Annotated[
-        timedelta | None, period_option(help="How long they stay hidden (that of the queue).")
+        timedelta | None, duration_option(help="How long they stay hidden (that of the queue).")
     ] = None,
     claimed_by: Annotated[
         str | None, typer.Option(metavar="NAME", help="A name, for people who look.", show_default=False)
@@ -63,8 +63,8 @@ def _row(message: Message) -> list[object]:
     return [
         str(message.id),
         f"{message.attempt_count} of {message.max_attempts}",
-        ago(message.enqueued_at),
-        content(message.payload, message.body),
+        format_age(message.enqueued_at),
+        message_content(message.payload, message.body),
     ]
 
 
@@ -74,7 +74,7 @@ def extend(
     token: Token,
     ids: Claimed,
     visibility_timeout: Annotated[
-        timedelta | None, period_option(help="How long they stay hidden from now on (that of the queue).")
+        timedelta | None, duration_option(help="How long they stay hidden from now on (that of the queue).")
     ] = None,
 ) -> None:
     """Keep claimed messages hidden for longer.
@@ -83,7 +83,7 @@ def extend(
     """
     with session.queue(queue) as verbs, verbs.connection.transaction():
         settled = {each: verbs.extend(each, token, visibility_timeout) for each in ids}
-    _tell(session, settled, "extended")
+    _report(session, settled, "extended")
 
 
 def ack(session: Session, queue: QueueName, token: Token, ids: Claimed) -> None:
@@ -93,7 +93,7 @@ def ack(session: Session, queue: QueueName, token: Token, ids: Claimed) -> None:
     """
     with session.queue(queue) as verbs, verbs.connection.transaction():
         settled = {each: verbs.ack(each, token) for each in ids}
-    _tell(session, settled, "done")
+    _report(session, settled, "done")
 
 
 def nack(
@@ -101,7 +101,7 @@ def nack(
     queue: QueueName,
     token: Token,
     ids: Claimed,
-    delay: Annotated[timedelta | None, period_option(help="When it comes again (the backoff of the queue).")] = None,
+    delay: Annotated[timedelta | None, duration_option(help="When it comes again (the backoff of the queue).")] = None,
     error: Annotated[str | None, typer.Option(metavar="TEXT", help="Kept as last_error.", show_default=False)] = None,
     reject: Annotated[bool, typer.Option("--reject", help="To the dead letters at once.")] = False,
 ) -> None:
@@ -117,10 +117,10 @@ def nack(
             settled = {each: verbs.reject(each, token, error) for each in ids}
         else:
             settled = {each: verbs.nack(each, token, delay, error) for each in ids}
-    _tell(session, settled, "rejected" if reject else "given back")
+    _report(session, settled, "rejected" if reject else "given back")
 
 
-def _tell(session: Session, settled: dict[int, bool], what: str) -> None:
+def _report(session: Session, settled: dict[int, bool], what: str) -> None:
     lost = [each for each, is_ours in settled.items() if not is_ours]
     if session.json:
         session.lines({"id": each, "settled": is_ours} for each, is_ours in settled.items())
@@ -140,9 +140,11 @@ def browse(
     all: All = False,
 ) -> None:
     """Look at messages without touching them, by id."""
-    nothing = f"no message of queue {queue} is {_STATES[state]}{behind(after)}"
+    nothing = f"no message of queue {queue} is {_STATES[state]}{after_phrase(after)}"
     with session.queue(queue) as verbs:
-        session.show(pages(partial(verbs.browse, state.value), None if all else max, after), _HEADINGS, _row, nothing)
+        session.show(
+            browse_pages(partial(verbs.browse, state.value), None if all else max, after), _HEADINGS, _row, nothing
+        )
 
 
 def purge(

@@ -17,9 +17,9 @@ from rich.text import Text
 from .. import client
 from ..client import Queues
 from ..message import Finding, QueueInfo, QueueStats
-from .frame import Failure, Session, Status, explain
-from .show import ago, moment, period, printable, table
-from .values import QueueName, Yes, period_option
+from .formatting import format_age, format_duration, format_moment, printable, table
+from .parameters import QueueName, Yes, duration_option
+from .session import Failure, Session, Status, explain
 
 __all__ = ["alter", "create", "doctor", "drop", "install", "list_", "pause", "resume", "show", "stats"]
 
@@ -68,7 +68,7 @@ def install(
 
 # The settings of a queue. In parentheses is what a new one has, and what may be.
 VisibilityTimeout = Annotated[
-    timedelta | None, period_option(help="How long a claimed message stays hidden (30s; 1s to 12h).")
+    timedelta | None, duration_option(help="How long a claimed message stays hidden (30s; 1s to 12h).")
 ]
 MaxAttempts = Annotated[
     int | None, typer.Option(metavar="N", help="After so many a message is dead (5; 1 to 100).", show_default=False)
@@ -87,12 +87,12 @@ DeadLetterExpired = Annotated[
         show_default=False,
     ),
 ]
-BackoffBase = Annotated[timedelta | None, period_option(help="The wait after the first failure (1s; up to 30d).")]
+BackoffBase = Annotated[timedelta | None, duration_option(help="The wait after the first failure (1s; up to 30d).")]
 BackoffFactor = Annotated[
     float | None,
     typer.Option(metavar="FACTOR", help="How much longer each further wait is (2; 1 to 100).", show_default=False),
 ]
-BackoffMax = Annotated[timedelta | None, period_option(help="The longest wait (10m; up to 30d).")]
+BackoffMax = Annotated[timedelta | None, duration_option(help="The longest wait (10m; up to 30d).")]
 BackoffJitter = Annotated[
     float | None,
     typer.Option(metavar="PART", help="How much of a wait is left to chance (0.2; 0 to 1).", show_default=False),
@@ -102,10 +102,10 @@ MaxPayloadBytes = Annotated[
     typer.Option(metavar="N", help="The largest payload or body (262144; up to 100 MB).", show_default=False),
 ]
 ArchiveFor = Annotated[
-    timedelta | None, period_option(help="Keep what is acknowledged, at least so long (not kept; 1d to 3652d).")
+    timedelta | None, duration_option(help="Keep what is acknowledged, at least so long (not kept; 1d to 3652d).")
 ]
 ExpiresAfterIdle = Annotated[
-    timedelta | None, period_option(help="Drop it when empty and unused for so long (never; 1s to 3652d).")
+    timedelta | None, duration_option(help="Drop it when empty and unused for so long (never; 1s to 3652d).")
 ]
 
 
@@ -143,7 +143,7 @@ def create(
             archive_for=archive_for,
             expires_after_idle=expires_after_idle,
         )
-    _tell(session, info)
+    _report(session, info)
 
 
 def alter(
@@ -183,17 +183,17 @@ def alter(
         raise typer.BadParameter("nothing to change: give a setting, such as --max-attempts 7.")
     with session.queue(queue) as verbs:
         info = verbs.alter_queue(**cast(Any, settings))
-    _tell(session, info)
+    _report(session, info)
 
 
-def _tell(session: Session, info: QueueInfo) -> None:
+def _report(session: Session, info: QueueInfo) -> None:
     if session.json:
         session.lines([info])
         return
     fate = "to the dead letters" if info.dlq_enabled else "deleted"
     attempts = "1 attempt" if info.max_attempts == 1 else f"{info.max_attempts} attempts"
-    hidden = period(info.visibility_timeout)
-    kept = f"; archived for {period(info.archive_for)}" if info.archive_for else ""
+    hidden = format_duration(info.visibility_timeout)
+    kept = f"; archived for {format_duration(info.archive_for)}" if info.archive_for else ""
     session.say(f"queue {info.name}: visibility timeout {hidden}, {attempts}, then {fate}{kept}")
 
 
@@ -206,21 +206,21 @@ def show(session: Session, queue: QueueName) -> None:
         return
     facts: dict[str, object] = {
         "queue": info.name,
-        "paused": moment(info.paused_at) if info.paused_at else None,
-        "visibility timeout": period(info.visibility_timeout),
+        "paused": format_moment(info.paused_at) if info.paused_at else None,
+        "visibility timeout": format_duration(info.visibility_timeout),
         "max attempts": info.max_attempts,
         "dead ones": "become dead letters" if info.dlq_enabled else "are deleted",
         "expired ones": "become dead letters" if info.dead_letter_expired and info.dlq_enabled else "are deleted",
-        "backoff": f"{period(info.backoff_base)}, each time {info.backoff_factor:g} times as long,"
-        f" up to {period(info.backoff_max)}; {info.backoff_jitter:.0%} of it by chance",
+        "backoff": f"{format_duration(info.backoff_base)}, each time {info.backoff_factor:g} times as long,"
+        f" up to {format_duration(info.backoff_max)}; {info.backoff_jitter:.0%} of it by chance",
         "max payload": f"{info.max_payload_bytes:,} bytes",
-        "archived for": period(info.archive_for) if info.archive_for else None,
-        "dropped": f"after {period(info.expires_after_idle)} without messages and use"
+        "archived for": format_duration(info.archive_for) if info.archive_for else None,
+        "dropped": f"after {format_duration(info.expires_after_idle)} without messages and use"
         if info.expires_after_idle
         else None,
         "table": "its own" if info.dedicated else "shared",
-        "created": moment(info.created_at),
-        "changed": moment(info.updated_at),
+        "created": format_moment(info.created_at),
+        "changed": format_moment(info.updated_at),
     }
     session.say("\n".join(f"{name:20}{fact}" for name, fact in facts.items() if fact is not None))
 
@@ -238,7 +238,7 @@ def list_(session: Session) -> None:
             info.name,
             info.visibility_timeout,
             info.max_attempts,
-            f"{period(info.backoff_base)}-{period(info.backoff_max)}",
+            f"{format_duration(info.backoff_base)}-{format_duration(info.backoff_max)}",
             info.archive_for,
             ", ".join(_notes(info)),
         ]
@@ -248,20 +248,20 @@ def list_(session: Session) -> None:
 
 def _notes(info: QueueInfo) -> Iterator[str]:
     if info.paused_at:
-        yield f"paused {ago(info.paused_at)}"
+        yield f"paused {format_age(info.paused_at)}"
     if info.dedicated:
         yield "dedicated"
     if not info.dlq_enabled:
         yield "no dead letters"
     if info.expires_after_idle:
-        yield f"until idle for {period(info.expires_after_idle)}"
+        yield f"until idle for {format_duration(info.expires_after_idle)}"
 
 
 def stats(
     session: Session,
     queue: Annotated[str | None, typer.Argument(metavar="QUEUE", help="Only this queue.", show_default=False)] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
-    interval: Annotated[timedelta, period_option(help="How often --watch looks (2s).")] = timedelta(seconds=2),
+    interval: Annotated[timedelta, duration_option(help="How often --watch looks (2s).")] = timedelta(seconds=2),
 ) -> None:
     """How many messages are in which state.
 
@@ -285,7 +285,7 @@ def _stats_row(found: QueueStats) -> list[object]:
     return [
         found.queue_name,
         *map(figure, ("ready_messages", "inflight_messages", "scheduled_messages", "dead_messages")),
-        ago(found.oldest_age_seconds),
+        format_age(found.oldest_age_seconds),
         "paused" if found.paused else "",
     ]
 
@@ -344,7 +344,7 @@ def drop(session: Session, queue: QueueName, yes: Yes = False) -> None:
 def doctor(
     session: Session,
     peek_delay: Annotated[
-        timedelta | None, period_option(help="How often the consumers look, if they poll (1s).")
+        timedelta | None, duration_option(help="How often the consumers look, if they poll (1s).")
     ] = None,
 ) -> None:
     """Say what hurts, and the statement that repairs it.

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from ..client import Queue
 from ..errors import InvalidArgument, PayloadTooLarge
-from .frame import Failure, Session, Status, explain
-from .values import QueueName, document, headers, period_option
+from .parameters import QueueName, duration_option, parse_headers, parse_json
+from .session import Failure, Session, Status, explain
 
 __all__ = ["send"]
 
@@ -38,7 +38,7 @@ class Input(NamedTuple):
     size: int
 
 
-class Bad(Exception):
+class BadInput(Exception):
     """An input that cannot be sent: where it stands and why, and perhaps a hint."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
@@ -62,8 +62,8 @@ def send(
         list[str] | None,
         typer.Option("--header", "-H", metavar="NAME=VALUE", help="In all of them.", show_default=False),
     ] = None,
-    delay: Annotated[timedelta | None, period_option(help="Deliver them after that.")] = None,
-    expires_in: Annotated[timedelta | None, period_option(help="Drop them if not consumed by then.")] = None,
+    delay: Annotated[timedelta | None, duration_option(help="Deliver them after that.")] = None,
+    expires_in: Annotated[timedelta | None, duration_option(help="Drop them if not consumed by then.")] = None,
     commit_every: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="A transaction for every N.", show_default=False)
     ] = None,
@@ -82,15 +82,15 @@ def send(
             raise typer.BadParameter("nothing to send: give payloads, --file, or JSON Lines on standard input.")
         file = [_STDIN]
     paths = [_path(name) for name in file or ()]
-    own_headers = headers(header or [])
+    own_headers = parse_headers(header or [])
     try:
         given = [_argument(number, text, body) for number, text in enumerate(payload or (), 1)]
-    except Bad as bad:
+    except BadInput as error:
         raise Failure(
-            bad.args[0], """A string is JSON in quotes, as in '"text"'; --body sends bytes.""", Status.USAGE
+            error.args[0], """A string is JSON in quotes, as in '"text"'; --body sends bytes.""", Status.USAGE
         ) from None
 
-    with session.connect() as connection, _Meter(session, paths) as meter:
+    with session.connect() as connection, _ProgressBar(session, paths) as progress:
         verbs = Queue(connection, queue)
 
         def enqueue(inputs: Sequence[Input]) -> list[int]:
@@ -103,19 +103,19 @@ def send(
                 expires_in=expires_in,
             )
 
-        inputs = chain(given, (each for path in paths for each in _inputs(path, body, meter)))
-        shipment = _Shipment(session, connection, enqueue)
-        shipment.send(inputs, commit_every)
+        inputs = chain(given, (each for path in paths for each in _inputs(path, body, progress)))
+        sender = _Sender(session, connection, enqueue)
+        sender.send(inputs, commit_every)
     if session.json:
         return
-    if shipment.sent == 1:
-        session.say(f"message {shipment.first} sent to {queue}")
+    if sender.sent == 1:
+        session.say(f"message {sender.first} sent to {queue}")
     else:
-        ids = f", ids {shipment.first} to {shipment.last}" if shipment.sent else ""
-        session.say(f"{shipment.sent:,} messages sent to {queue}{ids}")
+        ids = f", ids {sender.first} to {sender.last}" if sender.sent else ""
+        session.say(f"{sender.sent:,} messages sent to {queue}{ids}")
 
 
-class _Shipment:
+class _Sender:
     """Inputs in transactions of statements, and an account of what is sent."""
 
     def __init__(
@@ -127,7 +127,7 @@ class _Shipment:
         self._pending = 0  # in the transaction that is open
         self._ids: list[int] = []  # of these, if they are to be shown
         self._where = ""
-        self._account = "Nothing was sent."
+        self._outcome = "Nothing was sent."
         self.sent = 0
         self.first: int | None = None
         self.last: int | None = None
@@ -141,10 +141,10 @@ class _Shipment:
                     self._commit()
             self._commit()
         except KeyboardInterrupt:
-            raise Failure("interrupted", self._account, 128 + signal.SIGINT) from None
-        except (Bad, psycopg.Error, OSError) as error:
-            message, hint = error.args if isinstance(error, Bad) else explain(error)
-            raise Failure(message, f"{hint} {self._account}" if hint else self._account) from error
+            raise Failure("interrupted", self._outcome, 128 + signal.SIGINT) from None
+        except (BadInput, psycopg.Error, OSError) as error:
+            message, hint = error.args if isinstance(error, BadInput) else explain(error)
+            raise Failure(message, f"{hint} {self._outcome}" if hint else self._outcome) from error
 
     def _add(self, batch: list[Input]) -> None:
         if not self._pending:
@@ -168,15 +168,17 @@ class _Shipment:
                 return self._enqueue([one])[0]
         except _REFUSED as error:
             message, hint = explain(error)
-            raise Bad(f"{one.where}: {message}", hint) from None
+            raise BadInput(f"{one.where}: {message}", hint) from None
 
     def _commit(self) -> None:
-        doubt = f"It is not known whether the {self._pending:,} up to {self._where} were sent: look before you repeat."
-        sure, self._account = self._account, doubt
+        unknown = (
+            f"It is not known whether the {self._pending:,} up to {self._where} were sent: look before you repeat."
+        )
+        before, self._outcome = self._outcome, unknown
         self._connection.commit()
         self.sent += self._pending
-        self._account = (
-            f"The first {self.sent:,} were sent, up to {self._where}; nothing after that." if self.sent else sure
+        self._outcome = (
+            f"The first {self.sent:,} were sent, up to {self._where}; nothing after that." if self.sent else before
         )
         self._session.lines({"id": each} for each in self._ids)
         self._pending, self._ids = 0, []
@@ -220,39 +222,39 @@ def _path(name: str) -> Path | None:
     return path
 
 
-def _inputs(path: Path | None, body: bool, meter: "_Meter") -> Iterator[Input]:
+def _inputs(path: Path | None, body: bool, progress: "_ProgressBar") -> Iterator[Input]:
     name = "standard input" if path is None else str(path)
     try:
-        yield from _read(path, name, body, meter)
+        yield from _read(path, name, body, progress)
     except OSError as error:  # which has no name where it comes in the midst of a file
-        raise Bad(f"{name}: {error.strerror}") from error
+        raise BadInput(f"{name}: {error.strerror}") from error
 
 
-def _read(path: Path | None, name: str, body: bool, meter: "_Meter") -> Iterator[Input]:
+def _read(path: Path | None, name: str, body: bool, progress: "_ProgressBar") -> Iterator[Input]:
     with nullcontext(sys.stdin.buffer) if path is None else path.open("rb") as lines:
         if body:
             content = lines.read()
-            meter.advance(len(content))
+            progress.advance(len(content))
             yield Input(name, content, len(content))
             return
         for number, line in enumerate(lines, 1):
-            meter.advance(len(line))
+            progress.advance(len(line))
             if text := line.strip():
                 where = f"{name}:{number}"
                 try:
                     yield Input(where, _json(text.decode("utf-8-sig" if number == 1 else "utf-8"), where), len(text))
                 except UnicodeDecodeError as error:
-                    raise Bad(f"{where}: not UTF-8 at byte {error.start + 1}") from None
+                    raise BadInput(f"{where}: not UTF-8 at byte {error.start + 1}") from None
 
 
 def _json(text: str, where: str) -> Jsonb:
     try:
-        return document(text)
+        return parse_json(text)
     except ValueError as error:
-        raise Bad(f"{where}: not JSON: {error}") from None
+        raise BadInput(f"{where}: not JSON: {error}") from None
 
 
-class _Meter:
+class _ProgressBar:
     """A progress bar, where files are read and somebody is there to see it."""
 
     def __init__(self, session: Session, files: list[Path | None]) -> None:

@@ -13,8 +13,8 @@ import typer
 from psycopg.conninfo import conninfo_to_dict
 
 from .._files import extra
-from .frame import Failure, Session, Status
-from .logs import Level, log_to
+from .logging_output import Level, log_to
+from .session import Failure, Session, Status
 
 if TYPE_CHECKING:
     from ..http import Settings
@@ -67,7 +67,7 @@ def serve(
         return
     with ExitStack() as stack:
         if config is None:
-            settings = _own(session, stack.enter_context(session.conninfo()), role)
+            settings = _default_settings(session, stack.enter_context(session.conninfo()), role)
         else:
             try:
                 settings = http.Settings.load(config)
@@ -77,17 +77,17 @@ def serve(
         if role is Role.AGENT:
             session.note("works on tasks")
         try:
-            http.serve(settings, role.value, host, port, grace_seconds, lambda at, on: _tell(session, at, on))
+            http.serve(settings, role.value, host, port, grace_seconds, lambda at, on: _report_address(session, at, on))
         except SystemExit:  # of uvicorn, which has logged why it cannot listen
             raise typer.Exit(Status.ERROR) from None
 
 
-def _tell(session: Session, host: str, port: int) -> None:
+def _report_address(session: Session, host: str, port: int) -> None:
     at = f"[{host}]" if ":" in host else host
     session.note(f"serves http://{at}:{port}/")
 
 
-def _own(session: Session, conninfo: str, role: Role) -> "Settings":
+def _default_settings(session: Session, conninfo: str, role: Role) -> "Settings":
     """Settings for one who has no file."""
     from .. import http
 

@@ -13,8 +13,8 @@ import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from ..client import Queues
-from .frame import Failure, Session, Status, connected
-from .values import QueueName, Yes, period_option
+from .parameters import QueueName, Yes, duration_option
+from .session import Failure, Session, Status, connected
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -66,10 +66,10 @@ def archive_to_parquet(session: Session, path: Path_, queue: Queues_ = None, mas
     with _spark(session, master, "archive to Parquet") as (spark, dsn, progress):
         from ..spark import pipelines
 
-        names = queue or _all(dsn, is_archived=True)
-        progress.update(_ONE, total=len(names), description="archive to Parquet")
+        names = queue or _default_queues(dsn, is_archived=True)
+        progress.update(_PROGRESS_TASK, total=len(names), description="archive to Parquet")
         done = pipelines.archive_to_parquet(
-            spark, path, dsn=dsn, queues=names, tell=lambda _: progress.update(_ONE, advance=1)
+            spark, path, dsn=dsn, queues=names, tell=lambda _: progress.update(_PROGRESS_TASK, advance=1)
         )
     session.show(
         done,
@@ -123,7 +123,7 @@ def replay(
 def dead_letter_report(
     session: Session,
     queue: Queues_ = None,
-    window: Annotated[timedelta, period_option(help="The length of a window (1h).")] = timedelta(hours=1),
+    window: Annotated[timedelta, duration_option(help="The length of a window (1h).")] = timedelta(hours=1),
     master: Master = "local[*]",
 ) -> None:
     """Count dead letters by what they died of.
@@ -136,7 +136,7 @@ def dead_letter_report(
 
         from ..spark import pipelines
 
-        letters = pipelines.read_dead_letters(spark, queue or _all(dsn), dsn=dsn)
+        letters = pipelines.read_dead_letters(spark, queue or _default_queues(dsn), dsn=dsn)
         report = pipelines.dead_letter_report(letters, window)
         for moment in ("died_from", "last_died_at"):
             report = report.withColumn(moment, F.unix_micros(moment))
@@ -188,7 +188,7 @@ def flow_report(
     ] = None,
     since: Since = None,
     until: Until = None,
-    window: Annotated[timedelta | None, period_option(help="The length of a window (as fits).")] = None,
+    window: Annotated[timedelta | None, duration_option(help="The length of a window (as fits).")] = None,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="PNGs, too, if matplotlib is there.")] = True,
     master: Master = "local[*]",
 ) -> None:
@@ -199,7 +199,7 @@ def flow_report(
     with _spark(session, master, "flow report") as (spark, dsn, _):
         from ..spark import pipelines
 
-        names = queue or _all(dsn, is_archived=True)
+        names = queue or _default_queues(dsn, is_archived=True)
         report = pipelines.flow_report(
             spark,
             directory,
@@ -237,7 +237,7 @@ def summarize_flights(
         def tell(done: Any) -> None:
             nonlocal written
             written += done.summaries
-            progress.update(_ONE, description=f"summarize flights: {written:,} summaries")
+            progress.update(_PROGRESS_TASK, description=f"summarize flights: {written:,} summaries")
 
         query = pipelines.summarize_flights(spark, path, dsn=dsn, queue=queue, summaries=summaries, tell=tell)
         try:
@@ -287,7 +287,7 @@ def drop_stream(
     session.say(f"stream {stream} is gone; {released:,} messages are ready again", released=released)
 
 
-_ONE: Any = 0  # the task of a progress display, of which there is one
+_PROGRESS_TASK: Any = 0  # the task of a progress display, of which there is one
 
 
 @contextmanager
@@ -310,11 +310,11 @@ def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSes
         disable=session.quiet or not session.err.is_interactive,
     )
     progress.add_task("Spark starts", total=None)
-    before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, _exit_on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         use_java()  # before a database is asked for: what is missing is said at once
         with progress, session.conninfo() as dsn, local_session(master) as spark:
-            progress.update(_ONE, description=what)
+            progress.update(_PROGRESS_TASK, description=what)
             yield spark, dsn, progress
     except JavaNotFoundError as error:
         raise Failure(str(error)) from None
@@ -329,12 +329,12 @@ def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSes
             signal.signal(number, handler)
 
 
-def _end(number: int, _: object) -> NoReturn:
+def _exit_on_signal(number: int, _: object) -> NoReturn:
     """End upon a signal, so that the JVM and its files go, too."""
     sys.exit(128 + number)
 
 
-def _all(dsn: str, is_archived: bool = False) -> list[str]:
+def _default_queues(dsn: str, is_archived: bool = False) -> list[str]:
     """The queues that have an archive, or else all, those included that were dropped and have left dead letters."""
     from ..spark.pipelines.archive import archived_queues
     from ..spark.snapshot import names_in

@@ -8,8 +8,8 @@ import typer
 from psycopg.types.json import Jsonb
 
 from ..client import Queues
-from .frame import Failure, Session, Status
-from .values import QueueName, document, headers, period_option
+from .parameters import QueueName, duration_option, parse_headers, parse_json
+from .session import Failure, Session, Status
 
 __all__ = ["publish", "subscribe", "subscriptions", "unsubscribe"]
 
@@ -30,7 +30,7 @@ def subscribe(session: Session, topic: Pattern, queue: QueueName) -> None:
     """
     with session.queue(queue) as verbs:
         made = verbs.subscribe(topic)
-    _answer(session, made, f"queue {queue} is {'now' if made else 'already'} subscribed to {topic}")
+    _report_change(session, made, f"queue {queue} is {'now' if made else 'already'} subscribed to {topic}")
 
 
 def unsubscribe(session: Session, topic: Pattern, queue: QueueName) -> None:
@@ -40,7 +40,7 @@ def unsubscribe(session: Session, topic: Pattern, queue: QueueName) -> None:
     """
     with session.queue(queue) as verbs:
         ended = verbs.unsubscribe(topic)
-    _answer(session, ended, f"queue {queue} is {'no longer' if ended else 'not'} subscribed to {topic}")
+    _report_change(session, ended, f"queue {queue} is {'no longer' if ended else 'not'} subscribed to {topic}")
 
 
 def subscriptions(
@@ -59,7 +59,7 @@ def subscriptions(
         )
 
 
-def _answer(session: Session, yes: bool, text: str) -> None:
+def _report_change(session: Session, yes: bool, text: str) -> None:
     session.say(text, changed=yes)
     if not yes:
         raise typer.Exit(Status.NO)
@@ -73,8 +73,8 @@ def publish(
     header: Annotated[
         list[str] | None, typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header.", show_default=False)
     ] = None,
-    delay: Annotated[timedelta | None, period_option(help="Deliver it after that.")] = None,
-    expires_in: Annotated[timedelta | None, period_option(help="Drop it if not consumed by then.")] = None,
+    delay: Annotated[timedelta | None, duration_option(help="Deliver it after that.")] = None,
+    expires_in: Annotated[timedelta | None, duration_option(help="Drop it if not consumed by then.")] = None,
 ) -> None:
     """Send a copy of a message to each subscriber of a topic."""
     content = None if body else _json(payload)
@@ -83,7 +83,7 @@ def publish(
             topic,
             content,
             delay=delay,
-            headers=headers(header or []),
+            headers=parse_headers(header or []),
             expires_in=expires_in,
             body=os.fsencode(payload) if body else None,
         )
@@ -92,7 +92,7 @@ def publish(
 
 def _json(text: str) -> Jsonb:
     try:
-        return document(text)
+        return parse_json(text)
     except ValueError as error:
         raise Failure(
             f"the payload is not JSON: {error}",

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 import typer
 
 from ..client import Queue
-from .frame import Failure, Session, connected
-from .logs import Level, log_to
-from .values import QueueName, period_option
-from .watch import Watch
+from .logging_output import Level, log_to
+from .parameters import QueueName, duration_option
+from .session import Failure, Session, connected
+from .work_monitor import WorkMonitor
 
 if TYPE_CHECKING:
     from ..consumer import AsyncConsumer, Consumer
@@ -73,11 +73,11 @@ def work(
     ] = None,
     visibility_timeout: Annotated[
         timedelta | None,
-        period_option(help="Of the claims, which are extended while handlers run (that of the queue)."),
+        duration_option(help="Of the claims, which are extended while handlers run (that of the queue)."),
     ] = None,
     grace_period: Annotated[
         timedelta | None,
-        period_option(help="How long running handlers may take when it stops (30s)."),
+        duration_option(help="How long running handlers may take when it stops (30s)."),
     ] = None,
     claimed_by: Annotated[
         str | None,
@@ -89,11 +89,11 @@ def work(
     ] = False,
     look_ahead: Annotated[
         timedelta,
-        period_option(help="For --until-empty: wait for retries and delays that end by then (1m)."),
+        duration_option(help="For --until-empty: wait for retries and delays that end by then (1m)."),
     ] = timedelta(minutes=1),
     peek_delay: Annotated[
         timedelta | None,
-        period_option(help="How often to look, if not notified (1s; from 100ms)."),
+        duration_option(help="How often to look, if not notified (1s; from 100ms)."),
     ] = None,
     peek_batch_size: Annotated[
         int | None,
@@ -105,7 +105,7 @@ def work(
     ] = True,
     circuit_breaker_after: Annotated[
         timedelta | None,
-        period_option(help="How long the database may fail before it is let alone (30s)."),
+        duration_option(help="How long the database may fail before it is let alone (30s)."),
     ] = None,
     immediate_retries: Annotated[
         int | None,
@@ -117,7 +117,7 @@ def work(
     ] = None,
     retry_delay: Annotated[
         list[timedelta] | None,
-        period_option(help="These delays, one option each; the last repeats (10s, 20s, 30s)."),
+        duration_option(help="These delays, one option each; the last repeats (10s, 20s, 30s)."),
     ] = None,
     log_level: Annotated[Level, typer.Option(help="From which level on.")] = Level.INFO,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON objects.")] = False,
@@ -148,51 +148,51 @@ def work(
         "circuit_breaker_after": circuit_breaker_after,
     }
     retries = {"immediate": immediate_retries, "delayed": delayed_retries, "delays": retry_delay or None}
-    make = _maker(queue, function, settings, retries)
-    make("")  # so that a bad value is refused before anything runs
+    make_consumer = _consumer_factory(queue, function, settings, retries)
+    make_consumer("")  # so that a bad value is refused before anything runs
     log_to(session.err, log_level, log_json)
     with session.conninfo() as conninfo:
         with connected(conninfo) as connection:
             if Queue(connection, queue).get_queue().paused_at is not None:
                 session.note(f"queue {queue} is paused: nothing comes until pgqueue resume")
-        consumer = make(conninfo)
-        watch = Watch(session, conninfo, queue, consumer, look_ahead if until_empty else None)
+        consumer = make_consumer(conninfo)
+        monitor = WorkMonitor(session, conninfo, queue, consumer, look_ahead if until_empty else None)
         if inspect.iscoroutinefunction(consumer.run):
-            asyncio.run(_run_async(cast("AsyncConsumer", consumer), watch))
+            asyncio.run(_run_async(cast("AsyncConsumer", consumer), monitor))
         else:
-            _run(cast("Consumer", consumer), watch)
+            _run(cast("Consumer", consumer), monitor)
 
 
-def _run(consumer: "Consumer", watch: Watch) -> None:
-    stop = _Stop(consumer, watch)
-    with watch(consumer.request_stop):
+def _run(consumer: "Consumer", monitor: WorkMonitor) -> None:
+    stop = _SignalHandler(consumer, monitor)
+    with monitor(consumer.request_stop):
         for number in _SIGNALS:
             signal.signal(number, stop)
         consumer.run()
     stop.leave_if_forced()
 
 
-async def _run_async(consumer: "AsyncConsumer", watch: Watch) -> None:
+async def _run_async(consumer: "AsyncConsumer", monitor: WorkMonitor) -> None:
     loop = asyncio.get_running_loop()
-    stop = _Stop(consumer, watch)
+    stop = _SignalHandler(consumer, monitor)
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop, number)
-    with watch(lambda: loop.call_soon_threadsafe(consumer.request_stop)):
+    with monitor(lambda: loop.call_soon_threadsafe(consumer.request_stop)):
         await consumer.run()
     stop.leave_if_forced()  # here: the end of the loop would wait for threads
 
 
-class _Stop:
+class _SignalHandler:
     """What a signal does: the first asks the consumer to stop, the second forces it, the third ends the process."""
 
-    def __init__(self, consumer: "Consumer | AsyncConsumer", watch: Watch) -> None:
+    def __init__(self, consumer: "Consumer | AsyncConsumer", monitor: WorkMonitor) -> None:
         self._consumer = consumer
-        self._watch = watch
+        self._monitor = monitor
         self._signals: list[int] = []
 
     def __call__(self, number: int, _frame: object = None) -> None:
         self._signals.append(number)
-        self._watch.signals = len(self._signals)  # it tells of it: a signal handler must not print
+        self._monitor.signals = len(self._signals)  # it tells of it: a signal handler must not print
         if len(self._signals) > 2:
             if sys.stderr.isatty():
                 os.write(2, b"\x1b[?25h\n")  # the cursor, which the live line has hidden
@@ -211,31 +211,31 @@ class _Stop:
 def _load(handler: str) -> Callable[..., Any]:
     name, _, path = handler.partition(":")
     if not name.strip(".") == name or not name or not path:
-        raise _bad(f"{handler!r} is not MODULE:HANDLER, as in shop.orders:handle.")
+        raise _bad_handler(f"{handler!r} is not MODULE:HANDLER, as in shop.orders:handle.")
     sys.path.insert(0, str(Path.cwd()))
     try:
         found: Any = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _broken(name, error) from error
-        raise _bad(f"there is no module {error.name!r}, neither installed nor in {Path.cwd()}.") from None
+            raise _module_failure(name, error) from error
+        raise _bad_handler(f"there is no module {error.name!r}, neither installed nor in {Path.cwd()}.") from None
     except (Exception, SystemExit) as error:
-        raise _broken(name, error) from error
+        raise _module_failure(name, error) from error
     for attribute in path.split("."):
         try:
             found = getattr(found, attribute)
         except AttributeError:
-            raise _bad(f"module {name!r} has no {path!r}.") from None
+            raise _bad_handler(f"module {name!r} has no {path!r}.") from None
     if not callable(found) or inspect.isclass(found):
-        raise _bad(f"{handler!r} is no function.")
+        raise _bad_handler(f"{handler!r} is no function.")
     return cast(Callable[..., Any], found)
 
 
-def _bad(message: str) -> typer.BadParameter:
+def _bad_handler(message: str) -> typer.BadParameter:
     return typer.BadParameter(message, param_hint="'MODULE:HANDLER'")
 
 
-def _broken(name: str, error: Exception | SystemExit) -> Failure:
+def _module_failure(name: str, error: Exception | SystemExit) -> Failure:
     if isinstance(error, SyntaxError):
         where = f"{error.filename}:{error.lineno}"
     else:
@@ -244,7 +244,7 @@ def _broken(name: str, error: Exception | SystemExit) -> Failure:
     return Failure(f"module {name} does not load: {type(error).__name__}: {error}", f"It is raised in {where}.")
 
 
-def _maker(
+def _consumer_factory(
     queue: str, function: Callable[..., Any], settings: dict[str, Any], retries: dict[str, Any]
 ) -> "Callable[[str], Consumer | AsyncConsumer]":
     from ..consumer import AsyncConsumer, Consumer, Retries  # here, so that the other commands start without it
@@ -255,13 +255,13 @@ def _maker(
     def given(options: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in options.items() if value is not None}
 
-    def make(conninfo: str) -> "Consumer | AsyncConsumer":
+    def make_consumer(conninfo: str) -> "Consumer | AsyncConsumer":
         try:
             own = Retries(**given(retries)) if given(retries) else None
             return cast("Consumer | AsyncConsumer", kind(conninfo, queue, function, retries=own, **given(settings)))
         except TypeError as error:
-            raise _bad(f"{error}.") from None
+            raise _bad_handler(f"{error}.") from None
         except ValueError as error:
             raise typer.BadParameter(f"{error}.") from None
 
-    return make
+    return make_consumer

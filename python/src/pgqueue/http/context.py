@@ -11,14 +11,22 @@ from fastapi import Depends, Header, Request, Response
 
 from .databases import Databases
 from .errors import ApiError
+from .idempotency import Answer, EffectKey, fingerprint
 from .metrics import Metrics
 from .models import ErrorBody
-from .once import Answer, Key, fingerprint
+from .notifications import NotificationListeners
 from .sampling import Sampler
 from .settings import Settings
-from .waiting import Waiting
 
-__all__ = ["Context", "Given", "IdempotencyKey", "context_of", "errors", "is_name", "reply"]
+__all__ = [
+    "Context",
+    "CurrentContext",
+    "IdempotencyKey",
+    "context_of",
+    "error_responses",
+    "is_queue_name",
+    "to_response",
+]
 
 logger = logging.getLogger("pgqueue.http")
 
@@ -44,16 +52,16 @@ class Context:
     databases: Databases
     metrics: Metrics
     sampler: Sampler
-    waiting: Waiting
+    listeners: NotificationListeners
     agent: Any = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    finishing: set[asyncio.Task[None]] = field(default_factory=set)
+    background_tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Have something done that outlives its request. The server does not end before it is."""
         task = asyncio.create_task(_logged(work))
-        self.finishing.add(task)
-        task.add_done_callback(self.finishing.discard)
+        self.background_tasks.add(task)
+        task.add_done_callback(self.background_tasks.discard)
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:
@@ -69,10 +77,10 @@ async def context_of(request: Request) -> Context:
     return context
 
 
-Given = Annotated[Context, Depends(context_of)]
+CurrentContext = Annotated[Context, Depends(context_of)]
 
 
-async def _key_of(
+async def _idempotency_key(
     request: Request,
     idempotency_key: Annotated[
         str | None,
@@ -84,25 +92,25 @@ async def _key_of(
             description="A name for this request: sent again under it, nothing happens twice.",
         ),
     ] = None,
-) -> Key | None:
+) -> EffectKey | None:
     if idempotency_key is None:
         return None
     query = request.scope["query_string"]
     what = fingerprint(request.method.encode(), request.scope["path"].encode(), query, await request.body())
-    return Key(f"user:{request.scope['user']}", idempotency_key, what)
+    return EffectKey(f"user:{request.scope['user']}", idempotency_key, what)
 
 
-IdempotencyKey = Annotated[Key | None, Depends(_key_of)]
+IdempotencyKey = Annotated[EffectKey | None, Depends(_idempotency_key)]
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The errors of a route, for OpenAPI: those named, and those that any route may have."""
     return {
         each: {"description": _ERRORS[each], "model": ErrorBody} for each in sorted({401, 413, 422, 503, *statuses})
     }
 
 
-def is_name(text: str) -> bool:
+def is_queue_name(text: str) -> bool:
     """Whether a queue may be called so."""
     return _NAME.fullmatch(text) is not None
 
@@ -112,7 +120,7 @@ def queue_not_found(name: str) -> ApiError:
     return ApiError(404, "queue_not_found", f"there is no queue {name[:128]!r}", "queue_name", name)
 
 
-def reply(answer: Answer, **headers: str) -> Response:
+def to_response(answer: Answer, **headers: str) -> Response:
     """The response of an answer."""
     if answer.replayed:
         headers["Idempotent-Replayed"] = "true"

@@ -19,10 +19,10 @@ from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import ApiError
 from .migrations import CONTROL, TARGET, migrate
-from .raw import Moments, RawJson
+from .serialization import RawJson, TimestampLoader
 from .settings import Service, Settings
 
-__all__ = ["Connection", "Databases", "end"]
+__all__ = ["Connection", "Databases", "cancel_and_wait"]
 
 Connection = AsyncConnection[Any]
 Place = tuple[str, str] | None  # a service and a database; None is the control database
@@ -58,7 +58,7 @@ class Databases:
         """How to connect to the control database."""
         return make_conninfo(self._settings.control_dsn, **self._options(self._settings.control_dsn))
 
-    def doubt(self) -> None:
+    def forget_migrations(self) -> None:
         """Look again, next time, whether the tables are there: the databases may not be those of before."""
         self._migrated.clear()
 
@@ -75,13 +75,13 @@ class Databases:
     async def control(self) -> AsyncIterator[Connection]:
         """A connection to the control database, migrated, in autocommit mode."""
         pool = self._pools.get(None) or await self._open(None, self.control_conninfo)
-        async with self._taken(None, pool) as connection:
+        async with self._pooled_connection(None, pool) as connection:
             if None not in self._migrated:
                 await install(connection)
                 await migrate(connection, CONTROL)
-                await self._open_broker(connection)
+                await self._create_task_queue(connection)
                 self._migrated.add(None)
-            with self._prepared(None, QueueNotFound):  # the broker's, else there is none here
+            with self._detecting_lost_schema(None, QueueNotFound):  # the broker's, else there is none here
                 yield connection
 
     @asynccontextmanager
@@ -97,7 +97,7 @@ class Databases:
             message = f"database_name must be {limit}"
             raise ApiError(404, "database_not_found", message, "database_name", database, limit)
         pool = self._pools.get(place) or await self._open(place, self.conninfo(service, database))
-        async with self._taken(place, pool) as connection:
+        async with self._pooled_connection(place, pool) as connection:
             if prepare and place not in self._migrated:
                 await install(connection)
                 await migrate(connection, TARGET)
@@ -105,11 +105,11 @@ class Databases:
             if not prepare:
                 yield connection
                 return
-            with self._prepared(place):
+            with self._detecting_lost_schema(place):
                 yield connection
 
     @contextmanager
-    def _prepared(self, place: Place, *missing: type[psycopg.Error]) -> Iterator[None]:
+    def _detecting_lost_schema(self, place: Place, *missing: type[psycopg.Error]) -> Iterator[None]:
         """Where what was prepared is missing, the database is another one by now: prepare it next time."""
         try:
             yield
@@ -120,7 +120,9 @@ class Databases:
             raise psycopg.OperationalError("the database has lost its tables") from error
 
     @asynccontextmanager
-    async def _taken(self, place: Place, pool: AsyncConnectionPool[Connection]) -> AsyncIterator[Connection]:
+    async def _pooled_connection(
+        self, place: Place, pool: AsyncConnectionPool[Connection]
+    ) -> AsyncIterator[Connection]:
         """A connection of a pool. Who waits for others to give theirs back has patience, who waits for the server less.
 
         For a connection several tries are made: a pool gives up after the first, and begins anew when it is asked.
@@ -153,7 +155,7 @@ class Databases:
                 self._failing.discard(place)
                 return connection
 
-    async def _open_broker(self, connection: Connection) -> None:
+    async def _create_task_queue(self, connection: Connection) -> None:
         tasks = self._settings.tasks
         await AsyncQueue(connection, tasks.queue).create_queue(
             max_attempts=tasks.max_attempts,
@@ -184,7 +186,7 @@ class Databases:
 
     async def _configure(self, connection: Connection) -> None:
         psycopg.types.json.set_json_loads(RawJson.loads, connection)
-        connection.adapters.register_loader("timestamptz", Moments)
+        connection.adapters.register_loader("timestamptz", TimestampLoader)
         milliseconds = int(self._settings.limits.database_seconds * 1000)
         await connection.execute(
             b"set statement_timeout = %d; set lock_timeout = %d; set idle_in_transaction_session_timeout = %d;"
@@ -200,7 +202,7 @@ class Databases:
             await pool.close(timeout=5)
 
 
-async def end(*tasks: asyncio.Task[None]) -> None:
+async def cancel_and_wait(*tasks: asyncio.Task[None]) -> None:
     """Cancel tasks until they have ended: a pool that hands out a connection at that moment overlooks it."""
     while not all(task.done() for task in tasks):
         for task in tasks:

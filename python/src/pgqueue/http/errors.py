@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from ..errors import InvalidArgument, PayloadTooLarge, QueueBusy, QueueExists, QueueNotFound
 
-__all__ = ["ApiError", "error_response", "of_database", "of_status", "of_validation"]
+__all__ = ["ApiError", "error_response", "from_database_error", "from_http_status", "from_validation_errors"]
 
-_SHOWN: Final = 100  # characters of a value
+_MAX_VALUE_CHARACTERS: Final = 100  # characters of a value
 _CODES: Final = {
     400: "bad_request",
     401: "unauthorized",
@@ -25,8 +25,8 @@ _CODES: Final = {
     503: "unavailable",
 }
 # Connection, resources, intervention by an operator, a server that restarts: later it may well work.
-_PASSING: Final = ("08", "53", "57", "58")
-_TOO_COMPLEX: Final = "54"
+_TEMPORARY_CLASSES: Final = ("08", "53", "57", "58")
+_LIMIT_EXCEEDED_CLASS: Final = "54"
 
 
 class ApiError(Exception):
@@ -51,19 +51,19 @@ class ApiError(Exception):
         self.code = code
         self.message = message
         self.field = field
-        self.value = _shown(value)
+        self.value = _shorten(value)
         self.limit = limit
         self.headers = dict(headers or {})
 
 
-def _shown(value: object) -> str | int | float | bool | None:
+def _shorten(value: object) -> str | int | float | bool | None:
     """A value as it may be repeated: short, and nothing that JSON lacks."""
     if value is None or (isinstance(value, (bool, int, float)) and abs(value) < 2**63):
         return value
     if isinstance(value, (dict, list, tuple)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     text = str(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[:_MAX_VALUE_CHARACTERS]}…"
 
 
 def error_response(error: ApiError) -> Response:
@@ -82,22 +82,22 @@ def error_response(error: ApiError) -> Response:
     return Response(content, error.status, error.headers, "application/json")
 
 
-def of_status(status: int, detail: str, headers: Mapping[str, str] | None = None) -> ApiError:
+def from_http_status(status: int, detail: str, headers: Mapping[str, str] | None = None) -> ApiError:
     """The error of a status of HTTP itself, such as a path that nobody has."""
     return ApiError(status, _CODES.get(status, "error"), detail, headers=headers)
 
 
-def of_validation(faults: Sequence[Mapping[str, Any]]) -> ApiError:
+def from_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The error of a request that does not fit its description: the first fault."""
-    fault = faults[0]
-    kind, place = fault["type"], list(fault["loc"])
+    error = errors[0]
+    kind, place = error["type"], list(error["loc"])
     where = place[0] if place else "body"
     if kind == "json_invalid" or (where == "body" and len(place) == 1 and kind != "missing"):
         message = "the body must be a JSON object, sent as Content-Type: application/json"
         return ApiError(400, "malformed_json", message, field="body")
     field = _field(place[1:] if where in ("body", "query", "path", "header") else place) or "body"
-    limit = _limit(kind, fault.get("ctx") or {}, fault["msg"])
-    value = None if kind == "missing" else fault.get("input")
+    limit = _limit(kind, error.get("ctx") or {}, error["msg"])
+    value = None if kind == "missing" else error.get("input")
     said = "is missing" if kind == "missing" else "is invalid"
     return ApiError(422, "invalid", f"{field} {said}; must be {limit}", field, value, limit)
 
@@ -106,7 +106,7 @@ def _field(place: Sequence[str | int]) -> str:
     text = ""
     for step in place:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
-    return str(_shown(text))
+    return str(_shorten(text))
 
 
 def _limit(kind: str, context: Mapping[str, Any], message: str) -> str:
@@ -142,7 +142,7 @@ def _limit(kind: str, context: Mapping[str, Any], message: str) -> str:
     return message
 
 
-def is_passing(error: BaseException) -> bool:
+def is_temporary(error: BaseException) -> bool:
     """Whether the same request may well succeed later: the database is down, restarts, or has no room."""
     if isinstance(error, (PoolTimeout, PoolClosed, OSError, TimeoutError)):
         return True
@@ -151,10 +151,10 @@ def is_passing(error: BaseException) -> bool:
     state = error.sqlstate
     if state is None:
         return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
-    return state[:2] in _PASSING or state[:2] == "40" or state in ("55P03", "25006")
+    return state[:2] in _TEMPORARY_CLASSES or state[:2] == "40" or state in ("55P03", "25006")
 
 
-def of_database(error: BaseException) -> ApiError:
+def from_database_error(error: BaseException) -> ApiError:
     """The error of what the database or the way to it said. Never has a DSN, a host or a statement in it."""
     said = (error.diag.message_primary or "") if isinstance(error, psycopg.Error) else ""
     match error:
@@ -175,9 +175,9 @@ def of_database(error: BaseException) -> ApiError:
             return ApiError(503, "timeout", "the database took too long", headers={"Retry-After": "1"})
         case psycopg.DataError():
             return ApiError(422, "invalid", f"PostgreSQL cannot store this: {said}", field="body")
-    if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(_TOO_COMPLEX):
+    if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(_LIMIT_EXCEEDED_CLASS):
         return ApiError(422, "invalid", f"PostgreSQL cannot store this: {said}", field="body")
-    if is_passing(error):
+    if is_temporary(error):
         message = "the database cannot be reached now: try again"
         return ApiError(503, "database_unavailable", message, headers={"Retry-After": "1"})
-    return of_status(500, "an internal error, which the server's log explains")
+    return from_http_status(500, "an internal error, which the server's log explains")

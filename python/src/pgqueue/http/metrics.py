@@ -12,7 +12,7 @@ from .sampling import Sampler
 
 __all__ = ["Metrics"]
 
-_FORGOTTEN_SECONDS: Final = 600.0  # so that the last figures are scraped
+_KEEP_SECONDS: Final = 600.0  # so that the last figures are scraped
 _QUEUE = ("service", "database", "queue")
 _GAUGES = {
     "ready_messages": "Messages available for claim.",
@@ -22,14 +22,14 @@ _GAUGES = {
     "oldest_age_seconds": "Age of the oldest ready message, 0 where none is ready.",
     "paused": "1 while the queue is paused.",
 }
-_FLOW = {
+_THROUGHPUT = {
     "in_per_second": "Messages that came into the queue, lately; at least so many unless pgqueue_flow_counted is 1.",
     "out_per_second": "Messages that left the queue, lately; at least so many unless pgqueue_flow_counted is 1.",
     "flow_counted": "1 where the two are what PostgreSQL counted in a partition of the queue's own.",
 }
 
 
-class _Depths(Collector):
+class _QueueCollector(Collector):
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
@@ -38,8 +38,8 @@ class _Depths(Collector):
         change = GaugeMetricFamily(
             "pgqueue_depth_change_per_second", "How fast the depth grows, or shrinks below 0.", labels=_QUEUE
         )
-        came, left, counted = (
-            GaugeMetricFamily(f"pgqueue_{name}", text, labels=_QUEUE) for name, text in _FLOW.items()
+        incoming, outgoing, counted = (
+            GaugeMetricFamily(f"pgqueue_{name}", text, labels=_QUEUE) for name, text in _THROUGHPUT.items()
         )
         ids = CounterMetricFamily(
             "pgqueue_message_ids",
@@ -51,12 +51,12 @@ class _Depths(Collector):
             for name, family in families.items():
                 family.add_metric(place, float(getattr(stats, name) or 0))
             change.add_metric(place, history.change)
-            came.add_metric(place, history.flow.came)
-            left.add_metric(place, history.flow.left)
-            counted.add_metric(place, float(history.flow.counted))
-        for database, mark in self._sampler.marks:
+            incoming.add_metric(place, history.throughput.incoming)
+            outgoing.add_metric(place, history.throughput.outgoing)
+            counted.add_metric(place, float(history.throughput.is_counted))
+        for database, mark in self._sampler.last_message_ids:
             ids.add_metric(database, mark)
-        yield from (*families.values(), change, came, left, counted, ids)
+        yield from (*families.values(), change, incoming, outgoing, counted, ids)
 
 
 class Metrics:
@@ -65,7 +65,7 @@ class Metrics:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._registry = CollectorRegistry()
-        self._registry.register(_Depths(sampler))
+        self._registry.register(_QueueCollector(sampler))
         self._requests = Histogram(
             "pgqueue_http_request_seconds",
             "How long requests took.",
@@ -79,7 +79,7 @@ class Metrics:
             (*_QUEUE, "operation"),
             registry=self._registry,
         )
-        self._counted: dict[tuple[str, str, str, str], float] = {}  # when something was counted last
+        self._last_counted_at: dict[tuple[str, str, str, str], float] = {}  # when something was counted last
         self._tasks = Counter(
             "pgqueue_http_tasks", "Tasks that this agent has ended.", ("kind", "status"), registry=self._registry
         )
@@ -90,21 +90,21 @@ class Metrics:
         method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE", "HEAD") else "other"
         self._requests.labels(method, route, str(status)).observe(seconds)
 
-    def _forget(self) -> None:
+    def _remove_gone_queues(self) -> None:
         """Forget the counters of queues that are gone: where queues come and go there would be ever more of them."""
         there = {place for place, _ in self._sampler.histories()}
-        for labels, at in list(self._counted.items()):
-            if labels[:3] not in there and at < time.monotonic() - _FORGOTTEN_SECONDS:
-                del self._counted[labels]
+        for labels, at in list(self._last_counted_at.items()):
+            if labels[:3] not in there and at < time.monotonic() - _KEEP_SECONDS:
+                del self._last_counted_at[labels]
                 self._messages.remove(*labels)
 
     def messages(self, service: str, database: str, queue: str, operation: str, number: int) -> None:
         """Count messages that exist: call it after the queue was found."""
         if number:
             labels = (service, database, queue, operation)
-            self._counted[labels] = time.monotonic()
+            self._last_counted_at[labels] = time.monotonic()
             self._messages.labels(*labels).inc(number)
-            self._sampler.passed(labels[:3], operation, number)
+            self._sampler.record_operation(labels[:3], operation, number)
 
     def task(self, kind: str, status: str) -> None:
         """Count a task that has ended."""
@@ -112,5 +112,5 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
-        self._forget()
+        self._remove_gone_queues()
         return generate_latest(self._registry)

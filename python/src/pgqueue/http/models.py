@@ -8,7 +8,7 @@ from uuid import UUID
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from .body import Number
+from .request_body import ExactNumber
 
 __all__ = [
     "BATCH_LIMIT",
@@ -55,7 +55,7 @@ Token = Annotated[UUID, BeforeValidator(_uuid)]
 
 
 def _whole(value: object) -> object:
-    if isinstance(value, Number):
+    if isinstance(value, ExactNumber):
         number = float(value)
         if 2**53 <= abs(number) <= 2 * MAX_ID and (exact := Decimal(value.text)) == exact.to_integral_value():
             return int(exact)  # what a float makes of it may be another id

@@ -52,9 +52,9 @@ class Authenticator:
     def __init__(self, users: Mapping[str, str]) -> None:
         self._users = users
         self._key = secrets.token_bytes(32)
-        self._right: dict[str, bytes] = {}
+        self._verified: dict[str, bytes] = {}
         self._decoy = hash_password(secrets.token_hex(16))
-        self._gate = asyncio.Semaphore(2)
+        self._attempts = asyncio.Semaphore(2)
 
     async def user(self, authorization: str | None) -> str | None:
         """The user's name, None if there is no such user or the password is another."""
@@ -62,14 +62,14 @@ class Authenticator:
         if name is None:
             return None
         digest = hmac.digest(self._key, password.encode(), "sha256")
-        right = self._right.get(name)
-        if right is not None and hmac.compare_digest(right, digest):
+        verified = self._verified.get(name)
+        if verified is not None and hmac.compare_digest(verified, digest):
             return name
-        async with self._gate:
+        async with self._attempts:
             matches = await asyncio.to_thread(_matches, password, self._users.get(name, self._decoy))
         if not matches or name not in self._users:
             return None
-        self._right[name] = digest
+        self._verified[name] = digest
         return name
 
 

@@ -13,15 +13,15 @@ import psycopg
 from psycopg import AsyncConnection
 from psycopg.rows import class_row
 
-from .raw import RawJson
+from .serialization import RawJson
 
-__all__ = ["Assignment", "QueueRow", "Status", "TaskKind", "TaskRow"]
+__all__ = ["AgentTask", "QueueRow", "Status", "TaskKind", "TaskRow"]
 
 Connection = AsyncConnection[Any]
 Status = Literal["Pending", "Provisioning", "Active", "Deprovisioning", "Failed"]
 TaskKind = Literal["provision", "deprovision", "enqueue", "stats"]
 
-_PORTION = 1000  # rows that are forgotten at once
+_DELETE_BATCH = 1000  # rows that are forgotten at once
 _QUEUE = (
     "q.id, q.service_id, q.name, q.database_name, q.visibility_timeout_seconds, q.max_attempts, q.dlq_enabled,"
     " q.status, q.error_message, q.created_at, q.updated_at"
@@ -56,7 +56,7 @@ class TaskRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class AgentTask:
     """A task as its agent gets it: `request` is the body of the request as its caller wrote it."""
 
     id: UUID
@@ -159,9 +159,9 @@ async def find_task(
     return await cursor.fetchone()
 
 
-async def start(connection: Connection, id: UUID) -> Assignment | None:
+async def start(connection: Connection, id: UUID) -> AgentTask | None:
     """Set a task to running, and its queue to Provisioning if that is the task. None if the task is done."""
-    cursor = connection.cursor(row_factory=class_row(Assignment))
+    cursor = connection.cursor(row_factory=class_row(AgentTask))
     await cursor.execute(
         "with task as ("
         " update pgqueue_http.tasks t set status = 'running', updated_at = now()"
@@ -177,7 +177,7 @@ async def start(connection: Connection, id: UUID) -> Assignment | None:
 
 async def finish(connection: Connection, id: UUID, result: str | None = None, queue: str | None = None) -> None:
     """Set a task to completed, in one transaction with what becomes of its queue: `activate`, `delete` or nothing."""
-    await _end(connection, id, "completed", result, None)
+    await _end_task(connection, id, "completed", result, None)
     if queue == "activate":
         await connection.execute(
             "update pgqueue_http.queues q set status = 'Active', updated_at = now() from pgqueue_http.tasks t"
@@ -194,7 +194,7 @@ async def finish(connection: Connection, id: UUID, result: str | None = None, qu
 
 async def fail(connection: Connection, id: UUID, message: str) -> None:
     """Set a task to failed, and its queue too, if it was to be made or removed."""
-    await _end(connection, id, "failed", None, message)
+    await _end_task(connection, id, "failed", None, message)
     await connection.execute(
         "update pgqueue_http.queues q set status = 'Failed', error_message = %s, updated_at = now()"
         " from pgqueue_http.tasks t"
@@ -205,7 +205,7 @@ async def fail(connection: Connection, id: UUID, message: str) -> None:
     )
 
 
-async def _end(connection: Connection, id: UUID, status: str, result: str | None, message: str | None) -> None:
+async def _end_task(connection: Connection, id: UUID, status: str, result: str | None, message: str | None) -> None:
     # The request has served: it may be 25 MB.
     await connection.execute(
         "update pgqueue_http.tasks set status = %s, result = %s::jsonb, error_message = %s, request = null,"
@@ -214,26 +214,26 @@ async def _end(connection: Connection, id: UUID, status: str, result: str | None
     )
 
 
-async def forget(connection: Connection, days: int) -> None:
+async def delete_old_tasks(connection: Connection, days: int) -> None:
     """Remove the tasks and the answers to idempotency keys that are older than so many days."""
-    await _forget(connection, "tasks", "created_at", days)
-    await forget_effects(connection, days)
+    await _delete_old_rows(connection, "tasks", "created_at", days)
+    await delete_old_effects(connection, days)
 
 
-async def _forget(connection: Connection, table: str, column: str, days: int) -> None:
+async def _delete_old_rows(connection: Connection, table: str, column: str, days: int) -> None:
     # In portions: all of it at once may take longer than a statement may, and then would never be gone.
     statement = (
         f"delete from pgqueue_http.{table} where ctid = any (array(select ctid from pgqueue_http.{table}"
-        f" where {column} < now() - make_interval(days => %s) order by {column} limit {_PORTION}))"
+        f" where {column} < now() - make_interval(days => %s) order by {column} limit {_DELETE_BATCH}))"
     )
-    while (await connection.execute(statement, [days])).rowcount == _PORTION:
+    while (await connection.execute(statement, [days])).rowcount == _DELETE_BATCH:
         pass
 
 
-async def forget_effects(connection: Connection, days: int) -> None:
+async def delete_old_effects(connection: Connection, days: int) -> None:
     """Remove what is remembered of effects that are older than so many days."""
     with_no_table = psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName
     try:
-        await _forget(connection, "effects", "done_at", days)
+        await _delete_old_rows(connection, "effects", "done_at", days)
     except with_no_table:
         return

@@ -13,8 +13,8 @@ from fastapi import FastAPI
 from .agent import Agent
 from .app import create_app
 from .databases import Databases
-from .head import Protocol
 from .metrics import Metrics
+from .protocol import LimitedHttpProtocol
 from .sampling import Sampler
 from .settings import Settings
 
@@ -70,9 +70,9 @@ def serve(
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     for chatty in ("psycopg.pool", "uvicorn.error"):
-        logging.getLogger(chatty).addFilter(_once_a_minute())
+        logging.getLogger(chatty).addFilter(_repeat_filter())
     if role == "agent":
-        asyncio.run(_work(settings))
+        asyncio.run(_run_agent(settings))
         return
     app = create_app(settings, role)
     config = uvicorn.Config(
@@ -80,7 +80,7 @@ def serve(
         host=host,
         port=port,
         lifespan="on",
-        http=Protocol,
+        http=LimitedHttpProtocol,
         ws="none",
         log_config=None,
         access_log=False,
@@ -91,21 +91,21 @@ def serve(
     asyncio.run(_Server(app, config, started).serve())
 
 
-def _once_a_minute() -> Callable[[logging.LogRecord], bool]:
+def _repeat_filter() -> Callable[[logging.LogRecord], bool]:
     """A filter: while a database is down, its pool says so again and again, and so does who is sent what is no HTTP."""
-    said: dict[object, float] = {}
+    last_logged_at: dict[object, float] = {}
 
     def filter_(record: logging.LogRecord) -> bool:
-        about = record.args[0] if isinstance(record.args, tuple) and record.args else record.msg
-        if record.levelno < logging.ERROR and record.created - said.get(about, 0.0) < 60:
+        subject = record.args[0] if isinstance(record.args, tuple) and record.args else record.msg
+        if record.levelno < logging.ERROR and record.created - last_logged_at.get(subject, 0.0) < 60:
             return False
-        said[about] = record.created
+        last_logged_at[subject] = record.created
         return True
 
     return filter_
 
 
-async def _work(settings: Settings) -> None:
+async def _run_agent(settings: Settings) -> None:
     databases = Databases(settings)
     agent = Agent(settings, databases, Metrics(Sampler(settings, databases)))
     stopping = asyncio.Event()

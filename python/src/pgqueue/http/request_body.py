@@ -13,12 +13,12 @@ from .errors import ApiError
 __all__ = [
     "FRACTION_DIGITS",
     "WHOLE_DIGITS",
+    "ExactNumber",
     "JsonRequest",
     "JsonRoute",
-    "Number",
+    "json_size",
+    "nesting_error",
     "read_json",
-    "size_of",
-    "too_deep",
 ]
 
 _PARTS: Final = re.compile(r"-?(\d+)(?:\.(\d+))?(?:[eE]([-+]?)0*(\d+))?")
@@ -27,7 +27,7 @@ FRACTION_DIGITS: Final = 16_383  # … and after it
 _PYTHON_DIGITS: Final = 4300  # of a whole number that Python reads
 
 
-class Number:
+class ExactNumber:
     """A number that PostgreSQL would write otherwise than Python: the text that its sender wrote."""
 
     __slots__ = ("text",)
@@ -92,43 +92,43 @@ def read_json(text: str) -> Any:
     """Parse JSON, in which numbers may be `Number`. Raises `ApiError` 400 for what is none, or nested too deep."""
     try:
         try:
-            return json.loads(text, parse_float=_number, parse_constant=_refuse)
+            return json.loads(text, parse_float=_number, parse_constant=_refuse_constant)
         except json.JSONDecodeError:
             raise
         except ValueError:  # a whole number with more digits than Python reads unless it is told to
-            return json.loads(text, parse_float=_number, parse_constant=_refuse, parse_int=_whole_number)
+            return json.loads(text, parse_float=_number, parse_constant=_refuse_constant, parse_int=_whole_number)
     except json.JSONDecodeError as error:
         raise ApiError(400, "malformed_json", f"the body is no JSON: {error}", "body") from None
     except RecursionError:
-        raise too_deep("body") from None
+        raise nesting_error("body") from None
 
 
-def too_deep(field: str) -> ApiError:
+def nesting_error(field: str) -> ApiError:
     """Lists and objects lie in each other deeper than can be read."""
     return ApiError(400, "malformed_json", f"{field} is nested too deep", field)
 
 
-def _number(text: str) -> float | Number:
+def _number(text: str) -> float | ExactNumber:
     number = float(text)
-    return number if repr(number) == text != "-0.0" and "e" not in text else Number(text)
+    return number if repr(number) == text != "-0.0" and "e" not in text else ExactNumber(text)
 
 
-def _whole_number(text: str) -> int | Number:
-    return int(text) if len(text) <= _PYTHON_DIGITS else Number(text)
+def _whole_number(text: str) -> int | ExactNumber:
+    return int(text) if len(text) <= _PYTHON_DIGITS else ExactNumber(text)
 
 
-def _refuse(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     raise ApiError(400, "malformed_json", f"the body is no JSON: {name} is no number there", "body", name)
 
 
-def size_of(value: Any) -> int:
+def json_size(value: Any) -> int:
     """How many bytes the text has that PostgreSQL writes for parsed JSON.
 
     Raises `ValueError` with the text of a number that PostgreSQL cannot store, and `RecursionError`.
     """
     more = 0
 
-    def add(number: Number) -> None:
+    def add(number: ExactNumber) -> None:
         nonlocal more
         more += number.size - len("null")
 

@@ -10,12 +10,12 @@ from typing import Any, Final, NamedTuple
 import psycopg
 from psycopg import AsyncConnection, sql
 
-__all__ = ["Counts", "Flow", "Look", "flow", "look"]
+__all__ = ["Counts", "QueueActivity", "Throughput", "read_activity", "throughput_between"]
 
 _SEEN_LIMIT: Final = 500  # new messages of a queue that are counted at a look
 # A message is new if its id is above the last one that had been given out at the look before. What left in between,
 # and what was committed late, is not seen. The index is the only way that costs the same on a deep queue.
-_LOOK: Final = """
+_ACTIVITY: Final = """
 set local enable_seqscan = off;
 set local enable_bitmapscan = off;
 select
@@ -40,7 +40,7 @@ cross join lateral (
 """
 
 
-class Look(NamedTuple):
+class QueueActivity(NamedTuple):
     """What a look found in a queue: new messages, and what the statistics of its partition have counted so far."""
 
     seen: int
@@ -63,17 +63,19 @@ class Counts:
     deleted: int | None = None
 
 
-class Flow(NamedTuple):
+class Throughput(NamedTuple):
     """Messages a second that came in and that left; `counted`, or at least so many."""
 
-    came: float = 0.0
-    left: float = 0.0
-    counted: bool = False
+    incoming: float = 0.0
+    outgoing: float = 0.0
+    is_counted: bool = False
 
 
-async def look(connection: AsyncConnection[Any], mark: int | None) -> tuple[dict[str, Look], int | None]:
+async def read_activity(
+    connection: AsyncConnection[Any], mark: int | None
+) -> tuple[dict[str, QueueActivity], int | None]:
     """What is new in the queues of a database since a mark, and the mark for the next time."""
-    statements = sql.SQL(_LOOK).format(mark=2**62 if mark is None else mark, limit=_SEEN_LIMIT)
+    statements = sql.SQL(_ACTIVITY).format(mark=2**62 if mark is None else mark, limit=_SEEN_LIMIT)
     try:
         cursor = await connection.execute(statements)  # at once: no transaction waits for its client
         while cursor.nextset():
@@ -81,21 +83,21 @@ async def look(connection: AsyncConnection[Any], mark: int | None) -> tuple[dict
         rows = await cursor.fetchall()
     except psycopg.errors.InsufficientPrivilege:
         return {}, None  # a role that may use queues, and not look into them
-    return {name: Look(*found) for name, *found, _ in rows}, rows[0][-1] if rows else mark
+    return {name: QueueActivity(*found) for name, *found, _ in rows}, rows[0][-1] if rows else mark
 
 
-def flow(before: Counts, now: Counts, seconds: float) -> Flow:
+def throughput_between(before: Counts, now: Counts, seconds: float) -> Throughput:
     """What came and left between two moments."""
     if now.inserted is not None and now.deleted is not None:
-        came = now.inserted - (before.inserted or 0)
-        left = now.deleted - (before.deleted or 0)
-        if before.inserted is None or min(came, left) < 0:  # its partition, or its statistics, began anew
-            return Flow(counted=True)
-        return Flow(came / seconds, left / seconds, True)
-    came = max(now.sent - before.sent, now.seen - before.seen)
-    left = now.acked - before.acked
+        incoming = now.inserted - (before.inserted or 0)
+        outgoing = now.deleted - (before.deleted or 0)
+        if before.inserted is None or min(incoming, outgoing) < 0:  # its partition, or its statistics, began anew
+            return Throughput(is_counted=True)
+        return Throughput(incoming / seconds, outgoing / seconds, True)
+    incoming = max(now.sent - before.sent, now.seen - before.seen)
+    outgoing = now.acked - before.acked
     if now.depth is not None and before.depth is not None:
         # What came less what left is the change: who knows one of them knows the other.
         change = now.depth - before.depth
-        came, left = max(came, left + change), max(left, came - change)
-    return Flow(came / seconds, left / seconds)
+        incoming, outgoing = max(incoming, outgoing + change), max(outgoing, incoming - change)
+    return Throughput(incoming / seconds, outgoing / seconds)

@@ -4,7 +4,7 @@ import psycopg
 from fastapi import APIRouter, Response
 from psycopg_pool import PoolTimeout
 
-from .context import Given, errors
+from .context import CurrentContext, error_responses
 from .errors import ApiError
 
 __all__ = ["router"]
@@ -21,9 +21,9 @@ async def healthz() -> Response:
 @router.get(
     "/readyz",
     response_class=Response,
-    responses={200: {"content": {"text/plain": {}}}, 503: errors()[503]},
+    responses={200: {"content": {"text/plain": {}}}, 503: error_responses()[503]},
 )
-async def readyz(context: Given) -> Response:
+async def readyz(context: CurrentContext) -> Response:
     """Whether requests can be served: the control database answers, the agent works, and nobody told it to stop.
 
     Asks for no password, and says no more than that.
@@ -40,7 +40,7 @@ async def readyz(context: Given) -> Response:
     return Response("ok\n", media_type="text/plain")
 
 
-@router.get("/metrics", response_class=Response, responses=errors() | {200: {"content": {"text/plain": {}}}})
-async def metrics(context: Given) -> Response:
+@router.get("/metrics", response_class=Response, responses=error_responses() | {200: {"content": {"text/plain": {}}}})
+async def metrics(context: CurrentContext) -> Response:
     """Figures for Prometheus: depths as of the last sample, whoever asks how often."""
     return Response(context.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")

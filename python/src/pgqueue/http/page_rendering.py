@@ -9,11 +9,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..message import QueueStats
-from .flow import Flow
 from .registry import QueueRow
 from .sampling import History, Place, Sampler
+from .throughput import Throughput
 
-__all__ = ["ENVIRONMENT", "Row", "rows_of"]
+__all__ = ["TEMPLATES", "Row", "build_rows"]
 
 _HEIGHT: Final = 28
 
@@ -40,7 +40,7 @@ class Row:
             return "Paused"
         return self.status or "Active"
 
-    def about(self, number: str) -> bool:
+    def is_estimated(self, number: str) -> bool:
         """Whether a figure is an estimate."""
         return self.stats is not None and number in self.stats.estimates
 
@@ -50,14 +50,14 @@ class Row:
         return [] if self.history is None else [float(each.depth) for each in self.history.samples]
 
     @property
-    def came(self) -> list[float]:
+    def incoming(self) -> list[float]:
         """Messages a second that came in, from sample to sample."""
-        return [] if self.history is None else [each.came for each in self.history.flows]
+        return [] if self.history is None else [each.incoming for each in self.history.throughputs]
 
     @property
-    def left(self) -> list[float]:
+    def outgoing(self) -> list[float]:
         """Messages a second that left."""
-        return [] if self.history is None else [each.left for each in self.history.flows]
+        return [] if self.history is None else [each.outgoing for each in self.history.throughputs]
 
     @property
     def ages(self) -> list[float]:
@@ -66,12 +66,12 @@ class Row:
         return [each.stats.oldest_age_seconds or 0.0 for each in samples]
 
     @property
-    def flow(self) -> Flow:
+    def throughput(self) -> Throughput:
         """What comes and leaves a second, now."""
-        return Flow() if self.history is None else self.history.flow
+        return Throughput() if self.history is None else self.history.throughput
 
 
-def rows_of(sampler: Sampler, registered: Sequence[QueueRow], hidden: str) -> list[Row]:
+def build_rows(sampler: Sampler, registered: Sequence[QueueRow], hidden: str) -> list[Row]:
     """A row for each queue that was sampled, or is registered and not there yet; but for the hidden one."""
     known = {(row.service_id, row.database_name, row.name): row for row in registered}
     rows = {}
@@ -109,16 +109,16 @@ def sparkline(values: Sequence[float], label: str, kind: str) -> Markup:
         '<polygon points="0,{zero} {points} {width},{zero}"/>'
         '<line x1="0" y1="{zero}" x2="{width}" y2="{zero}"/><polyline points="{points}"/></svg>'
     ).format(
-        kind=kind, width=last, height=_HEIGHT, label=f"{label}, from {_short(low)} to {_short(high)}",
+        kind=kind, width=last, height=_HEIGHT, label=f"{label}, from {_compact_number(low)} to {_compact_number(high)}",
         zero=f"{zero:.1f}", points=points,
     )  # fmt: skip
 
 
-def _short(value: float) -> str:
+def _compact_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 or float(value).is_integer() else f"{value:,.1f}"
 
 
-def seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
     """A duration in its largest units."""
     if value is None:
         return "–"
@@ -131,18 +131,23 @@ def seconds(value: float | None) -> str:
     return f"{whole // 86400} d {hours}" if whole >= 86400 else hours
 
 
-def moment(at: datetime) -> Markup:
+def format_moment(at: datetime) -> Markup:
     """A moment, in UTC."""
     at = at.astimezone(UTC)
     return Markup('<time datetime="{}">{}</time>').format(at.isoformat(), f"{at:%Y-%m-%d %H:%M:%S} UTC")
 
 
-ENVIRONMENT: Final = Environment(
+TEMPLATES: Final = Environment(
     loader=PackageLoader("pgqueue.http"),
     autoescape=True,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
 )
-ENVIRONMENT.filters |= {"seconds": seconds, "moment": moment, "rate": _short, "number": lambda n: f"{n:,}"}
-ENVIRONMENT.globals["sparkline"] = sparkline
+TEMPLATES.filters |= {
+    "seconds": format_seconds,
+    "moment": format_moment,
+    "rate": _compact_number,
+    "number": lambda n: f"{n:,}",
+}
+TEMPLATES.globals["sparkline"] = sparkline

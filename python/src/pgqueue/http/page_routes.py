@@ -13,37 +13,37 @@ from psycopg_pool import PoolTimeout
 from ..client import AsyncQueue
 from ..message import DeadMessage
 from . import registry
-from .context import Context, Given, is_name, queue_not_found
-from .drawing import ENVIRONMENT, Row, rows_of
+from .context import Context, CurrentContext, is_queue_name, queue_not_found
 from .errors import ApiError
 from .models import MAX_ID, REDRIVE_LIMIT
+from .page_rendering import TEMPLATES, Row, build_rows
 
-__all__ = ["failure", "is_page", "router"]
+__all__ = ["error_page", "is_page", "router"]
 
 _TAG: Final = "page"
 router = APIRouter(include_in_schema=False, tags=[_TAG])
 
-_SHOWN: Final = 20  # dead letters on a page
-_TEXT: Final = 4000  # characters of a payload or an error
-_FIELDS: Final = 10_000  # of a form
-_FAILURES: Final = "pgqueue.failures"
+_PAGE_SIZE: Final = 20  # dead letters on a page
+_MAX_TEXT: Final = 4000  # characters of a payload or an error
+_MAX_FORM_FIELDS: Final = 10_000  # of a form
+_FAILURES_HEADER: Final = "pgqueue.failures"
 
 _Text = Annotated[str, Query()]
 _After = Annotated[int, Query(ge=0, le=MAX_ID)]
 # What can be done, and how it is asked for: the verb and what it does to the dead letters.
-_ASKED: Final = {"redrive": "Redrive", "purge": "Delete"}
+_CONFIRMED_ACTIONS: Final = {"redrive": "Redrive", "purge": "Delete"}
 
 
 @router.get("/")
-async def queues(context: Given) -> Response:
+async def queues(context: CurrentContext) -> Response:
     """All queues."""
-    return _page("queues.html", await _table(context))
+    return _render("queues.html", await _table(context))
 
 
 @router.get("/page/queues")
-async def table(context: Given) -> Response:
+async def table(context: CurrentContext) -> Response:
     """The table of all queues, to be put in place of the one before."""
-    return _page("table.html", await _table(context))
+    return _render("table.html", await _table(context))
 
 
 async def _table(context: Context) -> dict[str, Any]:
@@ -52,28 +52,28 @@ async def _table(context: Context) -> dict[str, Any]:
             registered = await registry.list_all(connection)
     except (psycopg.Error, PoolTimeout, OSError):
         registered = None
-    rows = rows_of(context.sampler, registered or [], context.settings.tasks.queue)
+    rows = build_rows(context.sampler, registered or [], context.settings.tasks.queue)
     return {"rows": rows, "control_fails": registered is None, "failing": sorted(context.sampler.failing)}
 
 
 @router.get("/queue")
 async def queue(
-    context: Given, service: _Text, database: _Text, name: _Text, after: _After = 0, done: str = ""
+    context: CurrentContext, service: _Text, database: _Text, name: _Text, after: _After = 0, done: str = ""
 ) -> Response:
     """A queue and its dead letters."""
-    async with _opened(context, service, database, name) as opened:
+    async with _open_queue(context, service, database, name) as opened:
         settings, stats = await opened.get_queue(), await opened.stats()
-        letters = await opened.browse_dead_messages(_SHOWN + 1, after)
-    row = next((each for each in rows_of(context.sampler, [], "") if each.place == (service, database, name)), None)
-    more = letters[_SHOWN - 1].id if len(letters) > _SHOWN else None
-    return _page(
+        letters = await opened.browse_dead_messages(_PAGE_SIZE + 1, after)
+    row = next((each for each in build_rows(context.sampler, [], "") if each.place == (service, database, name)), None)
+    more = letters[_PAGE_SIZE - 1].id if len(letters) > _PAGE_SIZE else None
+    return _render(
         "queue.html",
         {
             "place": (service, database, name),
             "settings": settings,
             "stats": stats,
             "row": row or Row((service, database, name), stats=stats),
-            "letters": [_letter(each) for each in letters[:_SHOWN]],
+            "letters": [_dead_letter_fields(each) for each in letters[:_PAGE_SIZE]],
             "after": after,
             "more": more,
             "done": done[:200],
@@ -83,23 +83,32 @@ async def queue(
 
 @router.get("/queue/confirm")
 async def confirm(
-    context: Given, service: _Text, database: _Text, name: _Text, action: _Text, id: int | None = None
+    context: CurrentContext, service: _Text, database: _Text, name: _Text, action: _Text, id: int | None = None
 ) -> Response:
     """Ask before dead letters are redriven or deleted."""
-    if action not in _ASKED:
+    if action not in _CONFIRMED_ACTIONS:
         raise ApiError(404, "not_found", f"there is nothing to confirm about {action[:20]!r}", "action", action)
-    async with _opened(context, service, database, name) as opened:
+    async with _open_queue(context, service, database, name) as opened:
         stats = await opened.stats()
     place = (service, database, name)
-    values = {"up": "../", "place": place, "action": action, "verb": _ASKED[action], "id": id, "stats": stats}
-    return _page("confirm.html", values | {"at_once": REDRIVE_LIMIT})
+    values = {
+        "up": "../",
+        "place": place,
+        "action": action,
+        "verb": _CONFIRMED_ACTIONS[action],
+        "id": id,
+        "stats": stats,
+    }
+    return _render("confirm.html", values | {"at_once": REDRIVE_LIMIT})
 
 
 @router.post("/queue/{action}")
-async def act(request: Request, context: Given, service: _Text, database: _Text, name: _Text, action: str) -> Response:
+async def act(
+    request: Request, context: CurrentContext, service: _Text, database: _Text, name: _Text, action: str
+) -> Response:
     """Do it, and show the queue, or all queues, again."""
     form = _form(await request.body())
-    async with _opened(context, service, database, name) as opened:
+    async with _open_queue(context, service, database, name) as opened:
         match action:
             case "pause":
                 done = f"{name} is paused" if await opened.pause_queue() else f"{name} was paused already"
@@ -114,14 +123,16 @@ async def act(request: Request, context: Given, service: _Text, database: _Text,
     await context.sampler.sample(context.databases.service(service), database)
     if form.get("to") == ["queues"]:
         return RedirectResponse("../", 303)
-    return RedirectResponse("../" + where("queue", (service, database, name), done=done), 303)
+    return RedirectResponse("../" + queue_url("queue", (service, database, name), done=done), 303)
 
 
 def _form(body: bytes) -> dict[str, list[str]]:
     try:
-        return parse_qs(body.decode(errors="replace"), max_num_fields=_FIELDS)
+        return parse_qs(body.decode(errors="replace"), max_num_fields=_MAX_FORM_FIELDS)
     except ValueError:
-        raise ApiError(422, "invalid", "the form has too many fields", "body", limit=f"at most {_FIELDS}") from None
+        raise ApiError(
+            422, "invalid", "the form has too many fields", "body", limit=f"at most {_MAX_FORM_FIELDS}"
+        ) from None
 
 
 def _ids(form: dict[str, list[str]]) -> list[int] | None:
@@ -135,15 +146,15 @@ def _ids(form: dict[str, list[str]]) -> list[int] | None:
     return [int(each) for each in given]
 
 
-def _opened(context: Context, service: str, database: str, name: str) -> Any:
-    return _Opened(context, service, database, name)
+def _open_queue(context: Context, service: str, database: str, name: str) -> Any:
+    return _QueueConnection(context, service, database, name)
 
 
-class _Opened:
+class _QueueConnection:
     """A queue, on a connection of its database."""
 
     def __init__(self, context: Context, service: str, database: str, name: str) -> None:
-        if not is_name(name):
+        if not is_queue_name(name):
             raise queue_not_found(name)
         self._target = context.databases.target(context.databases.service(service), database)
         self._name = name
@@ -155,7 +166,7 @@ class _Opened:
         await self._target.__aexit__(*error)
 
 
-def where(path: str, place: tuple[str, str, str], **more: object) -> str:
+def queue_url(path: str, place: tuple[str, str, str], **more: object) -> str:
     """The address of what concerns a queue, seen from the page of all queues."""
     service, database, name = place
     return f"{path}?{urlencode({'service': service, 'database': database, 'name': name} | more)}"
@@ -165,15 +176,15 @@ def _count(number: int) -> str:
     return f"{number:,} dead letter{'' if number == 1 else 's'}"
 
 
-def _cut(text: str | None) -> str:
-    if text is None or len(text) <= _TEXT:
+def _shorten(text: str | None) -> str:
+    if text is None or len(text) <= _MAX_TEXT:
         return text or ""
-    return f"{text[:_TEXT]}\n… {len(text):,} characters in all; /v1 has them"
+    return f"{text[:_MAX_TEXT]}\n… {len(text):,} characters in all; /v1 has them"
 
 
-def _letter(message: DeadMessage) -> dict[str, Any]:
+def _dead_letter_fields(message: DeadMessage) -> dict[str, Any]:
     """A dead letter as it is shown: text, cut where it is long; the history its consumers have left in the headers."""
-    history, headers = _told(str(message.headers or "{}"))
+    history, headers = _split_headers(str(message.headers or "{}"))
     body = None if message.body is None else f"{len(message.body):,} bytes: {message.body[:64].hex(' ')}"
     return {
         "id": message.id,
@@ -182,18 +193,18 @@ def _letter(message: DeadMessage) -> dict[str, Any]:
         "enqueued_at": message.enqueued_at,
         "attempts": f"{message.attempt_count} of {message.max_attempts}",
         "claimed_by": message.claimed_by,
-        "error": _cut(message.last_error),
-        "payload": body or _cut(str(message.payload)),
-        "headers": _cut(headers),
+        "error": _shorten(message.last_error),
+        "payload": body or _shorten(str(message.payload)),
+        "headers": _shorten(headers),
         "history": history,
     }
 
 
-def _told(text: str) -> tuple[list[dict[str, Any]], str]:
+def _split_headers(text: str) -> tuple[list[dict[str, Any]], str]:
     """The history that headers have, and the other headers as text."""
     try:
         headers = json.loads(text)
-        history = headers.get(_FAILURES)
+        history = headers.get(_FAILURES_HEADER)
         own = {name: value for name, value in headers.items() if not name.startswith("pgqueue.")}
         shown = json.dumps(own, indent=2, ensure_ascii=False) if own else ""
     except (RecursionError, ValueError):  # deeper than Python reads, or a longer number
@@ -206,15 +217,15 @@ def is_page(request: Request) -> bool:
     return _TAG in getattr(request.scope.get("route"), "tags", ())
 
 
-def failure(request: Request, error: ApiError) -> Response:
+def error_page(request: Request, error: ApiError) -> Response:
     """What that person is told when something went wrong."""
     up = "../" * (request.scope["path"].count("/") - 1)
     values = {"up": up, "status": error.status, "message": error.message}
-    return _page("error.html", values, error.status, error.headers)
+    return _render("error.html", values, error.status, error.headers)
 
 
-def _page(
+def _render(
     template: str, values: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    text = ENVIRONMENT.get_template(template).render({"up": ""} | values | {"where": where})
+    text = TEMPLATES.get_template(template).render({"up": ""} | values | {"queue_url": queue_url})
     return HTMLResponse(text, status, headers)

@@ -5,11 +5,11 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
-from .body import FRACTION_DIGITS, WHOLE_DIGITS, size_of, too_deep
 from .errors import ApiError
 from .models import HEADERS_LIMIT, PAYLOAD_LIMIT, BrokeredMessage, DirectMessage
+from .request_body import FRACTION_DIGITS, WHOLE_DIGITS, json_size, nesting_error
 
-__all__ = ["check_sizes", "send"]
+__all__ = ["check_sizes", "enqueue_messages"]
 
 # PostgreSQL takes the request apart, as its caller wrote it: no number passes through a Python float.
 _SEND = """
@@ -26,7 +26,7 @@ from (
 """
 
 
-async def send(connection: AsyncConnection[Any], queue: str, request: str) -> list[int]:
+async def enqueue_messages(connection: AsyncConnection[Any], queue: str, request: str) -> list[int]:
     """Send the `messages` of a request, all or none; returns their ids in request order."""
     cursor = await connection.execute(_SEND, {"queue": queue, "request": request})
     return [message_id for (message_id,) in await cursor.fetchall()]
@@ -45,13 +45,13 @@ def check_sizes(messages: Sequence[BrokeredMessage | DirectMessage]) -> None:
 
 def _check(value: Any, field: str, limit: int) -> None:
     try:
-        size = size_of(value)
+        size = json_size(value)
     except ValueError as error:
         message = f"{field} has a number that PostgreSQL cannot store"
         most = f"{WHOLE_DIGITS} digits before the point and {FRACTION_DIGITS} behind it"
         raise ApiError(422, "invalid", message, field, error, most) from None
     except RecursionError:
-        raise too_deep(field) from None
+        raise nesting_error(field) from None
     if size > limit:
         message = f"{field} of {size} bytes is over the limit of {limit} bytes"
         raise ApiError(413, "payload_too_large", message, field, f"{size} bytes", f"{limit} bytes")

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from .show import json_line, printable
+from .formatting import json_line, printable
 
 __all__ = ["Level", "log_to"]
 

@@ -11,26 +11,26 @@ from typing import Any, Final
 import psycopg
 from psycopg import AsyncConnection, sql
 
-__all__ = ["Waiting"]
+__all__ = ["NotificationListeners"]
 
 _LINGER_SECONDS: Final = 30.0
 
 
-class Waiting:
+class NotificationListeners:
     """The listeners, by how to connect."""
 
     def __init__(self) -> None:
-        self._listeners: dict[str, _Listener] = {}
+        self._listeners: dict[str, NotificationListener] = {}
 
     @asynccontextmanager
-    async def on(self, conninfo: str, channel: str) -> AsyncIterator["Waiter"]:
+    async def waiter(self, conninfo: str, channel: str) -> AsyncIterator["NotificationWaiter"]:
         """Somebody who waits for what is sent to a channel, once it listens."""
-        listener = self._listeners.setdefault(conninfo, _Listener(conninfo))
-        waiter = Waiter(listener, channel)
+        listener = self._listeners.setdefault(conninfo, NotificationListener(conninfo))
+        waiter = NotificationWaiter(listener, channel)
         try:
             yield waiter
         finally:
-            listener.remove(channel, waiter.sent)
+            listener.remove(channel, waiter.notified)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -39,21 +39,21 @@ class Waiting:
             await listener.close()
 
 
-class Waiter:
+class NotificationWaiter:
     """Somebody who waits. `sent` is set when something was sent, and when the connection was lost: then listen anew."""
 
-    def __init__(self, listener: "_Listener", channel: str) -> None:
+    def __init__(self, listener: "NotificationListener", channel: str) -> None:
         self._listener = listener
         self._channel = channel
-        self.sent = asyncio.Event()
+        self.notified = asyncio.Event()
 
     async def listen(self) -> None:
         """Listen, from now on, unless it does so already. Raises `psycopg.Error`."""
-        self.sent.clear()
-        await self._listener.add(self._channel, self.sent)
+        self.notified.clear()
+        await self._listener.add(self._channel, self.notified)
 
 
-class _Listener:
+class NotificationListener:
     """A connection that listens on the channels for which somebody waits.
 
     Between statements its socket is watched by the event loop, so that a channel can be added at any time.
@@ -65,7 +65,7 @@ class _Listener:
         self._watched: int | None = None
         self._channels: dict[str, set[asyncio.Event]] = {}
         self._lock = asyncio.Lock()
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._unlistening: set[asyncio.Task[None]] = set()
 
     async def add(self, channel: str, event: asyncio.Event) -> None:
         if event in self._channels.get(channel, ()):
@@ -73,7 +73,7 @@ class _Listener:
         async with self._lock:
             connection = await self._connected()
             if channel not in self._channels:
-                await self._run(connection, sql.SQL("listen {}").format(sql.Identifier(channel)))
+                await self._execute(connection, sql.SQL("listen {}").format(sql.Identifier(channel)))
                 self._channels[channel] = set()
             self._channels[channel].add(event)
 
@@ -81,45 +81,45 @@ class _Listener:
         events = self._channels.get(channel, set())
         events.discard(event)
         if not events:
-            asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._begin_to_leave, channel)
+            asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._schedule_unlisten, channel)
 
-    def _begin_to_leave(self, channel: str) -> None:
-        task = asyncio.get_running_loop().create_task(self._leave(channel))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+    def _schedule_unlisten(self, channel: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._unlisten(channel))
+        self._unlistening.add(task)
+        task.add_done_callback(self._unlistening.discard)
 
-    async def _leave(self, channel: str) -> None:
+    async def _unlisten(self, channel: str) -> None:
         """Listen no more where nobody waits any more: queues come and go."""
         async with self._lock:
             if self._connection is None or self._channels.get(channel, True):
                 return
             del self._channels[channel]
             if not any(self._channels.values()):
-                self._drop()
+                self._disconnect()
                 return
             with suppress(psycopg.Error):  # it is dropped then, and whoever waits listens anew
-                await self._run(self._connection, sql.SQL("unlisten {}").format(sql.Identifier(channel)))
+                await self._execute(self._connection, sql.SQL("unlisten {}").format(sql.Identifier(channel)))
 
     async def _connected(self) -> AsyncConnection[Any]:
         if self._connection is None or self._connection.closed:
-            self._drop()
+            self._disconnect()
             self._connection = await AsyncConnection.connect(self._conninfo, autocommit=True)
-            self._connection.add_notify_handler(lambda notify: self._tell(notify.channel))
+            self._connection.add_notify_handler(lambda notify: self._notify_waiters(notify.channel))
             self._watch(self._connection)
         return self._connection
 
-    async def _run(self, connection: AsyncConnection[Any], statement: sql.Composed) -> None:
+    async def _execute(self, connection: AsyncConnection[Any], statement: sql.Composed) -> None:
         self._unwatch()  # psycopg waits for the same socket
         try:
             await connection.execute(statement)
         except BaseException:
-            self._drop()
+            self._disconnect()
             raise
         self._watch(connection)
 
     def _watch(self, connection: AsyncConnection[Any]) -> None:
         self._watched = connection.fileno()
-        asyncio.get_running_loop().add_reader(self._watched, self._heard, connection)
+        asyncio.get_running_loop().add_reader(self._watched, self._read_notifications, connection)
 
     def _unwatch(self) -> None:
         # By the number that was watched: a lost connection has none any more, and who is given that number next,
@@ -128,19 +128,19 @@ class _Listener:
         if watched is not None:
             asyncio.get_running_loop().remove_reader(watched)
 
-    def _heard(self, connection: AsyncConnection[Any]) -> None:
+    def _read_notifications(self, connection: AsyncConnection[Any]) -> None:
         try:
             connection.pgconn.consume_input()
             while notify := connection.pgconn.notifies():
-                self._tell(notify.relname.decode())
+                self._notify_waiters(notify.relname.decode())
         except psycopg.Error:
-            self._drop()
+            self._disconnect()
 
-    def _tell(self, channel: str) -> None:
+    def _notify_waiters(self, channel: str) -> None:
         for event in self._channels.get(channel, ()):
             event.set()
 
-    def _drop(self) -> None:
+    def _disconnect(self) -> None:
         """Let the connection go, and let everybody look: what was sent meanwhile is not notified."""
         self._unwatch()
         connection, self._connection = self._connection, None
@@ -153,4 +153,4 @@ class _Listener:
 
     async def close(self) -> None:
         async with self._lock:
-            self._drop()
+            self._disconnect()

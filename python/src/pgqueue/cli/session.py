@@ -29,9 +29,9 @@ from .._styles import correction
 from ..client import Queue, Queues
 from ..embedded import EmbeddedServerError, default_home, given_server, shared_server
 from ..errors import QueueExists, QueueNotFound
-from .show import RawJson, json_line, printable, table
+from .formatting import RawJson, json_line, printable, table
 
-__all__ = ["COMMON", "Dsn", "Failure", "Session", "Status", "command", "connected", "explain", "forget"]
+__all__ = ["COMMON", "Dsn", "Failure", "Session", "Status", "command", "connected", "discard_unwritten", "explain"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,8 +39,8 @@ T = TypeVar("T")
 # What psycopg remarks on the way to an error, such as that it was interrupted in the midst of a savepoint, is not for
 # people, whom the command tells itself. Where logs are asked for it is among them.
 logging.getLogger("psycopg").addHandler(logging.NullHandler())
-_WIDE = 4096  # is what is not a terminal: nothing wraps there
-_ELSEWHERE: Final = "--dsn names a server of yours, PGQUEUE_HOME another place for the embedded one."
+_UNLIMITED_WIDTH = 4096  # is what is not a terminal: nothing wraps there
+_OTHER_SERVER_HINT: Final = "--dsn names a server of yours, PGQUEUE_HOME another place for the embedded one."
 
 
 class Status(IntEnum):
@@ -113,9 +113,9 @@ class Session:
         dsn = self.dsn if self.dsn is not None else given_server()
         if dsn is not None:
             try:
-                yield _named(dsn)
+                yield _with_application_name(dsn)
             except psycopg.OperationalError as error:
-                if error.sqlstate is not None or not _is_torn(dsn):
+                if error.sqlstate is not None or not _has_misread_password(dsn):
                     raise
                 hint = "A password in a URL has @ as %40, / as %2F, ? as %3F, # as %23 and % as %25."
                 raise Failure("cannot connect, and the reason may hold a part of the password", hint) from None
@@ -127,15 +127,15 @@ class Session:
             try:
                 dsn = stack.enter_context(shared_server(home))
             except OSError as error:
-                raise Failure(explain(error)[0], _ELSEWHERE) from error
-            yield _named(dsn)
+                raise Failure(explain(error)[0], _OTHER_SERVER_HINT) from error
+            yield _with_application_name(dsn)
 
     @contextmanager
     def connect(self, autocommit: bool = True) -> Iterator[psycopg.Connection[Any]]:
         """A connection; JSON stays the text that the server sends."""
         with self.conninfo() as conninfo, connected(conninfo, autocommit) as connection:
             set_json_loads(RawJson.loads, connection)
-            connection.adapters.register_loader("timestamptz", _Moments)
+            connection.adapters.register_loader("timestamptz", _TimestampLoader)
             yield connection
 
     @contextmanager
@@ -181,15 +181,15 @@ def connected(conninfo: str, autocommit: bool = True) -> psycopg.Connection[Any]
     """A new connection, on which psycopg can read moments and durations, whatever others have set."""
     connection = psycopg.connect(conninfo, autocommit=autocommit, client_encoding="utf8")
     try:
-        if corrected := correction(connection):
-            connection.execute(corrected)
+        if corrections := correction(connection):
+            connection.execute(corrections)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-class _Moments(TimestamptzLoader):
+class _TimestampLoader(TimestamptzLoader):
     """Moments that Python does not know, such as infinity, are told as the server tells them."""
 
     def load(self, data: Buffer) -> Any:
@@ -214,22 +214,22 @@ class _Console(Console):
         if self.file is sys.stdout:
             raise BrokenPipeError
         self.quiet = True  # The results are worth the work, also where nobody reads what is said beside them.
-        forget(self.file)
+        discard_unwritten(self.file)
 
 
 def _console(file: TextIO) -> Console:
-    is_seen = file.isatty()  # by a person: FORCE_COLOR may colour files, too, but nothing moves there
+    is_terminal = file.isatty()  # by a person: FORCE_COLOR may colour files, too, but nothing moves there
     return _Console(
         file=file,
-        width=None if is_seen else _WIDE,
-        force_interactive=None if is_seen else False,
+        width=None if is_terminal else _UNLIMITED_WIDTH,
+        force_interactive=None if is_terminal else False,
         highlight=False,
         markup=False,
         emoji=False,
     )
 
 
-def _named(dsn: str) -> str:
+def _with_application_name(dsn: str) -> str:
     """The DSN, under the name pgqueue where it has no other."""
     try:
         given = conninfo_to_dict(dsn)
@@ -244,7 +244,7 @@ def _named(dsn: str) -> str:
     )
 
 
-def _is_torn(dsn: str) -> bool:
+def _has_misread_password(dsn: str) -> bool:
     """Whether libpq takes a part of a password in a URL for something else, which it then tells everybody."""
     found = re.match(r"postgres(?:ql)?://[^:@/?]*:(.*?)@([^?]*)", dsn)
     return found is not None and ("@" in found[2] or unquote(found[1]) != conninfo_to_dict(dsn).get("password"))
@@ -258,7 +258,7 @@ def explain(error: BaseException) -> tuple[str, str | None]:
         case psycopg.Error():
             return _explain_database(error)
         case EmbeddedServerError():
-            return str(error), _ELSEWHERE
+            return str(error), _OTHER_SERVER_HINT
         case UnicodeEncodeError():
             return "an argument is not valid UTF-8", None
         case OSError() if error.filename is not None and error.strerror:
@@ -303,7 +303,7 @@ class _Command(typer.core.TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            error.message = _with_value(error)
+            error.message = _message_with_value(error)
             raise
         except Exception as error:
             takes = any(parameter.param_type_name == "argument" for parameter in self.params)
@@ -313,7 +313,7 @@ class _Command(typer.core.TyperCommand):
             raise
 
 
-def _with_value(error: typer.BadParameter) -> str:
+def _message_with_value(error: typer.BadParameter) -> str:
     """What is wrong with a parameter, with the value that was given: of what Typer checks it says the rule alone."""
     faults = getattr(error.__cause__, "errors", None)
     given = str(faults()[0]["input"]) if faults else ""
@@ -352,7 +352,7 @@ def _run(session: Session, function: Callable[..., None], values: dict[str, Any]
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # as under `| head`
-        forget(sys.stdout)
+        discard_unwritten(sys.stdout)
         raise typer.Exit(128 + signal.SIGPIPE) from None
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
@@ -361,10 +361,10 @@ def _run(session: Session, function: Callable[..., None], values: dict[str, Any]
         try:
             sys.stdout.flush()
         except OSError:  # such as a full disk, which is told
-            forget(sys.stdout)
+            discard_unwritten(sys.stdout)
         raise typer.Exit(status) from None
 
 
-def forget(stream: IO[str]) -> None:
+def discard_unwritten(stream: IO[str]) -> None:
     """Let what could not be written go, lest Python complains of it at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -7,9 +7,9 @@ import typer
 
 from .._calls import as_integer
 from ..message import DeadMessage
-from .frame import Failure, Session, Status
-from .show import content, moment, printable
-from .values import After, All, Ids, Max, QueueName, Yes, behind, pages
+from .formatting import format_moment, message_content, printable
+from .parameters import After, All, Ids, Max, QueueName, Yes, after_phrase, browse_pages
+from .session import Failure, Session, Status
 
 __all__ = ["list_", "purge", "redrive", "show"]
 
@@ -20,7 +20,7 @@ def list_(session: Session, queue: QueueName, max: Max = 100, after: After = 0, 
     """The dead letters of a queue, by id."""
     with session.queue(queue) as verbs:
         session.show(
-            pages(verbs.browse_dead_messages, None if all else max, after),
+            browse_pages(verbs.browse_dead_messages, None if all else max, after),
             [">id", "died", "reason", ">attempts", "…last error"],
             lambda letter: [
                 str(letter.id),
@@ -29,7 +29,7 @@ def list_(session: Session, queue: QueueName, max: Max = 100, after: After = 0, 
                 letter.attempt_count,
                 (letter.last_error or "").partition("\n")[0],
             ],
-            f"queue {queue} has no dead letters{behind(after)}",
+            f"queue {queue} has no dead letters{after_phrase(after)}",
         )
 
 
@@ -50,17 +50,17 @@ def show(
     if session.json:
         session.lines(found)
     else:
-        session.say(_portrait(found[0]))
+        session.say(_describe(found[0]))
 
 
-def _portrait(letter: DeadMessage) -> str:
+def _describe(letter: DeadMessage) -> str:
     headers = json.loads(str(letter.headers)) if letter.headers is not None else None
     failures = headers.get("pgqueue.failures") if isinstance(headers, dict) else None
     facts: dict[str, object] = {
         "id": letter.id,
-        "died": f"{moment(letter.died_at)}, {letter.reason}",
-        "sent": moment(letter.enqueued_at),
-        "expired": letter.expires_at and moment(letter.expires_at),
+        "died": f"{format_moment(letter.died_at)}, {letter.reason}",
+        "sent": format_moment(letter.enqueued_at),
+        "expired": letter.expires_at and format_moment(letter.expires_at),
         "attempts": f"{letter.attempt_count} of {letter.max_attempts}",
         "claimed by": letter.claimed_by,
         "message id": letter.message_id,
@@ -68,7 +68,7 @@ def _portrait(letter: DeadMessage) -> str:
     lines = [f"{name:12}{printable(str(fact))}" for name, fact in facts.items() if fact is not None]
     for title, text in {
         "headers": _headers(letter, headers),
-        "message": _body(letter.body) if letter.body is not None else content(letter.payload, None),
+        "message": _body(letter.body) if letter.body is not None else message_content(letter.payload, None),
         "failures": "\n".join(map(_failure, failures)) if isinstance(failures, list) else "",
         "last error": letter.last_error,
     }.items():
@@ -95,8 +95,8 @@ def _body(body: bytes) -> str:
 def _failure(failure: Any) -> str:
     if not isinstance(failure, dict):
         return str(failure)
-    told = [failure.get(key) for key in ("failed_at", "exception_type", "exception_message", "consumer")]
-    at, kind, message, consumer = ["" if fact is None else str(fact) for fact in told]
+    parts = [failure.get(key) for key in ("failed_at", "exception_type", "exception_message", "consumer")]
+    at, kind, message, consumer = ["" if fact is None else str(fact) for fact in parts]
     first = message.partition("\n")[0]
     return f"{failure.get('attempt', '?')}. {at} {kind}: {first}" + (f" (by {consumer})" if consumer else "")
 
@@ -116,7 +116,7 @@ def redrive(
     with session.queue(queue) as verbs:
         redriven = verbs.redrive(max, ids or None)
     session.say(f"{redriven:,} dead letters are ready again", redriven=redriven)
-    _expect(redriven, ids, max)
+    _require_all(redriven, ids, max)
 
 
 def purge(session: Session, queue: QueueName, ids: Ids = None, yes: Yes = False) -> None:
@@ -129,10 +129,10 @@ def purge(session: Session, queue: QueueName, ids: Ids = None, yes: Yes = False)
             session.confirm(f"Delete all {verbs.stats().dead_messages:,} dead letters of queue {queue}?")
         purged = verbs.purge_dead_messages(ids or None)
     session.say(f"{purged:,} dead letters of queue {queue} are gone", purged=purged)
-    _expect(purged, ids, _ALL)
+    _require_all(purged, ids, _ALL)
 
 
-def _expect(found: int, ids: list[int] | None, most: int) -> None:
+def _require_all(found: int, ids: list[int] | None, most: int) -> None:
     wanted = min(len(set(ids or ())), most)
     if found < wanted:
         raise Failure(f"{wanted - found:,} of the {wanted:,} are no dead letters of this queue", status=Status.NO)

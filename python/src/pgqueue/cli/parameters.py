@@ -19,12 +19,12 @@ __all__ = [
     "Max",
     "QueueName",
     "Yes",
-    "behind",
-    "document",
-    "duration",
-    "headers",
-    "pages",
-    "period_option",
+    "after_phrase",
+    "browse_pages",
+    "duration_option",
+    "parse_duration",
+    "parse_headers",
+    "parse_json",
 ]
 
 M = TypeVar("M", Message, DeadMessage, ArchivedMessage)
@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 _PART = re.compile(rf"({_NUMBER.pattern})(ms|[smhd])")
 
 
-def duration(text: str | timedelta) -> timedelta:
+def parse_duration(text: str | timedelta) -> timedelta:
     """Read 30s, 5m, 1h30m, 250ms, 7d, or 90: seconds."""
     if isinstance(text, timedelta):
         return text
@@ -48,10 +48,10 @@ def duration(text: str | timedelta) -> timedelta:
         raise typer.BadParameter(f"{text!r} is longer than any duration can be.") from None
 
 
-period_option = partial(typer.Option, parser=duration, metavar="DURATION", show_default=False)
+duration_option = partial(typer.Option, parser=parse_duration, metavar="DURATION", show_default=False)
 
 
-def headers(pairs: list[str]) -> dict[str, str] | None:
+def parse_headers(pairs: list[str]) -> dict[str, str] | None:
     """Read name=value, each name once; None where there is none."""
     found: dict[str, str] = {}
     for pair in pairs:
@@ -65,7 +65,7 @@ def headers(pairs: list[str]) -> dict[str, str] | None:
     return found or None
 
 
-def document(text: str) -> Jsonb:
+def parse_json(text: str) -> Jsonb:
     """JSON as text, looked at so that what is wrong has a place; figures are the server's to judge.
 
     Raises ValueError.
@@ -94,17 +94,17 @@ All = Annotated[bool, typer.Option("--all", help="All of them, whatever --max sa
 _PAGE = 1000
 
 
-def behind(after: int) -> str:
+def after_phrase(after: int) -> str:
     """What is said of a list that begins behind an id."""
     return f" behind {after}" if after else ""
 
 
-def pages(look: Callable[[int, Any], list[M]], limit: int | None, after: int | None) -> Iterator[M]:
+def browse_pages(browse: Callable[[int, Any], list[M]], limit: int | None, after: int | None) -> Iterator[M]:
     """Up to so many messages, page by page."""
     left = limit
     while left is None or left > 0:
         size = _PAGE if left is None else min(left, _PAGE)
-        page = look(size, after)
+        page = browse(size, after)
         yield from page
         if len(page) < size:
             return

@@ -11,7 +11,7 @@ from psycopg import DataError
 from psycopg.abc import Buffer
 from psycopg.types.datetime import TimestamptzLoader
 
-__all__ = ["Moments", "RawJson", "moment", "to_json"]
+__all__ = ["RawJson", "TimestampLoader", "to_json", "utc_text"]
 
 
 class RawJson(str):
@@ -25,7 +25,7 @@ class RawJson(str):
         return cls(data if isinstance(data, str) else bytes(data).decode())
 
 
-class Moments(TimestamptzLoader):
+class TimestampLoader(TimestamptzLoader):
     """Moments that Python does not know, such as infinity, are the first or the last that it knows."""
 
     def load(self, data: Buffer) -> datetime:
@@ -34,11 +34,11 @@ class Moments(TimestamptzLoader):
             return super().load(data)
         except DataError:
             text = bytes(data)
-            end = datetime.min if text.startswith(b"-") or text.endswith(b"BC") else datetime.max
-            return end.replace(tzinfo=UTC)
+            limit = datetime.min if text.startswith(b"-") or text.endswith(b"BC") else datetime.max
+            return limit.replace(tzinfo=UTC)
 
 
-def moment(at: datetime) -> str:
+def utc_text(at: datetime) -> str:
     """A moment in UTC, to the second, as `2026-06-22T14:00:00Z`."""
     return f"{at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
 

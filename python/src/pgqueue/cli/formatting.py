@@ -14,12 +14,22 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["RawJson", "ago", "content", "json_line", "moment", "period", "printable", "spelt_out", "table"]
+__all__ = [
+    "RawJson",
+    "escape_unencodable",
+    "format_age",
+    "format_duration",
+    "format_moment",
+    "json_line",
+    "message_content",
+    "printable",
+    "table",
+]
 
 # Control characters, and those that reverse or break a line: they could forge what is seen.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_NARROW = 8  # columns of a terminal that even a column that gives way has
-_CELL = 200  # characters of a text; a terminal shows as many as it has columns
+_MIN_COLUMN_WIDTH = 8  # columns of a terminal that even a column that gives way has
+_MAX_CELL_CHARACTERS = 200  # characters of a text; a terminal shows as many as it has columns
 
 
 class RawJson(str):
@@ -42,7 +52,7 @@ def _escaped(found: re.Match[str]) -> str:
     return f"\\u{ord(found[0]):04x}"
 
 
-def spelt_out(error: UnicodeError) -> tuple[str, int]:
+def escape_unencodable(error: UnicodeError) -> tuple[str, int]:
     """What an encoding lacks, as JSON escapes it, which stays the same JSON: a handler for `codecs`."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
@@ -69,7 +79,7 @@ def _json(value: Any) -> str:
             seconds = value.total_seconds()
             return json.dumps(int(seconds) if seconds.is_integer() else seconds)
         case datetime():
-            return json.dumps(_in(UTC, value).isoformat())
+            return json.dumps(_in_zone(UTC, value).isoformat())
         case date():
             return json.dumps(value.isoformat())
         case float() if not math.isfinite(value):  # JSON has no number for it
@@ -81,37 +91,38 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[object]], room: int | None = None) -> Table:
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]], max_width: int | None = None) -> Table:
     """A table. `>` before a heading marks figures, `~` what wraps, `…` what is cut where the terminal ends.
 
     Where there is no room for all columns it is wider: a figure of which a part is missing would be another one.
     """
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
     cells = [
-        [_cell(value, heading.startswith("…")) for value, heading in zip(row, headings, strict=True)] for row in rows
+        [_cell_text(value, heading.startswith("…")) for value, heading in zip(row, headings, strict=True)]
+        for row in rows
     ]
-    least = 3 * (len(headings) - 1)
+    min_width_needed = 3 * (len(headings) - 1)
     for place, heading in enumerate(headings):
         # What may wrap gives way first: the names of queues, and what is cut.
-        gives_way = place == 0 or heading.startswith(("~", "…"))
+        can_shrink = place == 0 or heading.startswith(("~", "…"))
         title = heading.lstrip(">~…")
         longest = max([len(title), *(row[place].cell_len for row in cells)])
-        least += min(longest, _NARROW) if gives_way else longest
+        min_width_needed += min(longest, _MIN_COLUMN_WIDTH) if can_shrink else longest
         made.add_column(
             title,
             justify="right" if heading.startswith(">") else "left",
-            no_wrap=not gives_way,
-            min_width=min(longest, _NARROW) if gives_way else longest,
+            no_wrap=not can_shrink,
+            min_width=min(longest, _MIN_COLUMN_WIDTH) if can_shrink else longest,
             overflow="fold",
         )
     for row in cells:
         made.add_row(*row)
-    if room is not None and room < least:
-        made.width = least
+    if max_width is not None and max_width < min_width_needed:
+        made.width = min_width_needed
     return made
 
 
-def _cell(value: object, is_cut: bool) -> Text:
+def _cell_text(value: object, is_cut: bool) -> Text:
     match value:
         case None:
             text = ""
@@ -120,26 +131,26 @@ def _cell(value: object, is_cut: bool) -> Text:
         case int():
             text = f"{value:,}"
         case timedelta():
-            text = period(value)
+            text = format_duration(value)
         case datetime():
-            text = moment(value)
+            text = format_moment(value)
         case _:
             text = str(value)
-    text = printable(text if len(text) <= _CELL else f"{text[:_CELL]}…")
+    text = printable(text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[:_MAX_CELL_CHARACTERS]}…")
     return Text(text, no_wrap=is_cut, overflow="ellipsis" if is_cut else None)
 
 
-def content(payload: object, body: bytes | None) -> str:
+def message_content(payload: object, body: bytes | None) -> str:
     """What a message carries, for a cell of a table."""
     return str(payload) if body is None else f"a body of {len(body):,} bytes"
 
 
-def moment(at: datetime | str) -> str:
+def format_moment(at: datetime | str) -> str:
     """A moment, in local time; one that Python does not know is a text."""
-    return at if isinstance(at, str) else f"{_in(None, at):%Y-%m-%d %H:%M:%S}"
+    return at if isinstance(at, str) else f"{_in_zone(None, at):%Y-%m-%d %H:%M:%S}"
 
 
-def _in(zone: tzinfo | None, at: datetime) -> datetime:
+def _in_zone(zone: tzinfo | None, at: datetime) -> datetime:
     """A moment in a zone, None for the local one; as it is where that is beyond the years that Python has."""
     try:
         return at.astimezone(zone)
@@ -147,15 +158,15 @@ def _in(zone: tzinfo | None, at: datetime) -> datetime:
         return at
 
 
-def ago(at: datetime | str | float | None) -> str:
+def format_age(at: datetime | str | float | None) -> str:
     """How long ago, in the two largest units; a moment, or seconds."""
     if isinstance(at, str):
         return at
     seconds = (datetime.now(UTC) - at).total_seconds() if isinstance(at, datetime) else at
-    return "" if seconds is None else period(timedelta(seconds=int(max(seconds, 0))))
+    return "" if seconds is None else format_duration(timedelta(seconds=int(max(seconds, 0))))
 
 
-def period(length: timedelta) -> str:
+def format_duration(length: timedelta) -> str:
     """A duration as the command line reads it, in its two largest units."""
     seconds = length.total_seconds()
     if 0 < seconds < 1:

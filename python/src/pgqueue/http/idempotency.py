@@ -9,7 +9,7 @@ from psycopg import AsyncConnection
 
 from .errors import ApiError
 
-__all__ = ["Answer", "Key", "fingerprint", "once"]
+__all__ = ["Answer", "EffectKey", "fingerprint", "run_once"]
 
 
 class Answer(NamedTuple):
@@ -20,7 +20,7 @@ class Answer(NamedTuple):
     replayed: bool = False
 
 
-class Key(NamedTuple):
+class EffectKey(NamedTuple):
     """The name of an effect: whose, which, and the fingerprint of what was asked for."""
 
     scope: str
@@ -36,7 +36,9 @@ def fingerprint(*parts: bytes) -> bytes:
     return digest.digest()
 
 
-async def once(connection: AsyncConnection[Any], key: Key | None, effect: Callable[[], Awaitable[Answer]]) -> Answer:
+async def run_once(
+    connection: AsyncConnection[Any], key: EffectKey | None, effect: Callable[[], Awaitable[Answer]]
+) -> Answer:
     """Carry out an effect in a transaction of this connection, or give the answer that it had before.
 
     Who comes while another is at it waits for its end. Without a key the effect is carried out as it is, in whatever
