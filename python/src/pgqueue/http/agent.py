@@ -1,7 +1,7 @@
-"""The agent: takes tasks from the broker's queue, does what they say in the target database, and records it.
+"""The agent: takes tasks from the task queue, runs them in the target database, and records their results.
 
-A task may be delivered twice, as its agent may die or stall at any moment. What it does in the target database is
-therefore recorded there, in the same transaction, under the task's id: who comes later finds it done.
+A task can be delivered twice, because its agent can die or stall at any moment. The agent therefore records the effect
+in the target database, under the task's id, in the transaction of the effect. A second agent finds it done.
 """
 
 import asyncio
@@ -32,7 +32,8 @@ __all__ = ["Agent"]
 
 logger = logging.getLogger("pgqueue.http")
 
-# A task is not begun after this time, long before it is forgotten that it was done.
+# A task is not started after this time. The limit is far below `_RECORD_DAYS`, after which the record of its effect is
+# deleted.
 _MAX_TASK_AGE: Final = timedelta(days=3)
 _RECORD_DAYS: Final = 7
 _RETRY_SECONDS: Final = 1.0
@@ -41,11 +42,11 @@ _CLEANUP_SECONDS: Final = 3600.0
 
 
 class _TaskRefused(Exception):
-    """A task that cannot be done, and why, for its caller."""
+    """A task that cannot be done; the message tells the caller why."""
 
 
 class Agent:
-    """Works on tasks until it is told to stop; while the control database is down, it waits for it."""
+    """Runs tasks until it is told to stop. While the control database is down, it retries."""
 
     def __init__(self, settings: Settings, databases: Databases, metrics: Metrics) -> None:
         self._settings = settings
@@ -54,7 +55,7 @@ class Agent:
         self.is_running = False
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Work. Tasks that are being worked on when it is told to stop are finished."""
+        """Run tasks until `stopping` is set. Tasks that are running then are finished."""
         maintenance = asyncio.create_task(self._maintain())
         try:
             while not stopping.is_set():
@@ -70,7 +71,7 @@ class Agent:
 
     async def _consume(self, stopping: asyncio.Event) -> None:
         async with self._databases.control():
-            pass  # from now on the queue is there
+            pass  # this creates the task queue
         tasks = self._settings.tasks
         consumer = AsyncConsumer(
             self._databases.control_conninfo,
@@ -89,7 +90,7 @@ class Agent:
             await consumer.stop()
 
     async def handle(self, delivery: Delivery) -> None:
-        """Work on a task. What it raises is tried again later."""
+        """Run a task. If this raises, the task is retried later."""
         try:
             task_id = UUID(delivery.message.payload["task_id"])
         except (KeyError, TypeError, ValueError):
@@ -97,7 +98,7 @@ class Agent:
         async with self._databases.control() as connection:
             task = await registry.start(connection, task_id)
         if task is None:
-            return  # another agent has done it, and died before it could say so
+            return  # another agent has finished it, and died before it acknowledged the message
         try:
             await self._run_task(task)
         except Exception as error:
@@ -149,9 +150,10 @@ class Agent:
         await self._finish(task, queue="delete")
 
     async def _lock_queue(self, target: psycopg.AsyncConnection[Any], id: UUID, wanted: tuple[str, ...]) -> bool:
-        """Hold a queue for the rest of the transaction, and look whether its status is still what it was.
+        """Lock a queue for the rest of the transaction, and return whether its status is still one of `wanted`.
 
-        Without this an agent that stalled could make a queue that was deleted meanwhile, and nobody would know it.
+        Without the lock, a stalled agent could create a queue that was deleted in the meantime. No record of it would
+        exist.
         """
         await target.execute("select pg_advisory_xact_lock(hashtextextended(%s, 0))", [f"pgqueue_http:{id}"])
         async with self._databases.control() as connection:
@@ -195,7 +197,7 @@ class Agent:
         self._metrics.task(kind, "failed")
 
     async def _maintain(self) -> None:
-        """Bury tasks on which every agent died, and forget what is old."""
+        """Fail tasks whose agents all died, and delete old records."""
         loop = asyncio.get_running_loop()
         cleaned_at = -_CLEANUP_SECONDS
         while True:
@@ -209,7 +211,7 @@ class Agent:
             await asyncio.sleep(_MAINTENANCE_SECONDS)
 
     async def fail_dead_tasks(self) -> None:
-        """Set the tasks whose messages are dead letters to failed: no agent lived to do it."""
+        """Set the tasks whose messages are dead letters to failed: no agent lived long enough to do so."""
         async with self._databases.control() as connection:
             broker = AsyncQueue(connection, self._settings.tasks.queue)
             for letter in await broker.browse_dead_messages(max_messages=100):
@@ -219,7 +221,7 @@ class Agent:
                 await broker.purge_dead_messages([letter.id])
 
     async def delete_old_records(self) -> None:
-        """Forget tasks and answers that are older than a week, in every database."""
+        """Delete tasks and stored responses that are older than a week, in every database."""
         async with self._databases.control() as connection:
             await registry.delete_old_tasks(connection, _RECORD_DAYS)
         for service in self._settings.services.values():
@@ -246,16 +248,16 @@ async def _create(target: psycopg.AsyncConnection[Any], queue: QueueRow) -> None
 
 
 async def _drop(target: psycopg.AsyncConnection[Any], queue: QueueRow) -> None:
-    # What the server did not make, it does not drop: a queue of the same name may be somebody else's.
+    # Drop only a queue that the server made: a queue of the same name may belong to another application.
     cursor = await target.execute("delete from pgqueue_http.provisioned where queue_id = %s", [queue.id])
     if cursor.rowcount:
-        with suppress(queue_errors.QueueNotFound):  # somebody dropped it by SQL
+        with suppress(queue_errors.QueueNotFound):  # it was dropped by SQL
             async with target.transaction():
                 await AsyncQueue(target, queue.name).drop_queue()
 
 
 def _is_retryable(error: Exception) -> bool:
-    # An agent may lack a service that others have: an ApiError is one that looks for it.
+    # An agent may lack a service that other agents have. The lookup of the service then raises an ApiError.
     return is_temporary(error) or isinstance(error, (queue_errors.QueueBusy, psycopg.errors.QueryCanceled, ApiError))
 
 

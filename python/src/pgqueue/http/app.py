@@ -1,6 +1,7 @@
-"""The application: its parts are made here, and its routes get their places.
+"""The FastAPI application: makes its parts, adds the routes, and maps exceptions to responses.
 
-`pgqueue.http.app:app` is one for servers other than `pgqueue serve`; its configuration file is that of PGQUEUE_CONFIG.
+`pgqueue.http.app:app` is the application for other servers than `pgqueue serve`. It reads the configuration file that
+the environment variable PGQUEUE_CONFIG names.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ direct routes answer in one round trip. A POST that has an `Idempotency-Key` may
 
 
 def create_app(settings: Settings, role: Role = "all") -> FastAPI:
-    """The application. With the role `controller` it has no agent of its own."""
+    """Make the application. With the role `controller` it has no agent of its own."""
     databases = Databases(settings)
     sampler = Sampler(settings, databases)
     metrics = Metrics(sampler)
@@ -71,7 +72,7 @@ def create_app(settings: Settings, role: Role = "all") -> FastAPI:
         version=version("pgqueue"),
         description=_DESCRIPTION,
         lifespan=lifespan,
-        docs_url=None,  # they would load scripts from another host
+        docs_url=None,  # the pages of Swagger and ReDoc load scripts from another host
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -108,7 +109,7 @@ def _handle_errors(app: FastAPI) -> None:
         return respond(request, from_validation_errors(error.errors()))
 
     async def status(request: Request, error: Any) -> Response:
-        if isinstance(error.__cause__, ApiError):  # which the body was, while it was read
+        if isinstance(error.__cause__, ApiError):  # an ApiError that reading the body raised
             return respond(request, error.__cause__)
         return respond(request, from_http_status(error.status_code, str(error.detail), error.headers))
 
@@ -128,7 +129,7 @@ def _handle_errors(app: FastAPI) -> None:
 
 
 def _document_authentication(app: FastAPI) -> None:
-    """Say in OpenAPI that a name and a password are needed."""
+    """Document HTTP Basic authentication in the OpenAPI schema."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:

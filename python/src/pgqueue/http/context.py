@@ -1,4 +1,4 @@
-"""What the routes share, and what they have in common: the caller's key, the answer, the errors that they document."""
+"""What the routes share: the parts of the server, the idempotency key, the responses, the documented errors."""
 
 import asyncio
 import logging
@@ -46,7 +46,8 @@ _ERRORS: Final = {
 
 @dataclass(slots=True)
 class Context:
-    """The parts of a running server. `stopping` is set when it is told to stop: who waits should not."""
+    """The parts of a running server. `stopping` is set when the server is told to stop; requests then end their wait.
+    """
 
     settings: Settings
     databases: Databases
@@ -58,7 +59,7 @@ class Context:
     background_tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have something done that outlives its request. The server does not end before it is."""
+        """Run a coroutine that outlives its request. The server waits for its end before it stops."""
         task = asyncio.create_task(_logged(work))
         self.background_tasks.add(task)
         task.add_done_callback(self.background_tasks.discard)
@@ -67,12 +68,12 @@ class Context:
 async def _logged(work: Coroutine[Any, Any, None]) -> None:
     try:
         await work
-    except Exception as error:  # nobody waits for it
+    except Exception as error:  # no caller waits for it
         logger.warning("what a request left behind could not be finished: %s", type(error).__name__)
 
 
 async def context_of(request: Request) -> Context:
-    """The parts of the server that serves a request. Not to be run on a thread, hence async."""
+    """The parts of the server that serves a request. It is async so that FastAPI does not run it in a thread."""
     context: Context = request.app.state.context
     return context
 
@@ -104,24 +105,24 @@ IdempotencyKey = Annotated[EffectKey | None, Depends(_idempotency_key)]
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors of a route, for OpenAPI: those named, and those that any route may have."""
+    """The errors of a route for OpenAPI: the given statuses, and those that every route can return."""
     return {
         each: {"description": _ERRORS[each], "model": ErrorBody} for each in sorted({401, 413, 422, 503, *statuses})
     }
 
 
 def is_queue_name(text: str) -> bool:
-    """Whether a queue may be called so."""
+    """Whether the text is a valid name of a queue."""
     return _NAME.fullmatch(text) is not None
 
 
 def queue_not_found(name: str) -> ApiError:
-    """There is no such queue."""
+    """The error for a queue that does not exist."""
     return ApiError(404, "queue_not_found", f"there is no queue {name[:128]!r}", "queue_name", name)
 
 
 def to_response(answer: Answer, **headers: str) -> Response:
-    """The response of an answer."""
+    """The HTTP response of an effect."""
     if answer.replayed:
         headers["Idempotent-Replayed"] = "true"
     return Response(answer.text, answer.status, headers, "application/json")

@@ -1,4 +1,4 @@
-"""The direct routes: the verbs of a queue in one round trip, beside the managed ones that go by way of an agent."""
+"""The direct routes: each calls a verb of a queue in one round trip, without an agent."""
 
 import asyncio
 import time
@@ -54,8 +54,9 @@ __all__ = ["router"]
 
 router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["direct"], route_class=JsonRoute)
 
-_POLL_INTERVAL: Final = timedelta(seconds=5)  # between looks of a long poll, beside notifications and what comes due
-_MAX_WAIT_SHARE: Final = 0.8  # of a request's time at most, so that it ends with an answer
+_POLL_INTERVAL: Final = timedelta(seconds=5)  # longest pause between two attempts of a long poll
+# share of a request's time limit that a long poll may use, so that the response is sent in time
+_MAX_WAIT_SHARE: Final = 0.8
 _ERRORS: Final = error_responses(400, 403, 404, 409, 413, 422)
 _CLAIM_ERRORS: Final = _ERRORS | error_responses(410)
 _CLAIMED_FIELDS: Final = tuple(ClaimedMessage.model_fields)
@@ -64,7 +65,7 @@ _DEAD_LETTER_FIELDS: Final = tuple(DeadLetter.model_fields)
 
 @dataclass(frozen=True, slots=True)
 class TargetQueue:
-    """The queue that a request is about, and where it is. Nothing is looked up yet."""
+    """The queue of a request: its service, database and name. The database is not asked whether it exists."""
 
     context: Context
     service: Service
@@ -74,7 +75,7 @@ class TargetQueue:
 
     @asynccontextmanager
     async def queue(self, keyed: bool = False) -> AsyncIterator[AsyncQueue]:
-        """The queue, on a connection; `keyed` if answers are to be kept in its database."""
+        """The queue on a connection. With `keyed`, responses can be stored in its database."""
         async with self.context.databases.target(self.service, self.database, prepare=keyed) as connection:
             try:
                 yield AsyncQueue(connection, self.name)
@@ -82,11 +83,11 @@ class TargetQueue:
                 raise queue_not_found(self.name) from None
 
     def count(self, operation: str, number: int) -> None:
-        """Count messages."""
+        """Add to the metrics of the queue."""
         self.context.metrics.messages(self.service.id, self.database, self.name, operation, number)
 
     async def run_once(self, effect: Callable[[AsyncQueue], Awaitable[Answer]]) -> Answer:
-        """Carry out an effect, once if the request has a key."""
+        """Run an effect; only once if the request has an idempotency key."""
         async with self.queue(keyed=self.key is not None) as queue:
             connection: AsyncConnection[Any] = queue.connection
             return await run_once(connection, self.key, lambda: effect(queue))
@@ -117,7 +118,7 @@ KeyedTargetDependency = Annotated[TargetQueue, Depends(_with_key)]
 
 @router.post("/messages", status_code=201, response_model=MessageIds, responses=_ERRORS)
 async def enqueue(request: JsonRequest, target: KeyedTargetDependency, body: EnqueueDirect) -> Response:
-    """Send up to 100 messages in one transaction; returns their ids in request order."""
+    """Send up to 100 messages in one transaction. Returns their ids in the order of the request."""
     check_sizes(body.messages)
     text = await request.text()
 
@@ -132,9 +133,10 @@ async def enqueue(request: JsonRequest, target: KeyedTargetDependency, body: Enq
 
 @router.post("/claim", response_model=ClaimedMessages, responses=_ERRORS)
 async def claim(request: Request, target: KeyedTargetDependency, body: Claim) -> Response:
-    """Claim up to 100 messages, and wait up to 20 seconds for the first; empty where none came.
+    """Claim up to 100 messages. Waits up to 20 seconds for the first; the list is empty if there was none.
 
-    Who has gone away meanwhile is given nothing: what was claimed is ready again, its attempt not counted.
+    If the client disconnects meanwhile, its messages are released: they are ready again, and the attempt is not
+    counted.
     """
     claiming = _ClaimOperation(target, body, request)
     answer = await claiming.run_once()
@@ -145,11 +147,11 @@ async def claim(request: Request, target: KeyedTargetDependency, body: Claim) ->
 
 
 class _NothingReady(Exception):
-    """A claim found nothing."""
+    """A claim found no message."""
 
 
 class _ClaimOperation:
-    """Claims for a request. What a claim took and could not be handed out is given back."""
+    """The claims of a request. Messages that were claimed but cannot be delivered to the client are released."""
 
     def __init__(self, target: TargetQueue, body: Claim, request: Request) -> None:
         self._target_queue = target
@@ -158,8 +160,8 @@ class _ClaimOperation:
         self._held: list[Message] = []
 
     async def run_once(self) -> Answer | None:
-        """A claim; None if nothing was ready."""
-        # Not cancelled along with the request: nobody would know what it took.
+        """Claim once; None if no message was ready."""
+        # The claim is not cancelled with the request: the ids of its messages would be lost.
         claiming = asyncio.create_task(self._claim())
         try:
             answer = await asyncio.shield(claiming)
@@ -182,9 +184,10 @@ class _ClaimOperation:
         timeout = _seconds(body.visibility_timeout_seconds)
         claimed = await queue.claim(body.max_messages, timeout, _storable_text(body.claimed_by))
         if not claimed:
-            raise _NothingReady  # so that the answer is not kept: who asks again may get some
+            # rolls back, so that the empty response is not stored: a retry with the same key may get messages
+            raise _NothingReady
         self._target_queue.count("claimed", len(claimed))
-        if self._target_queue.key is None:  # else they are its caller's, who may ask for the answer again
+        if self._target_queue.key is None:  # with a key the client can ask for the stored response again
             self._held = claimed
         return Answer(200, to_json({"messages": [_select_fields(each, _CLAIMED_FIELDS) for each in claimed]}))
 
@@ -200,7 +203,7 @@ class _ClaimOperation:
 async def _wait_for(
     target: TargetQueue, run_once: Callable[[], Awaitable[Answer | None]], seconds: float, request: Request
 ) -> Answer | None:
-    """Claim when something comes, or give up."""
+    """Claim when a message is announced or due, until the time is over."""
     until = time.monotonic() + seconds
     waiting = prepare_wait_and_look(target.name, 1, _POLL_INTERVAL)
     async with target.queue() as queue:
@@ -209,13 +212,13 @@ async def _wait_for(
     stopping = asyncio.create_task(target.context.stopping.wait())
     try:
         async with target.context.listeners.waiter(conninfo, channel) as waiter:
-            # Whoever has gone away must not be given a message.
+            # A client that has disconnected must not be given a message.
             while time.monotonic() < until and not stopping.done() and not await request.is_disconnected():
                 await waiter.listen()
                 async with target.queue() as queue:
                     cursor = await queue.connection.execute(waiting.text, waiting.values)
                     seconds_until_due, _ = await cursor.fetchone() or (0.0, 0)
-                if (answer := await run_once()) is not None:  # which finds more than a look
+                if (answer := await run_once()) is not None:  # a claim can find messages that the look did not count
                     return answer
                 rest = max(0.01, min(until - time.monotonic(), seconds_until_due, _POLL_INTERVAL.total_seconds()))
                 notification = asyncio.create_task(waiter.notified.wait())
@@ -228,19 +231,19 @@ async def _wait_for(
 
 @router.post("/ack", response_model=Done, responses=_CLAIM_ERRORS)
 async def ack(target: KeyedTargetDependency, body: Ack) -> Response:
-    """Acknowledge a message: it is done and gone. 410 if the claim was lost."""
+    """Acknowledge a message: it is done and deleted. 410 if the claim was lost."""
     return await _settle(target, body.id, "acked", lambda queue: queue.ack(body.id, body.claim_token))
 
 
 @router.post("/ack-batch", response_model=Count, responses=_ERRORS)
 async def ack_batch(target: KeyedTargetDependency, body: AckBatch) -> Response:
-    """Acknowledge messages of one claim; returns how many were still claimed."""
+    """Acknowledge messages of one claim. Returns how many were still claimed."""
     return await _run_and_count(target, "acked", lambda queue: queue.ack_batch(body.ids, body.claim_token))
 
 
 @router.post("/nack", response_model=Done, responses=_CLAIM_ERRORS)
 async def nack(target: KeyedTargetDependency, body: Nack) -> Response:
-    """Give a message back; it dies if its attempts are spent. 410 if the claim was lost."""
+    """Return a message to the queue; it becomes a dead letter if its attempts are spent. 410 if the claim was lost."""
     delay = _seconds(body.delay_seconds)
     return await _settle(
         target,
@@ -252,14 +255,14 @@ async def nack(target: KeyedTargetDependency, body: Nack) -> Response:
 
 @router.post("/extend", response_model=Done, responses=_CLAIM_ERRORS)
 async def extend(target: KeyedTargetDependency, body: Extend) -> Response:
-    """Let a claim last longer, from now on. 410 if it was lost."""
+    """Extend a claim; its new timeout starts now. 410 if the claim was lost."""
     timeout = _seconds(body.visibility_timeout_seconds)
     return await _settle(target, body.id, "extended", lambda queue: queue.extend(body.id, body.claim_token, timeout))
 
 
 @router.get("/stats", response_model=DirectStats, responses=error_responses(404, 422))
 async def stats(target: TargetDependency) -> Response:
-    """The depth of a queue, cheap on a deep one."""
+    """The depth of a queue. Cheap on a deep queue."""
     async with target.queue() as queue:
         return to_response(Answer(200, to_json(await queue.stats())))
 
@@ -270,7 +273,7 @@ async def dead_letters(
     max_messages: Annotated[int, Query(ge=1, le=100)] = 100,
     after_id: Annotated[int, Query(ge=0, le=MAX_ID)] = 0,
 ) -> Response:
-    """Dead letters by id, from behind `after_id` on."""
+    """Dead letters by id, starting after `after_id`."""
     async with target.queue() as queue:
         letters = await queue.browse_dead_messages(max_messages, after_id)
     return to_response(
@@ -280,13 +283,13 @@ async def dead_letters(
 
 @router.post("/redrive", response_model=Count, responses=_ERRORS)
 async def redrive(target: KeyedTargetDependency, body: Ids) -> Response:
-    """Make dead letters ready again, some or all of them, up to 100,000 at once; returns how many."""
+    """Make dead letters ready again, all or those in `ids`, at most 100,000 per request. Returns how many."""
     return await _run_and_count(target, "redriven", lambda queue: queue.redrive(REDRIVE_LIMIT, body.ids))
 
 
 @router.post("/purge-dead-letters", response_model=Count, responses=_ERRORS)
 async def purge_dead_letters(target: KeyedTargetDependency, body: Ids) -> Response:
-    """Delete dead letters, some or all of them; returns how many."""
+    """Delete dead letters, all or those in `ids`. Returns how many."""
     return await _run_and_count(target, "purged", lambda queue: queue.purge_dead_messages(body.ids))
 
 
@@ -318,7 +321,7 @@ def _seconds(number: int | None) -> timedelta | None:
 
 
 def _storable_text(text: str | None) -> str | None:
-    """Text without what PostgreSQL cannot store."""
+    """The text without the characters that PostgreSQL cannot store."""
     return None if text is None else text.replace("\x00", "").encode("utf8", "replace").decode()
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong, as callers are told: one shape of JSON that names the field, its value and the limit."""
+"""Errors as responses: one JSON form that names the code, the message, the field, its value and the limit."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from ..errors import InvalidArgument, PayloadTooLarge, QueueBusy, QueueExists, Q
 
 __all__ = ["ApiError", "error_response", "from_database_error", "from_http_status", "from_validation_errors"]
 
-_MAX_VALUE_CHARACTERS: Final = 100  # characters of a value
+_MAX_VALUE_CHARACTERS: Final = 100  # of a value in a response
 _CODES: Final = {
     400: "bad_request",
     401: "unauthorized",
@@ -24,16 +24,16 @@ _CODES: Final = {
     500: "internal_error",
     503: "unavailable",
 }
-# Connection, resources, intervention by an operator, a server that restarts: later it may well work.
+# SQLSTATE classes: connection, resources, operator intervention, system error. The same request may succeed later.
 _TEMPORARY_CLASSES: Final = ("08", "53", "57", "58")
 _LIMIT_EXCEEDED_CLASS: Final = "54"
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error response.
 
-    `code` is a stable word; `field` is the part of the request it is about, `value` what was given, shortened, and
-    `limit` what may be given, where there are such.
+    `code` is a stable word. `field` is the part of the request that is wrong, `value` its value, shortened, and `limit`
+    what is allowed; each is None if it does not apply.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ApiError(Exception):
 
 
 def _shorten(value: object) -> str | int | float | bool | None:
-    """A value as it may be repeated: short, and nothing that JSON lacks."""
+    """A value in the form in which a response repeats it: short, and valid JSON."""
     if value is None or (isinstance(value, (bool, int, float)) and abs(value) < 2**63):
         return value
     if isinstance(value, (dict, list, tuple)):
@@ -67,7 +67,7 @@ def _shorten(value: object) -> str | int | float | bool | None:
 
 
 def error_response(error: ApiError) -> Response:
-    """The response of an error."""
+    """The response for an error."""
     body = {
         "error": {
             "code": error.code,
@@ -77,18 +77,18 @@ def error_response(error: ApiError) -> Response:
             "limit": error.limit,
         }
     }
-    # Lone surrogates, which a request may have, are escaped: the answer is always UTF-8.
+    # json.dumps escapes lone surrogates, which a request can contain: the response is always valid UTF-8.
     content = json.dumps(body).encode()
     return Response(content, error.status, error.headers, "application/json")
 
 
 def from_http_status(status: int, detail: str, headers: Mapping[str, str] | None = None) -> ApiError:
-    """The error of a status of HTTP itself, such as a path that nobody has."""
+    """The error for an HTTP status that the framework raises, such as 404 for an unknown path."""
     return ApiError(status, _CODES.get(status, "error"), detail, headers=headers)
 
 
 def from_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The error of a request that does not fit its description: the first fault."""
+    """The error for a request that does not match its model: the first violation."""
     error = errors[0]
     kind, place = error["type"], list(error["loc"])
     where = place[0] if place else "body"
@@ -137,13 +137,14 @@ def _limit(kind: str, context: Mapping[str, Any], message: str) -> str:
             return "a JSON object"
         case "list_type":
             return "a list"
-        case "uuid_type" | "uuid_parsing" | "is_instance_of":  # of UUID, which no other is asked to be
+        # of the class UUID; no other field is checked for its class
+        case "uuid_type" | "uuid_parsing" | "is_instance_of":
             return "a UUID"
     return message
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether the same request may well succeed later: the database is down, restarts, or has no room."""
+    """Whether the same request may succeed later: the database is down, restarts, or has no resources left."""
     if isinstance(error, (PoolTimeout, PoolClosed, OSError, TimeoutError)):
         return True
     if not isinstance(error, psycopg.Error):
@@ -155,7 +156,8 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def from_database_error(error: BaseException) -> ApiError:
-    """The error of what the database or the way to it said. Never has a DSN, a host or a statement in it."""
+    """The error for an exception of the database or of its connection. It never contains a DSN, a host or a statement.
+    """
     said = (error.diag.message_primary or "") if isinstance(error, psycopg.Error) else ""
     match error:
         case QueueNotFound():

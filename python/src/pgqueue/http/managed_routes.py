@@ -1,4 +1,4 @@
-"""The managed queues: created, listed, filled, looked at and deleted by way of agents, whose tasks are polled for."""
+"""The managed routes: an agent creates, fills, inspects and deletes queues; clients poll for the result of its task."""
 
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -41,7 +41,7 @@ def _unfinished(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 @router.post("", status_code=201, response_model=QueueBody, responses=error_responses(400, 403, 404, 409, 413, 422))
 async def create_queue(context: CurrentContext, service_id: str, body: CreateQueue, key: IdempotencyKey) -> Response:
-    """Create a queue. It is Pending, then Provisioning, and takes messages once it is Active."""
+    """Create a queue. It is Pending, then Provisioning, and takes messages when it is Active."""
     service = context.databases.service(service_id)
     database = service.default_database if body.database_name is None else body.database_name
     if database not in service.databases:
@@ -91,7 +91,7 @@ async def get_queue(context: CurrentContext, service_id: str, queue_name: str) -
 
 @router.delete("/{queue_name}", status_code=202, response_model=QueueBody, responses=error_responses(403, 404))
 async def delete_queue(context: CurrentContext, service_id: str, queue_name: str) -> Response:
-    """Delete a queue with all its messages. It is Deprovisioning, then gone; asked for twice, it happens once."""
+    """Delete a queue with all its messages. It is Deprovisioning, then gone. A repeated request changes nothing."""
     async with context.databases.control() as connection:
         before = await _found(context, connection, service_id, queue_name)
         async with connection.transaction():
@@ -117,7 +117,7 @@ async def enqueue(
     body: EnqueueRequest,
     key: IdempotencyKey,
 ) -> Response:
-    """Send up to 100 messages in one transaction, by an agent: poll for the ids."""
+    """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
     check_sizes(body.messages)
     return await _submit(context, service_id, queue_name, "enqueue", key, await request.text())
 
@@ -129,7 +129,7 @@ async def enqueue(
     responses=_unfinished(EnqueueTask),
 )
 async def poll_enqueue(context: CurrentContext, service_id: str, queue_name: str, task_id: TaskOf) -> Response:
-    """What became of messages that were to be sent: their ids, in request order, once it is completed."""
+    """The result of sending messages: their ids in the order of the request, when the task is completed."""
     return await _poll(context, service_id, queue_name, "enqueue", task_id)
 
 
@@ -137,7 +137,7 @@ async def poll_enqueue(context: CurrentContext, service_id: str, queue_name: str
     "/{queue_name}/stats", status_code=202, response_model=TaskId, responses=error_responses(403, 404, 409, 422)
 )
 async def request_stats(context: CurrentContext, service_id: str, queue_name: str, key: IdempotencyKey) -> Response:
-    """Have an agent look at a queue: poll for what it sees."""
+    """Have an agent read the depth of a queue. Poll for the result."""
     return await _submit(context, service_id, queue_name, "stats", key, None)
 
 
@@ -148,7 +148,7 @@ async def request_stats(context: CurrentContext, service_id: str, queue_name: st
     responses=_unfinished(StatsTask),
 )
 async def poll_stats(context: CurrentContext, service_id: str, queue_name: str, task_id: TaskOf) -> Response:
-    """What the agent saw."""
+    """The depth that the agent read."""
     return await _poll(context, service_id, queue_name, "stats", task_id)
 
 

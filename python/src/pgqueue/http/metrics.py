@@ -1,4 +1,4 @@
-"""What Prometheus is told: depths as they were sampled last, and what this process did."""
+"""Prometheus metrics: the depths of the last sample, and counters of this process."""
 
 import time
 from typing import Any, Final
@@ -12,7 +12,7 @@ from .sampling import Sampler
 
 __all__ = ["Metrics"]
 
-_KEEP_SECONDS: Final = 600.0  # so that the last figures are scraped
+_KEEP_SECONDS: Final = 600.0  # keep the counters of a dropped queue so long, so that their last values are scraped
 _QUEUE = ("service", "database", "queue")
 _GAUGES = {
     "ready_messages": "Messages available for claim.",
@@ -60,7 +60,7 @@ class _QueueCollector(Collector):
 
 
 class Metrics:
-    """The counters of one server, in a registry of its own."""
+    """The counters of one server, in a registry of their own."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -79,19 +79,19 @@ class Metrics:
             (*_QUEUE, "operation"),
             registry=self._registry,
         )
-        self._last_counted_at: dict[tuple[str, str, str, str], float] = {}  # when something was counted last
+        self._last_counted_at: dict[tuple[str, str, str, str], float] = {}  # values: monotonic time in seconds
         self._tasks = Counter(
             "pgqueue_http_tasks", "Tasks that this agent has ended.", ("kind", "status"), registry=self._registry
         )
 
     def request(self, scope: Any, status: int, seconds: float) -> None:
-        """Count a request, by its route: what a path holds is not told."""
+        """Count a request under its route, because the path may hold private data."""
         route = getattr(scope.get("route"), "path", "none")
         method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE", "HEAD") else "other"
         self._requests.labels(method, route, str(status)).observe(seconds)
 
     def _remove_gone_queues(self) -> None:
-        """Forget the counters of queues that are gone: where queues come and go there would be ever more of them."""
+        """Remove the counters of dropped queues: otherwise their number would grow without limit."""
         there = {place for place, _ in self._sampler.histories()}
         for labels, at in list(self._last_counted_at.items()):
             if labels[:3] not in there and at < time.monotonic() - _KEEP_SECONDS:
@@ -99,7 +99,7 @@ class Metrics:
                 self._messages.remove(*labels)
 
     def messages(self, service: str, database: str, queue: str, operation: str, number: int) -> None:
-        """Count messages that exist: call it after the queue was found."""
+        """Count messages of a queue. Call it only after the queue was found, so that clients cannot invent labels."""
         if number:
             labels = (service, database, queue, operation)
             self._last_counted_at[labels] = time.monotonic()

@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: who it is from, how large it is, how long it may take."""
+"""The middleware before all routes: authentication, the limit of the body, the time limit, the security headers."""
 
 import asyncio
 import logging
@@ -18,10 +18,10 @@ __all__ = ["BODY_LIMIT", "RequestMiddleware"]
 
 logger = logging.getLogger("pgqueue.http")
 
-# A full batch of the largest payloads, written with twice as many characters as PostgreSQL needs.
+# Bytes: a full batch of the largest payloads, written with twice as many characters as PostgreSQL needs.
 BODY_LIMIT: Final = 2 * BATCH_LIMIT * PAYLOAD_LIMIT
 _PATHS_WITHOUT_PASSWORD: Final = {"/healthz", "/readyz"}
-# What is cancelled may take a moment to end: psycopg has the statement cancelled, too, and waits for that.
+# A cancelled request may take a moment to end: psycopg also cancels its statement, and waits for that.
 _GRACE_SECONDS: Final = 1.0
 _SAFE_METHODS: Final = {"GET", "HEAD", "OPTIONS"}
 _RESPONSE_HEADERS: Final = {
@@ -35,7 +35,7 @@ _RESPONSE_HEADERS: Final = {
 
 
 class RequestMiddleware:
-    """The middleware. Errors that it finds look like those of the routes."""
+    """The ASGI middleware. Its own errors have the same form as those of the routes."""
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator, metrics: Metrics, seconds: float) -> None:
         self._app = app
@@ -44,11 +44,13 @@ class RequestMiddleware:
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request. It is answered in time, also where what works on it does not end when it is cancelled."""
+        """Serve a request. A response is sent within the time limit, even if the application ignores its cancellation.
+        """
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began = time.perf_counter()
-        # HEAD is asked as GET; what the server that calls us has is left to it, as it goes by that, too.
+        # The application sees HEAD as GET. The server's own scope is not changed, because uvicorn also reads its
+        # method.
         asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         response = _ResponseSender(send, with_body=asked is scope)
 
@@ -71,7 +73,8 @@ class RequestMiddleware:
         except Exception as error:
             if response.status:
                 raise
-            # Answered here: whatever gets past this has its connection closed, with what else is on it.
+            # The error is answered here. If it reached uvicorn, uvicorn would close the connection with all requests on
+            # it.
             logger.exception("%s failed", scope["method"])
             await response.send_instead(error_response(from_database_error(error)), scope, receive)
         finally:
@@ -100,7 +103,7 @@ class RequestMiddleware:
 
 
 class _ResponseSender:
-    """Sends the answer that is begun first, with the headers that every answer has."""
+    """Sends the response that starts first, and adds the security headers to it."""
 
     def __init__(self, send: Send, with_body: bool) -> None:
         self._send = send
@@ -109,12 +112,12 @@ class _ResponseSender:
         self.status = 0
 
     async def send(self, message: Message) -> None:
-        """A part of the application's answer; dropped once there was another."""
+        """Send a part of the application's response. Drop it if another response was sent instead."""
         if not self._is_over:
             await self._send_message(message)
 
     async def send_instead(self, response: Response, scope: Scope, receive: Receive) -> None:
-        """An answer in place of the application's, unless that has begun."""
+        """Send a response in place of the application's, unless the application's response has started."""
         if not self.status:
             self._is_over = True
             await response(scope, receive, self._send_message)
@@ -131,7 +134,7 @@ class _ResponseSender:
 
 
 class _LimitedReceive:
-    """Receives a body of no more bytes than there may be."""
+    """Receives a body, and raises `ApiError` 413 if it has more than `BODY_LIMIT` bytes."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -151,7 +154,8 @@ def _too_large(size: Any) -> ApiError:
 
 
 def _refuse_other_sites(headers: Headers) -> None:
-    """Refuse what a page of another site had a browser send: it would come with our user's password."""
+    """Refuse a request that a page of another site made the browser send: the browser adds the user's password to it.
+    """
     site = headers.get("sec-fetch-site")
     if site is not None:
         is_same_site = site in ("same-origin", "none")

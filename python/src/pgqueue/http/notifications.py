@@ -1,6 +1,6 @@
-"""Waits for messages on behalf of long polls: one listening connection for each database, and none while nobody waits.
+"""Notifications for long polls: one listening connection for each database, and none while no request waits.
 
-No transaction is open while somebody waits, and no connection of the pool is held.
+While a request waits, no transaction is open and no connection of the pool is held.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ _LINGER_SECONDS: Final = 30.0
 
 
 class NotificationListeners:
-    """The listeners, by how to connect."""
+    """The listening connections, by connection string."""
 
     def __init__(self) -> None:
         self._listeners: dict[str, NotificationListener] = {}
 
     @asynccontextmanager
     async def waiter(self, conninfo: str, channel: str) -> AsyncIterator["NotificationWaiter"]:
-        """Somebody who waits for what is sent to a channel, once it listens."""
+        """A waiter for notifications on a channel. It starts to listen with its method `listen`."""
         listener = self._listeners.setdefault(conninfo, NotificationListener(conninfo))
         waiter = NotificationWaiter(listener, channel)
         try:
@@ -40,7 +40,10 @@ class NotificationListeners:
 
 
 class NotificationWaiter:
-    """Somebody who waits. `sent` is set when something was sent, and when the connection was lost: then listen anew."""
+    """A request that waits for notifications on a channel.
+
+    `notified` is set by a notification, and when the connection was lost: then call `listen` again.
+    """
 
     def __init__(self, listener: "NotificationListener", channel: str) -> None:
         self._listener = listener
@@ -48,15 +51,15 @@ class NotificationWaiter:
         self.notified = asyncio.Event()
 
     async def listen(self) -> None:
-        """Listen, from now on, unless it does so already. Raises `psycopg.Error`."""
+        """Listen from now on, unless the connection listens already. Clears `notified`. Raises `psycopg.Error`."""
         self.notified.clear()
         await self._listener.add(self._channel, self.notified)
 
 
 class NotificationListener:
-    """A connection that listens on the channels for which somebody waits.
+    """A connection that listens on all channels on which requests wait.
 
-    Between statements its socket is watched by the event loop, so that a channel can be added at any time.
+    Between statements the event loop watches the socket of the connection, so a channel can be added at any time.
     """
 
     def __init__(self, conninfo: str) -> None:
@@ -89,7 +92,7 @@ class NotificationListener:
         task.add_done_callback(self._unlistening.discard)
 
     async def _unlisten(self, channel: str) -> None:
-        """Listen no more where nobody waits any more: queues come and go."""
+        """Stop listening on a channel if no request waits on it any more: queues come and go."""
         async with self._lock:
             if self._connection is None or self._channels.get(channel, True):
                 return
@@ -97,7 +100,7 @@ class NotificationListener:
             if not any(self._channels.values()):
                 self._disconnect()
                 return
-            with suppress(psycopg.Error):  # it is dropped then, and whoever waits listens anew
+            with suppress(psycopg.Error):  # `_execute` then disconnects, and the waiters listen again
                 await self._execute(self._connection, sql.SQL("unlisten {}").format(sql.Identifier(channel)))
 
     async def _connected(self) -> AsyncConnection[Any]:
@@ -109,7 +112,7 @@ class NotificationListener:
         return self._connection
 
     async def _execute(self, connection: AsyncConnection[Any], statement: sql.Composed) -> None:
-        self._unwatch()  # psycopg waits for the same socket
+        self._unwatch()  # psycopg itself waits for this socket while a statement runs
         try:
             await connection.execute(statement)
         except BaseException:
@@ -122,8 +125,8 @@ class NotificationListener:
         asyncio.get_running_loop().add_reader(self._watched, self._read_notifications, connection)
 
     def _unwatch(self) -> None:
-        # By the number that was watched: a lost connection has none any more, and who is given that number next,
-        # perhaps a client, would never be heard.
+        # Use the number that was registered: a lost connection has no file number any more. The number may be reused,
+        # for example for a client connection, whose data would then never be read.
         watched, self._watched = self._watched, None
         if watched is not None:
             asyncio.get_running_loop().remove_reader(watched)
@@ -141,7 +144,7 @@ class NotificationListener:
             event.set()
 
     def _disconnect(self) -> None:
-        """Let the connection go, and let everybody look: what was sent meanwhile is not notified."""
+        """Close the connection and wake all waiters: notifications that are sent meanwhile are lost."""
         self._unwatch()
         connection, self._connection = self._connection, None
         channels, self._channels = self._channels, {}

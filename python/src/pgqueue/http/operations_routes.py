@@ -1,4 +1,4 @@
-"""For those who run the server: is it alive, is it ready, and its figures."""
+"""Routes for operators: liveness, readiness and metrics."""
 
 import psycopg
 from fastapi import APIRouter, Response
@@ -14,7 +14,7 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/healthz", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
 async def healthz() -> Response:
-    """Whether the process answers. Asks no database, and for no password."""
+    """Whether the process answers. It asks no database and needs no password."""
     return Response("ok\n", media_type="text/plain")
 
 
@@ -24,9 +24,9 @@ async def healthz() -> Response:
     responses={200: {"content": {"text/plain": {}}}, 503: error_responses()[503]},
 )
 async def readyz(context: CurrentContext) -> Response:
-    """Whether requests can be served: the control database answers, the agent works, and nobody told it to stop.
+    """Whether requests can be served: the control database answers, the agent runs, and the server is not stopping.
 
-    Asks for no password, and says no more than that.
+    It needs no password, and tells no details.
     """
     if context.stopping.is_set():
         raise ApiError(503, "stopping", "the server is told to stop")
@@ -42,5 +42,5 @@ async def readyz(context: CurrentContext) -> Response:
 
 @router.get("/metrics", response_class=Response, responses=error_responses() | {200: {"content": {"text/plain": {}}}})
 async def metrics(context: CurrentContext) -> Response:
-    """Figures for Prometheus: depths as of the last sample, whoever asks how often."""
+    """Metrics for Prometheus. The depths are those of the last sample, so a scrape costs the databases nothing."""
     return Response(context.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,4 +1,4 @@
-"""How figures look on the page: rows of the table, sparklines, and words for numbers."""
+"""How the page shows figures: rows of the table, sparklines, durations, and the Jinja environment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _HEIGHT: Final = 28
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A queue in the table: as the registry has it, as it was sampled, or both."""
+    """A queue in the table: from the registry, from the samples, or from both."""
 
     place: Place
     stats: QueueStats | None = None
@@ -30,49 +30,49 @@ class Row:
 
     @property
     def key(self) -> str:
-        """What tells it from other rows."""
+        """The unique key of the row."""
         return "/".join(self.place)
 
     @property
     def state(self) -> str:
-        """One word for how it is."""
+        """The state of the queue in one word."""
         if self.stats is not None and self.stats.paused:
             return "Paused"
         return self.status or "Active"
 
     def is_estimated(self, number: str) -> bool:
-        """Whether a figure is an estimate."""
+        """Whether the figure of this name is an estimate."""
         return self.stats is not None and number in self.stats.estimates
 
     @property
     def depths(self) -> list[float]:
-        """The depth, from sample to sample."""
+        """The depth at each sample."""
         return [] if self.history is None else [float(each.depth) for each in self.history.samples]
 
     @property
     def incoming(self) -> list[float]:
-        """Messages a second that came in, from sample to sample."""
+        """Incoming messages per second at each sample."""
         return [] if self.history is None else [each.incoming for each in self.history.throughputs]
 
     @property
     def outgoing(self) -> list[float]:
-        """Messages a second that left."""
+        """Outgoing messages per second at each sample."""
         return [] if self.history is None else [each.outgoing for each in self.history.throughputs]
 
     @property
     def ages(self) -> list[float]:
-        """The age of the oldest ready message in seconds."""
+        """The age of the oldest ready message at each sample, in seconds."""
         samples = () if self.history is None else self.history.samples
         return [each.stats.oldest_age_seconds or 0.0 for each in samples]
 
     @property
     def throughput(self) -> Throughput:
-        """What comes and leaves a second, now."""
+        """The throughput at the last sample."""
         return Throughput() if self.history is None else self.history.throughput
 
 
 def build_rows(sampler: Sampler, registered: Sequence[QueueRow], hidden: str) -> list[Row]:
-    """A row for each queue that was sampled, or is registered and not there yet; but for the hidden one."""
+    """A row for each queue that was sampled or is registered, without the queue of the name `hidden`."""
     known = {(row.service_id, row.database_name, row.name): row for row in registered}
     rows = {}
     for place, history in sampler.histories():
@@ -86,7 +86,7 @@ def build_rows(sampler: Sampler, registered: Sequence[QueueRow], hidden: str) ->
 
 
 def sparkline(values: Sequence[float], label: str, kind: str) -> Markup:
-    """A small line of what was, the newest at the right; 0 is drawn where values lie on both sides of it."""
+    """An SVG line of the values, the newest at the right. The vertical range always includes 0."""
     if len(values) < 2:
         return Markup('<span class="spark"></span>')
     low, high = min(0.0, *values), max(0.0, *values)
@@ -95,7 +95,8 @@ def sparkline(values: Sequence[float], label: str, kind: str) -> Markup:
     def y(value: float) -> float:
         return _HEIGHT - 2 - (value - low) * scale
 
-    # A line that stays level has its ends alone: of hundreds of queues most do nothing, and all are drawn each time.
+    # Points inside of a level stretch are left out. Most of hundreds of queues are idle, and each refresh draws all of
+    # them.
     last = len(values) - 1
     points = " ".join(
         f"{place},{y(value):.1f}"
@@ -119,7 +120,7 @@ def _compact_number(value: float) -> str:
 
 
 def format_seconds(value: float | None) -> str:
-    """A duration in its largest units."""
+    """A duration in its one or two largest units; – for None."""
     if value is None:
         return "–"
     whole = int(value)
@@ -132,7 +133,7 @@ def format_seconds(value: float | None) -> str:
 
 
 def format_moment(at: datetime) -> Markup:
-    """A moment, in UTC."""
+    """A timestamp in UTC as an HTML time element."""
     at = at.astimezone(UTC)
     return Markup('<time datetime="{}">{}</time>').format(at.isoformat(), f"{at:%Y-%m-%d %H:%M:%S} UTC")
 

@@ -1,4 +1,4 @@
-"""The page: what the queues do, and what to do about their dead letters. It works without scripts, and by keyboard."""
+"""The page: shows the queues, and redrives or deletes their dead letters. It works without scripts and by keyboard."""
 
 import json
 from collections.abc import Mapping
@@ -24,25 +24,25 @@ _TAG: Final = "page"
 router = APIRouter(include_in_schema=False, tags=[_TAG])
 
 _PAGE_SIZE: Final = 20  # dead letters on a page
-_MAX_TEXT: Final = 4000  # characters of a payload or an error
+_MAX_TEXT: Final = 4000  # characters of a payload or of an error
 _MAX_FORM_FIELDS: Final = 10_000  # of a form
 _FAILURES_HEADER: Final = "pgqueue.failures"
 
 _Text = Annotated[str, Query()]
 _After = Annotated[int, Query(ge=0, le=MAX_ID)]
-# What can be done, and how it is asked for: the verb and what it does to the dead letters.
+# The actions that ask for a confirmation, with their verb in the question.
 _CONFIRMED_ACTIONS: Final = {"redrive": "Redrive", "purge": "Delete"}
 
 
 @router.get("/")
 async def queues(context: CurrentContext) -> Response:
-    """All queues."""
+    """The page of all queues."""
     return _render("queues.html", await _table(context))
 
 
 @router.get("/page/queues")
 async def table(context: CurrentContext) -> Response:
-    """The table of all queues, to be put in place of the one before."""
+    """The table of all queues, with which the script replaces the table on the page."""
     return _render("table.html", await _table(context))
 
 
@@ -60,7 +60,7 @@ async def _table(context: Context) -> dict[str, Any]:
 async def queue(
     context: CurrentContext, service: _Text, database: _Text, name: _Text, after: _After = 0, done: str = ""
 ) -> Response:
-    """A queue and its dead letters."""
+    """The page of a queue and its dead letters."""
     async with _open_queue(context, service, database, name) as opened:
         settings, stats = await opened.get_queue(), await opened.stats()
         letters = await opened.browse_dead_messages(_PAGE_SIZE + 1, after)
@@ -85,7 +85,7 @@ async def queue(
 async def confirm(
     context: CurrentContext, service: _Text, database: _Text, name: _Text, action: _Text, id: int | None = None
 ) -> Response:
-    """Ask before dead letters are redriven or deleted."""
+    """The page that asks before dead letters are redriven or deleted."""
     if action not in _CONFIRMED_ACTIONS:
         raise ApiError(404, "not_found", f"there is nothing to confirm about {action[:20]!r}", "action", action)
     async with _open_queue(context, service, database, name) as opened:
@@ -106,7 +106,7 @@ async def confirm(
 async def act(
     request: Request, context: CurrentContext, service: _Text, database: _Text, name: _Text, action: str
 ) -> Response:
-    """Do it, and show the queue, or all queues, again."""
+    """Run an action, and redirect to the page of the queue or of all queues."""
     form = _form(await request.body())
     async with _open_queue(context, service, database, name) as opened:
         match action:
@@ -136,7 +136,7 @@ def _form(body: bytes) -> dict[str, list[str]]:
 
 
 def _ids(form: dict[str, list[str]]) -> list[int] | None:
-    """Which dead letters a form is about, None for all: that has to be said, as nothing brings them back."""
+    """The ids of the dead letters in a form; None for `all`. `all` must be explicit, because a deletion is final."""
     given = form.get("id", [])
     if given == ["all"]:
         return None
@@ -151,7 +151,7 @@ def _open_queue(context: Context, service: str, database: str, name: str) -> Any
 
 
 class _QueueConnection:
-    """A queue, on a connection of its database."""
+    """A context manager: the queue, on a connection to its database."""
 
     def __init__(self, context: Context, service: str, database: str, name: str) -> None:
         if not is_queue_name(name):
@@ -167,7 +167,7 @@ class _QueueConnection:
 
 
 def queue_url(path: str, place: tuple[str, str, str], **more: object) -> str:
-    """The address of what concerns a queue, seen from the page of all queues."""
+    """The URL of a page about a queue, relative to the page of all queues."""
     service, database, name = place
     return f"{path}?{urlencode({'service': service, 'database': database, 'name': name} | more)}"
 
@@ -183,7 +183,7 @@ def _shorten(text: str | None) -> str:
 
 
 def _dead_letter_fields(message: DeadMessage) -> dict[str, Any]:
-    """A dead letter as it is shown: text, cut where it is long; the history its consumers have left in the headers."""
+    """A dead letter for the template: long texts are shortened, and the failures in the headers become a list."""
     history, headers = _split_headers(str(message.headers or "{}"))
     body = None if message.body is None else f"{len(message.body):,} bytes: {message.body[:64].hex(' ')}"
     return {
@@ -201,24 +201,24 @@ def _dead_letter_fields(message: DeadMessage) -> dict[str, Any]:
 
 
 def _split_headers(text: str) -> tuple[list[dict[str, Any]], str]:
-    """The history that headers have, and the other headers as text."""
+    """The failures that consumers recorded in the headers, and the other headers as text."""
     try:
         headers = json.loads(text)
         history = headers.get(_FAILURES_HEADER)
         own = {name: value for name, value in headers.items() if not name.startswith("pgqueue.")}
         shown = json.dumps(own, indent=2, ensure_ascii=False) if own else ""
-    except (RecursionError, ValueError):  # deeper than Python reads, or a longer number
+    except (RecursionError, ValueError):  # nested more deeply than Python can read, or an integer with too many digits
         return [], text
     return [each for each in history if isinstance(each, dict)] if isinstance(history, list) else [], shown
 
 
 def is_page(request: Request) -> bool:
-    """Whether a person waits for the answer."""
+    """Whether the request is for a page, not for the API."""
     return _TAG in getattr(request.scope.get("route"), "tags", ())
 
 
 def error_page(request: Request, error: ApiError) -> Response:
-    """What that person is told when something went wrong."""
+    """The page that shows an error."""
     up = "../" * (request.scope["path"].count("/") - 1)
     values = {"up": up, "status": error.status, "message": error.message}
     return _render("error.html", values, error.status, error.headers)

@@ -1,5 +1,7 @@
-"""A connection, as far as uvicorn has too much patience with it: with a head or a body that does not end, and with
-one who does not read.
+"""The HTTP protocol of a client connection, with the limits that uvicorn lacks.
+
+The size and the time of the request line and headers are bounded, and so is the time for the rest of a body and for a
+client that does not read its response.
 """
 
 import asyncio
@@ -12,14 +14,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 __all__ = ["CLIENT_READ_SECONDS", "HEADERS_LIMIT", "HEADERS_SECONDS", "REMAINING_BODY_SECONDS", "LimitedHttpProtocol"]
 
-HEADERS_LIMIT: Final = 64 * 1024  # bytes of request line and headers, give or take what arrives with them
-HEADERS_SECONDS: Final = 30.0  # for them
-REMAINING_BODY_SECONDS: Final = 30.0  # for the rest of a body whose request was answered already
-CLIENT_READ_SECONDS: Final = 30.0  # in which something of an answer must be read
+HEADERS_LIMIT: Final = 64 * 1024  # bytes of request line and headers; data that arrives with them counts, too
+HEADERS_SECONDS: Final = 30.0  # to receive request line and headers
+REMAINING_BODY_SECONDS: Final = 30.0  # to receive the rest of a body if its request was answered before
+CLIENT_READ_SECONDS: Final = 30.0  # without any acknowledgement by a client to which a response is sent
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """A connection on which nothing may be endless."""
+    """A client connection with limits of size and time."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -29,13 +31,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._current_cycle: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has come: it must say what it wants."""
+        """Start the timeouts when a client has connected."""
         super().connection_made(transport)
         _set_client_read_timeout(transport)
         self._start_deadline(HEADERS_SECONDS, self._refuse_slow_headers)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has gone, also for the request that is worked on: uvicorn tells only the last one that came in."""
+        """Mark the current request as disconnected. uvicorn does this only for the last request that it received."""
         self._cancel_deadline()
         if self._current_cycle is not None:
             self._current_cycle.disconnected = True
@@ -43,7 +45,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """It has said something."""
+        """Count the bytes of the headers, and start their timeout with the first byte."""
         if self._is_reading_headers:
             self._received += len(data)
             if self._deadline is None:
@@ -53,27 +55,27 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(431, "head_too_large", f"request line and headers are over the limit of {HEADERS_LIMIT} bytes")
 
     def on_headers_complete(self) -> None:
-        """The head is there."""
+        """End the timeout of the headers."""
         self._is_reading_headers = False
         self._received = 0
         self._cancel_deadline()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """The body, too: what comes next is another head."""
+        """Expect the headers of the next request."""
         self._is_reading_headers = True
         super().on_message_complete()
-        if self.cycle.response_complete:  # nothing else would end the connection of who says no more
+        if self.cycle.response_complete:  # without this deadline, nothing would close the connection of a silent client
             self._start_deadline(HEADERS_SECONDS, self._refuse_slow_headers)
 
     def on_response_complete(self) -> None:
-        """Where a request was answered before its body was there, as without a password, the rest must come."""
+        """Limit the time for the rest of the body if its request was answered before, as without a password."""
         super().on_response_complete()
         if self.cycle.response_complete and not self._is_reading_headers:
             self._start_deadline(REMAINING_BODY_SECONDS, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP."""
+        """Refuse data that is not HTTP."""
         self._refuse(400, "bad_request", msg)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -81,7 +83,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Who would rather speak another protocol, as Java does by itself, is answered in this one."""
+        """Log nothing. Some clients, such as Java's, offer another protocol; the response uses this one."""
 
     def _start_deadline(self, seconds: float, on_timeout: Callable[[], None]) -> None:
         self._cancel_deadline()
@@ -96,8 +98,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refuse(408, "timeout", f"request line and headers took longer than {HEADERS_SECONDS:g} s")
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        # In the shape of every error, but made here: there is no request that the application could answer. It is not
-        # said where it would be taken for the answer of the request before, or in the midst of one.
+        # The error has the form of every error, but is written here because the application has no request to answer.
+        # It is not sent if the client could take it for the response to the previous request, or for a part of that
+        # response.
         self._cancel_deadline()
         before = self._current_cycle
         is_expected = before is None or before.response_complete
@@ -115,8 +118,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def _set_client_read_timeout(transport: asyncio.Transport) -> None:
-    # The kernel ends the connection, also where the client lives and only lets its window stay shut.
+    # The kernel then closes the connection, also if the client is alive and only keeps its receive window closed.
     connection = transport.get_extra_info("socket")
-    option = getattr(socket, "TCP_USER_TIMEOUT", None)  # of Linux
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)  # exists on Linux only
     if connection is not None and option is not None and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, option, int(1000 * CLIENT_READ_SECONDS))

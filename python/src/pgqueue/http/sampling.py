@@ -1,4 +1,4 @@
-"""Looks at every queue now and then, for the page and for metrics: nobody who asks costs more."""
+"""Samples every queue periodically, for the page and for the metrics: requests for them cost the databases nothing."""
 
 import asyncio
 import logging
@@ -21,9 +21,9 @@ __all__ = ["History", "Place", "Sample", "Sampler"]
 
 logger = logging.getLogger("pgqueue.http")
 
-_MAX_SAMPLES: Final = 90  # samples of a queue
-_RATE_SAMPLES: Final = 5  # samples over which a change is taken
-_MAX_TIME_SHARE: Final = 0.05  # of a database's time at most
+_MAX_SAMPLES: Final = 90  # of each queue
+_RATE_SAMPLES: Final = 5  # over which rates are computed
+_MAX_TIME_SHARE: Final = 0.05  # the largest share of time in which a database is sampled
 
 _LIVE_COUNTS: Final = {"ready_messages", "inflight_messages", "scheduled_messages"}
 
@@ -32,7 +32,7 @@ Place = tuple[str, str, str]  # service, database, queue
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A queue at a moment of the monotonic clock."""
+    """A sample of a queue; `at` is in seconds of the monotonic clock."""
 
     at: float
     stats: QueueStats
@@ -40,12 +40,12 @@ class Sample:
 
     @property
     def depth(self) -> int:
-        """Messages that are alive."""
+        """Ready, in-flight and scheduled messages."""
         return depth_of(self.stats)
 
 
 def depth_of(stats: QueueStats) -> int:
-    """Messages that are alive."""
+    """Ready, in-flight and scheduled messages."""
     return stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
 
 
@@ -60,22 +60,22 @@ class History:
 
     @property
     def last(self) -> Sample:
-        """The last one."""
+        """The newest sample."""
         return self.samples[-1]
 
     @property
     def throughput(self) -> Throughput:
-        """What comes and leaves a second, over the last few samples."""
+        """The throughput over the last few samples."""
         return self.throughputs[-1]
 
     @property
     def change(self) -> float:
-        """By how many messages a second the depth changes, over the last few samples."""
+        """The change of the depth over the last few samples, in messages per second."""
         earlier = self.samples[max(0, len(self.samples) - 1 - _RATE_SAMPLES)]
         return (self.last.depth - earlier.depth) / max(self.last.at - earlier.at, 0.001)
 
     def add(self, at: float, stats: QueueStats, found: QueueActivity) -> None:
-        """Add a sample, and what has come and left since the few before it."""
+        """Add a sample, and the throughput since the sample a few before it."""
         seen = self.samples[-1].counts.seen if self.samples else 0
         depth = None if _LIVE_COUNTS & set(stats.estimates) else depth_of(stats)
         counts = Counts(self.sent, self.acked, seen + found.seen, depth, found.inserted, found.deleted)
@@ -86,7 +86,7 @@ class History:
 
 
 class Sampler:
-    """Samples every database of every service. `failing` has the databases that could not be looked at."""
+    """Samples every database of every service. `failing` holds the databases whose last sample failed."""
 
     def __init__(self, settings: Settings, databases: Databases) -> None:
         self._settings = settings
@@ -97,15 +97,15 @@ class Sampler:
         self.sampled = asyncio.Event()
 
     def histories(self) -> Iterator[tuple[Place, History]]:
-        """The queues that there are, by service, database and name."""
+        """The histories of all queues, by service, database and name."""
         return iter(sorted(self._histories.items()))
 
     def history(self, place: Place) -> History | None:
-        """The samples of a queue."""
+        """The history of a queue; None if it was never sampled."""
         return self._histories.get(place)
 
     def record_operation(self, place: Place, operation: str, number: int) -> None:
-        """Take into account what this server did to a queue."""
+        """Count messages that passed through this server."""
         history = self.history(place)
         if history is None:
             return
@@ -116,15 +116,17 @@ class Sampler:
 
     @property
     def last_message_ids(self) -> Iterator[tuple[tuple[str, str], int]]:
-        """The last message id that was given out in each database: how many were ever sent, rolled back ones too."""
+        """The last message id of each database. It counts all messages ever sent, those of rolled back transactions
+        included.
+        """
         return ((place, mark) for place, mark in sorted(self._last_message_ids.items()) if mark is not None)
 
     async def run(self) -> None:
-        """Sample for good."""
+        """Sample until cancelled."""
         places = [(service, database) for service in self._settings.services.values() for database in service.databases]
         sampling = [asyncio.create_task(self._sample_repeatedly(*place)) for place in places]
         try:
-            # Not gather, which would wait for who overlooks that it is cancelled.
+            # Not asyncio.gather: it would wait for a task that swallowed its cancellation.
             done, _ = await asyncio.wait(sampling, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
@@ -136,12 +138,12 @@ class Sampler:
             began = time.monotonic()
             was_sampled = await self.sample(service, database)
             self.sampled.set()
-            # A look that failed has mostly waited: that costs the database nothing.
+            # A failed sample has mostly waited, which costs the database nothing.
             cost = time.monotonic() - began if was_sampled else 0.0
             await asyncio.sleep(max(self._settings.limits.sample_seconds, cost / _MAX_TIME_SHARE))
 
     async def sample(self, service: Service, database: str) -> bool:
-        """Look at one database now; returns whether that was possible."""
+        """Sample one database now. Returns whether this succeeded."""
         place = (service.id, database)
         try:
             async with self._databases.target(service, database) as connection:
@@ -150,7 +152,7 @@ class Sampler:
                     connection, self._last_message_ids.get(place)
                 )
         except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
-            found, activities = [], {}  # nobody has made a queue here yet
+            found, activities = [], {}  # pgqueue is not installed there yet
         except (psycopg.Error, PoolTimeout, OSError) as error:
             if place not in self.failing:
                 logger.warning("%s/%s cannot be looked at: %s", *place, type(error).__name__)

@@ -1,4 +1,4 @@
-"""Runs it: the application under uvicorn, or an agent alone, until it is told to stop; a second signal forces it."""
+"""Runs the application under uvicorn, or an agent alone, until a signal stops it; a second signal forces the stop."""
 
 import asyncio
 import logging
@@ -20,13 +20,13 @@ from .settings import Settings
 
 __all__ = ["serve"]
 
-# The end of its terminal, too, unless nohup wants that overlooked.
+# SIGHUP, when the terminal is closed, stops the server, too, unless nohup has made the process ignore it.
 _HANGUP: Final = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
 
 
 class _Server(uvicorn.Server):
-    """Tells those who wait for messages that it stops, before it waits for them."""
+    """Ends the long polls when it is told to stop, before it waits for requests to end."""
 
     def __init__(self, app: FastAPI, config: uvicorn.Config, started: Callable[[str, int], None]) -> None:
         super().__init__(config)
@@ -64,9 +64,9 @@ def serve(
     grace_seconds: int = 30,
     started: Callable[[str, int], None] = lambda _host, _port: None,
 ) -> None:
-    """Serve until a signal; `started` is told where it listens. Requests that run get `grace_seconds` to end.
+    """Serve until a signal; `started` is called with host and port. Running requests get `grace_seconds` to end.
 
-    The role `agent` listens nowhere. Where the port is taken that is logged, and raised as `SystemExit`.
+    The role `agent` does not listen. If the port is taken, uvicorn logs this and raises `SystemExit`.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     for chatty in ("psycopg.pool", "uvicorn.error"):
@@ -92,7 +92,7 @@ def serve(
 
 
 def _repeat_filter() -> Callable[[logging.LogRecord], bool]:
-    """A filter: while a database is down, its pool says so again and again, and so does who is sent what is no HTTP."""
+    """A filter that passes a repeated warning once a minute, such as those of a pool whose database is down."""
     last_logged_at: dict[object, float] = {}
 
     def filter_(record: logging.LogRecord) -> bool:

@@ -1,7 +1,8 @@
-"""How many messages come into a queue and leave it a second: no verb writes it down, so this is what can be seen.
+"""The throughput of a queue: messages per second that come in and that go out.
 
-A queue with a partition of its own: what PostgreSQL's statistics counted there. Any other: at least what this server
-passed on, the new messages that were still there when it looked, and what the change of an exact depth adds to those.
+No verb records it, so it is derived from samples. For a dedicated queue PostgreSQL's statistics of its partition count
+it. For any other queue the figures are a lower bound. They are derived from the messages that passed through this
+server, from the new messages that a sample still found, and from the change of the depth where that is exact.
 """
 
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from psycopg import AsyncConnection, sql
 
 __all__ = ["Counts", "QueueActivity", "Throughput", "read_activity", "throughput_between"]
 
-_SEEN_LIMIT: Final = 500  # new messages of a queue that are counted at a look
-# A message is new if its id is above the last one that had been given out at the look before. What left in between,
-# and what was committed late, is not seen. The index is the only way that costs the same on a deep queue.
+_SEEN_LIMIT: Final = 500  # new messages of a queue that a sample counts at most
+# A message is new if its id is above the last id that had been given out at the previous sample. Messages that left
+# between two samples, and messages that committed late, are not counted. Only the index scan has the same cost on a
+# deep queue.
 _ACTIVITY: Final = """
 set local enable_seqscan = off;
 set local enable_bitmapscan = off;
@@ -41,7 +43,8 @@ cross join lateral (
 
 
 class QueueActivity(NamedTuple):
-    """What a look found in a queue: new messages, and what the statistics of its partition have counted so far."""
+    """What a sample found in a queue: the number of new messages, and the statistics of a dedicated queue's partition.
+    """
 
     seen: int
     inserted: int | None
@@ -50,9 +53,10 @@ class QueueActivity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What is known of a queue at a moment, all but the depth since the server began.
+    """The counts of a queue at a moment. All but `depth` are totals since the server started.
 
-    `sent` and `acked` passed through this server, `seen` were found when it looked; `depth` is None if estimated.
+    `sent` and `acked` passed through this server. `seen` are new messages that samples found. `depth` is None if it is
+    estimated. `inserted` and `deleted` are the statistics of the partition, None if the queue has none of its own.
     """
 
     sent: int = 0
@@ -64,7 +68,7 @@ class Counts:
 
 
 class Throughput(NamedTuple):
-    """Messages a second that came in and that left; `counted`, or at least so many."""
+    """Messages per second that came in and that went out; exact if `is_counted`, else a lower bound."""
 
     incoming: float = 0.0
     outgoing: float = 0.0
@@ -74,30 +78,33 @@ class Throughput(NamedTuple):
 async def read_activity(
     connection: AsyncConnection[Any], mark: int | None
 ) -> tuple[dict[str, QueueActivity], int | None]:
-    """What is new in the queues of a database since a mark, and the mark for the next time."""
+    """The activity in the queues of a database above the message id `mark`, and the mark for the next call.
+
+    Without a mark no message counts as new. Returns no activity and no mark if the role may not read the tables.
+    """
     statements = sql.SQL(_ACTIVITY).format(mark=2**62 if mark is None else mark, limit=_SEEN_LIMIT)
     try:
-        cursor = await connection.execute(statements)  # at once: no transaction waits for its client
+        cursor = await connection.execute(statements)  # in one round trip, so that no transaction waits for the client
         while cursor.nextset():
             pass
         rows = await cursor.fetchall()
     except psycopg.errors.InsufficientPrivilege:
-        return {}, None  # a role that may use queues, and not look into them
+        return {}, None  # the role may use queues, but may not read the tables
     return {name: QueueActivity(*found) for name, *found, _ in rows}, rows[0][-1] if rows else mark
 
 
 def throughput_between(before: Counts, now: Counts, seconds: float) -> Throughput:
-    """What came and left between two moments."""
+    """The throughput between two moments that are `seconds` apart."""
     if now.inserted is not None and now.deleted is not None:
         incoming = now.inserted - (before.inserted or 0)
         outgoing = now.deleted - (before.deleted or 0)
-        if before.inserted is None or min(incoming, outgoing) < 0:  # its partition, or its statistics, began anew
+        if before.inserted is None or min(incoming, outgoing) < 0:  # the partition is new, or its statistics were reset
             return Throughput(is_counted=True)
         return Throughput(incoming / seconds, outgoing / seconds, True)
     incoming = max(now.sent - before.sent, now.seen - before.seen)
     outgoing = now.acked - before.acked
     if now.depth is not None and before.depth is not None:
-        # What came less what left is the change: who knows one of them knows the other.
+        # The change of the depth is incoming less outgoing, so each of the two bounds the other.
         change = now.depth - before.depth
         incoming, outgoing = max(incoming, outgoing + change), max(outgoing, incoming - change)
     return Throughput(incoming / seconds, outgoing / seconds)
