@@ -62,7 +62,7 @@ class Agent:
                 try:
                     await self._consume(stopping)
                 except (psycopg.Error, PoolTimeout, OSError) as error:
-                    logger.warning("the agent waits for the control database: %s", from_database_error(error).message)
+                    logger.warning("the agent cannot use the control database and retries: %s", from_database_error(error).message)
                     self._databases.forget_migrations()
                     with suppress(TimeoutError):
                         await asyncio.wait_for(stopping.wait(), _RETRY_SECONDS)
@@ -83,7 +83,7 @@ class Agent:
         try:
             await consumer.start()
             self.is_running = True
-            logger.info("the agent works on tasks")
+            logger.info("the agent is running")
             await stopping.wait()
         finally:
             self.is_running = False
@@ -94,7 +94,7 @@ class Agent:
         try:
             task_id = UUID(delivery.message.payload["task_id"])
         except (KeyError, TypeError, ValueError):
-            raise Reject("this is no task") from None
+            raise Reject("the message is not a task") from None
         async with self._databases.control() as connection:
             task = await registry.start(connection, task_id)
         if task is None:
@@ -113,7 +113,7 @@ class Agent:
 
     async def _run_task(self, task: AgentTask) -> None:
         if datetime.now(UTC) - task.created_at > _MAX_TASK_AGE:
-            raise _TaskRefused(f"the task was not begun within {_MAX_TASK_AGE.days} days")
+            raise _TaskRefused(f"the task was not started within {_MAX_TASK_AGE.days} days")
         async with self._databases.control() as connection:
             queue = await registry.get(connection, task.queue_id)
         if task.kind == "provision":
@@ -121,7 +121,7 @@ class Agent:
         elif task.kind == "deprovision":
             await self._deprovision(task, queue)
         elif queue is None or queue.status != "Active":
-            raise _TaskRefused(f"the queue is {'gone' if queue is None else queue.status}")
+            raise _TaskRefused(f"the queue is {'deleted' if queue is None else queue.status}")
         elif task.kind == "enqueue":
             await self._enqueue(task, queue)
         else:
@@ -207,7 +207,7 @@ class Agent:
                     await self.delete_old_records()
                     cleaned_at = loop.time()
             except (psycopg.Error, PoolTimeout, OSError) as error:
-                logger.debug("housekeeping has to wait: %s", type(error).__name__)
+                logger.debug("maintenance failed and is retried: %s", type(error).__name__)
             await asyncio.sleep(_MAINTENANCE_SECONDS)
 
     async def fail_dead_tasks(self) -> None:
@@ -217,7 +217,7 @@ class Agent:
             for letter in await broker.browse_dead_messages(max_messages=100):
                 with suppress(KeyError, TypeError, ValueError):
                     task_id = UUID(json.loads(letter.payload)["task_id"])
-                    await self._fail(task_id, "buried", letter.last_error or "every agent that began it has died")
+                    await self._fail(task_id, "buried", letter.last_error or "every agent that started the task died")
                 await broker.purge_dead_messages([letter.id])
 
     async def delete_old_records(self) -> None:
@@ -230,7 +230,7 @@ class Agent:
                     async with self._databases.target(service, database) as connection:
                         await registry.delete_old_effects(connection, _RECORD_DAYS)
                 except (psycopg.Error, PoolTimeout, OSError) as error:
-                    message = "%s/%s: what is old cannot be forgotten now: %s"
+                    message = "%s/%s: old records cannot be deleted now: %s"
                     logger.warning(message, service.id, database, type(error).__name__)
 
 

@@ -38,8 +38,8 @@ Role = Literal["all", "controller"]
 
 _DESCRIPTION = """Queues in PostgreSQL, managed and used over HTTP.
 
-Managed queues are created, filled and looked at by way of agents: a request is answered at once, and polled for. The
-direct routes answer in one round trip. A POST that has an `Idempotency-Key` may be sent again: it happens once."""
+Agents create, fill and inspect managed queues: a request returns at once, and the client polls for its result. The
+direct routes answer in one round trip. A POST with an `Idempotency-Key` can be repeated: it takes effect once."""
 
 
 def create_app(settings: Settings, role: Role = "all") -> FastAPI:
@@ -149,5 +149,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     path = os.environ.get("PGQUEUE_CONFIG")
     if not path:
-        raise SettingsError("PGQUEUE_CONFIG is not set: it names the configuration file")
+        raise SettingsError("PGQUEUE_CONFIG is not set: set it to the path of the configuration file")
     return create_app(Settings.load(path))

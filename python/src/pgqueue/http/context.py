@@ -32,14 +32,14 @@ logger = logging.getLogger("pgqueue.http")
 
 _NAME: Final = re.compile("[a-z0-9_-]{1,128}")
 _ERRORS: Final = {
-    400: "The body is no JSON.",
-    401: "Name or password are missing or wrong.",
-    403: "A browser was made to send this by another site.",
+    400: "The body is not JSON.",
+    401: "Name or password is missing or wrong.",
+    403: "A page of another site made the browser send this request.",
     404: "There is no such service, queue, task or message.",
-    409: "It is not possible now: the name is taken, or the queue is not Active.",
+    409: "The name is taken, or the queue is not Active.",
     410: "The claim was lost.",
     413: "The body or a payload is too large.",
-    422: "A field is missing or out of its limits.",
+    422: "A field is missing or out of range.",
     503: "A database cannot be reached, or took too long.",
 }
 
@@ -69,7 +69,7 @@ async def _logged(work: Coroutine[Any, Any, None]) -> None:
     try:
         await work
     except Exception as error:  # no caller waits for it
-        logger.warning("what a request left behind could not be finished: %s", type(error).__name__)
+        logger.warning("the background work of a request failed: %s", type(error).__name__)
 
 
 async def context_of(request: Request) -> Context:
@@ -90,7 +90,7 @@ async def _idempotency_key(
             min_length=1,
             max_length=255,
             pattern="^[!-~]+$",
-            description="A name for this request: sent again under it, nothing happens twice.",
+            description="A name for this request: a request that is repeated with it takes effect once.",
         ),
     ] = None,
 ) -> EffectKey | None:

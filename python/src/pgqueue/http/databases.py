@@ -120,7 +120,7 @@ class Databases:
             if not isinstance(error, (*_MISSING, *missing)):
                 raise
             self._migrated.discard(place)
-            raise psycopg.OperationalError("the database has lost its tables") from error
+            raise psycopg.OperationalError("the tables of pgqueue are missing in the database") from error
 
     @asynccontextmanager
     async def _pooled_connection(
@@ -137,7 +137,7 @@ class Databases:
             async with asyncio.timeout(limits.connect_seconds if place in self._failing else limits.request_seconds):
                 await gate.acquire()
         except TimeoutError:
-            raise PoolTimeout("too many wait for this database") from None
+            raise PoolTimeout("too many requests wait for this database") from None
         try:
             connection = await self._connected(place, pool)
             try:

@@ -49,7 +49,7 @@ def _check(value: Any, field: str, limit: int) -> None:
         size = json_size(value)
     except ValueError as error:
         message = f"{field} has a number that PostgreSQL cannot store"
-        most = f"{WHOLE_DIGITS} digits before the point and {FRACTION_DIGITS} behind it"
+        most = f"{WHOLE_DIGITS} digits before the decimal point and {FRACTION_DIGITS} after it"
         raise ApiError(422, "invalid", message, field, error, most) from None
     except RecursionError:
         raise nesting_error(field) from None

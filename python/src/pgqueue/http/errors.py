@@ -171,7 +171,7 @@ def from_database_error(error: BaseException) -> ApiError:
         case InvalidArgument():
             return ApiError(422, "invalid", said)
         case psycopg.errors.InvalidSchemaName() | psycopg.errors.UndefinedFunction():
-            message = "there is no queue in this database: pgqueue is not installed"
+            message = "pgqueue is not installed in this database, so it has no queues"
             return ApiError(404, "queue_not_found", message, "database_name")
         case psycopg.errors.QueryCanceled():
             return ApiError(503, "timeout", "the database took too long", headers={"Retry-After": "1"})
@@ -182,4 +182,4 @@ def from_database_error(error: BaseException) -> ApiError:
     if is_temporary(error):
         message = "the database cannot be reached now: try again"
         return ApiError(503, "database_unavailable", message, headers={"Retry-After": "1"})
-    return from_http_status(500, "an internal error, which the server's log explains")
+    return from_http_status(500, "an internal error; see the log of the server")

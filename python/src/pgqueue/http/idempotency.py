@@ -55,7 +55,7 @@ async def run_once(
                 key,
             )
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled):
-            message = "a request with this Idempotency-Key is being worked on"
+            message = "a request with this Idempotency-Key is still running"
             raise ApiError(409, "idempotency_key_in_use", message, "Idempotency-Key", key.key) from None
         if not cursor.rowcount:
             cursor = await connection.execute(

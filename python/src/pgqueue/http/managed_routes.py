@@ -29,7 +29,7 @@ __all__ = ["router"]
 
 router = APIRouter(prefix="/managed-services/{service_id}/queues", tags=["managed queues"], route_class=JsonRoute)
 
-TaskOf = Annotated[UUID, Query(description="What the request for it returned")]
+TaskOf = Annotated[UUID, Query(description="The id that the request returned")]
 _SETTINGS = ("visibility_timeout_seconds", "max_attempts", "dlq_enabled")
 _BODY = ("id", "service_id", "name", "database_name", *_SETTINGS, "status")
 _LISTED = ("id", "name", "database_name", "status", *_SETTINGS)
@@ -64,7 +64,7 @@ async def create_queue(context: CurrentContext, service_id: str, body: CreateQue
                     body.dlq_enabled,
                 )
                 if row is None:
-                    message = f"service {service.id} has a queue {body.name} already"
+                    message = f"service {service.id} already has a queue {body.name}"
                     raise ApiError(409, "queue_exists", message, "name", body.name, "a name that no queue has")
                 await registry.submit(connection, context.settings.tasks.queue, "provision", row.id)
             return Answer(201, to_json(_body(row)))
@@ -175,7 +175,7 @@ async def _submit(
         async def effect() -> Answer:
             row = await _found(context, connection, service_id, queue_name)
             if row.status != "Active":
-                message = f"queue {queue_name} is {row.status}, and only Active queues take this"
+                message = f"queue {queue_name} is {row.status}; this needs an Active queue"
                 raise ApiError(409, "queue_not_active", message, "status", row.status, "Active")
             task_id = await registry.submit(connection, context.settings.tasks.queue, kind, row.id, request)
             return Answer(202, to_json({"task_id": task_id}))
@@ -190,7 +190,7 @@ async def _poll(context: Context, service_id: str, queue_name: str, kind: regist
     async with context.databases.control() as connection:
         task = await registry.find_task(connection, service.id, queue_name, kind, task_id)
     if task is None:
-        raise ApiError(404, "task_not_found", f"queue {queue_name} has no task of this id", "task_id", task_id)
+        raise ApiError(404, "task_not_found", f"queue {queue_name} has no task with this id", "task_id", task_id)
     body: dict[str, Any] = {"task_id": task.id, "status": task.status}
     if task.result is not None:
         body["result"] = RawJson(task.result)

@@ -17,15 +17,15 @@ _QUEUE = ("service", "database", "queue")
 _GAUGES = {
     "ready_messages": "Messages available for claim.",
     "inflight_messages": "Messages that are claimed.",
-    "scheduled_messages": "Messages that wait for their delay to end.",
+    "scheduled_messages": "Messages whose delay has not ended.",
     "dead_messages": "Dead letters.",
     "oldest_age_seconds": "Age of the oldest ready message, 0 where none is ready.",
     "paused": "1 while the queue is paused.",
 }
 _THROUGHPUT = {
-    "in_per_second": "Messages that came into the queue, lately; at least so many unless pgqueue_flow_counted is 1.",
-    "out_per_second": "Messages that left the queue, lately; at least so many unless pgqueue_flow_counted is 1.",
-    "flow_counted": "1 where the two are what PostgreSQL counted in a partition of the queue's own.",
+    "in_per_second": "Recent incoming messages; a lower bound unless pgqueue_flow_counted is 1.",
+    "out_per_second": "Recent outgoing messages; a lower bound unless pgqueue_flow_counted is 1.",
+    "flow_counted": "1 if both rates are exact, from the statistics of the queue's own partition.",
 }
 
 
@@ -36,14 +36,14 @@ class _QueueCollector(Collector):
     def collect(self) -> Any:
         families = {name: GaugeMetricFamily(f"pgqueue_{name}", text, labels=_QUEUE) for name, text in _GAUGES.items()}
         change = GaugeMetricFamily(
-            "pgqueue_depth_change_per_second", "How fast the depth grows, or shrinks below 0.", labels=_QUEUE
+            "pgqueue_depth_change_per_second", "Change of the depth; negative when it shrinks.", labels=_QUEUE
         )
         incoming, outgoing, counted = (
             GaugeMetricFamily(f"pgqueue_{name}", text, labels=_QUEUE) for name, text in _THROUGHPUT.items()
         )
         ids = CounterMetricFamily(
             "pgqueue_message_ids",
-            "Ids given to messages of all queues of a database: what was sent, with what was rolled back.",
+            "Message ids given out in a database: messages sent to all its queues, rolled back ones included.",
             labels=_QUEUE[:2],
         )
         for place, history in self._sampler.histories():
@@ -68,7 +68,7 @@ class Metrics:
         self._registry.register(_QueueCollector(sampler))
         self._requests = Histogram(
             "pgqueue_http_request_seconds",
-            "How long requests took.",
+            "Duration of requests.",
             ("method", "route", "status"),
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
             registry=self._registry,
@@ -81,7 +81,7 @@ class Metrics:
         )
         self._last_counted_at: dict[tuple[str, str, str, str], float] = {}  # values: monotonic time in seconds
         self._tasks = Counter(
-            "pgqueue_http_tasks", "Tasks that this agent has ended.", ("kind", "status"), registry=self._registry
+            "pgqueue_http_tasks", "Tasks that this agent has completed or failed.", ("kind", "status"), registry=self._registry
         )
 
     def request(self, scope: Any, status: int, seconds: float) -> None:

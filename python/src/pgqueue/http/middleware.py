@@ -98,7 +98,7 @@ class RequestMiddleware:
         user = await self._authenticator.user(headers.get("authorization"))
         if user is None:
             challenge = {"WWW-Authenticate": 'Basic realm="pgqueue", charset="UTF-8"'}
-            raise ApiError(401, "unauthorized", "name and password are needed, and must be right", headers=challenge)
+            raise ApiError(401, "unauthorized", "name and password are missing or wrong", headers=challenge)
         return user
 
 
@@ -163,4 +163,4 @@ def _refuse_other_sites(headers: Headers) -> None:
         origin = headers.get("origin")
         is_same_site = origin is None or origin.partition("://")[2] == headers.get("host")
     if not is_same_site:
-        raise ApiError(403, "cross_site", "requests that change something must not come from another site")
+        raise ApiError(403, "cross_site", "a request that changes data must not come from another site")

@@ -90,7 +90,7 @@ class CreateQueue(_Request):
     max_attempts: Attempts = Field(
         5, description="Maximum delivery attempts before a message moves to the DLQ, 1 to 100"
     )
-    dlq_enabled: bool = Field(True, description="Whether exhausted messages are saved in the dead letters")
+    dlq_enabled: bool = Field(True, description="Whether messages without attempts left become dead letters")
 
 
 class BrokeredMessage(_Request):
@@ -125,7 +125,7 @@ class Claim(_Request):
 
     max_messages: Batch = 1
     visibility_timeout_seconds: Timeout | None = Field(None, description="By default the queue's")
-    claimed_by: str | None = Field(None, max_length=256, description="A name for people who look")
+    claimed_by: str | None = Field(None, max_length=256, description="The name of the consumer, for people")
     wait_seconds: Wait = Field(0, description="How long to wait for a first message")
 
 

@@ -29,14 +29,14 @@ async def readyz(context: CurrentContext) -> Response:
     It needs no password, and tells no details.
     """
     if context.stopping.is_set():
-        raise ApiError(503, "stopping", "the server is told to stop")
+        raise ApiError(503, "stopping", "the server is stopping")
     try:
         async with context.databases.control() as connection:
             await connection.execute("select 1")
     except (psycopg.Error, PoolTimeout, OSError):
         raise ApiError(503, "database_unavailable", "the control database does not answer") from None
     if context.agent is not None and not context.agent.is_running:
-        raise ApiError(503, "agent_unavailable", "the agent does not work yet")
+        raise ApiError(503, "agent_unavailable", "the agent is not running")
     return Response("ok\n", media_type="text/plain")
 
 

@@ -87,7 +87,7 @@ async def confirm(
 ) -> Response:
     """The page that asks before dead letters are redriven or deleted."""
     if action not in _CONFIRMED_ACTIONS:
-        raise ApiError(404, "not_found", f"there is nothing to confirm about {action[:20]!r}", "action", action)
+        raise ApiError(404, "not_found", f"there is no action {action[:20]!r} to confirm", "action", action)
     async with _open_queue(context, service, database, name) as opened:
         stats = await opened.stats()
     place = (service, database, name)
@@ -111,9 +111,9 @@ async def act(
     async with _open_queue(context, service, database, name) as opened:
         match action:
             case "pause":
-                done = f"{name} is paused" if await opened.pause_queue() else f"{name} was paused already"
+                done = f"{name} is paused" if await opened.pause_queue() else f"{name} was already paused"
             case "resume":
-                done = f"{name} goes on" if await opened.resume_queue() else f"{name} was not paused"
+                done = f"{name} is resumed" if await opened.resume_queue() else f"{name} was not paused"
             case "redrive":
                 done = f"Redriven: {_count(await opened.redrive(REDRIVE_LIMIT, _ids(form)))}"
             case "purge":
@@ -179,7 +179,7 @@ def _count(number: int) -> str:
 def _shorten(text: str | None) -> str:
     if text is None or len(text) <= _MAX_TEXT:
         return text or ""
-    return f"{text[:_MAX_TEXT]}\n… {len(text):,} characters in all; /v1 has them"
+    return f"{text[:_MAX_TEXT]}\n… {len(text):,} characters in total; see the API under /v1"
 
 
 def _dead_letter_fields(message: DeadMessage) -> dict[str, Any]:

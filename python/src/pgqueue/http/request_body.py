@@ -103,14 +103,14 @@ def read_json(text: str) -> Any:
         except ValueError:  # an integer with more digits than Python parses by default
             return json.loads(text, parse_float=_number, parse_constant=_refuse_constant, parse_int=_whole_number)
     except json.JSONDecodeError as error:
-        raise ApiError(400, "malformed_json", f"the body is no JSON: {error}", "body") from None
+        raise ApiError(400, "malformed_json", f"the body is not JSON: {error}", "body") from None
     except RecursionError:
         raise nesting_error("body") from None
 
 
 def nesting_error(field: str) -> ApiError:
     """The error for lists and objects that are nested more deeply than Python can read."""
-    return ApiError(400, "malformed_json", f"{field} is nested too deep", field)
+    return ApiError(400, "malformed_json", f"{field} is nested too deeply", field)
 
 
 def _number(text: str) -> float | ExactNumber:
@@ -123,7 +123,7 @@ def _whole_number(text: str) -> int | ExactNumber:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ApiError(400, "malformed_json", f"the body is no JSON: {name} is no number there", "body", name)
+    raise ApiError(400, "malformed_json", f"the body is not JSON: {name} is not a JSON number", "body", name)
 
 
 def json_size(value: Any) -> int:

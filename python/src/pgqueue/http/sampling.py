@@ -155,7 +155,7 @@ class Sampler:
             found, activities = [], {}  # pgqueue is not installed there yet
         except (psycopg.Error, PoolTimeout, OSError) as error:
             if place not in self.failing:
-                logger.warning("%s/%s cannot be looked at: %s", *place, type(error).__name__)
+                logger.warning("%s/%s cannot be sampled: %s", *place, type(error).__name__)
             self.failing.add(place)
             return False
         self.failing.discard(place)

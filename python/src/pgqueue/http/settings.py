@@ -102,7 +102,7 @@ class Settings:
         try:
             return cls.of(tomllib.loads(text.decode()))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{path} is no TOML: {error}") from None
+            raise SettingsError(f"{path} is not TOML: {error}") from None
         except SettingsError as error:
             raise SettingsError(f"{path}: {error}") from None
 
@@ -157,7 +157,7 @@ def _secret(place: str, given: Mapping[str, Any], name: str) -> str | None:
     if f"{name}_env" in given:
         variable = given[f"{name}_env"]
         if name in given:
-            raise SettingsError(f"{place}: given twice, also as {name}_env")
+            raise SettingsError(f"{place}: given twice; {name}_env is given, too")
         if not isinstance(variable, str) or not os.environ.get(variable):
             raise SettingsError(f"{place}_env: the environment variable {variable} is not set")
         return os.environ[variable]
@@ -170,11 +170,11 @@ def _secret(place: str, given: Mapping[str, Any], name: str) -> str | None:
 def _dsn(place: str, given: Mapping[str, Any], name: str) -> str:
     dsn = _secret(place, given, name)
     if dsn is None:
-        raise SettingsError(f"{place}: missing; give it, or {name}_env with the variable that has it")
+        raise SettingsError(f"{place}: missing; give it, or {name}_env with the name of an environment variable")
     try:
         conninfo_to_dict(dsn)
     except ProgrammingError:  # its message quotes the DSN with the password
-        raise SettingsError(f"{place}: no DSN as libpq has it, host=… dbname=…, or postgresql://host/dbname") from None
+        raise SettingsError(f"{place}: not a libpq DSN; write host=… dbname=…, or postgresql://host/dbname") from None
     return dsn
 
 
@@ -204,7 +204,7 @@ def _user(name: str, given: Any) -> str:
     if "password_hash" in given:
         hashed = given["password_hash"]
         if "password_env" in given or not isinstance(hashed, str) or not is_hash(hashed):
-            raise SettingsError(f"{place}.password_hash: must be what pgqueue serve --hash-password prints")
+            raise SettingsError(f"{place}.password_hash: must be the output of pgqueue serve --hash-password")
         return hashed
     password = _secret(f"{place}.password", given, "password")
     if not password:
@@ -212,4 +212,4 @@ def _user(name: str, given: Any) -> str:
     try:
         return hash_password(password)
     except UnicodeEncodeError:
-        raise SettingsError(f"{place}.password_env: what the variable has is not valid UTF-8") from None
+        raise SettingsError(f"{place}.password_env: the value of the variable is not valid UTF-8") from None
