@@ -1,4 +1,4 @@
-"""`pgqueue`: the command line. A command is a function in one of the rooms; here they get their places."""
+"""The command line `pgqueue`. Each command is a function in a module of this package; here they are registered."""
 
 import codecs
 import os
@@ -120,19 +120,19 @@ command(app)(queues.doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command. Returns the exit status."""
     codecs.register_error("pgqueue", escape_unencodable)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # it is closed: not even a connection shall be what is written to
+        if getattr(sys, name) is None:  # closed; else the next file or connection would get its file number
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
         stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="pgqueue")  # an encoding that lacks a character has its code
+            stream.reconfigure(errors="pgqueue")  # the handler escapes characters that the encoding lacks
     try:
         app(None if arguments is None else list(arguments), prog_name="pgqueue")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
-    except KeyboardInterrupt:  # before there is a command, or behind it
+    except KeyboardInterrupt:  # before a command has started, or after its end
         return 128 + signal.SIGINT
     finally:
         try:

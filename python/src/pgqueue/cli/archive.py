@@ -1,4 +1,4 @@
-"""The commands on what was acknowledged."""
+"""The commands on the archive of acknowledged messages."""
 
 from typing import Annotated
 
@@ -15,9 +15,9 @@ Before = Annotated[int | None, typer.Option(metavar="ID", help="Begin below this
 
 
 def list_(session: Session, queue: QueueName, max: Max = 100, before: Before = None, all: All = False) -> None:
-    """What was acknowledged, the newest id first.
+    """List acknowledged messages, the newest id first.
 
-    Kept by queues with --archive-for, and as long as that says by one that was dropped.
+    Queues with --archive-for keep them. The archive of a dropped queue is kept for the same time.
     """
     with session.queue(queue) as verbs:
         session.show(
@@ -39,9 +39,9 @@ def _row(message: ArchivedMessage) -> list[object]:
 
 
 def maintain(session: Session) -> None:
-    """Drop the days that are over, and make those to come.
+    """Drop archive partitions that have expired, and create those of the next days.
 
-    To be run once a day, where queues keep an archive.
+    Run it once a day if queues keep an archive.
     """
     with session.queues() as verbs:
         session.show(

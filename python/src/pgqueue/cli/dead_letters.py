@@ -13,11 +13,11 @@ from .session import Failure, Session, Status
 
 __all__ = ["list_", "purge", "redrive", "show"]
 
-_ALL = 2**31 - 1  # more than any redrive moves
+_ALL = 2**31 - 1  # the largest int of SQL: no limit
 
 
 def list_(session: Session, queue: QueueName, max: Max = 100, after: After = 0, all: All = False) -> None:
-    """The dead letters of a queue, by id."""
+    """List the dead letters of a queue, by id."""
     with session.queue(queue) as verbs:
         session.show(
             browse_pages(verbs.browse_dead_messages, None if all else max, after),
@@ -38,9 +38,9 @@ def show(
     queue: QueueName,
     id: Annotated[int, typer.Argument(metavar="ID", help="The message.", show_default=False)],
 ) -> None:
-    """One dead letter, with all that is known of its death.
+    """Show one dead letter in full.
 
-    The exit status is 3 where there is none of this id.
+    The exit status is 3 if there is none with this id.
     """
     before = max(as_integer("id", 64, id) - 1, -(2**63))
     with session.queue(queue) as verbs:
@@ -80,7 +80,7 @@ def _describe(letter: DeadMessage) -> str:
 def _headers(letter: DeadMessage, headers: Any) -> str:
     if not isinstance(headers, dict):
         return str(letter.headers or "")
-    # What the consumer has recorded is shown by itself.
+    # The failures that the consumer recorded are shown separately.
     own = {name: value for name, value in headers.items() if not name.startswith("pgqueue.")}
     return json.dumps(own, ensure_ascii=False) if own else ""
 
@@ -109,9 +109,9 @@ def redrive(
         int, typer.Option(min=1, max=_ALL, metavar="N", help="The most, by id (all).", show_default=False)
     ] = _ALL,
 ) -> None:
-    """Make dead letters ready again, all or those named.
+    """Make dead letters ready again, all or those given.
 
-    They have all their attempts before them. The exit status is 3 where one that is named is not there.
+    Their attempts are counted from 0. The exit status is 3 if one of the given ids is not a dead letter.
     """
     with session.queue(queue) as verbs:
         redriven = verbs.redrive(max, ids or None)
@@ -120,9 +120,9 @@ def redrive(
 
 
 def purge(session: Session, queue: QueueName, ids: Ids = None, yes: Yes = False) -> None:
-    """Delete dead letters, all or those named.
+    """Delete dead letters, all or those given.
 
-    Asks before it deletes all, unless --yes. The exit status is 3 where one that is named is not there.
+    Asks before it deletes all, unless --yes. The exit status is 3 if one of the given ids is not a dead letter.
     """
     with session.queue(queue) as verbs:
         if not ids and not yes:

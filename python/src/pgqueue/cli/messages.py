@@ -1,4 +1,4 @@
-"""The commands that take, settle, show and remove messages."""
+"""The commands that claim, settle, list and delete messages."""
 
 from datetime import timedelta
 from enum import StrEnum
@@ -20,7 +20,7 @@ Claimed = Annotated[list[int], typer.Argument(metavar="ID", help="The messages."
 
 
 class State(StrEnum):
-    """Where a message is that is not dead."""
+    """The states of a message that is not dead."""
 
     READY = "ready"
     INFLIGHT = "inflight"
@@ -41,9 +41,9 @@ def claim(
         str | None, typer.Option(metavar="NAME", help="A name, for people who look.", show_default=False)
     ] = None,
 ) -> None:
-    """Borrow messages, to be settled with ack or nack.
+    """Claim messages, to be settled with ack or nack.
 
-    They come again when the visibility timeout has passed. The exit status is 3 where none is ready.
+    When the visibility timeout has passed they are delivered again. The exit status is 3 if none is ready.
     """
     with session.queue(queue) as verbs:
         messages = verbs.claim(max, visibility_timeout, claimed_by)
@@ -79,7 +79,7 @@ def extend(
 ) -> None:
     """Keep claimed messages hidden for longer.
 
-    The exit status is 3 where a claim was lost; the other claims are extended all the same.
+    The exit status is 3 if a claim was lost; the other claims are extended.
     """
     with session.queue(queue) as verbs, verbs.connection.transaction():
         settled = {each: verbs.extend(each, token, visibility_timeout) for each in ids}
@@ -89,7 +89,7 @@ def extend(
 def ack(session: Session, queue: QueueName, token: Token, ids: Claimed) -> None:
     """Acknowledge claimed messages: they are done and deleted.
 
-    The exit status is 3 where a claim was lost; the other messages are acknowledged all the same.
+    The exit status is 3 if a claim was lost; the other messages are acknowledged.
     """
     with session.queue(queue) as verbs, verbs.connection.transaction():
         settled = {each: verbs.ack(each, token) for each in ids}
@@ -105,10 +105,10 @@ def nack(
     error: Annotated[str | None, typer.Option(metavar="TEXT", help="Kept as last_error.", show_default=False)] = None,
     reject: Annotated[bool, typer.Option("--reject", help="To the dead letters at once.")] = False,
 ) -> None:
-    """Give claimed messages back.
+    """Return claimed messages to the queue.
 
-    They come again later, or die where their attempts are spent. The exit status is 3 where a claim was lost; the other
-    messages are given back all the same.
+    They are delivered again later, or become dead letters if their attempts are spent. The exit status is 3 if a claim
+    was lost; the other messages are returned.
     """
     if reject and delay is not None:
         raise typer.BadParameter("what is rejected does not come again.", param_hint="'--delay'")
@@ -139,7 +139,7 @@ def browse(
     after: After = 0,
     all: All = False,
 ) -> None:
-    """Look at messages without touching them, by id."""
+    """List messages by id without changing them."""
     nothing = f"no message of queue {queue} is {_STATES[state]}{after_phrase(after)}"
     with session.queue(queue) as verbs:
         session.show(
@@ -153,9 +153,9 @@ def purge(
     expired: Annotated[bool, typer.Option("--expired", help="Only those that have expired. Does not ask.")] = False,
     yes: Yes = False,
 ) -> None:
-    """Delete what is ready, in flight or scheduled.
+    """Delete the messages that are ready, in flight or scheduled.
 
-    Asks, unless --yes. Dead letters stay: dead purge deletes those.
+    Asks, unless --yes. Dead letters stay; pgqueue dead purge deletes those.
     """
     with session.queue(queue) as verbs:
         if expired:

@@ -1,4 +1,4 @@
-"""How values are written on the command line, and the options that several commands share."""
+"""Values on the command line, and the options that several commands share."""
 
 import json
 import re
@@ -35,7 +35,7 @@ _PART = re.compile(rf"({_NUMBER.pattern})(ms|[smhd])")
 
 
 def parse_duration(text: str | timedelta) -> timedelta:
-    """Read 30s, 5m, 1h30m, 250ms, 7d, or 90: seconds."""
+    """Parse 30s, 5m, 1h30m, 250ms, 7d, or 90, which is in seconds."""
     if isinstance(text, timedelta):
         return text
     whole = f"{text}s" if _NUMBER.fullmatch(text) else text
@@ -52,7 +52,7 @@ duration_option = partial(typer.Option, parser=parse_duration, metavar="DURATION
 
 
 def parse_headers(pairs: list[str]) -> dict[str, str] | None:
-    """Read name=value, each name once; None where there is none."""
+    """Parse NAME=VALUE pairs; each name may occur once. None if there is no pair."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -60,23 +60,23 @@ def parse_headers(pairs: list[str]) -> dict[str, str] | None:
             raise typer.BadParameter(f"{pair!r} is not NAME=VALUE.", param_hint="'--header'")
         if name in found:
             raise typer.BadParameter(f"{name!r} is given twice.", param_hint="'--header'")
-        pair.encode()  # JSON would hide what is not UTF-8
+        pair.encode()  # raises for an argument that is not UTF-8, which JSON would hide
         found[name] = value
     return found or None
 
 
 def parse_json(text: str) -> Jsonb:
-    """JSON as text, looked at so that what is wrong has a place; figures are the server's to judge.
+    """JSON text as a parameter. It is parsed only to find the place of an error; the server judges the numbers.
 
-    Raises ValueError.
+    Raises `ValueError`.
     """
     try:
         json.loads(text, parse_constant=_no_constant, parse_int=len, parse_float=len)
     except json.JSONDecodeError as error:
-        line = f"line {error.lineno} " if error.lineno > 1 else ""  # an argument may have several
+        line = f"line {error.lineno} " if error.lineno > 1 else ""  # an argument can have several lines
         raise ValueError(f"{error.msg} at {line}column {error.colno}") from None
     except RecursionError:
-        pass  # deep, but perhaps not too deep for the server
+        pass  # too deep for Python, but perhaps not for the server
     return Jsonb(text, dumps=str)
 
 
@@ -95,12 +95,12 @@ _PAGE = 1000
 
 
 def after_phrase(after: int) -> str:
-    """What is said of a list that begins behind an id."""
+    """The part of a message about a list that starts after an id."""
     return f" behind {after}" if after else ""
 
 
 def browse_pages(browse: Callable[[int, Any], list[M]], limit: int | None, after: int | None) -> Iterator[M]:
-    """Up to so many messages, page by page."""
+    """Up to `limit` messages (None: all), read page by page."""
     left = limit
     while left is None or left > 0:
         size = _PAGE if left is None else min(left, _PAGE)

@@ -1,4 +1,4 @@
-"""The commands that concern whole queues, and the database."""
+"""The commands on whole queues and on the database."""
 
 import sys
 import time
@@ -32,13 +32,13 @@ def install(
 ) -> None:
     """Install pgqueue in a database.
 
-    By create extension where the server has the files of this version, else as plain SQL, for managed servers. Does
-    nothing where it is installed already.
+    Uses create extension if the server has the files of this version, else plain SQL, as managed servers need. Does
+    nothing if pgqueue is already installed.
     """
     session = session if database is None else replace(session, dsn=database)
     with session.connect(autocommit=False) as connection:
         name = connection.info.dbname
-        connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue install'))")  # one at a time
+        connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue install'))")  # one installation at a time
         ((has_schema, is_ours, has_files),) = connection.execute(
             "select to_regnamespace('pgqueue') is not null, to_regprocedure('pgqueue.version()') is not null,"
             " exists (select from pg_available_extensions where name = 'pgqueue' and default_version = %s)",
@@ -66,7 +66,7 @@ def install(
         session.note(f"this command is {version('pgqueue')}: alter extension pgqueue update changes what is installed")
 
 
-# The settings of a queue. In parentheses is what a new one has, and what may be.
+# The settings of a queue. The help has the default and the range in parentheses.
 VisibilityTimeout = Annotated[
     timedelta | None, duration_option(help="How long a claimed message stays hidden (30s; 1s to 12h).")
 ]
@@ -126,7 +126,7 @@ def create(
     dedicated: Annotated[bool, typer.Option("--dedicated", help="A table of its own, for the heavy few.")] = False,
     if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Leave a queue that exists as it is.")] = False,
 ) -> None:
-    """Create a queue, named by 1 to 128 of a-z, 0-9, - and _."""
+    """Create a queue. A name has 1 to 128 characters of a-z, 0-9, - and _."""
     with session.queue(queue) as verbs:
         info = verbs.create_queue(
             visibility_timeout=visibility_timeout,
@@ -163,8 +163,9 @@ def alter(
 ) -> None:
     """Change settings of a queue; those that are not given stay.
 
-    In parentheses is what a new queue has. Messages keep the attempts that they were sent with. --archive-for 0 ends
-    archiving, and keeps what there is as long as was promised; --expires-after-idle 0 keeps the queue for good.
+    The defaults in parentheses are those of a new queue. Messages keep the attempts that they were sent with.
+    --archive-for 0 ends archiving; archived messages are kept as long as the old setting said. --expires-after-idle 0
+    keeps the queue for good.
     """
     settings = {
         "visibility_timeout": visibility_timeout,
@@ -198,7 +199,7 @@ def _report(session: Session, info: QueueInfo) -> None:
 
 
 def show(session: Session, queue: QueueName) -> None:
-    """One queue, with all its settings."""
+    """Show a queue and all its settings."""
     with session.queue(queue) as verbs:
         info = verbs.get_queue()
     if session.json:
@@ -229,7 +230,7 @@ _NO_QUEUE = "there is no queue: pgqueue create makes one"
 
 
 def list_(session: Session) -> None:
-    """The queues and their settings, by name."""
+    """List the queues and their settings, by name."""
     with session.queues() as verbs:
         queues = verbs.list_queues()
 
@@ -263,9 +264,9 @@ def stats(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
     interval: Annotated[timedelta, duration_option(help="How often --watch looks (2s).")] = timedelta(seconds=2),
 ) -> None:
-    """How many messages are in which state.
+    """Count the messages in each state.
 
-    Figures with ~ are estimated. With --watch and --json, or where stdout is no terminal, each look adds lines.
+    Figures with ~ are estimated. With --watch and --json, or if stdout is not a terminal, each look adds lines.
     """
     with session.queues() as verbs:
         if not watch:
@@ -290,7 +291,7 @@ def _stats_row(found: QueueStats) -> list[object]:
     ]
 
 
-_SHORTEST, _LONGEST = timedelta(seconds=0.1), timedelta(days=365)  # between two looks
+_SHORTEST, _LONGEST = timedelta(seconds=0.1), timedelta(days=365)  # bounds of the time between two looks
 
 
 def _watch(session: Session, look: Callable[[], list[QueueStats]], interval: timedelta) -> NoReturn:
@@ -311,9 +312,9 @@ def _watch(session: Session, look: Callable[[], list[QueueStats]], interval: tim
 
 
 def pause(session: Session, queue: QueueName) -> None:
-    """Hand out no messages until resume.
+    """Deliver no messages until resume.
 
-    Sending and settling go on.
+    Sending and settling still work.
     """
     with session.queue(queue) as verbs:
         changed = verbs.pause_queue()
@@ -321,7 +322,7 @@ def pause(session: Session, queue: QueueName) -> None:
 
 
 def resume(session: Session, queue: QueueName) -> None:
-    """Hand out messages again."""
+    """Deliver messages again."""
     with session.queue(queue) as verbs:
         changed = verbs.resume_queue()
     session.say(f"queue {queue} {'runs again' if changed else 'was not paused'}", paused=False, changed=changed)
@@ -330,7 +331,7 @@ def resume(session: Session, queue: QueueName) -> None:
 def drop(session: Session, queue: QueueName, yes: Yes = False) -> None:
     """Drop a queue with all its messages, dead letters included.
 
-    Asks, unless --yes. Delayed messages that were still to come stay as dead letters under its name.
+    Asks, unless --yes. Delayed messages that are not due stay as dead letters under its name.
     """
     with session.queue(queue) as verbs:
         if not yes:
@@ -347,9 +348,9 @@ def doctor(
         timedelta | None, duration_option(help="How often the consumers look, if they poll (1s).")
     ] = None,
 ) -> None:
-    """Say what hurts, and the statement that repairs it.
+    """Report problems, and the statements that repair them.
 
-    The exit status is 3 where anything worse than an info is found.
+    The exit status is 3 if a finding is worse than info.
     """
     with session.queues() as verbs:
         findings = verbs.doctor(peek_delay)

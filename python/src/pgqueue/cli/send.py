@@ -1,4 +1,4 @@
-"""`send`: messages from arguments, or from JSON Lines, into a queue."""
+"""`send`: enqueues messages from arguments or from JSON Lines."""
 
 import errno
 import os
@@ -25,13 +25,13 @@ from .session import Failure, Session, Status, explain
 __all__ = ["send"]
 
 _STDIN: Final = "-"
-_BATCH = 1000  # messages of a statement
+_BATCH = 1000  # messages per statement
 _BATCH_BYTES = 4 * 1024 * 1024
 _REFUSED = (psycopg.DataError, PayloadTooLarge, psycopg.errors.ProgramLimitExceeded, psycopg.errors.StatementTooComplex)
 
 
 class Input(NamedTuple):
-    """A message to send, and where it stands."""
+    """A message to send, and its place in the input."""
 
     where: str
     content: Jsonb | bytes
@@ -39,7 +39,7 @@ class Input(NamedTuple):
 
 
 class BadInput(Exception):
-    """An input that cannot be sent: where it stands and why, and perhaps a hint."""
+    """An input that cannot be sent: its place and the reason, and optionally a hint."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message, hint)
@@ -68,12 +68,13 @@ def send(
         int | None, typer.Option(min=1, metavar="N", help="A transaction for every N.", show_default=False)
     ] = None,
 ) -> None:
-    """Send messages: arguments, or lines of JSON.
+    """Send messages from arguments or from JSON Lines.
 
     Without arguments each line of the files, or of standard input, is a message; empty lines are skipped.
 
-    All or none: they share a transaction, and a line that cannot be sent ends it; its file and number are told. With
-    --commit-every there are several transactions: those before the bad line stay, and it is told how far they reach.
+    Either all messages are sent or none: they share a transaction, and a line that cannot be sent ends it; the error
+    names its file and number. With --commit-every there are several transactions: those before the bad line stay, and
+    the error says up to which line.
     """
     if payload and file:
         raise typer.BadParameter("not together with payloads.", param_hint="'--file'")
@@ -116,7 +117,7 @@ def send(
 
 
 class _Sender:
-    """Inputs in transactions of statements, and an account of what is sent."""
+    """Sends inputs in transactions of several statements, and records what was sent."""
 
     def __init__(
         self, session: Session, connection: psycopg.Connection[Any], enqueue: Callable[[Sequence[Input]], list[int]]
@@ -124,8 +125,8 @@ class _Sender:
         self._session = session
         self._connection = connection
         self._enqueue = enqueue
-        self._pending = 0  # in the transaction that is open
-        self._ids: list[int] = []  # of these, if they are to be shown
+        self._pending = 0  # messages in the open transaction
+        self._ids: list[int] = []  # their ids, if they are to be printed
         self._where = ""
         self._outcome = "Nothing was sent."
         self.sent = 0
@@ -133,7 +134,7 @@ class _Sender:
         self.last: int | None = None
 
     def send(self, inputs: Iterator[Input], commit_every: int | None) -> None:
-        """Send all inputs. Whatever ends this, it is said what is sent."""
+        """Send all inputs. An error, too, says what was sent."""
         try:
             for batch in _batches(inputs, commit_every):
                 self._add(batch)
@@ -148,13 +149,13 @@ class _Sender:
 
     def _add(self, batch: list[Input]) -> None:
         if not self._pending:
-            self._connection.execute("begin")  # so that the blocks below are savepoints in it
+            self._connection.execute("begin")  # makes the transaction blocks below savepoints of this transaction
         try:
             with self._connection.transaction():
                 ids = self._enqueue(batch)
         except _REFUSED as error:
             if isinstance(error, InvalidArgument) or "headers" in (error.diag.message_primary or ""):
-                raise  # what all of them have in common
+                raise  # the queue or the headers are wrong, and all messages share them
             ids = [self._add_alone(each) for each in batch]
         self.first, self.last = self.first or ids[0], ids[-1]
         self._pending += len(ids)
@@ -185,7 +186,7 @@ class _Sender:
 
 
 def _batches(inputs: Iterator[Input], commit_every: int | None) -> Iterator[list[Input]]:
-    """Lists of inputs for a statement each; none goes beyond the end of a transaction."""
+    """Lists of inputs, one for each statement. No list goes beyond the end of a transaction."""
     batch: list[Input] = []
     size = count = 0
     for one in inputs:
@@ -206,13 +207,13 @@ def _argument(number: int, text: str, body: bool) -> Input:
 
 
 def _path(name: str) -> Path | None:
-    """A file that can be read; None is standard input."""
+    """The path of a readable file; None is standard input."""
     if name == _STDIN:
         if sys.stdin is None:
             raise typer.BadParameter("-: standard input is closed.", param_hint="'--file'")
         return None
     path = Path(name)
-    try:  # without opening it: it may be a pipe
+    try:  # it is not opened, because it may be a pipe
         is_directory, is_readable = stat.S_ISDIR(path.stat().st_mode), os.access(path, os.R_OK)
     except OSError as error:
         raise typer.BadParameter(f"{name}: {error.strerror}.", param_hint="'--file'") from None
@@ -226,7 +227,7 @@ def _inputs(path: Path | None, body: bool, progress: "_ProgressBar") -> Iterator
     name = "standard input" if path is None else str(path)
     try:
         yield from _read(path, name, body, progress)
-    except OSError as error:  # which has no name where it comes in the midst of a file
+    except OSError as error:  # a read error has no file name
         raise BadInput(f"{name}: {error.strerror}") from error
 
 
@@ -255,7 +256,7 @@ def _json(text: str, where: str) -> Jsonb:
 
 
 class _ProgressBar:
-    """A progress bar, where files are read and somebody is there to see it."""
+    """A progress bar for files, shown only on a terminal."""
 
     def __init__(self, session: Session, files: list[Path | None]) -> None:
         self._count = 0
@@ -276,7 +277,7 @@ class _ProgressBar:
         self._task = self._progress.add_task("", total=sum(known) if len(known) == len(sizes) else None, count=0)
 
     def advance(self, size: int) -> None:
-        """One input more has been read."""
+        """Count an input that was read; `size` is its bytes."""
         if self._progress is not None:
             self._count += 1
             self._progress.update(self._task, advance=size, count=self._count)
@@ -292,7 +293,7 @@ class _ProgressBar:
 
 
 def _size(path: Path | None) -> int | None:
-    """The bytes of a file, if that is known before it is read."""
+    """The size of a file in bytes; None if it is not known before the file is read."""
     try:
         status = os.fstat(sys.stdin.fileno()) if path is None else path.stat()
     except OSError:

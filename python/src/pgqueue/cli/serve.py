@@ -1,4 +1,4 @@
-"""`serve`: the managed queue over HTTP, with its agent."""
+"""`serve`: the HTTP service with its agent."""
 
 import os
 import secrets
@@ -23,7 +23,7 @@ __all__ = ["serve"]
 
 
 class Role(StrEnum):
-    """What a process does."""
+    """The role of a server process."""
 
     ALL = "all"
     CONTROLLER = "controller"
@@ -48,14 +48,14 @@ def serve(
     log_level: Annotated[Level, typer.Option(help="From which level on.")] = Level.INFO,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON objects.")] = False,
 ) -> None:
-    """Serve queues over HTTP, with a page to watch them.
+    """Serve queues over HTTP, with a page that shows them.
 
     SIGTERM, SIGINT and Ctrl-C stop it.
 
-    Without --config, the service is called local and is the database of --dsn; the user is admin, with the password of
-    PGQUEUE_PASSWORD, or a new one that is printed.
+    Without --config there is one service, called local: the database of --dsn. The user is admin, with the password of
+    PGQUEUE_PASSWORD, or with a new password that is printed.
 
-    The first signal lets requests and tasks end, a second one does not.
+    After the first signal, running requests and tasks end normally; a second signal aborts them.
     """
     try:
         from .. import http
@@ -78,7 +78,7 @@ def serve(
             session.note("works on tasks")
         try:
             http.serve(settings, role.value, host, port, grace_seconds, lambda at, on: _report_address(session, at, on))
-        except SystemExit:  # of uvicorn, which has logged why it cannot listen
+        except SystemExit:  # raised by uvicorn, which has logged why it cannot listen
             raise typer.Exit(Status.ERROR) from None
 
 
@@ -88,14 +88,14 @@ def _report_address(session: Session, host: str, port: int) -> None:
 
 
 def _default_settings(session: Session, conninfo: str, role: Role) -> "Settings":
-    """Settings for one who has no file."""
+    """The settings if there is no configuration file."""
     from .. import http
 
     password = os.environ.get("PGQUEUE_PASSWORD")
     if not password:
         password = secrets.token_urlsafe(12)
-        if role is not Role.AGENT:  # whom nobody calls
-            # Not a remark: with --quiet, too, as nobody else knows it.
+        if role is not Role.AGENT:  # an agent serves no requests
+            # This is printed with --quiet, too: it is the only place where the password is shown.
             session.err.print(f"pgqueue: no --config: user admin, password {password}", soft_wrap=True)
     database = str(conninfo_to_dict(conninfo).get("dbname") or os.environ.get("PGDATABASE") or "postgres")
     return http.Settings(

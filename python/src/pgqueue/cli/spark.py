@@ -1,4 +1,4 @@
-"""The commands that run on Spark: the pipelines, under their names."""
+"""The commands that run the pipelines of `pgqueue.spark`."""
 
 import signal
 import sys
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def _moment(text: str | datetime) -> datetime:
-    """Read a moment in ISO 8601, in UTC unless it says otherwise."""
+    """Parse a timestamp in ISO 8601; UTC unless it has another offset."""
     if isinstance(text, datetime):
         return text
     try:
@@ -60,8 +60,8 @@ Version = Annotated[int, typer.Option(min=0, metavar="N", help="Each version is 
 def archive_to_parquet(session: Session, path: Path_, queue: Queues_ = None, master: Master = "local[*]") -> None:
     """Write finished messages to Parquet, each once.
 
-    By queue and UTC day, those that are not there yet: to be run again and again, and after a crash. --queue may be
-    repeated; by default all that the archive is of, dropped ones, too.
+    Writes one part for each queue and UTC day, and only what is not there yet: run it repeatedly, and again after a
+    crash. --queue may be repeated; the default is all queues in the archive, dropped ones included.
     """
     with _spark(session, master, "archive to Parquet") as (spark, dsn, progress):
         from ..spark import pipelines
@@ -92,10 +92,10 @@ def replay(
     version: Version = 1,
     master: Master = "local[*]",
 ) -> None:
-    """Send finished messages once more, from Parquet.
+    """Send finished messages again, from Parquet.
 
-    PATH is that of archive-to-parquet, QUEUE where they are sent to. The same replay is done once, however often it
-    is called: --version 2 does it again.
+    PATH is that of archive-to-parquet; QUEUE is where the messages are sent to. The same replay takes effect once,
+    however often it is called; --version 2 repeats it.
     """
     with _spark(session, master, "replay") as (spark, dsn, _):
         from ..spark import pipelines
@@ -126,10 +126,10 @@ def dead_letter_report(
     window: Annotated[timedelta, duration_option(help="The length of a window (1h).")] = timedelta(hours=1),
     master: Master = "local[*]",
 ) -> None:
-    """Count dead letters by what they died of.
+    """Count dead letters by their cause.
 
-    By queue, reason, error and hour (UTC), the most first. Of an error stays what does not differ from one message
-    to the next: no numbers, ids, quoted texts or addresses.
+    Groups by queue, reason, error and hour (UTC), the largest group first. Numbers, ids, quoted texts and addresses are
+    removed from errors, so that equal errors are one group.
     """
     with _spark(session, master, "dead letters") as (spark, dsn, _):
         from pyspark.sql import functions as F
@@ -166,10 +166,10 @@ def redrive_where(
     version: Version = 1,
     master: Master = "local[*]",
 ) -> None:
-    """Make dead letters ready again, by a predicate.
+    """Make dead letters ready again, selected by a predicate.
 
-    All for which it holds, or none, such as --where "reason = 'rejected' and last_error like '%timeout%'". With
-    --app-id each version is done once.
+    Redrives all that match, or none, such as --where "reason = 'rejected' and last_error like '%timeout%'". With
+    --app-id each version takes effect once.
     """
     with _spark(session, master, "redrive") as (spark, dsn, _):
         from ..spark import pipelines
@@ -192,9 +192,9 @@ def flow_report(
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="PNGs, too, if matplotlib is there.")] = True,
     master: Master = "local[*]",
 ) -> None:
-    """Write a page on how messages flow.
+    """Write a report on the flow of messages, as an HTML page.
 
-    On throughput, waiting and processing times, retries and failures, by queue and window (UTC).
+    It shows throughput, waiting and processing times, retries and failures, by queue and window (UTC).
     """
     with _spark(session, master, "flow report") as (spark, dsn, _):
         from ..spark import pipelines
@@ -226,8 +226,8 @@ def summarize_flights(
 ) -> None:
     """Add up the flights of the demo, exactly once.
 
-    By carrier and hour, to Parquet and into a queue of summaries. Ends when what is in the queue is done, and goes
-    on there when it is called again.
+    Sums by carrier and hour, to Parquet and into a queue of summaries. Ends when the queue is empty, and continues from
+    there when it is called again.
     """
     with _spark(session, master, "summarize flights") as (spark, dsn, progress):
         from ..spark import pipelines
@@ -253,7 +253,7 @@ def streams(
         str | None, typer.Argument(metavar="[QUEUE]", help="Only those of one queue.", show_default=False)
     ] = None,
 ) -> None:
-    """The streams of queries, and their open batches."""
+    """List the streams of queries, and their open batches."""
     with session.queues() as verbs:
         session.show(
             verbs.list_streams(queue),
@@ -276,9 +276,9 @@ def drop_stream(
     stream: Annotated[str, typer.Argument(metavar="STREAM", help="The streamId of a query.", show_default=False)],
     yes: Yes = False,
 ) -> None:
-    """Drop a stream, and give its messages back.
+    """Drop a stream, and return the messages of its open batch to the queue.
 
-    Asks, unless --yes: its query cannot go on from its checkpoint. Messages are those of an open batch.
+    Asks, unless --yes: its query cannot continue from its checkpoint.
     """
     with session.queue(queue) as verbs:
         if not yes:
@@ -287,12 +287,12 @@ def drop_stream(
     session.say(f"stream {stream} is gone; {released:,} messages are ready again", released=released)
 
 
-_PROGRESS_TASK: Any = 0  # the task of a progress display, of which there is one
+_PROGRESS_TASK: Any = 0  # the id of the only task in the progress display
 
 
 @contextmanager
 def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSession", str, Progress]]:
-    """Spark and the database for a command, and a bar on stderr that says that something goes on."""
+    """Spark and the database for a command, and a progress bar on stderr."""
     try:
         from ..spark.java import JavaNotFoundError, use_java
         from ..spark.options import OptionError
@@ -312,7 +312,7 @@ def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSes
     progress.add_task("Spark starts", total=None)
     before = {number: signal.signal(number, _exit_on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        use_java()  # before a database is asked for: what is missing is said at once
+        use_java()  # first, so that a missing Java is reported before a database is started
         with progress, session.conninfo() as dsn, local_session(master) as spark:
             progress.update(_PROGRESS_TASK, description=what)
             yield spark, dsn, progress
@@ -330,12 +330,13 @@ def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSes
 
 
 def _exit_on_signal(number: int, _: object) -> NoReturn:
-    """End upon a signal, so that the JVM and its files go, too."""
+    """End the process normally on a signal, so that the JVM and its files are removed, too."""
     sys.exit(128 + number)
 
 
 def _default_queues(dsn: str, is_archived: bool = False) -> list[str]:
-    """The queues that have an archive, or else all, those included that were dropped and have left dead letters."""
+    """The queues that have an archive, or else all queues, those included that were dropped and have left dead letters.
+    """
     from ..spark.pipelines.archive import archived_queues
     from ..spark.snapshot import names_in
 

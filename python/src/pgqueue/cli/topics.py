@@ -1,4 +1,4 @@
-"""`subscribe`, `unsubscribe`, `publish`: a message for all who want it."""
+"""`subscribe`, `unsubscribe`, `subscriptions` and `publish`: topics."""
 
 import os
 from datetime import timedelta
@@ -24,9 +24,9 @@ Pattern = Annotated[
 
 
 def subscribe(session: Session, topic: Pattern, queue: QueueName) -> None:
-    """Give a queue a copy of what is published to a topic.
+    """Subscribe a queue to a topic: it gets a copy of each message that is published to it.
 
-    The exit status is 3 if it is subscribed already.
+    The exit status is 3 if it is already subscribed.
     """
     with session.queue(queue) as verbs:
         made = verbs.subscribe(topic)
@@ -34,7 +34,7 @@ def subscribe(session: Session, topic: Pattern, queue: QueueName) -> None:
 
 
 def unsubscribe(session: Session, topic: Pattern, queue: QueueName) -> None:
-    """End a subscription, named as it was made.
+    """End a subscription. The topic is that of subscribe.
 
     The exit status is 3 if there is none.
     """
@@ -49,7 +49,7 @@ def subscriptions(
         str | None, typer.Argument(metavar="[QUEUE]", help="Only those of one queue.", show_default=False)
     ] = None,
 ) -> None:
-    """Which queue has a copy of what is published to which topic."""
+    """List which queue is subscribed to which topic."""
     with session.queues() as verbs:
         session.show(
             verbs.list_subscriptions(queue),
@@ -76,7 +76,7 @@ def publish(
     delay: Annotated[timedelta | None, duration_option(help="Deliver it after that.")] = None,
     expires_in: Annotated[timedelta | None, duration_option(help="Drop it if not consumed by then.")] = None,
 ) -> None:
-    """Send a copy of a message to each subscriber of a topic."""
+    """Send a copy of a message to each queue that is subscribed to a topic."""
     content = None if body else _json(payload)
     with session.connect() as connection:
         sent = Queues(connection).publish(

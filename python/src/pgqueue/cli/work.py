@@ -1,4 +1,4 @@
-"""`work`: a consumer around a handler of yours, until it is told to stop."""
+"""`work`: runs a consumer with a handler of the user, until it is told to stop."""
 
 import asyncio
 import importlib
@@ -31,7 +31,7 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class Mode(StrEnum):
-    """How messages are taken."""
+    """How messages are taken from the queue."""
 
     LEASE = "lease"
     RECEIVE = "receive"
@@ -126,11 +126,13 @@ def work(
 
     SIGTERM, SIGINT and Ctrl-C stop it.
 
-    What the handler returns from is acknowledged. If it raises, the message comes again after the backoff of the queue,
-    or as --immediate-retries, --delayed-retries and --retry-delay say, until its attempts are spent.
+    When the handler returns, the message is acknowledged. When it raises, the message is delivered again after the
+    backoff of the queue, or as --immediate-retries, --delayed-retries and --retry-delay say, until its attempts are
+    spent.
 
-    A signal lets running handlers finish, for the grace period; a second one forces the end, which costs no attempt;
-    a third one does not wait for anything. The exit status is 0 after the first signal, 128 + its number after more.
+    After the first signal, running handlers may finish within the grace period. A second signal aborts them, which
+    costs no attempt. A third signal ends the process at once. The exit status is 0 after one signal, and 128 + its
+    number after more.
     """
     function = _load(handler)
     settings = {
@@ -149,7 +151,7 @@ def work(
     }
     retries = {"immediate": immediate_retries, "delayed": delayed_retries, "delays": retry_delay or None}
     make_consumer = _consumer_factory(queue, function, settings, retries)
-    make_consumer("")  # so that a bad value is refused before anything runs
+    make_consumer("")  # refuses a bad value before anything runs
     log_to(session.err, log_level, log_json)
     with session.conninfo() as conninfo:
         with connected(conninfo) as connection:
@@ -179,11 +181,11 @@ async def _run_async(consumer: "AsyncConsumer", monitor: WorkMonitor) -> None:
         loop.add_signal_handler(number, stop, number)
     with monitor(lambda: loop.call_soon_threadsafe(consumer.request_stop)):
         await consumer.run()
-    stop.leave_if_forced()  # here: the end of the loop would wait for threads
+    stop.leave_if_forced()  # here, because the end of the event loop would wait for threads
 
 
 class _SignalHandler:
-    """What a signal does: the first asks the consumer to stop, the second forces it, the third ends the process."""
+    """Handles signals: the first asks the consumer to stop, the second forces it, the third ends the process."""
 
     def __init__(self, consumer: "Consumer | AsyncConsumer", monitor: WorkMonitor) -> None:
         self._consumer = consumer
@@ -192,15 +194,15 @@ class _SignalHandler:
 
     def __call__(self, number: int, _frame: object = None) -> None:
         self._signals.append(number)
-        self._monitor.signals = len(self._signals)  # it tells of it: a signal handler must not print
+        self._monitor.signals = len(self._signals)  # the monitor prints it, because a signal handler must not
         if len(self._signals) > 2:
             if sys.stderr.isatty():
-                os.write(2, b"\x1b[?25h\n")  # the cursor, which the live line has hidden
+                os.write(2, b"\x1b[?25h\n")  # shows the cursor, which the live line has hidden
             os._exit(128 + number)
         self._consumer.request_stop()
 
     def leave_if_forced(self) -> None:
-        """End the process where threads that did not stop would hold it."""
+        """End the process if threads that did not stop would keep it alive."""
         if len(self._signals) > 1:
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What `work` sees while it runs: the live line, whether the queue is empty, and the sum at the end."""
+"""The monitor of `work`: the live status line, the check whether the queue is empty, and the summary at the end."""
 
 import math
 import sys
@@ -28,12 +28,12 @@ __all__ = ["WorkMonitor"]
 
 _TICK_SECONDS: Final = 0.1
 _LOOK_SECONDS: Final = 0.5  # between looks at the queue
-_RATE_SECONDS: Final = 5.0  # seconds
+_RATE_SECONDS: Final = 5.0  # over which the rate is computed
 _SECONDS_UNTIL_DUE: Final = "select date_part('epoch', pgqueue.next_due_at(queue_name => %s::text) - clock_timestamp())"
 
 
 class WorkMonitor:
-    """Looks at a consumer and its queue from a thread and a connection of its own."""
+    """Watches a consumer and its queue, from a thread and with a connection of its own."""
 
     def __init__(
         self,
@@ -43,7 +43,9 @@ class WorkMonitor:
         consumer: "Consumer | AsyncConsumer",
         look_ahead: timedelta | None,
     ) -> None:
-        """Describe a watch; with `look_ahead` it stops the consumer when the queue is empty."""
+        """Prepare a monitor. With `look_ahead` it stops the consumer when the queue is empty, also of messages due by
+        then.
+        """
         self.signals = 0
         self._session = session
         self._conninfo = conninfo
@@ -58,7 +60,7 @@ class WorkMonitor:
 
     @contextmanager
     def __call__(self, stop: Callable[[], object]) -> Iterator[None]:
-        """Watch while the consumer runs, which `stop` ends; then tell what it did."""
+        """Watch while the consumer runs; `stop` ends the consumer. Then print a summary."""
         started = time.monotonic()
         thread = threading.Thread(target=self._watch, args=(stop,), name="pgqueue-watch", daemon=True)
         live = Live(
@@ -73,7 +75,7 @@ class WorkMonitor:
                 yield
             finally:
                 self._stopped.set()
-                thread.join(2)  # a database that does not answer keeps it, but not us
+                thread.join(2)  # bounded, because a database that does not answer can block the thread
         self._print_summary(timedelta(seconds=time.monotonic() - started))
 
     def _watch(self, stop: Callable[[], object]) -> None:
@@ -94,12 +96,12 @@ class WorkMonitor:
             try:
                 is_empty = self._is_drained() and checks_empty
             except QueueNotFound:
-                is_empty = checks_empty  # It was dropped: nothing is left of it.
+                is_empty = checks_empty  # the queue was dropped
             except psycopg.Error:
                 self._close_connection()
                 is_empty = False
             empty = empty + 1 if is_empty else 0
-            if empty == 2:  # twice, as a message that moves during a look may escape it
+            if empty == 2:  # twice, because a look can miss a message that changes its state during it
                 stop()
         self._close_connection()
 
@@ -114,14 +116,14 @@ class WorkMonitor:
         return not (stats.running or stats.prefetched)
 
     def _is_drained(self) -> bool:
-        """Look at the queue; says whether nothing is left, or what is left is for later."""
+        """Read the depth. Returns whether no message is left, or all that are left are due after `look_ahead`."""
         if self._connection is None:
             self._connection = connected(self._conninfo)
         queue = Queue(self._connection, self._queue_name)
         self._depth = depth = queue.stats()
         if self._look_ahead is None or depth.ready_messages or depth.inflight_messages or queue.peek(1):
             return False
-        # By the server's clock alone, as ours may differ.
+        # Only the server's clock is used, because the client's clock may differ.
         [(seconds,)] = self._connection.execute(_SECONDS_UNTIL_DUE, [self._queue_name]).fetchall()
         return seconds is None or seconds > self._look_ahead.total_seconds()
 
