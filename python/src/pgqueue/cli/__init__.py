@@ -20,22 +20,22 @@ __all__ = ["app", "main"]
 _HELP = """A message queue in PostgreSQL.
 
 The database is that of --dsn, else of PGQUEUE_DSN, else of the libpq variables PGHOST, PGHOSTADDR, PGPORT, PGDATABASE,
-PGUSER and PGSERVICE. Where all of these are unset, it is a PostgreSQL of your own: started in the background, with its
-data in PGQUEUE_HOME or ~/.local/share/pgqueue, and stopped seconds after the last command.
+PGUSER and PGSERVICE. If all of these are unset, it is an embedded PostgreSQL: started in the background, with its data
+in PGQUEUE_HOME or ~/.local/share/pgqueue, and stopped seconds after the last command.
 
-Results go to stdout, as a table or, with --json, as one JSON object a line: its fields are the columns of the SQL
-types, durations are seconds, moments UTC, bodies base64. Everything else goes to stderr.
+Results go to stdout, as a table or, with --json, as one JSON object per line. Its fields are the columns of the SQL
+types; durations are in seconds, timestamps in UTC, bodies in base64. Everything else goes to stderr.
 
-A DURATION is 30s, 5m, 1h30m, 250ms or 7d, or a number of seconds. What begins with a hyphen and is no option, as the
-name of a queue may, comes behind --, as all that follows: pgqueue send --delay 5m -- -x -1
+A DURATION is 30s, 5m, 1h30m, 250ms or 7d, or a number of seconds. An argument that begins with a hyphen, such as the
+name of a queue, and all arguments after it come after --: pgqueue send --delay 5m -- -x -1
 
 \b
 Exit status:
   0        done
   1        an error of the database, the queue or the input
   2        wrong usage
-  3        no: nothing to claim, no such message, a claim lost, or a finding
-           of doctor
+  3        nothing to claim, no such message, a claim lost, or a finding of
+           doctor
   128 + n  ended by signal n
 """
 
@@ -60,7 +60,7 @@ def _root(
     context: typer.Context,
     dsn: Dsn = None,
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which version this is.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     context.obj = Session(dsn=dsn)
@@ -98,12 +98,12 @@ command(_dead)(dead_letters.redrive)
 command(_dead)(dead_letters.purge)
 
 _archive = typer.Typer(no_args_is_help=True)
-app.add_typer(_archive, name="archive", help="List what was acknowledged, or look after it.")
+app.add_typer(_archive, name="archive", help="List or maintain the archive of acknowledged messages.")
 command(_archive, "list")(archive.list_)
 command(_archive)(archive.maintain)
 
 _spark = typer.Typer(no_args_is_help=True)
-app.add_typer(_spark, name="spark", help="Archive, replay, report and redrive, on Apache Spark.")
+app.add_typer(_spark, name="spark", help="Archive, replay, report and redrive with Apache Spark.")
 command(_spark, "archive-to-parquet")(spark.archive_to_parquet)
 command(_spark)(spark.replay)
 command(_spark, "dead-letter-report")(spark.dead_letter_report)

@@ -11,7 +11,7 @@ from .session import Session
 
 __all__ = ["list_", "maintain"]
 
-Before = Annotated[int | None, typer.Option(metavar="ID", help="Begin below this one.", show_default=False)]
+Before = Annotated[int | None, typer.Option(metavar="ID", help="Only messages with a lower id.", show_default=False)]
 
 
 def list_(session: Session, queue: QueueName, max: Max = 100, before: Before = None, all: All = False) -> None:
@@ -24,7 +24,7 @@ def list_(session: Session, queue: QueueName, max: Max = 100, before: Before = N
             browse_pages(verbs.browse_archived_messages, None if all else max, before),
             [">id", "finished", ">attempts", "claimed by", "…message"],
             _row,
-            f"the archive has nothing of queue {queue}" + (f" below {before}" if before is not None else ""),
+            f"the archive has no message of queue {queue}" + (f" below {before}" if before is not None else ""),
         )
 
 
@@ -48,5 +48,5 @@ def maintain(session: Session) -> None:
             verbs.maintain_archive(),
             ["day", "change"],
             lambda done: [done.day.isoformat(), done.change],
-            "there was nothing to do",
+            "nothing had to be changed",
         )

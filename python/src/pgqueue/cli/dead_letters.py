@@ -36,7 +36,7 @@ def list_(session: Session, queue: QueueName, max: Max = 100, after: After = 0, 
 def show(
     session: Session,
     queue: QueueName,
-    id: Annotated[int, typer.Argument(metavar="ID", help="The message.", show_default=False)],
+    id: Annotated[int, typer.Argument(metavar="ID", help="The id of the message.", show_default=False)],
 ) -> None:
     """Show one dead letter in full.
 
@@ -87,9 +87,9 @@ def _headers(letter: DeadMessage, headers: Any) -> str:
 
 def _body(body: bytes) -> str:
     try:
-        return f"{len(body):,} bytes, which are this text:\n{body.decode()}"
+        return f"{len(body):,} bytes, as text:\n{body.decode()}"
     except UnicodeDecodeError:
-        return f"{len(body):,} bytes, the first of them {body[:16].hex(' ')}"
+        return f"{len(body):,} bytes, starting with {body[:16].hex(' ')}"
 
 
 def _failure(failure: Any) -> str:
@@ -106,7 +106,7 @@ def redrive(
     queue: QueueName,
     ids: Ids = None,
     max: Annotated[
-        int, typer.Option(min=1, max=_ALL, metavar="N", help="The most, by id (all).", show_default=False)
+        int, typer.Option(min=1, max=_ALL, metavar="N", help="At most N, by id (all).", show_default=False)
     ] = _ALL,
 ) -> None:
     """Make dead letters ready again, all or those given.
@@ -128,11 +128,11 @@ def purge(session: Session, queue: QueueName, ids: Ids = None, yes: Yes = False)
         if not ids and not yes:
             session.confirm(f"Delete all {verbs.stats().dead_messages:,} dead letters of queue {queue}?")
         purged = verbs.purge_dead_messages(ids or None)
-    session.say(f"{purged:,} dead letters of queue {queue} are gone", purged=purged)
+    session.say(f"{purged:,} dead letters of queue {queue} deleted", purged=purged)
     _require_all(purged, ids, _ALL)
 
 
 def _require_all(found: int, ids: list[int] | None, most: int) -> None:
     wanted = min(len(set(ids or ())), most)
     if found < wanted:
-        raise Failure(f"{wanted - found:,} of the {wanted:,} are no dead letters of this queue", status=Status.NO)
+        raise Failure(f"{wanted - found:,} of {wanted:,} ids are not dead letters of this queue", status=Status.NO)

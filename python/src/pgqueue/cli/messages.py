@@ -16,7 +16,7 @@ from .session import Failure, Session, Status
 __all__ = ["ack", "browse", "claim", "extend", "nack", "purge"]
 
 Token = Annotated[UUID, typer.Argument(metavar="TOKEN", help="The claim_token of the messages.", show_default=False)]
-Claimed = Annotated[list[int], typer.Argument(metavar="ID", help="The messages.", show_default=False)]
+Claimed = Annotated[list[int], typer.Argument(metavar="ID", help="The ids of the messages.", show_default=False)]
 
 
 class State(StrEnum):
@@ -33,12 +33,12 @@ _STATES = {State.READY: "ready", State.INFLIGHT: "in flight", State.SCHEDULED: "
 def claim(
     session: Session,
     queue: QueueName,
-    max: Annotated[int, typer.Option(min=1, max=10000, metavar="N", help="The most messages.")] = 1,
+    max: Annotated[int, typer.Option(min=1, max=10000, metavar="N", help="At most N messages.")] = 1,
     visibility_timeout: Annotated[
-        timedelta | None, duration_option(help="How long they stay hidden (that of the queue).")
+        timedelta | None, duration_option(help="How long they stay hidden (the timeout of the queue).")
     ] = None,
     claimed_by: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A name, for people who look.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="The name of the consumer, for people.", show_default=False)
     ] = None,
 ) -> None:
     """Claim messages, to be settled with ack or nack.
@@ -74,7 +74,7 @@ def extend(
     token: Token,
     ids: Claimed,
     visibility_timeout: Annotated[
-        timedelta | None, duration_option(help="How long they stay hidden from now on (that of the queue).")
+        timedelta | None, duration_option(help="How long they stay hidden from now on (the timeout of the queue).")
     ] = None,
 ) -> None:
     """Keep claimed messages hidden for longer.
@@ -101,9 +101,11 @@ def nack(
     queue: QueueName,
     token: Token,
     ids: Claimed,
-    delay: Annotated[timedelta | None, duration_option(help="When it comes again (the backoff of the queue).")] = None,
+    delay: Annotated[
+        timedelta | None, duration_option(help="When they are delivered again (the backoff of the queue).")
+    ] = None,
     error: Annotated[str | None, typer.Option(metavar="TEXT", help="Kept as last_error.", show_default=False)] = None,
-    reject: Annotated[bool, typer.Option("--reject", help="To the dead letters at once.")] = False,
+    reject: Annotated[bool, typer.Option("--reject", help="Make them dead letters at once.")] = False,
 ) -> None:
     """Return claimed messages to the queue.
 
@@ -111,13 +113,13 @@ def nack(
     was lost; the other messages are returned.
     """
     if reject and delay is not None:
-        raise typer.BadParameter("what is rejected does not come again.", param_hint="'--delay'")
+        raise typer.BadParameter("a rejected message is not delivered again.", param_hint="'--delay'")
     with session.queue(queue) as verbs, verbs.connection.transaction():
         if reject:
             settled = {each: verbs.reject(each, token, error) for each in ids}
         else:
             settled = {each: verbs.nack(each, token, delay, error) for each in ids}
-    _report(session, settled, "rejected" if reject else "given back")
+    _report(session, settled, "rejected" if reject else "returned")
 
 
 def _report(session: Session, settled: dict[int, bool], what: str) -> None:
@@ -128,13 +130,15 @@ def _report(session: Session, settled: dict[int, bool], what: str) -> None:
         session.say(f"{len(settled) - len(lost):,} {what}")
     if lost:
         names = ", ".join(map(str, lost))
-        raise Failure(f"not ours: {names}", "The claim ran out, or these are settled already.", Status.NO)
+        raise Failure(
+            f"claim lost: {names}", "The claim has expired, or these messages are already settled.", Status.NO
+        )
 
 
 def browse(
     session: Session,
     queue: QueueName,
-    state: Annotated[State, typer.Option(help="Which messages.")] = State.READY,
+    state: Annotated[State, typer.Option(help="The state of the messages.")] = State.READY,
     max: Max = 100,
     after: After = 0,
     all: All = False,
@@ -150,7 +154,7 @@ def browse(
 def purge(
     session: Session,
     queue: QueueName,
-    expired: Annotated[bool, typer.Option("--expired", help="Only those that have expired. Does not ask.")] = False,
+    expired: Annotated[bool, typer.Option("--expired", help="Only expired messages. Does not ask.")] = False,
     yes: Yes = False,
 ) -> None:
     """Delete the messages that are ready, in flight or scheduled.
@@ -168,4 +172,4 @@ def purge(
                 live = found.ready_messages + found.inflight_messages + found.scheduled_messages
                 session.confirm(f"Delete {live:,} messages of queue {queue}?")
             purged = verbs.purge_queue()
-    session.say(f"{purged:,} messages of queue {queue} are gone", purged=purged)
+    session.say(f"{purged:,} messages of queue {queue} deleted", purged=purged)

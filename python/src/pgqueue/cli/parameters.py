@@ -45,7 +45,7 @@ def parse_duration(text: str | timedelta) -> timedelta:
     try:
         return timedelta(seconds=sum(float(number) * _UNITS[unit] for number, unit in parts))
     except OverflowError:
-        raise typer.BadParameter(f"{text!r} is longer than any duration can be.") from None
+        raise typer.BadParameter(f"{text!r} is too long for a duration.") from None
 
 
 duration_option = partial(typer.Option, parser=parse_duration, metavar="DURATION", show_default=False)
@@ -81,22 +81,22 @@ def parse_json(text: str) -> Jsonb:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"there is no {name}")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 QueueName = Annotated[str, typer.Argument(metavar="QUEUE", help="The name of a queue.", show_default=False)]
-Ids = Annotated[list[int] | None, typer.Argument(metavar="ID", help="Only these.", show_default=False)]
+Ids = Annotated[list[int] | None, typer.Argument(metavar="ID", help="Only these messages.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-Max = Annotated[int, typer.Option(min=1, metavar="N", help="The most messages.")]
-After = Annotated[int, typer.Option(metavar="ID", help="Begin behind this one.", show_default=False)]
-All = Annotated[bool, typer.Option("--all", help="All of them, whatever --max says.")]
+Max = Annotated[int, typer.Option(min=1, metavar="N", help="At most N messages.")]
+After = Annotated[int, typer.Option(metavar="ID", help="Only messages with a higher id.", show_default=False)]
+All = Annotated[bool, typer.Option("--all", help="All messages; --max is ignored.")]
 
 _PAGE = 1000
 
 
 def after_phrase(after: int) -> str:
     """The part of a message about a list that starts after an id."""
-    return f" behind {after}" if after else ""
+    return f" after id {after}" if after else ""
 
 
 def browse_pages(browse: Callable[[int, Any], list[M]], limit: int | None, after: int | None) -> Iterator[M]:

@@ -46,7 +46,7 @@ def install(
         ).fetchall()
         if has_schema and not is_ours:
             raise Failure(
-                f"database {name} has a schema pgqueue that is not ours; nothing was changed",
+                f"database {name} has another schema with the name pgqueue; nothing was changed",
                 "Rename or drop that schema, or choose another database.",
             )
         if not has_schema:
@@ -56,14 +56,14 @@ def install(
                 else:
                     client.install(connection)
             except psycopg.errors.InsufficientPrivilege as error:
-                hint = f'It takes the right to create in the database: grant create on database "{name}" to …'
+                hint = f'The role needs the right to create schemas: grant create on database "{name}" to …'
                 raise Failure(explain(error)[0], hint) from error
         installed = Queues(connection).version()
         connection.commit()
     state = "is already installed" if has_schema else "is now installed"
     session.say(f"pgqueue {installed} {state} in database {name}", version=installed, installed=not has_schema)
     if installed != version("pgqueue"):
-        session.note(f"this command is {version('pgqueue')}: alter extension pgqueue update changes what is installed")
+        session.note(f"this command is {version('pgqueue')}: alter extension pgqueue update updates the installed one")
 
 
 # The settings of a queue. The help has the default and the range in parentheses.
@@ -71,41 +71,42 @@ VisibilityTimeout = Annotated[
     timedelta | None, duration_option(help="How long a claimed message stays hidden (30s; 1s to 12h).")
 ]
 MaxAttempts = Annotated[
-    int | None, typer.Option(metavar="N", help="After so many a message is dead (5; 1 to 100).", show_default=False)
+    int | None, typer.Option(metavar="N", help="Attempts before a message is dead (5; 1 to 100).", show_default=False)
 ]
 Dlq = Annotated[
     bool | None,
     typer.Option(
-        "--dlq/--no-dlq", help="Keep the dead ones as dead letters, or delete them (keep).", show_default=False
+        "--dlq/--no-dlq", help="Keep dead messages as dead letters, or delete them (keep).", show_default=False
     ),
 ]
 DeadLetterExpired = Annotated[
     bool | None,
     typer.Option(
         "--dead-letter-expired/--drop-expired",
-        help="Keep expired ones as dead letters, too, or delete them (delete).",
+        help="Keep expired messages as dead letters, or delete them (delete).",
         show_default=False,
     ),
 ]
-BackoffBase = Annotated[timedelta | None, duration_option(help="The wait after the first failure (1s; up to 30d).")]
+BackoffBase = Annotated[timedelta | None, duration_option(help="The delay after the first failure (1s; up to 30d).")]
 BackoffFactor = Annotated[
     float | None,
-    typer.Option(metavar="FACTOR", help="How much longer each further wait is (2; 1 to 100).", show_default=False),
+    typer.Option(metavar="FACTOR", help="The factor of each further delay (2; 1 to 100).", show_default=False),
 ]
-BackoffMax = Annotated[timedelta | None, duration_option(help="The longest wait (10m; up to 30d).")]
+BackoffMax = Annotated[timedelta | None, duration_option(help="The longest delay (10m; up to 30d).")]
 BackoffJitter = Annotated[
     float | None,
-    typer.Option(metavar="PART", help="How much of a wait is left to chance (0.2; 0 to 1).", show_default=False),
+    typer.Option(metavar="PART", help="The random part of a delay (0.2; 0 to 1).", show_default=False),
 ]
 MaxPayloadBytes = Annotated[
     int | None,
     typer.Option(metavar="N", help="The largest payload or body (262144; up to 100 MB).", show_default=False),
 ]
 ArchiveFor = Annotated[
-    timedelta | None, duration_option(help="Keep what is acknowledged, at least so long (not kept; 1d to 3652d).")
+    timedelta | None, duration_option(help="How long acknowledged messages are kept (not kept; 1d to 3652d).")
 ]
 ExpiresAfterIdle = Annotated[
-    timedelta | None, duration_option(help="Drop it when empty and unused for so long (never; 1s to 3652d).")
+    timedelta | None,
+    duration_option(help="Drop the queue when it is empty and unused for so long (never; 1s to 3652d)."),
 ]
 
 
@@ -123,8 +124,10 @@ def create(
     max_payload_bytes: MaxPayloadBytes = None,
     archive_for: ArchiveFor = None,
     expires_after_idle: ExpiresAfterIdle = None,
-    dedicated: Annotated[bool, typer.Option("--dedicated", help="A table of its own, for the heavy few.")] = False,
-    if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Leave a queue that exists as it is.")] = False,
+    dedicated: Annotated[
+        bool, typer.Option("--dedicated", help="A table of its own, for a queue with much traffic.")
+    ] = False,
+    if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Leave an existing queue unchanged.")] = False,
 ) -> None:
     """Create a queue. A name has 1 to 128 characters of a-z, 0-9, - and _."""
     with session.queue(queue) as verbs:
@@ -212,11 +215,11 @@ def show(session: Session, queue: QueueName) -> None:
         "max attempts": info.max_attempts,
         "dead ones": "become dead letters" if info.dlq_enabled else "are deleted",
         "expired ones": "become dead letters" if info.dead_letter_expired and info.dlq_enabled else "are deleted",
-        "backoff": f"{format_duration(info.backoff_base)}, each time {info.backoff_factor:g} times as long,"
-        f" up to {format_duration(info.backoff_max)}; {info.backoff_jitter:.0%} of it by chance",
+        "backoff": f"{format_duration(info.backoff_base)}, {info.backoff_factor:g} times as long after each failure,"
+        f" up to {format_duration(info.backoff_max)}; {info.backoff_jitter:.0%} of it random",
         "max payload": f"{info.max_payload_bytes:,} bytes",
         "archived for": format_duration(info.archive_for) if info.archive_for else None,
-        "dropped": f"after {format_duration(info.expires_after_idle)} without messages and use"
+        "dropped": f"after {format_duration(info.expires_after_idle)} without messages or use"
         if info.expires_after_idle
         else None,
         "table": "its own" if info.dedicated else "shared",
@@ -226,7 +229,7 @@ def show(session: Session, queue: QueueName) -> None:
     session.say("\n".join(f"{name:20}{fact}" for name, fact in facts.items() if fact is not None))
 
 
-_NO_QUEUE = "there is no queue: pgqueue create makes one"
+_NO_QUEUE = "there is no queue; create one with pgqueue create"
 
 
 def list_(session: Session) -> None:
@@ -261,8 +264,8 @@ def _notes(info: QueueInfo) -> Iterator[str]:
 def stats(
     session: Session,
     queue: Annotated[str | None, typer.Argument(metavar="QUEUE", help="Only this queue.", show_default=False)] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
-    interval: Annotated[timedelta, duration_option(help="How often --watch looks (2s).")] = timedelta(seconds=2),
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat until Ctrl-C.")] = False,
+    interval: Annotated[timedelta, duration_option(help="The interval of --watch (2s).")] = timedelta(seconds=2),
 ) -> None:
     """Count the messages in each state.
 
@@ -339,13 +342,13 @@ def drop(session: Session, queue: QueueName, yes: Yes = False) -> None:
             live = found.ready_messages + found.inflight_messages + found.scheduled_messages
             session.confirm(f"Drop queue {queue} with {live:,} messages and {found.dead_messages:,} dead letters?")
         dropped = verbs.drop_queue()
-    session.say(f"queue {queue} and its {dropped:,} messages are gone", dropped=dropped)
+    session.say(f"queue {queue} and its {dropped:,} messages are dropped", dropped=dropped)
 
 
 def doctor(
     session: Session,
     peek_delay: Annotated[
-        timedelta | None, duration_option(help="How often the consumers look, if they poll (1s).")
+        timedelta | None, duration_option(help="The interval at which the consumers poll (1s).")
     ] = None,
 ) -> None:
     """Report problems, and the statements that repair them.
@@ -360,7 +363,7 @@ def doctor(
         for finding in findings:
             session.out.print(_finding(finding), soft_wrap=True)
     else:
-        session.say("all is well")
+        session.say("no problems found")
     if any(finding.severity != "info" for finding in findings):
         raise typer.Exit(Status.NO)
 

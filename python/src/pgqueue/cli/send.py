@@ -49,23 +49,25 @@ def send(
     session: Session,
     queue: QueueName,
     payload: Annotated[
-        list[str] | None, typer.Argument(metavar="PAYLOAD", help="Each a JSON document.", show_default=False)
+        list[str] | None, typer.Argument(metavar="PAYLOAD", help="JSON documents.", show_default=False)
     ] = None,
     file: Annotated[
         list[str] | None,
         typer.Option("--file", "-f", metavar="FILE", help="A file of JSON Lines; - is standard input."),
     ] = None,
     body: Annotated[
-        bool, typer.Option("--body", help="Bytes, not JSON: each argument a message, and each file as a whole.")
+        bool, typer.Option("--body", help="Send bytes, not JSON: each argument and each whole file is a message.")
     ] = False,
     header: Annotated[
         list[str] | None,
-        typer.Option("--header", "-H", metavar="NAME=VALUE", help="In all of them.", show_default=False),
+        typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header of all messages.", show_default=False),
     ] = None,
-    delay: Annotated[timedelta | None, duration_option(help="Deliver them after that.")] = None,
-    expires_in: Annotated[timedelta | None, duration_option(help="Drop them if not consumed by then.")] = None,
+    delay: Annotated[timedelta | None, duration_option(help="The delay before the first delivery.")] = None,
+    expires_in: Annotated[
+        timedelta | None, duration_option(help="Drop messages that are not consumed by then.")
+    ] = None,
     commit_every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="A transaction for every N.", show_default=False)
+        int | None, typer.Option(min=1, metavar="N", help="Commit after every N messages.", show_default=False)
     ] = None,
 ) -> None:
     """Send messages from arguments or from JSON Lines.
@@ -88,7 +90,7 @@ def send(
         given = [_argument(number, text, body) for number, text in enumerate(payload or (), 1)]
     except BadInput as error:
         raise Failure(
-            error.args[0], """A string is JSON in quotes, as in '"text"'; --body sends bytes.""", Status.USAGE
+            error.args[0], """A JSON string needs quotes, as in '"text"'; --body sends bytes.""", Status.USAGE
         ) from None
 
     with session.connect() as connection, _ProgressBar(session, paths) as progress:
@@ -172,14 +174,12 @@ class _Sender:
             raise BadInput(f"{one.where}: {message}", hint) from None
 
     def _commit(self) -> None:
-        unknown = (
-            f"It is not known whether the {self._pending:,} up to {self._where} were sent: look before you repeat."
-        )
+        unknown = f"The commit of {self._pending:,} messages up to {self._where} failed; check whether they were sent."
         before, self._outcome = self._outcome, unknown
         self._connection.commit()
         self.sent += self._pending
         self._outcome = (
-            f"The first {self.sent:,} were sent, up to {self._where}; nothing after that." if self.sent else before
+            f"The first {self.sent:,} were sent, up to {self._where}; none after that." if self.sent else before
         )
         self._session.lines({"id": each} for each in self._ids)
         self._pending, self._ids = 0, []

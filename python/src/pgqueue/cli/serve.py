@@ -34,18 +34,22 @@ def serve(
     session: Session,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", envvar="PGQUEUE_CONFIG", help="Services and users, as TOML.", show_default=False),
+        typer.Option(
+            metavar="FILE", envvar="PGQUEUE_CONFIG", help="A TOML file of services and users.", show_default=False
+        ),
     ] = None,
-    host: Annotated[str, typer.Option(metavar="HOST", help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", help="Where to listen; 0 takes any.", min=0, max=65535)] = 8080,
-    role: Annotated[Role, typer.Option(help="Answer requests, work on their tasks, or both.")] = Role.ALL,
+    host: Annotated[str, typer.Option(metavar="HOST", help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="PORT", help="The port to listen on; 0 takes any.", min=0, max=65535)
+    ] = 8080,
+    role: Annotated[Role, typer.Option(help="Answer requests (controller), run tasks (agent), or both.")] = Role.ALL,
     grace_seconds: Annotated[
-        int, typer.Option(metavar="N", help="How long requests may take when it stops.", min=0, max=3600)
+        int, typer.Option(metavar="N", help="Seconds that running requests get when it stops.", min=0, max=3600)
     ] = 30,
     hash_password: Annotated[
-        bool, typer.Option("--hash-password", help="Ask for a password, print its hash for FILE, and end.")
+        bool, typer.Option("--hash-password", help="Ask for a password, print its hash for FILE, and exit.")
     ] = False,
-    log_level: Annotated[Level, typer.Option(help="From which level on.")] = Level.INFO,
+    log_level: Annotated[Level, typer.Option(help="The lowest level to log.")] = Level.INFO,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON objects.")] = False,
 ) -> None:
     """Serve queues over HTTP, with a page that shows them.
@@ -120,7 +124,7 @@ def _not_unicode(name: str) -> Failure:
 
 def _print_hash(session: Session) -> None:
     if sys.stdin is None:
-        raise Failure("standard input is closed, and has no password", status=Status.USAGE)
+        raise Failure("standard input is closed: cannot read the password", status=Status.USAGE)
     try:
         password = getpass("Password: ") if sys.stdin.isatty() else sys.stdin.readline().rstrip("\n")
     except EOFError:  # Ctrl-D

@@ -40,7 +40,7 @@ T = TypeVar("T")
 # write a log add their own handler.
 logging.getLogger("psycopg").addHandler(logging.NullHandler())
 _UNLIMITED_WIDTH = 4096  # columns if the output is not a terminal: nothing wraps
-_OTHER_SERVER_HINT: Final = "--dsn names a server of yours, PGQUEUE_HOME another place for the embedded one."
+_OTHER_SERVER_HINT: Final = "Use another server with --dsn, or another directory with PGQUEUE_HOME."
 
 
 class Status(IntEnum):
@@ -119,12 +119,14 @@ class Session:
             except psycopg.OperationalError as error:
                 if error.sqlstate is not None or not _has_misread_password(dsn):
                     raise
-                hint = "A password in a URL has @ as %40, / as %2F, ? as %3F, # as %23 and % as %25."
-                raise Failure("cannot connect, and the reason may hold a part of the password", hint) from None
+                hint = "In a URL, write @ in a password as %40, / as %2F, ? as %3F, # as %23 and % as %25."
+                raise Failure(
+                    "cannot connect; the reason is not shown, as it may contain a part of the password", hint
+                ) from None
             return
         home = default_home()
-        making = "" if (home / "data").exists() else ", made now: a moment"
-        self.note(f"no --dsn, so this is the embedded database in {home}{making}")
+        making = "" if (home / "data").exists() else ", which is created now"
+        self.note(f"no --dsn: using the embedded database in {home}{making}")
         with ExitStack() as stack:
             try:
                 dsn = stack.enter_context(shared_server(home))
@@ -155,7 +157,11 @@ class Session:
     def confirm(self, question: str) -> None:
         """Ask on the terminal. Raises `Failure` unless the answer is yes."""
         if sys.stdin is None or not sys.stdin.isatty():
-            raise Failure("this deletes, and nobody is there to be asked", "Say --yes.", Status.USAGE)
+            raise Failure(
+                "this needs a confirmation, but stdin is not a terminal",
+                "Confirm with --yes.",
+                Status.USAGE,
+            )
         try:
             is_wanted = typer.confirm(printable(question), err=True)
         except typer.Abort as abort:
@@ -238,10 +244,10 @@ def _with_application_name(dsn: str) -> str:
     try:
         given = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError as error:
-        hint = "Write it as libpq has it: host=… dbname=…, or postgresql://host/dbname."
+        hint = "Write host=… dbname=…, or postgresql://host/dbname."
         # libpq quotes the text that it cannot parse.
         is_secret = "password" in dsn or "@" in dsn
-        reason = "libpq does not understand it, and it is not told here for its password" if is_secret else error
+        reason = "libpq cannot parse it; it is not shown because of its password" if is_secret else error
         raise Failure(f"bad DSN: {reason}".rstrip(), hint, Status.USAGE) from None
     return make_conninfo(
         dsn, **({} if "fallback_application_name" in given else {"fallback_application_name": "pgqueue"})
@@ -269,7 +275,7 @@ def explain(error: BaseException) -> tuple[str, str | None]:
             return f"{error.filename}: {error.strerror}", None
         case OSError() | ImportError():
             return str(error), None
-    return f"unexpected {type(error).__name__}: {error}", "--debug shows where it comes from."
+    return f"unexpected {type(error).__name__}: {error}", "--debug prints the traceback."
 
 
 def _explain_database(error: psycopg.Error) -> tuple[str, str | None]:
@@ -279,30 +285,29 @@ def _explain_database(error: psycopg.Error) -> tuple[str, str | None]:
     message = f"{primary}\ndetail: {error.diag.message_detail}" if error.diag.message_detail else primary
     match error:
         case QueueNotFound():
-            hint = "pgqueue create makes it; pgqueue list shows which there are."
+            hint = "pgqueue create creates a queue; pgqueue list shows all queues."
         case QueueExists():
-            hint = "With --if-not-exists it is left as it is."
+            hint = "With --if-not-exists an existing queue is left unchanged."
         case psycopg.errors.InvalidSchemaName():
-            return "pgqueue is not installed in this database", "pgqueue install does that."
+            return "pgqueue is not installed in this database", "Install it with pgqueue install."
         case psycopg.errors.UndefinedFunction() | psycopg.errors.UndefinedColumn():
-            hint = "The pgqueue in this database has another version than this command."
+            hint = "The version of pgqueue in this database differs from that of this command."
         case psycopg.errors.InsufficientPrivilege():
             hint = hint or "The owner of pgqueue in this database may call pgqueue.grant_access."
     return message, hint
 
 
-Dsn = Annotated[str | None, typer.Option("--dsn", metavar="DSN", help="The database, as libpq has it.")]
+Dsn = Annotated[str | None, typer.Option("--dsn", metavar="DSN", help="The database, as a libpq connection string.")]
 COMMON: dict[str, tuple[Any, Any]] = {
     "dsn": (Dsn, None),
     "json": (Annotated[bool, typer.Option("--json", help="Results as JSON Lines.")], False),
-    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="No remarks on stderr.")], False),
-    "debug": (Annotated[bool, typer.Option("--debug", help="Errors with their traceback.")], False),
+    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="No notes on stderr.")], False),
+    "debug": (Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")], False),
 }
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose errors explain how to pass a value that looks like an option, such as a queue with the name -x.
-    """
+    """A command whose errors explain how to pass a value that looks like an option, such as a queue named -x."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -314,7 +319,7 @@ class _Command(typer.core.TyperCommand):
             takes = any(parameter.param_type_name == "argument" for parameter in self.params)
             if takes and getattr(error, "option_name", None) and not getattr(error, "possibilities", None):
                 said = error.message.rstrip(".")  # type: ignore[attr-defined]
-                error.message = f"{said}. What begins with a hyphen and is no option comes behind --."  # type: ignore[attr-defined]
+                error.message = f"{said}. An argument that begins with a hyphen comes after --."  # type: ignore[attr-defined]
             raise
 
 

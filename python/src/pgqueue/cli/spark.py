@@ -39,22 +39,24 @@ def _moment(text: str | datetime) -> datetime:
         found = datetime.fromisoformat(text)
         return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
     except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r} is not a moment: write 2026-01-31 or 2026-01-31T12:00:00Z.") from None
+        raise typer.BadParameter(f"{text!r} is not a timestamp: write 2026-01-31 or 2026-01-31T12:00:00Z.") from None
 
 
 _MOMENT: Any = {"parser": _moment, "metavar": "MOMENT", "show_default": False}
-Path_ = Annotated[str, typer.Argument(metavar="PATH", help="A directory for this alone.", show_default=False)]
+Path_ = Annotated[str, typer.Argument(metavar="PATH", help="A directory of its own.", show_default=False)]
 Queues_ = Annotated[
-    list[str] | None, typer.Option("--queue", metavar="QUEUE", help="Only these (all).", show_default=False)
+    list[str] | None, typer.Option("--queue", metavar="QUEUE", help="Only this queue (all).", show_default=False)
 ]
 Where = Annotated[
-    str, typer.Option(metavar="PREDICATE", help="Which: a predicate of Spark SQL over the columns.", show_default=False)
+    str, typer.Option(metavar="PREDICATE", help="A Spark SQL predicate over the columns.", show_default=False)
 ]
-Since = Annotated[datetime | None, typer.Option(help="Only what was finished from then on.", **_MOMENT)]
-Until = Annotated[datetime | None, typer.Option(help="Only what was finished before.", **_MOMENT)]
-Master = Annotated[str, typer.Option(metavar="URL", help="Where Spark runs.")]
-AppId = Annotated[str | None, typer.Option(metavar="NAME", help="What the ledger knows this by.", show_default=False)]
-Version = Annotated[int, typer.Option(min=0, metavar="N", help="Each version is done once.")]
+Since = Annotated[datetime | None, typer.Option(help="Only messages finished at that time or later.", **_MOMENT)]
+Until = Annotated[datetime | None, typer.Option(help="Only messages finished before that time.", **_MOMENT)]
+Master = Annotated[str, typer.Option(metavar="URL", help="The Spark master.")]
+AppId = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The name of this job in the ledger.", show_default=False)
+]
+Version = Annotated[int, typer.Option(min=0, metavar="N", help="Each version takes effect once.")]
 
 
 def archive_to_parquet(session: Session, path: Path_, queue: Queues_ = None, master: Master = "local[*]") -> None:
@@ -176,20 +178,24 @@ def redrive_where(
 
         done = pipelines.redrive_where(spark, queue, where, dsn=dsn, app_id=app_id, version=version)
     told = f"{done.redriven:,} of {done.chosen:,} chosen dead letters of queue {queue} are ready again"
-    session.say("this version was redriven before; nothing is done" if done.was_done else told, **asdict(done))
+    session.say("this version was redriven before; nothing is changed" if done.was_done else told, **asdict(done))
 
 
 def flow_report(
     session: Session,
-    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where it is written.", show_default=False)],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIRECTORY", help="The directory of the report.", show_default=False)
+    ],
     queue: Queues_ = None,
     parquet: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Parquet to be read beside the archive.", show_default=False)
+        str | None, typer.Option(metavar="PATH", help="Parquet to read in addition to the archive.", show_default=False)
     ] = None,
     since: Since = None,
     until: Until = None,
-    window: Annotated[timedelta | None, duration_option(help="The length of a window (as fits).")] = None,
-    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="PNGs, too, if matplotlib is there.")] = True,
+    window: Annotated[timedelta | None, duration_option(help="The length of a window (chosen from the data).")] = None,
+    plots: Annotated[
+        bool, typer.Option("--plots/--no-plots", help="Write PNGs, too, if matplotlib is installed.")
+    ] = True,
     master: Master = "local[*]",
 ) -> None:
     """Write a report on the flow of messages, as an HTML page.
@@ -220,8 +226,8 @@ def flow_report(
 def summarize_flights(
     session: Session,
     path: Path_,
-    queue: Annotated[str, typer.Option(metavar="QUEUE", help="Where the flights come from.")] = "flights",
-    summaries: Annotated[str, typer.Option(metavar="QUEUE", help="Where summaries go to.")] = "flight-summaries",
+    queue: Annotated[str, typer.Option(metavar="QUEUE", help="The queue of the flights.")] = "flights",
+    summaries: Annotated[str, typer.Option(metavar="QUEUE", help="The queue of the summaries.")] = "flight-summaries",
     master: Master = "local[*]",
 ) -> None:
     """Add up the flights of the demo, exactly once.
@@ -250,7 +256,7 @@ def summarize_flights(
 def streams(
     session: Session,
     queue: Annotated[
-        str | None, typer.Argument(metavar="[QUEUE]", help="Only those of one queue.", show_default=False)
+        str | None, typer.Argument(metavar="[QUEUE]", help="Only those of this queue.", show_default=False)
     ] = None,
 ) -> None:
     """List the streams of queries, and their open batches."""
@@ -266,7 +272,7 @@ def streams(
                 found.messages,
                 found.claimed_until,
             ],
-            "there is no stream: a query with a streamId makes one",
+            "there is no stream; a query with a streamId creates one",
         )
 
 
@@ -282,9 +288,9 @@ def drop_stream(
     """
     with session.queue(queue) as verbs:
         if not yes:
-            session.confirm(f"Drop stream {stream} of queue {queue}? Its query cannot go on.")
+            session.confirm(f"Drop stream {stream} of queue {queue}? Its query cannot continue.")
         released = verbs.drop_stream(stream)
-    session.say(f"stream {stream} is gone; {released:,} messages are ready again", released=released)
+    session.say(f"stream {stream} is dropped; {released:,} messages are ready again", released=released)
 
 
 _PROGRESS_TASK: Any = 0  # the id of the only task in the progress display
@@ -298,7 +304,7 @@ def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSes
         from ..spark.options import OptionError
         from ..spark.pipelines import ArchiveBusyError, PredicateError, SparkFailure, StandbyError, local_session
     except ImportError as error:
-        raise Failure(f"the commands of Spark need {error.name}", "pip install 'pgqueue[cli,spark]'") from None
+        raise Failure(f"the Spark commands need {error.name}", "pip install 'pgqueue[cli,spark]'") from None
     progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -309,7 +315,7 @@ def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSes
         transient=True,
         disable=session.quiet or not session.err.is_interactive,
     )
-    progress.add_task("Spark starts", total=None)
+    progress.add_task("starting Spark", total=None)
     before = {number: signal.signal(number, _exit_on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         use_java()  # first, so that a missing Java is reported before a database is started
@@ -335,8 +341,7 @@ def _exit_on_signal(number: int, _: object) -> NoReturn:
 
 
 def _default_queues(dsn: str, is_archived: bool = False) -> list[str]:
-    """The queues that have an archive, or else all queues, those included that were dropped and have left dead letters.
-    """
+    """The queues that have an archive, or else all queues, those included that were dropped and have left dead letters."""
     from ..spark.pipelines.archive import archived_queues
     from ..spark.snapshot import names_in
 
@@ -348,6 +353,6 @@ def _default_queues(dsn: str, is_archived: bool = False) -> list[str]:
             names = sorted(there.union(names_in(connection, "dead_messages")))
     if not names:
         what = "there is no queue" if not is_archived else "no queue keeps an archive"
-        hint = "pgqueue create makes one." if not is_archived else "pgqueue alter --archive-for lets one keep it."
+        hint = "pgqueue create creates one." if not is_archived else "pgqueue alter --archive-for lets one keep it."
         raise Failure(what, hint, Status.NO)
     return names

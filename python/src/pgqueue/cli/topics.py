@@ -17,7 +17,7 @@ Pattern = Annotated[
     str,
     typer.Argument(
         metavar="TOPIC",
-        help="Words joined by dots; * stands for one, # for any number.",
+        help="Words joined by dots; * matches one word, # any number of words.",
         show_default=False,
     ),
 ]
@@ -46,7 +46,7 @@ def unsubscribe(session: Session, topic: Pattern, queue: QueueName) -> None:
 def subscriptions(
     session: Session,
     queue: Annotated[
-        str | None, typer.Argument(metavar="[QUEUE]", help="Only those of one queue.", show_default=False)
+        str | None, typer.Argument(metavar="[QUEUE]", help="Only those of this queue.", show_default=False)
     ] = None,
 ) -> None:
     """List which queue is subscribed to which topic."""
@@ -55,7 +55,7 @@ def subscriptions(
             verbs.list_subscriptions(queue),
             ["topic", "queue", "since"],
             lambda found: [found.topic, found.queue_name, found.subscribed_at],
-            "there is no subscription: pgqueue subscribe makes one",
+            "there is no subscription; create one with pgqueue subscribe",
         )
 
 
@@ -69,12 +69,14 @@ def publish(
     session: Session,
     topic: Annotated[str, typer.Argument(metavar="TOPIC", help="Words joined by dots.", show_default=False)],
     payload: Annotated[str, typer.Argument(metavar="PAYLOAD", help="A JSON document.", show_default=False)],
-    body: Annotated[bool, typer.Option("--body", help="Bytes, not JSON.")] = False,
+    body: Annotated[bool, typer.Option("--body", help="Send bytes, not JSON.")] = False,
     header: Annotated[
         list[str] | None, typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header.", show_default=False)
     ] = None,
-    delay: Annotated[timedelta | None, duration_option(help="Deliver it after that.")] = None,
-    expires_in: Annotated[timedelta | None, duration_option(help="Drop it if not consumed by then.")] = None,
+    delay: Annotated[timedelta | None, duration_option(help="The delay before the first delivery.")] = None,
+    expires_in: Annotated[
+        timedelta | None, duration_option(help="Drop the message if it is not consumed by then.")
+    ] = None,
 ) -> None:
     """Send a copy of a message to each queue that is subscribed to a topic."""
     content = None if body else _json(payload)
@@ -96,6 +98,6 @@ def _json(text: str) -> Jsonb:
     except ValueError as error:
         raise Failure(
             f"the payload is not JSON: {error}",
-            """A string is JSON in quotes, as in '"text"'; --body sends bytes.""",
+            """A JSON string needs quotes, as in '"text"'; --body sends bytes.""",
             Status.USAGE,
         ) from None

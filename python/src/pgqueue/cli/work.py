@@ -44,44 +44,48 @@ def work(
         str,
         typer.Argument(
             metavar="MODULE:HANDLER",
-            help="A function of a delivery, plain or async; modules are also looked for in this directory.",
+            help="A function of a delivery, sync or async; the working directory is on the import path.",
             show_default=False,
         ),
     ],
     mode: Annotated[
         Mode,
-        typer.Option(help="Claim and acknowledge, or delete in the transaction of the handler."),
+        typer.Option(help="Claim and acknowledge (lease), or delete in the transaction of the handler (receive)."),
     ] = Mode.LEASE,
     transactional: Annotated[
         bool,
         typer.Option(
             "--transactional",
-            help="In lease mode: handler and acknowledgement in one transaction, on delivery.connection.",
+            help="In lease mode: handle and acknowledge in one transaction, on delivery.connection.",
         ),
     ] = False,
     concurrency: Annotated[
         int | None,
-        typer.Option(metavar="N", help="How many handlers run at once (as many as CPUs).", min=1, show_default=False),
+        typer.Option(metavar="N", help="Handlers that run at a time (the number of CPUs).", min=1, show_default=False),
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Call the handler with a list of up to so many.", min=1, show_default=False),
+        typer.Option(
+            metavar="N", help="Call the handler with a list of up to N deliveries.", min=1, show_default=False
+        ),
     ] = None,
     prefetch: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Claim so many ahead, in plain lease mode (0).", min=0, show_default=False),
+        typer.Option(
+            metavar="N", help="Messages to claim in advance, in plain lease mode (0).", min=0, show_default=False
+        ),
     ] = None,
     visibility_timeout: Annotated[
         timedelta | None,
-        duration_option(help="Of the claims, which are extended while handlers run (that of the queue)."),
+        duration_option(help="The timeout of claims, which are extended while handlers run (that of the queue)."),
     ] = None,
     grace_period: Annotated[
         timedelta | None,
-        duration_option(help="How long running handlers may take when it stops (30s)."),
+        duration_option(help="The time that running handlers get when it stops (30s)."),
     ] = None,
     claimed_by: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Its name, for people who look (host:pid:queue).", show_default=False),
+        typer.Option(metavar="NAME", help="The name of the consumer, for people (host:pid:queue).", show_default=False),
     ] = None,
     until_empty: Annotated[
         bool,
@@ -89,37 +93,37 @@ def work(
     ] = False,
     look_ahead: Annotated[
         timedelta,
-        duration_option(help="For --until-empty: wait for retries and delays that end by then (1m)."),
+        duration_option(help="For --until-empty: wait for messages that become due within this time (1m)."),
     ] = timedelta(minutes=1),
     peek_delay: Annotated[
         timedelta | None,
-        duration_option(help="How often to look, if not notified (1s; from 100ms)."),
+        duration_option(help="The poll interval without notifications (1s; at least 100ms)."),
     ] = None,
     peek_batch_size: Annotated[
         int | None,
-        typer.Option(metavar="N", help="The most messages of one look (10 x concurrency).", min=1, show_default=False),
+        typer.Option(metavar="N", help="At most N messages per poll (10 x concurrency).", min=1, show_default=False),
     ] = None,
     listen: Annotated[
         bool,
-        typer.Option("--listen/--no-listen", help="Be notified of messages, or look alone."),
+        typer.Option("--listen/--no-listen", help="Use notifications and polls, or polls only."),
     ] = True,
     circuit_breaker_after: Annotated[
         timedelta | None,
-        duration_option(help="How long the database may fail before it is let alone (30s)."),
+        duration_option(help="How long the database may fail before the consumer pauses (30s)."),
     ] = None,
     immediate_retries: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Retries at once after a failure (5).", min=0, show_default=False),
+        typer.Option(metavar="N", help="Retries without delay after a failure (5).", min=0, show_default=False),
     ] = None,
     delayed_retries: Annotated[
         int | None,
-        typer.Option(metavar="N", help="How often to repeat all that after a delay (3).", min=0, show_default=False),
+        typer.Option(metavar="N", help="Rounds of retries after a delay (3).", min=0, show_default=False),
     ] = None,
     retry_delay: Annotated[
         list[timedelta] | None,
-        duration_option(help="These delays, one option each; the last repeats (10s, 20s, 30s)."),
+        duration_option(help="The delays, one option for each; the last repeats (10s, 20s, 30s)."),
     ] = None,
-    log_level: Annotated[Level, typer.Option(help="From which level on.")] = Level.INFO,
+    log_level: Annotated[Level, typer.Option(help="The lowest level to log.")] = Level.INFO,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON objects.")] = False,
 ) -> None:
     """Consume a queue with a handler, until stopped.
@@ -156,7 +160,7 @@ def work(
     with session.conninfo() as conninfo:
         with connected(conninfo) as connection:
             if Queue(connection, queue).get_queue().paused_at is not None:
-                session.note(f"queue {queue} is paused: nothing comes until pgqueue resume")
+                session.note(f"queue {queue} is paused: it delivers nothing until pgqueue resume")
         consumer = make_consumer(conninfo)
         monitor = WorkMonitor(session, conninfo, queue, consumer, look_ahead if until_empty else None)
         if inspect.iscoroutinefunction(consumer.run):
@@ -229,7 +233,7 @@ def _load(handler: str) -> Callable[..., Any]:
         except AttributeError:
             raise _bad_handler(f"module {name!r} has no {path!r}.") from None
     if not callable(found) or inspect.isclass(found):
-        raise _bad_handler(f"{handler!r} is no function.")
+        raise _bad_handler(f"{handler!r} is not a function.")
     return cast(Callable[..., Any], found)
 
 
@@ -243,7 +247,9 @@ def _module_failure(name: str, error: Exception | SystemExit) -> Failure:
     else:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}:{last.lineno}"
-    return Failure(f"module {name} does not load: {type(error).__name__}: {error}", f"It is raised in {where}.")
+    return Failure(
+        f"module {name} cannot be imported: {type(error).__name__}: {error}", f"The error is raised in {where}."
+    )
 
 
 def _consumer_factory(

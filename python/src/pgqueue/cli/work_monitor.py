@@ -86,7 +86,7 @@ class WorkMonitor:
             if self.signals and not is_stop_announced:
                 is_stop_announced = True
                 running = self._consumer.stats.running
-                self._session.note(f"stopping, with {running} still running; a second signal forces it")
+                self._session.note(f"stopping, with {running} still running; a second signal aborts them")
             checks_empty = self._look_ahead is not None and self._is_idle()
             empty = empty if checks_empty else 0
             pause = _LOOK_SECONDS if self._is_live or checks_empty else math.inf
@@ -138,7 +138,7 @@ class WorkMonitor:
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(f"{self._queue_name}", style="bold")
         if stats.circuit != "closed":
-            line.append("  database trouble", style="bold red")
+            line.append("  database unavailable", style="bold red")
         elif self.signals:
             line.append("  stopping", style="bold yellow")
         line.append(f"  {rate:,.0f}/s", style="green")

@@ -62,7 +62,9 @@ class Agent:
                 try:
                     await self._consume(stopping)
                 except (psycopg.Error, PoolTimeout, OSError) as error:
-                    logger.warning("the agent cannot use the control database and retries: %s", from_database_error(error).message)
+                    logger.warning(
+                        "the agent cannot use the control database and retries: %s", from_database_error(error).message
+                    )
                     self._databases.forget_migrations()
                     with suppress(TimeoutError):
                         await asyncio.wait_for(stopping.wait(), _RETRY_SECONDS)

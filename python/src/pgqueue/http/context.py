@@ -46,8 +46,7 @@ _ERRORS: Final = {
 
 @dataclass(slots=True)
 class Context:
-    """The parts of a running server. `stopping` is set when the server is told to stop; requests then end their wait.
-    """
+    """The parts of a running server. `stopping` is set when it is told to stop; requests then end their wait."""
 
     settings: Settings
     databases: Databases

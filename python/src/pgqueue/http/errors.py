@@ -156,8 +156,7 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def from_database_error(error: BaseException) -> ApiError:
-    """The error for an exception of the database or of its connection. It never contains a DSN, a host or a statement.
-    """
+    """The error for an exception of the database or its connection. It contains no DSN, no host and no statement."""
     said = (error.diag.message_primary or "") if isinstance(error, psycopg.Error) else ""
     match error:
         case QueueNotFound():

@@ -81,7 +81,10 @@ class Metrics:
         )
         self._last_counted_at: dict[tuple[str, str, str, str], float] = {}  # values: monotonic time in seconds
         self._tasks = Counter(
-            "pgqueue_http_tasks", "Tasks that this agent has completed or failed.", ("kind", "status"), registry=self._registry
+            "pgqueue_http_tasks",
+            "Tasks that this agent has completed or failed.",
+            ("kind", "status"),
+            registry=self._registry,
         )
 
     def request(self, scope: Any, status: int, seconds: float) -> None:

@@ -44,8 +44,7 @@ class RequestMiddleware:
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request. A response is sent within the time limit, even if the application ignores its cancellation.
-        """
+        """Serve a request. The time limit holds even if the application ignores its cancellation."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began = time.perf_counter()
@@ -154,8 +153,7 @@ def _too_large(size: Any) -> ApiError:
 
 
 def _refuse_other_sites(headers: Headers) -> None:
-    """Refuse a request that a page of another site made the browser send: the browser adds the user's password to it.
-    """
+    """Refuse a request that a page of another site made the browser send: it carries the user's password."""
     site = headers.get("sec-fetch-site")
     if site is not None:
         is_same_site = site in ("same-origin", "none")

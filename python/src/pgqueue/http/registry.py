@@ -160,8 +160,7 @@ async def find_task(
 
 
 async def start(connection: Connection, id: UUID) -> AgentTask | None:
-    """Set a task to running, and set its queue to Provisioning if the task is `provision`. None if the task has ended.
-    """
+    """Set a task to running, and its queue to Provisioning if its kind is `provision`. None if it has ended."""
     cursor = connection.cursor(row_factory=class_row(AgentTask))
     await cursor.execute(
         "with task as ("

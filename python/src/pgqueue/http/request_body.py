@@ -93,8 +93,7 @@ class JsonRoute(APIRoute):
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON; a number may become an `ExactNumber`. Raises `ApiError` 400 if it is not JSON, or nested too deeply.
-    """
+    """Parse JSON; a number may become an `ExactNumber`. Raises `ApiError` 400 for invalid JSON, or too deep nesting."""
     try:
         try:
             return json.loads(text, parse_float=_number, parse_constant=_refuse_constant)

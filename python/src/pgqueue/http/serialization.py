@@ -26,8 +26,7 @@ class RawJson(str):
 
 
 class TimestampLoader(TimestamptzLoader):
-    """Loads `timestamptz`. A value that Python cannot represent, such as infinity, becomes the nearest one that it can.
-    """
+    """Loads `timestamptz`. A value beyond those of Python, such as infinity, becomes the nearest one."""
 
     def load(self, data: Buffer) -> datetime:
         """Convert the text of a timestamp."""

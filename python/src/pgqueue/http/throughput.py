@@ -43,8 +43,7 @@ cross join lateral (
 
 
 class QueueActivity(NamedTuple):
-    """What a sample found in a queue: the number of new messages, and the statistics of a dedicated queue's partition.
-    """
+    """What a sample found in a queue: its new messages, and the statistics of its partition if it is dedicated."""
 
     seen: int
     inserted: int | None
