@@ -22,8 +22,8 @@ from psycopg import sql
 import pgqueue
 import pgqueue.cli
 from pgqueue.cli import app
-from pgqueue.cli.show import period
-from pgqueue.cli.values import duration
+from pgqueue.cli.formatting import format_duration
+from pgqueue.cli.parameters import parse_duration
 
 HOSTILE = "\x1b[31m\u202e[red]x[/]\x07"
 pytestmark = pytest.mark.usefixtures("no_other_database")
@@ -56,7 +56,7 @@ def test_a_queue_is_created_listed_and_dropped(cli: Callable[..., Done], name: s
     assert kept.out.endswith("then to the dead letters; archived for 7d12h\n")
     assert re.search(rf"^{name}-kept .* 7d12h ", cli("list").out, re.MULTILINE)
     assert cli("drop", f"{name}-kept", "--yes").status == 0
-    assert cli("drop", name, "--yes").out == f"queue {name} and its 0 messages are gone\n"
+    assert cli("drop", name, "--yes").out == f"queue {name} and its 0 messages are dropped\n"
     assert cli("drop", name, "--yes").status == 1
 
 
@@ -92,7 +92,10 @@ def test_a_queue_that_exists_is_left_as_it_is_only_if_that_is_said(cli: Callable
     assert cli("create", name).status == 0
     again = cli("create", name)
     assert again.status == 1
-    assert again.err == f"pgqueue: queue '{name}' already exists\nhint: With --if-not-exists it is left as it is.\n"
+    assert (
+        again.err
+        == f"pgqueue: queue '{name}' already exists\nhint: With --if-not-exists an existing queue is left unchanged.\n"
+    )
     assert cli("create", name, "--max-attempts", "9", "--if-not-exists", "--json").records[0]["max_attempts"] == 5
 
 
@@ -143,10 +146,10 @@ def test_where_there_is_nothing_it_says_so(
 ) -> None:
     for words, said in {
         ("dead", "list"): "queue {} has no dead letters",
-        ("dead", "list", "--after", "7"): "queue {} has no dead letters behind 7",
+        ("dead", "list", "--after", "7"): "queue {} has no dead letters after id 7",
         ("browse",): "no message of queue {} is ready",
         ("browse", "--state", "inflight"): "no message of queue {} is in flight",
-        ("browse", "--state", "scheduled", "--after", "1"): "no message of queue {} is scheduled behind 1",
+        ("browse", "--state", "scheduled", "--after", "1"): "no message of queue {} is scheduled after id 1",
     }.items():
         assert cli(*words, orders.name) == (0, "", f"pgqueue: {said.format(orders.name)}\n")
         assert cli(*words, orders.name, "--json") == cli(*words, orders.name, "--quiet") == (0, "", "")
@@ -154,7 +157,7 @@ def test_where_there_is_nothing_it_says_so(
     with psycopg.connect(dsn) as connection:
         pgqueue.install(connection)
     for command in ("list", "stats"):
-        assert in_process(dsn, command) == (0, "", "pgqueue: there is no queue: pgqueue create makes one\n")
+        assert in_process(dsn, command) == (0, "", "pgqueue: there is no queue; create one with pgqueue create\n")
         assert in_process(dsn, command, "--json") == (0, "", "")
 
 
@@ -269,7 +272,7 @@ def test_what_was_committed_before_a_bad_line_is_told_and_stays(
     done = cli("send", orders.name, "--commit-every", "1100", "--json", stdin=lines)
     assert done.status == 1
     assert "pgqueue: standard input:2401: not JSON" in done.err
-    assert "The first 2,200 were sent, up to standard input:2200; nothing after that." in done.err
+    assert "The first 2,200 were sent, up to standard input:2200; none after that." in done.err
     assert payloads(orders) == list(range(2200))
     assert [record["id"] for record in done.records] == [message.id for message in orders.browse("ready", 10000)]
 
@@ -389,7 +392,7 @@ def test_messages_are_claimed_and_acknowledged(cli: Callable[..., Done], orders:
     assert cli("ack", orders.name, token, str(first["id"]), str(second["id"])).out == "2 done\n"
     again = cli("ack", orders.name, token, str(first["id"]), "--json")
     assert (again.status, again.records) == (3, [{"id": first["id"], "settled": False}])
-    assert again.err.startswith(f"pgqueue: not ours: {first['id']}\n")
+    assert again.err.startswith(f"pgqueue: claim lost: {first['id']}\n")
     nothing = cli("claim", orders.name)
     assert nothing == (3, "", f"pgqueue: no message of queue {orders.name} is ready\n")
 
@@ -438,7 +441,7 @@ def test_purge_spares_the_dead_and_expired_is_expired_only(
     connection.execute(
         "update pgqueue.messages set expires_at = '2000-01-01' where queue_name = %s and payload = '1'", [orders.name]
     )
-    assert cli("purge", orders.name, "--expired").out == f"1 messages of queue {orders.name} are gone\n"
+    assert cli("purge", orders.name, "--expired").out == f"1 messages of queue {orders.name} deleted\n"
     assert payloads(orders) == [2]
     assert cli("purge", orders.name, "--yes", "--json").records == [{"purged": 1}]
     assert len(orders.browse_dead_messages()) == 1
@@ -480,7 +483,7 @@ def test_the_failures_that_a_consumer_recorded_are_told_one_by_one(
     assert "    1. 2026-01-01T00:00:00+00:00 ValueError: first (by host:1:orders)\n" in shown
     assert "    2. 2026-01-01T00:00:00+00:00 ValueError: second (by host:1:orders)\n" in shown
     assert 'headers\n    {"event": "created"}\n' in shown
-    assert "2 bytes, the first of them 00 ff" in shown
+    assert "2 bytes, starting with 00 ff" in shown
 
 
 def test_dead_letters_are_redriven_all_or_by_id(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
@@ -500,7 +503,7 @@ def test_dead_letters_are_purged_all_or_by_id(cli: Callable[..., Done], orders: 
     assert cli("dead", "purge", orders.name, str(ids[0]), "--json").records == [{"purged": 1}]
     assert cli("dead", "purge", orders.name, str(ids[0])).status == 3
     assert cli("dead", "purge", orders.name).status == 2
-    assert cli("dead", "purge", orders.name, "--yes").out == f"2 dead letters of queue {orders.name} are gone\n"
+    assert cli("dead", "purge", orders.name, "--yes").out == f"2 dead letters of queue {orders.name} deleted\n"
 
 
 # Asking
@@ -512,7 +515,7 @@ def test_nothing_is_deleted_unasked(cli: Callable[..., Done], orders: pgqueue.Qu
     orders.enqueue(1)
     done = cli(*words, orders.name, stdin="y\n")
     assert (done.status, done.out) == (2, "")
-    assert done.err == "pgqueue: this deletes, and nobody is there to be asked\nhint: Say --yes.\n"
+    assert done.err == "pgqueue: this needs a confirmation, but stdin is not a terminal\nhint: Confirm with --yes.\n"
     assert (orders.peek(), len(orders.browse_dead_messages())) == (1, 1)
 
 
@@ -545,7 +548,7 @@ def test_a_person_is_asked_and_obeyed(database: str, orders: pgqueue.Queue, word
         screen.wait_for(r"\[y/N\]:")
         screen.type("y\n")
         assert screen.end() == 0
-        assert " gone" in screen.seen
+        assert re.search("deleted|dropped", screen.seen)
 
 
 # What is seen
@@ -793,7 +796,11 @@ def bare(empty_database: Callable[[], str]) -> str:
 
 def test_a_database_without_pgqueue_is_told_and_how_to_change_that(bare: str) -> None:
     done = in_process(bare, "list")
-    assert done == (1, "", "pgqueue: pgqueue is not installed in this database\nhint: pgqueue install does that.\n")
+    assert done == (
+        1,
+        "",
+        "pgqueue: pgqueue is not installed in this database\nhint: Install it with pgqueue install.\n",
+    )
 
 
 def test_an_older_pgqueue_is_told(empty_database: Callable[[], str]) -> None:
@@ -841,7 +848,7 @@ def test_an_unexpected_error_is_told_without_a_traceback(
     assert done == (
         1,
         "",
-        "pgqueue: unexpected ZeroDivisionError: by zero\nhint: --debug shows where it comes from.\n",
+        "pgqueue: unexpected ZeroDivisionError: by zero\nhint: --debug prints the traceback.\n",
     )
 
 
@@ -850,7 +857,7 @@ def test_a_dsn_that_is_none_is_wrong_usage(dsn: str) -> None:
     done = in_process("", "list", "--dsn", dsn)
     assert done.status == 2
     assert done.err.startswith("pgqueue: bad DSN: ")
-    assert "hint: Write it as libpq has it" in done.err
+    assert "hint: Write host=… dbname=…" in done.err
 
 
 @pytest.mark.parametrize(
@@ -942,7 +949,7 @@ def test_install_says_where_another_version_is_installed(empty_database: Callabl
     done = in_process(dsn, "install")
     assert (done.status, done.err) == (
         0,
-        "pgqueue: this command is 0.1.0: alter extension pgqueue update changes what is installed\n",
+        "pgqueue: this command is 0.1.0: alter extension pgqueue update updates the installed one\n",
     )
     assert done.out.startswith("pgqueue 0.0.9 is already installed in database ")
 
@@ -958,7 +965,7 @@ def test_who_may_not_install_is_told_what_it_takes(empty_database: Callable[[], 
             connection.execute(sql.SQL("drop role {}").format(role))
     assert (done.status, done.out) == (1, "")
     assert done.err.startswith("pgqueue: permission denied ")
-    assert "hint: It takes the right to create in the database: grant create on database" in done.err
+    assert "hint: The role needs the right to create schemas: grant create on database" in done.err
 
 
 def test_of_installations_at_the_same_time_one_installs(empty_database: Callable[[], str]) -> None:
@@ -1012,7 +1019,7 @@ def test_doctor_says_no_where_something_hurts(empty_database: Callable[[], str])
     ],
 )
 def test_durations_are_read(text: str, length: timedelta) -> None:
-    assert duration(text) == length
+    assert parse_duration(text) == length
 
 
 @pytest.mark.parametrize(
@@ -1021,12 +1028,12 @@ def test_durations_are_read(text: str, length: timedelta) -> None:
 )
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="duration"):
-        duration(text)
+        parse_duration(text)
 
 
 @pytest.mark.parametrize("text", ["0s", "250ms", "1.5s", "30s", "1m30s", "2h", "7d", "7d12h"])
 def test_durations_are_shown_as_they_are_written(text: str) -> None:
-    assert period(duration(text)) == text
+    assert format_duration(parse_duration(text)) == text
 
 
 def commands() -> list[list[str]]:

@@ -63,15 +63,15 @@ def test_where_an_argument_looks_like_an_option_it_says_how_to_give_it(words: li
     done = in_process("", *words)
     assert (done.status, done.out) == (2, "")
     (option,) = (word for word in words if word.startswith("-"))
-    said = f"No such option: {option}. What begins with a hyphen and is no option comes behind --."
+    said = f"No such option: {option}. An argument that begins with a hyphen comes after --."
     assert said in " ".join(done.err.split())
 
 
 def test_what_is_no_option_but_nearly_one_is_not_taken_for_a_name() -> None:
     done = in_process("", "browse", "orders", "--sate", "ready")
     assert "--state" in done.err
-    assert "behind --" not in done.err
-    assert "behind --" not in in_process("", "list", "-x").err
+    assert "after --" not in done.err
+    assert "after --" not in in_process("", "list", "-x").err
 
 
 # Settings
@@ -135,14 +135,14 @@ def test_a_queue_is_shown_with_all_that_it_is_set_to(cli: Callable[..., Done], o
         "max attempts": "5",
         "dead ones": "become dead letters",
         "expired ones": "are deleted",
-        "backoff": "1s, each time 2 times as long, up to 10m; 20% of it by chance",
+        "backoff": "1s, 2 times as long after each failure, up to 10m; 20% of it random",
         "max payload": "262,144 bytes",
         "table": "shared",
     }
     orders.alter_queue(archive_for=timedelta(days=7), expires_after_idle=timedelta(days=1))
     orders.pause_queue()
     shown = cli("show", orders.name)
-    for fact in ("archived for        7d\n", "dropped             after 1d without messages and use\n"):
+    for fact in ("archived for        7d\n", "dropped             after 1d without messages or use\n"):
         assert fact in shown.out
     assert re.search(r"^paused +\d", shown.out, re.MULTILINE)
     assert re.search(r"^created +\d.*\nchanged +\d", shown.out, re.MULTILINE)
@@ -156,7 +156,7 @@ def test_a_queue_is_shown_with_all_that_it_is_set_to(cli: Callable[..., Done], o
 
 def test_subscriptions_are_listed(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     nothing = cli("subscriptions", orders.name)
-    assert nothing == (0, "", "pgqueue: there is no subscription: pgqueue subscribe makes one\n")
+    assert nothing == (0, "", "pgqueue: there is no subscription; create one with pgqueue subscribe\n")
     orders.subscribe(f"{orders.name}.paid")
     orders.subscribe(f"{orders.name}.#")
     listed = cli("subscriptions", orders.name, "--json").records
@@ -170,7 +170,7 @@ def test_the_archive_is_listed_page_by_page_the_newest_first(
     cli: Callable[..., Done], orders: pgqueue.Queue, connection: psycopg.Connection[Any]
 ) -> None:
     nothing = cli("archive", "list", orders.name, "--before", "9")
-    assert nothing == (0, "", f"pgqueue: the archive has nothing of queue {orders.name} below 9\n")
+    assert nothing == (0, "", f"pgqueue: the archive has no message of queue {orders.name} below 9\n")
     orders.alter_queue(archive_for=timedelta(days=1))
     ids = orders.enqueue_batch([{"n": number} for number in range(2100)])
     while messages := orders.claim(1000):
@@ -190,7 +190,7 @@ def test_the_archive_is_listed_page_by_page_the_newest_first(
     connection.execute(f"drop table pgqueue.archived_messages_{day:%Y%m%d}")
     assert cli("archive", "maintain", "--json").records == [{"day": day.isoformat(), "change": "made"}]
     again = cli("archive", "maintain")
-    assert again == (0, "", "pgqueue: there was nothing to do\n")
+    assert again == (0, "", "pgqueue: nothing had to be changed\n")
 
 
 def test_claims_are_extended(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
@@ -204,12 +204,12 @@ def test_claims_are_extended(cli: Callable[..., Done], orders: pgqueue.Queue) ->
     assert orders.ack(first.id, first.claim_token)
     partly = cli("extend", orders.name, token, str(first.id), str(second.id), "--json")
     assert (partly.status, [record["settled"] for record in partly.records]) == (3, [False, True])
-    assert partly.err.startswith(f"pgqueue: not ours: {first.id}\n")
+    assert partly.err.startswith(f"pgqueue: claim lost: {first.id}\n")
 
 
 def test_streams_are_listed_and_dropped(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     nothing = cli("spark", "streams", orders.name)
-    assert nothing == (0, "", "pgqueue: there is no stream: a query with a streamId makes one\n")
+    assert nothing == (0, "", "pgqueue: there is no stream; a query with a streamId creates one\n")
     orders.enqueue_batch([1, 2])
     stream = orders.stream_open("billing", "a test")
     orders.stream_claim("billing", stream.epoch, stream.acked_seq, stream.acked_token)
@@ -219,7 +219,7 @@ def test_streams_are_listed_and_dropped(cli: Callable[..., Done], orders: pgqueu
     asked = cli("spark", "drop-stream", orders.name, "billing")
     assert (asked.status, asked.out) == (2, "")
     done = cli("spark", "drop-stream", orders.name, "billing", "--yes")
-    assert done == (0, "stream billing is gone; 2 messages are ready again\n", "")
+    assert done == (0, "stream billing is dropped; 2 messages are ready again\n", "")
     assert orders.peek() == 2
     assert cli("spark", "drop-stream", orders.name, "billing", "--yes").status == 1
 

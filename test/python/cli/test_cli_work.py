@@ -299,8 +299,8 @@ def test_log_lines_are_json_whatever_is_logged(database: str, orders: pgqueue.Qu
         ("orders.tasks:note.nope", "module 'orders.tasks' has no 'note.nope'."),
         ("orders.nope:note", "there is no module 'orders.nope'"),
         ("nope.tasks:note", "there is no module 'nope'"),
-        ("orders.tasks:number", "'orders.tasks:number' is no function."),
-        ("orders.tasks:Notes", "'orders.tasks:Notes' is no function."),
+        ("orders.tasks:number", "'orders.tasks:number' is not a function."),
+        ("orders.tasks:Notes", "'orders.tasks:Notes' is not a function."),
         ("orders.tasks:generate", "is a generator function, of which a call runs nothing."),
         ("orders.tasks:generator", "is a generator function, of which a call runs nothing."),
         ("orders.tasks:two", "cannot be called with 1 argument: missing a required argument: 'connection'."),
@@ -327,7 +327,7 @@ def test_a_handler_that_is_none_is_wrong_usage(shop: Path, handler: str, reason:
 def test_a_module_that_does_not_load_is_told_with_the_place(shop: Path, module: str, reason: str, place: str) -> None:
     done = run("work", "orders", f"{module}:handle", cwd=shop, PGQUEUE_DSN="host=/nowhere")
     assert done.status == 1
-    assert done.err.startswith(f"pgqueue: module {module} does not load: {reason}")
+    assert done.err.startswith(f"pgqueue: module {module} cannot be imported: {reason}")
     assert place in done.err
     assert "Traceback" not in done.err
     debug = run("work", "orders", f"{module}:handle", "--debug", cwd=shop, PGQUEUE_DSN="host=/nowhere")
@@ -434,7 +434,7 @@ def test_who_is_forced_to_end_ends_also_where_nothing_more_can_be_written(monkey
             raise OSError(errno.ENOSPC, "No space left on device")
 
     ended: list[int] = []
-    stop = pgqueue.cli.work._Stop(SimpleNamespace(request_stop=lambda: None), SimpleNamespace(signals=0))
+    stop = pgqueue.cli.work._SignalHandler(SimpleNamespace(request_stop=lambda: None), SimpleNamespace(signals=0))
     stop(signal.SIGINT)
     stop(signal.SIGTERM)
     with monkeypatch.context() as patch:

@@ -7,8 +7,8 @@ import psycopg
 import pytest
 from consumers import SECOND, prepare
 
-from pgqueue.cli import watch
-from pgqueue.cli.frame import Session
+from pgqueue.cli import work_monitor
+from pgqueue.cli.session import Session
 
 
 @pytest.mark.parametrize("off", [-2, 2])
@@ -20,14 +20,14 @@ def test_what_is_for_later_is_told_by_the_clock_of_the_server_alone(
         def now(cls, tz: Any = None) -> Any:
             return datetime.now(tz) + off * 3600 * SECOND
 
-    monkeypatch.setattr(watch, "datetime", Wrong, raising=False)
+    monkeypatch.setattr(work_monitor, "datetime", Wrong, raising=False)
 
     def is_empty(look_ahead: timedelta) -> bool:
-        seen = watch.Watch(Session(), database, name, cast(Any, None), look_ahead)
+        seen = work_monitor.WorkMonitor(Session(), database, name, cast(Any, None), look_ahead)
         try:
-            return seen._look()
+            return seen._is_drained()
         finally:
-            seen._hang_up()
+            seen._close_connection()
 
     queue = prepare(connection, name)
     assert is_empty(0 * SECOND)

@@ -46,12 +46,12 @@ def home(tmp_path: Path) -> Iterator[Path]:
 def test_commands_without_a_dsn_share_data_that_stays(home: Path) -> None:
     made = run("create", "orders", PGQUEUE_HOME=home)
     assert made.status == 0, made.err
-    assert made.err == f"pgqueue: no --dsn, so this is the embedded database in {home}, made now: a moment\n"
+    assert made.err == f"pgqueue: no --dsn: using the embedded database in {home}, which is created now\n"
     assert run("send", "orders", '{"a": 1}', "--quiet", PGQUEUE_HOME=home).err == ""
     (keeper,) = keepers(home)
     listed = run("list", "--json", PGQUEUE_HOME=home)
     assert [queue["name"] for queue in listed.records] == ["orders"]
-    assert listed.err == f"pgqueue: no --dsn, so this is the embedded database in {home}\n"
+    assert listed.err == f"pgqueue: no --dsn: using the embedded database in {home}\n"
     assert keepers(home) == [keeper]
     # Stopped, and started again by who comes next.
     os.kill(keeper, signal.SIGTERM)

@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from served import ADMIN
 
 from pgqueue.http import Service, Settings, create_app
-from pgqueue.http.body import read_json, size_of
 from pgqueue.http.databases import Databases
 from pgqueue.http.models import Ack, DirectMessage
 from pgqueue.http.passwords import hash_password
+from pgqueue.http.request_body import json_size, read_json
 
 # As text, of any form that JSON allows: Python would write most of them otherwise.
 digits = st.text("0123456789", min_size=1, max_size=25)
@@ -63,9 +63,9 @@ def test_a_number_is_measured_as_postgresql_writes_it(connection: psycopg.Connec
         written = None
     if written is None:  # which it says itself, and at once
         with suppress(ValueError):
-            size_of(read_json(text))
+            json_size(read_json(text))
     else:
-        assert size_of(read_json(text)) == written
+        assert json_size(read_json(text)) == written
 
 
 values = st.recursive(
@@ -81,7 +81,7 @@ def test_so_is_everything_else(connection: psycopg.Connection[Any], value: Any) 
         ((written,),) = connection.execute("select octet_length(%s::jsonb::text)", [text]).fetchall()
     except psycopg.DataError:  # NUL
         return
-    assert size_of(read_json(text)) == written
+    assert json_size(read_json(text)) == written
 
 
 # What is refused here, by a server whose databases cannot be reached: all else is 503.

@@ -16,14 +16,14 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from pgqueue.http import create_app, head
-from pgqueue.http.databases import Databases, end
-from pgqueue.http.edge import Edge
-from pgqueue.http.flow import Look
+from pgqueue.http import create_app, protocol
+from pgqueue.http.databases import Databases, cancel_and_wait
 from pgqueue.http.metrics import Metrics
+from pgqueue.http.middleware import RequestMiddleware
 from pgqueue.http.passwords import Authenticator, hash_password
 from pgqueue.http.sampling import History, Sampler
 from pgqueue.http.settings import Limits, Service, Settings
+from pgqueue.http.throughput import QueueActivity
 from pgqueue.message import QueueStats
 
 SETTINGS = Settings("", {"one": Service("one", "", ("one",))}, {})
@@ -32,7 +32,7 @@ SCOPE: Scope = {"type": "http", "method": "GET", "path": "/healthz", "headers": 
 
 async def serve(app: Any, answers: list[Message], answered: asyncio.Event, seconds: float = 0.2) -> None:
     metrics = Metrics(Sampler(SETTINGS, Databases(SETTINGS)))
-    edge = Edge(app, Authenticator({}), metrics, seconds)
+    edge = RequestMiddleware(app, Authenticator({}), metrics, seconds)
 
     async def receive() -> Message:
         await asyncio.Event().wait()
@@ -160,7 +160,9 @@ async def talking(app: Any = greeting) -> AsyncIterator[tuple[asyncio.StreamRead
     """A connection to a server."""
     config, state = Config(app, log_config=None, lifespan="off"), ServerState()
     loop = asyncio.get_running_loop()
-    async with await loop.create_server(lambda: head.Protocol(config, state, {}), "127.0.0.1", 0) as server:
+    async with await loop.create_server(
+        lambda: protocol.LimitedHttpProtocol(config, state, {}), "127.0.0.1", 0
+    ) as server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         try:
             yield reader, writer
@@ -185,14 +187,14 @@ async def refusal(reader: asyncio.StreamReader) -> tuple[bytes, str]:
 async def test_a_head_without_end_is_cut_off(begin: bytes, more: bytes) -> None:
     """Before anybody has asked for a password."""
     async with talking() as (reader, writer):
-        writer.write(begin + more * (head.HEAD_LIMIT // len(more)))
+        writer.write(begin + more * (protocol.HEADERS_LIMIT // len(more)))
         assert await refusal(reader) == (b"HTTP/1.1 431 Request Header Fields Too Large", "head_too_large")
 
 
 async def test_a_head_of_a_usual_size_is_answered_whatever_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
     async with talking() as (reader, writer), asyncio.timeout(20):
-        for size in (10, head.HEAD_LIMIT - 100):
+        for size in (10, protocol.HEADERS_LIMIT - 100):
             writer.write(b"POST / HTTP/1.1\r\nContent-Length: 200000\r\nX: " + b"y" * size + b"\r\n\r\n")
             await reader.readuntil(END)
             await asyncio.sleep(0.2)  # the body may come later than a head
@@ -203,7 +205,7 @@ async def test_a_head_of_a_usual_size_is_answered_whatever_follows(monkeypatch: 
 
 @pytest.mark.parametrize("begin", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=["none", "line", "headers"])
 async def test_a_head_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
-    monkeypatch.setattr(head, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
     async with talking() as (reader, writer):
         writer.write(begin)
         assert await refusal(reader) == (b"HTTP/1.1 408 Request Timeout", "timeout")
@@ -226,7 +228,7 @@ async def test_a_body_that_does_not_end_is_given_up() -> None:
 
 
 async def test_so_is_the_next_one_on_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
     async with talking() as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         async with asyncio.timeout(20):
@@ -257,7 +259,7 @@ async def test_who_cannot_look_tries_again_soon() -> None:
         async with asyncio.timeout(2.5):
             await third.wait()
     finally:
-        await end(looking)
+        await cancel_and_wait(looking)
 
 
 async def test_who_looks_at_the_queues_ends_though_a_pool_overlooks_that_he_is_to() -> None:
@@ -285,7 +287,7 @@ async def test_who_is_answered_before_his_body_is_there_does_not_stay(
 ) -> None:
     """As everybody is who has no password: whether he goes on, stops or ends, and then says no more."""
     for patience in ("HEAD_SECONDS", "REST_SECONDS"):
-        monkeypatch.setattr(head, patience, 0.1)
+        monkeypatch.setattr(protocol, patience, 0.1)
     async with talking() as (reader, writer), asyncio.timeout(10):
         writer.write(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\n")
         await reader.readuntil(END)
@@ -295,7 +297,7 @@ async def test_who_is_answered_before_his_body_is_there_does_not_stay(
 
 async def test_who_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """He lives, and keeps the connection: nothing else would ever end it, nor what is worked on for it."""
-    monkeypatch.setattr(head, "READING_SECONDS", 0.5)
+    monkeypatch.setattr(protocol, "READING_SECONDS", 0.5)
     ended = asyncio.Event()
 
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
@@ -371,7 +373,7 @@ def test_the_counters_of_queues_that_are_gone_are_forgotten(monkeypatch: pytest.
     sampler = Sampler(SETTINGS, Databases(SETTINGS))
     counted = Metrics(sampler)
     there = History()
-    there.add(0.0, QueueStats("there", 0, 0, 0, 0, None, False, []), Look(0, None, None))
+    there.add(0.0, QueueStats("there", 0, 0, 0, 0, None, False, []), QueueActivity(0, None, None))
     monkeypatch.setattr(sampler, "histories", lambda: iter([(("one", "one", "there"), there)]))
     for queue in ("there", "gone"):
         for operation in ("enqueued", "claimed"):

@@ -10,33 +10,53 @@ from psycopg.sql import SQL
 from served import Server, Site, new_name, serving
 
 import pgqueue
-from pgqueue.http import waiting
+from pgqueue.http import notifications
 from pgqueue.http.databases import Databases
-from pgqueue.http.flow import _LOOK, _SEEN_LIMIT, Counts, Flow, Look, flow, look
 from pgqueue.http.metrics import Metrics
 from pgqueue.http.sampling import History, Sampler
 from pgqueue.http.settings import Service, Settings
+from pgqueue.http.throughput import (
+    _ACTIVITY,
+    _SEEN_LIMIT,
+    Counts,
+    QueueActivity,
+    Throughput,
+    read_activity,
+    throughput_between,
+)
 from pgqueue.message import QueueStats
 
 
 @pytest.mark.parametrize(
     ("before", "now", "expected"),
     [
-        pytest.param(Counts(5, 5, 5, 5), Counts(5, 5, 5, 5), Flow(0, 0), id="nothing happened"),
-        pytest.param(Counts(depth=0), Counts(sent=20, acked=6, depth=14), Flow(10, 3), id="all passed here"),
-        pytest.param(Counts(depth=10), Counts(sent=20, depth=4), Flow(10, 13), id="consumers are elsewhere"),
-        pytest.param(Counts(depth=10), Counts(acked=20, depth=4), Flow(7, 10), id="producers are elsewhere"),
-        pytest.param(Counts(depth=10), Counts(depth=4), Flow(0, 3), id="all are elsewhere, and it shrinks"),
-        pytest.param(Counts(depth=4), Counts(seen=2, depth=10), Flow(3, 0), id="and it grows"),
-        pytest.param(Counts(depth=4), Counts(seen=8, depth=4), Flow(4, 4), id="and it stays, but what is there is new"),
-        pytest.param(Counts(depth=None), Counts(sent=4, seen=6, depth=9), Flow(3, 0), id="a depth was estimated"),
-        pytest.param(Counts(inserted=5, deleted=1), Counts(9, 9, 9, 9, 15, 7), Flow(5, 3, True), id="it is counted"),
-        pytest.param(Counts(inserted=5, deleted=5), Counts(inserted=1, deleted=9), Flow(0, 0, True), id="anew"),
-        pytest.param(Counts(), Counts(inserted=1000, deleted=9), Flow(0, 0, True), id="the first that is counted"),
+        pytest.param(Counts(5, 5, 5, 5), Counts(5, 5, 5, 5), Throughput(0, 0), id="nothing happened"),
+        pytest.param(Counts(depth=0), Counts(sent=20, acked=6, depth=14), Throughput(10, 3), id="all passed here"),
+        pytest.param(Counts(depth=10), Counts(sent=20, depth=4), Throughput(10, 13), id="consumers are elsewhere"),
+        pytest.param(Counts(depth=10), Counts(acked=20, depth=4), Throughput(7, 10), id="producers are elsewhere"),
+        pytest.param(Counts(depth=10), Counts(depth=4), Throughput(0, 3), id="all are elsewhere, and it shrinks"),
+        pytest.param(Counts(depth=4), Counts(seen=2, depth=10), Throughput(3, 0), id="and it grows"),
+        pytest.param(
+            Counts(depth=4),
+            Counts(seen=8, depth=4),
+            Throughput(4, 4),
+            id="and it stays, but what is there is new",
+        ),
+        pytest.param(Counts(depth=None), Counts(sent=4, seen=6, depth=9), Throughput(3, 0), id="a depth was estimated"),
+        pytest.param(
+            Counts(inserted=5, deleted=1),
+            Counts(9, 9, 9, 9, 15, 7),
+            Throughput(5, 3, True),
+            id="it is counted",
+        ),
+        pytest.param(Counts(inserted=5, deleted=5), Counts(inserted=1, deleted=9), Throughput(0, 0, True), id="anew"),
+        pytest.param(
+            Counts(), Counts(inserted=1000, deleted=9), Throughput(0, 0, True), id="the first that is counted"
+        ),
     ],
 )
-def test_the_flow_between_two_moments(before: Counts, now: Counts, expected: Flow) -> None:
-    assert flow(before, now, 2.0) == expected
+def test_the_flow_between_two_moments(before: Counts, now: Counts, expected: Throughput) -> None:
+    assert throughput_between(before, now, 2.0) == expected
 
 
 @pytest.mark.parametrize(("estimated", "left"), [("ready_messages", 2.0), ("dead_messages", 4.0)])
@@ -44,14 +64,14 @@ def test_what_passed_is_added_up(estimated: str, left: float) -> None:
     settings = Settings("", {"one": Service("one", "", ("two",))}, {})
     sampler = Sampler(settings, Databases(settings))
     metrics = Metrics(sampler)
-    place, nothing = ("one", "two", "three"), Look(0, None, None)
+    place, nothing = ("one", "two", "three"), QueueActivity(0, None, None)
     history = sampler._histories[place] = History()
     stats = QueueStats("three", 999, 0, 0, 0, 1.0, False, [estimated])
     history.add(0.0, stats, nothing)
     for operation, number in (("enqueued", 6), ("redriven", 2), ("claimed", 5), ("released", 1), ("acked", 4)):
         metrics.messages(*place, operation, number)
     history.add(2.0, stats, nothing)
-    assert history.flow == Flow(4.0, left)  # the depth is the same, where it is known
+    assert history.throughput == Throughput(4.0, left)  # the depth is the same, where it is known
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +88,10 @@ def sql(dsn: str) -> Iterator[psycopg.Connection[Any]]:
         yield connection
 
 
-def looked(dsn: str, mark: int | None) -> tuple[dict[str, Look], int | None]:
-    async def run() -> tuple[dict[str, Look], int | None]:
+def looked(dsn: str, mark: int | None) -> tuple[dict[str, QueueActivity], int | None]:
+    async def run() -> tuple[dict[str, QueueActivity], int | None]:
         async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
-            return await look(connection, mark)
+            return await read_activity(connection, mark)
 
     return asyncio.run(run())
 
@@ -82,7 +102,7 @@ def test_a_look_finds_what_was_sent_since_the_one_before(sql: psycopg.Connection
     send = "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]))"
     sql.execute(send, [name, 5])
     found, mark = looked(dsn, None)
-    assert found[name] == Look(0, None, None)  # a first look has nothing to compare with
+    assert found[name] == QueueActivity(0, None, None)  # a first look has nothing to compare with
     sql.execute(send, [name, 3])
     sql.execute("select pgqueue.enqueue(%s, '1', delay => '1 h')", [name])
     sql.execute(send, [other, 2])
@@ -103,7 +123,7 @@ def test_a_partition_of_its_own_counts(sql: psycopg.Connection[Any], dsn: str) -
     sql.execute("select pgqueue.ack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 3) m limit 2", [name, name])
     sql.execute("select pg_stat_force_next_flush()")
     sql.execute("select 1")
-    assert looked(dsn, None)[0][name] == Look(0, 7, 2)
+    assert looked(dsn, None)[0][name] == QueueActivity(0, 7, 2)
 
 
 def test_a_role_that_may_not_look_is_told_nothing(sql: psycopg.Connection[Any], dsn: str) -> None:
@@ -138,7 +158,7 @@ def test_a_look_touches_as_little_on_a_deep_queue(empty_database: Callable[[], s
 
 def buffers(connection: psycopg.Connection[Any], mark: int | None) -> int:
     """How many buffers the statement touches, its second time in a session."""
-    text = _LOOK.replace("\nselect\n", "\nexplain (analyze, buffers, timing off, format json) select\n", 1)
+    text = _ACTIVITY.replace("\nselect\n", "\nexplain (analyze, buffers, timing off, format json) select\n", 1)
     for _ in range(2):
         cursor = connection.execute(SQL(text).format(mark=2**62 if mark is None else mark, limit=_SEEN_LIMIT))
         while cursor.nextset():
@@ -154,9 +174,9 @@ async def test_a_listener_leaves_the_channels_on_which_nobody_waits(
     dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queues come and go, while on one of them somebody always waits."""
-    monkeypatch.setattr(waiting, "_LINGER_SECONDS", 0.01)
+    monkeypatch.setattr(notifications, "_LINGER_SECONDS", 0.01)
     conninfo = psycopg.conninfo.make_conninfo(dsn, application_name="listener")
-    listeners = waiting.Waiting()
+    listeners = notifications.NotificationListeners()
 
     async def said(*texts: str) -> None:
         seen = "select query from pg_stat_activity where application_name = 'listener'"
@@ -166,18 +186,18 @@ async def test_a_listener_leaves_the_channels_on_which_nobody_waits(
             await asyncio.sleep(0.01)
         raise AssertionError(found)
 
-    async with asyncio.timeout(20), listeners.on(conninfo, "always") as always:
+    async with asyncio.timeout(20), listeners.waiter(conninfo, "always") as always:
         await always.listen()
         for _ in range(2):
-            async with listeners.on(conninfo, "now and then") as waiter:
+            async with listeners.waiter(conninfo, "now and then") as waiter:
                 await waiter.listen()
                 await said('listen "now and then"')
                 sql.execute('notify "now and then"')
-                await waiter.sent.wait()
+                await waiter.notified.wait()
             await said('unlisten "now and then"')
-        assert not always.sent.is_set()
+        assert not always.notified.is_set()
         sql.execute("notify always")
-        await always.sent.wait()
+        await always.notified.wait()
     await said()  # its connection is gone
     await listeners.close()
 

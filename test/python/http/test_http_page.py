@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, BrowserContext, Error, Page, expect, sy
 from served import ADMIN, Server, Site, new_name, serving
 
 import pgqueue
-from pgqueue.http.drawing import sparkline
+from pgqueue.http.page_rendering import sparkline
 
 UNPACKED = Path(__file__).parents[3] / ".cache/chromium/chromium"
 SHOTS = os.environ.get("PGQUEUE_TEST_SCREENSHOTS")
@@ -163,7 +163,7 @@ def test_dead_letters_are_deleted_once_somebody_has_confirmed(
     page.goto("/")
     page.get_by_role("link", name=queue, exact=True).click()
     page.get_by_role("link", name="Delete all").click()
-    expect(page.get_by_text("nothing brings them back")).to_be_visible()
+    expect(page.get_by_text("deletes them permanently")).to_be_visible()
     page.get_by_role("button", name="Delete").click()
     expect(page.get_by_role("status")).to_have_text(["Deleted: 1 dead letter"])
     assert sql.execute("select dead_messages, ready_messages from pgqueue.stats(%s)", [queue]).fetchall() == [(0, 2)]

@@ -67,10 +67,10 @@ def test_the_schema_is_valid(web: Server) -> None:
 def test_head_is_answered_like_get_without_the_body(web: Server) -> None:
     queue = f"{web.queues}/orders"
     for path in ("/healthz", "/readyz", "/", "/static/style.css", "/openapi.json", queue, "/v1/queues/orders/stats"):
-        got, head = web.get(path), web.call("HEAD", path)
-        assert (head.status_code, head.content) == (got.status_code, b"") == (200, b""), path
+        got, protocol = web.get(path), web.call("HEAD", path)
+        assert (protocol.status_code, protocol.content) == (got.status_code, b"") == (200, b""), path
         for name in ("content-type", "x-frame-options", *(["content-length"] if path != "/" else [])):
-            assert head.headers[name] == got.headers[name], (path, name)
+            assert protocol.headers[name] == got.headers[name], (path, name)
     assert web.call("HEAD", "/metrics").status_code == 200
     assert web.call("HEAD", f"{queue}-not").status_code == 404
     assert web.call("HEAD", "/v1/queues/orders/claim").status_code == 405

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from .frame import Session
+from .session import Session
 
 __all__ = ["grant", "revoke"]
 
 
 class Access(StrEnum):
-    """What a role is for."""
+    """The kinds of access."""
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
@@ -28,9 +28,9 @@ Kind = Annotated[Access, typer.Argument(metavar="ACCESS", help=f"One of {', '.jo
 def grant(session: Session, role: Role, access: Kind) -> None:
     """Let a role use the queues of this database.
 
-    A producer sends and sees depths; a consumer claims, settles and browses; an admin makes, changes, empties and drops
-    queues, and redrives; a reader may read all tables; raw is SQL on the tables; transport is what the tables of
-    NServiceBus need. Only the owner of pgqueue may grant.
+    A producer sends and sees depths. A consumer claims, settles and browses. An admin creates, alters, purges and drops
+    queues, and redrives. A reader may read all tables. raw is SQL on the tables. transport is what NServiceBus needs
+    for the tables of its transport. Only the owner of pgqueue may grant.
     """
     with session.queues() as verbs:
         verbs.grant_access(role, access.value)
@@ -38,9 +38,9 @@ def grant(session: Session, role: Role, access: Kind) -> None:
 
 
 def revoke(session: Session, role: Role, access: Kind) -> None:
-    """Take back what grant gave.
+    """Revoke an access that grant gave.
 
-    What the role has by another access stays.
+    Rights that the role has by another access stay.
     """
     with session.queues() as verbs:
         verbs.revoke_access(role, access.value)

@@ -1,30 +1,30 @@
-"""The commands on what was acknowledged."""
+"""The commands on the archive of acknowledged messages."""
 
 from typing import Annotated
 
 import typer
 
 from ..message import ArchivedMessage
-from .frame import Session
-from .show import content
-from .values import All, Max, QueueName, pages
+from .formatting import message_content
+from .parameters import All, Max, QueueName, browse_pages
+from .session import Session
 
 __all__ = ["list_", "maintain"]
 
-Before = Annotated[int | None, typer.Option(metavar="ID", help="Begin below this one.", show_default=False)]
+Before = Annotated[int | None, typer.Option(metavar="ID", help="Only messages with a lower id.", show_default=False)]
 
 
 def list_(session: Session, queue: QueueName, max: Max = 100, before: Before = None, all: All = False) -> None:
-    """What was acknowledged, the newest id first.
+    """List acknowledged messages, the newest id first.
 
-    Kept by queues with --archive-for, and as long as that says by one that was dropped.
+    Queues with --archive-for keep them. The archive of a dropped queue is kept for the same time.
     """
     with session.queue(queue) as verbs:
         session.show(
-            pages(verbs.browse_archived_messages, None if all else max, before),
+            browse_pages(verbs.browse_archived_messages, None if all else max, before),
             [">id", "finished", ">attempts", "claimed by", "…message"],
             _row,
-            f"the archive has nothing of queue {queue}" + (f" below {before}" if before is not None else ""),
+            f"the archive has no message of queue {queue}" + (f" below {before}" if before is not None else ""),
         )
 
 
@@ -34,19 +34,19 @@ def _row(message: ArchivedMessage) -> list[object]:
         message.finished_at,
         message.attempt_count,
         message.claimed_by,
-        content(message.payload, message.body),
+        message_content(message.payload, message.body),
     ]
 
 
 def maintain(session: Session) -> None:
-    """Drop the days that are over, and make those to come.
+    """Drop archive partitions that have expired, and create those of the next days.
 
-    To be run once a day, where queues keep an archive.
+    Run it once a day if queues keep an archive.
     """
     with session.queues() as verbs:
         session.show(
             verbs.maintain_archive(),
             ["day", "change"],
             lambda done: [done.day.isoformat(), done.change],
-            "there was nothing to do",
+            "nothing had to be changed",
         )

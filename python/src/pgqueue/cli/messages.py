@@ -1,4 +1,4 @@
-"""The commands that take, settle, show and remove messages."""
+"""The commands that claim, settle, list and delete messages."""
 
 from datetime import timedelta
 from enum import StrEnum
@@ -9,18 +9,18 @@ from uuid import UUID
 import typer
 
 from ..message import Message
-from .frame import Failure, Session, Status
-from .show import ago, content
-from .values import After, All, Max, QueueName, Yes, behind, pages, period_option
+from .formatting import format_age, message_content
+from .parameters import After, All, Max, QueueName, Yes, after_phrase, browse_pages, duration_option
+from .session import Failure, Session, Status
 
 __all__ = ["ack", "browse", "claim", "extend", "nack", "purge"]
 
 Token = Annotated[UUID, typer.Argument(metavar="TOKEN", help="The claim_token of the messages.", show_default=False)]
-Claimed = Annotated[list[int], typer.Argument(metavar="ID", help="The messages.", show_default=False)]
+Claimed = Annotated[list[int], typer.Argument(metavar="ID", help="The ids of the messages.", show_default=False)]
 
 
 class State(StrEnum):
-    """Where a message is that is not dead."""
+    """The states of a message that is not dead."""
 
     READY = "ready"
     INFLIGHT = "inflight"
@@ -33,17 +33,17 @@ _STATES = {State.READY: "ready", State.INFLIGHT: "in flight", State.SCHEDULED: "
 def claim(
     session: Session,
     queue: QueueName,
-    max: Annotated[int, typer.Option(min=1, max=10000, metavar="N", help="The most messages.")] = 1,
+    max: Annotated[int, typer.Option(min=1, max=10000, metavar="N", help="At most N messages.")] = 1,
     visibility_timeout: Annotated[
-        timedelta | None, period_option(help="How long they stay hidden (that of the queue).")
+        timedelta | None, duration_option(help="How long they stay hidden (the timeout of the queue).")
     ] = None,
     claimed_by: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A name, for people who look.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="The name of the consumer, for people.", show_default=False)
     ] = None,
 ) -> None:
-    """Borrow messages, to be settled with ack or nack.
+    """Claim messages, to be settled with ack or nack.
 
-    They come again when the visibility timeout has passed. The exit status is 3 where none is ready.
+    When the visibility timeout has passed they are delivered again. The exit status is 3 if none is ready.
     """
     with session.queue(queue) as verbs:
         messages = verbs.claim(max, visibility_timeout, claimed_by)
@@ -63,8 +63,8 @@ def _row(message: Message) -> list[object]:
     return [
         str(message.id),
         f"{message.attempt_count} of {message.max_attempts}",
-        ago(message.enqueued_at),
-        content(message.payload, message.body),
+        format_age(message.enqueued_at),
+        message_content(message.payload, message.body),
     ]
 
 
@@ -74,26 +74,26 @@ def extend(
     token: Token,
     ids: Claimed,
     visibility_timeout: Annotated[
-        timedelta | None, period_option(help="How long they stay hidden from now on (that of the queue).")
+        timedelta | None, duration_option(help="How long they stay hidden from now on (the timeout of the queue).")
     ] = None,
 ) -> None:
     """Keep claimed messages hidden for longer.
 
-    The exit status is 3 where a claim was lost; the other claims are extended all the same.
+    The exit status is 3 if a claim was lost; the other claims are extended.
     """
     with session.queue(queue) as verbs, verbs.connection.transaction():
         settled = {each: verbs.extend(each, token, visibility_timeout) for each in ids}
-    _tell(session, settled, "extended")
+    _report(session, settled, "extended")
 
 
 def ack(session: Session, queue: QueueName, token: Token, ids: Claimed) -> None:
     """Acknowledge claimed messages: they are done and deleted.
 
-    The exit status is 3 where a claim was lost; the other messages are acknowledged all the same.
+    The exit status is 3 if a claim was lost; the other messages are acknowledged.
     """
     with session.queue(queue) as verbs, verbs.connection.transaction():
         settled = {each: verbs.ack(each, token) for each in ids}
-    _tell(session, settled, "done")
+    _report(session, settled, "done")
 
 
 def nack(
@@ -101,26 +101,28 @@ def nack(
     queue: QueueName,
     token: Token,
     ids: Claimed,
-    delay: Annotated[timedelta | None, period_option(help="When it comes again (the backoff of the queue).")] = None,
+    delay: Annotated[
+        timedelta | None, duration_option(help="When they are delivered again (the backoff of the queue).")
+    ] = None,
     error: Annotated[str | None, typer.Option(metavar="TEXT", help="Kept as last_error.", show_default=False)] = None,
-    reject: Annotated[bool, typer.Option("--reject", help="To the dead letters at once.")] = False,
+    reject: Annotated[bool, typer.Option("--reject", help="Make them dead letters at once.")] = False,
 ) -> None:
-    """Give claimed messages back.
+    """Return claimed messages to the queue.
 
-    They come again later, or die where their attempts are spent. The exit status is 3 where a claim was lost; the other
-    messages are given back all the same.
+    They are delivered again later, or become dead letters if their attempts are spent. The exit status is 3 if a claim
+    was lost; the other messages are returned.
     """
     if reject and delay is not None:
-        raise typer.BadParameter("what is rejected does not come again.", param_hint="'--delay'")
+        raise typer.BadParameter("a rejected message is not delivered again.", param_hint="'--delay'")
     with session.queue(queue) as verbs, verbs.connection.transaction():
         if reject:
             settled = {each: verbs.reject(each, token, error) for each in ids}
         else:
             settled = {each: verbs.nack(each, token, delay, error) for each in ids}
-    _tell(session, settled, "rejected" if reject else "given back")
+    _report(session, settled, "rejected" if reject else "returned")
 
 
-def _tell(session: Session, settled: dict[int, bool], what: str) -> None:
+def _report(session: Session, settled: dict[int, bool], what: str) -> None:
     lost = [each for each, is_ours in settled.items() if not is_ours]
     if session.json:
         session.lines({"id": each, "settled": is_ours} for each, is_ours in settled.items())
@@ -128,32 +130,36 @@ def _tell(session: Session, settled: dict[int, bool], what: str) -> None:
         session.say(f"{len(settled) - len(lost):,} {what}")
     if lost:
         names = ", ".join(map(str, lost))
-        raise Failure(f"not ours: {names}", "The claim ran out, or these are settled already.", Status.NO)
+        raise Failure(
+            f"claim lost: {names}", "The claim has expired, or these messages are already settled.", Status.NO
+        )
 
 
 def browse(
     session: Session,
     queue: QueueName,
-    state: Annotated[State, typer.Option(help="Which messages.")] = State.READY,
+    state: Annotated[State, typer.Option(help="The state of the messages.")] = State.READY,
     max: Max = 100,
     after: After = 0,
     all: All = False,
 ) -> None:
-    """Look at messages without touching them, by id."""
-    nothing = f"no message of queue {queue} is {_STATES[state]}{behind(after)}"
+    """List messages by id without changing them."""
+    nothing = f"no message of queue {queue} is {_STATES[state]}{after_phrase(after)}"
     with session.queue(queue) as verbs:
-        session.show(pages(partial(verbs.browse, state.value), None if all else max, after), _HEADINGS, _row, nothing)
+        session.show(
+            browse_pages(partial(verbs.browse, state.value), None if all else max, after), _HEADINGS, _row, nothing
+        )
 
 
 def purge(
     session: Session,
     queue: QueueName,
-    expired: Annotated[bool, typer.Option("--expired", help="Only those that have expired. Does not ask.")] = False,
+    expired: Annotated[bool, typer.Option("--expired", help="Only expired messages. Does not ask.")] = False,
     yes: Yes = False,
 ) -> None:
-    """Delete what is ready, in flight or scheduled.
+    """Delete the messages that are ready, in flight or scheduled.
 
-    Asks, unless --yes. Dead letters stay: dead purge deletes those.
+    Asks, unless --yes. Dead letters stay; pgqueue dead purge deletes those.
     """
     with session.queue(queue) as verbs:
         if expired:
@@ -166,4 +172,4 @@ def purge(
                 live = found.ready_messages + found.inflight_messages + found.scheduled_messages
                 session.confirm(f"Delete {live:,} messages of queue {queue}?")
             purged = verbs.purge_queue()
-    session.say(f"{purged:,} messages of queue {queue} are gone", purged=purged)
+    session.say(f"{purged:,} messages of queue {queue} deleted", purged=purged)

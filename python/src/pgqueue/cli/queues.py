@@ -1,4 +1,4 @@
-"""The commands that concern whole queues, and the database."""
+"""The commands on whole queues and on the database."""
 
 import sys
 import time
@@ -17,9 +17,9 @@ from rich.text import Text
 from .. import client
 from ..client import Queues
 from ..message import Finding, QueueInfo, QueueStats
-from .frame import Failure, Session, Status, explain
-from .show import ago, moment, period, printable, table
-from .values import QueueName, Yes, period_option
+from .formatting import format_age, format_duration, format_moment, printable, table
+from .parameters import QueueName, Yes, duration_option
+from .session import Failure, Session, Status, explain
 
 __all__ = ["alter", "create", "doctor", "drop", "install", "list_", "pause", "resume", "show", "stats"]
 
@@ -32,13 +32,13 @@ def install(
 ) -> None:
     """Install pgqueue in a database.
 
-    By create extension where the server has the files of this version, else as plain SQL, for managed servers. Does
-    nothing where it is installed already.
+    Uses create extension if the server has the files of this version, else plain SQL, as managed servers need. Does
+    nothing if pgqueue is already installed.
     """
     session = session if database is None else replace(session, dsn=database)
     with session.connect(autocommit=False) as connection:
         name = connection.info.dbname
-        connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue install'))")  # one at a time
+        connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue install'))")  # one installation at a time
         ((has_schema, is_ours, has_files),) = connection.execute(
             "select to_regnamespace('pgqueue') is not null, to_regprocedure('pgqueue.version()') is not null,"
             " exists (select from pg_available_extensions where name = 'pgqueue' and default_version = %s)",
@@ -46,7 +46,7 @@ def install(
         ).fetchall()
         if has_schema and not is_ours:
             raise Failure(
-                f"database {name} has a schema pgqueue that is not ours; nothing was changed",
+                f"database {name} has another schema with the name pgqueue; nothing was changed",
                 "Rename or drop that schema, or choose another database.",
             )
         if not has_schema:
@@ -56,56 +56,57 @@ def install(
                 else:
                     client.install(connection)
             except psycopg.errors.InsufficientPrivilege as error:
-                hint = f'It takes the right to create in the database: grant create on database "{name}" to …'
+                hint = f'The role needs the right to create schemas: grant create on database "{name}" to …'
                 raise Failure(explain(error)[0], hint) from error
         installed = Queues(connection).version()
         connection.commit()
     state = "is already installed" if has_schema else "is now installed"
     session.say(f"pgqueue {installed} {state} in database {name}", version=installed, installed=not has_schema)
     if installed != version("pgqueue"):
-        session.note(f"this command is {version('pgqueue')}: alter extension pgqueue update changes what is installed")
+        session.note(f"this command is {version('pgqueue')}: alter extension pgqueue update updates the installed one")
 
 
-# The settings of a queue. In parentheses is what a new one has, and what may be.
+# The settings of a queue. The help has the default and the range in parentheses.
 VisibilityTimeout = Annotated[
-    timedelta | None, period_option(help="How long a claimed message stays hidden (30s; 1s to 12h).")
+    timedelta | None, duration_option(help="How long a claimed message stays hidden (30s; 1s to 12h).")
 ]
 MaxAttempts = Annotated[
-    int | None, typer.Option(metavar="N", help="After so many a message is dead (5; 1 to 100).", show_default=False)
+    int | None, typer.Option(metavar="N", help="Attempts before a message is dead (5; 1 to 100).", show_default=False)
 ]
 Dlq = Annotated[
     bool | None,
     typer.Option(
-        "--dlq/--no-dlq", help="Keep the dead ones as dead letters, or delete them (keep).", show_default=False
+        "--dlq/--no-dlq", help="Keep dead messages as dead letters, or delete them (keep).", show_default=False
     ),
 ]
 DeadLetterExpired = Annotated[
     bool | None,
     typer.Option(
         "--dead-letter-expired/--drop-expired",
-        help="Keep expired ones as dead letters, too, or delete them (delete).",
+        help="Keep expired messages as dead letters, or delete them (delete).",
         show_default=False,
     ),
 ]
-BackoffBase = Annotated[timedelta | None, period_option(help="The wait after the first failure (1s; up to 30d).")]
+BackoffBase = Annotated[timedelta | None, duration_option(help="The delay after the first failure (1s; up to 30d).")]
 BackoffFactor = Annotated[
     float | None,
-    typer.Option(metavar="FACTOR", help="How much longer each further wait is (2; 1 to 100).", show_default=False),
+    typer.Option(metavar="FACTOR", help="The factor of each further delay (2; 1 to 100).", show_default=False),
 ]
-BackoffMax = Annotated[timedelta | None, period_option(help="The longest wait (10m; up to 30d).")]
+BackoffMax = Annotated[timedelta | None, duration_option(help="The longest delay (10m; up to 30d).")]
 BackoffJitter = Annotated[
     float | None,
-    typer.Option(metavar="PART", help="How much of a wait is left to chance (0.2; 0 to 1).", show_default=False),
+    typer.Option(metavar="PART", help="The random part of a delay (0.2; 0 to 1).", show_default=False),
 ]
 MaxPayloadBytes = Annotated[
     int | None,
     typer.Option(metavar="N", help="The largest payload or body (262144; up to 100 MB).", show_default=False),
 ]
 ArchiveFor = Annotated[
-    timedelta | None, period_option(help="Keep what is acknowledged, at least so long (not kept; 1d to 3652d).")
+    timedelta | None, duration_option(help="How long acknowledged messages are kept (not kept; 1d to 3652d).")
 ]
 ExpiresAfterIdle = Annotated[
-    timedelta | None, period_option(help="Drop it when empty and unused for so long (never; 1s to 3652d).")
+    timedelta | None,
+    duration_option(help="Drop the queue when it is empty and unused for so long (never; 1s to 3652d)."),
 ]
 
 
@@ -123,10 +124,12 @@ def create(
     max_payload_bytes: MaxPayloadBytes = None,
     archive_for: ArchiveFor = None,
     expires_after_idle: ExpiresAfterIdle = None,
-    dedicated: Annotated[bool, typer.Option("--dedicated", help="A table of its own, for the heavy few.")] = False,
-    if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Leave a queue that exists as it is.")] = False,
+    dedicated: Annotated[
+        bool, typer.Option("--dedicated", help="A table of its own, for a queue with much traffic.")
+    ] = False,
+    if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Leave an existing queue unchanged.")] = False,
 ) -> None:
-    """Create a queue, named by 1 to 128 of a-z, 0-9, - and _."""
+    """Create a queue. A name has 1 to 128 characters of a-z, 0-9, - and _."""
     with session.queue(queue) as verbs:
         info = verbs.create_queue(
             visibility_timeout=visibility_timeout,
@@ -143,7 +146,7 @@ def create(
             archive_for=archive_for,
             expires_after_idle=expires_after_idle,
         )
-    _tell(session, info)
+    _report(session, info)
 
 
 def alter(
@@ -163,8 +166,9 @@ def alter(
 ) -> None:
     """Change settings of a queue; those that are not given stay.
 
-    In parentheses is what a new queue has. Messages keep the attempts that they were sent with. --archive-for 0 ends
-    archiving, and keeps what there is as long as was promised; --expires-after-idle 0 keeps the queue for good.
+    The defaults in parentheses are those of a new queue. Messages keep the attempts that they were sent with.
+    --archive-for 0 ends archiving; archived messages are kept as long as the old setting said. --expires-after-idle 0
+    keeps the queue for good.
     """
     settings = {
         "visibility_timeout": visibility_timeout,
@@ -183,22 +187,22 @@ def alter(
         raise typer.BadParameter("nothing to change: give a setting, such as --max-attempts 7.")
     with session.queue(queue) as verbs:
         info = verbs.alter_queue(**cast(Any, settings))
-    _tell(session, info)
+    _report(session, info)
 
 
-def _tell(session: Session, info: QueueInfo) -> None:
+def _report(session: Session, info: QueueInfo) -> None:
     if session.json:
         session.lines([info])
         return
     fate = "to the dead letters" if info.dlq_enabled else "deleted"
     attempts = "1 attempt" if info.max_attempts == 1 else f"{info.max_attempts} attempts"
-    hidden = period(info.visibility_timeout)
-    kept = f"; archived for {period(info.archive_for)}" if info.archive_for else ""
+    hidden = format_duration(info.visibility_timeout)
+    kept = f"; archived for {format_duration(info.archive_for)}" if info.archive_for else ""
     session.say(f"queue {info.name}: visibility timeout {hidden}, {attempts}, then {fate}{kept}")
 
 
 def show(session: Session, queue: QueueName) -> None:
-    """One queue, with all its settings."""
+    """Show a queue and all its settings."""
     with session.queue(queue) as verbs:
         info = verbs.get_queue()
     if session.json:
@@ -206,30 +210,30 @@ def show(session: Session, queue: QueueName) -> None:
         return
     facts: dict[str, object] = {
         "queue": info.name,
-        "paused": moment(info.paused_at) if info.paused_at else None,
-        "visibility timeout": period(info.visibility_timeout),
+        "paused": format_moment(info.paused_at) if info.paused_at else None,
+        "visibility timeout": format_duration(info.visibility_timeout),
         "max attempts": info.max_attempts,
         "dead ones": "become dead letters" if info.dlq_enabled else "are deleted",
         "expired ones": "become dead letters" if info.dead_letter_expired and info.dlq_enabled else "are deleted",
-        "backoff": f"{period(info.backoff_base)}, each time {info.backoff_factor:g} times as long,"
-        f" up to {period(info.backoff_max)}; {info.backoff_jitter:.0%} of it by chance",
+        "backoff": f"{format_duration(info.backoff_base)}, {info.backoff_factor:g} times as long after each failure,"
+        f" up to {format_duration(info.backoff_max)}; {info.backoff_jitter:.0%} of it random",
         "max payload": f"{info.max_payload_bytes:,} bytes",
-        "archived for": period(info.archive_for) if info.archive_for else None,
-        "dropped": f"after {period(info.expires_after_idle)} without messages and use"
+        "archived for": format_duration(info.archive_for) if info.archive_for else None,
+        "dropped": f"after {format_duration(info.expires_after_idle)} without messages or use"
         if info.expires_after_idle
         else None,
         "table": "its own" if info.dedicated else "shared",
-        "created": moment(info.created_at),
-        "changed": moment(info.updated_at),
+        "created": format_moment(info.created_at),
+        "changed": format_moment(info.updated_at),
     }
     session.say("\n".join(f"{name:20}{fact}" for name, fact in facts.items() if fact is not None))
 
 
-_NO_QUEUE = "there is no queue: pgqueue create makes one"
+_NO_QUEUE = "there is no queue; create one with pgqueue create"
 
 
 def list_(session: Session) -> None:
-    """The queues and their settings, by name."""
+    """List the queues and their settings, by name."""
     with session.queues() as verbs:
         queues = verbs.list_queues()
 
@@ -238,7 +242,7 @@ def list_(session: Session) -> None:
             info.name,
             info.visibility_timeout,
             info.max_attempts,
-            f"{period(info.backoff_base)}-{period(info.backoff_max)}",
+            f"{format_duration(info.backoff_base)}-{format_duration(info.backoff_max)}",
             info.archive_for,
             ", ".join(_notes(info)),
         ]
@@ -248,24 +252,24 @@ def list_(session: Session) -> None:
 
 def _notes(info: QueueInfo) -> Iterator[str]:
     if info.paused_at:
-        yield f"paused {ago(info.paused_at)}"
+        yield f"paused {format_age(info.paused_at)}"
     if info.dedicated:
         yield "dedicated"
     if not info.dlq_enabled:
         yield "no dead letters"
     if info.expires_after_idle:
-        yield f"until idle for {period(info.expires_after_idle)}"
+        yield f"until idle for {format_duration(info.expires_after_idle)}"
 
 
 def stats(
     session: Session,
     queue: Annotated[str | None, typer.Argument(metavar="QUEUE", help="Only this queue.", show_default=False)] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
-    interval: Annotated[timedelta, period_option(help="How often --watch looks (2s).")] = timedelta(seconds=2),
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat until Ctrl-C.")] = False,
+    interval: Annotated[timedelta, duration_option(help="The interval of --watch (2s).")] = timedelta(seconds=2),
 ) -> None:
-    """How many messages are in which state.
+    """Count the messages in each state.
 
-    Figures with ~ are estimated. With --watch and --json, or where stdout is no terminal, each look adds lines.
+    Figures with ~ are estimated. With --watch and --json, or if stdout is not a terminal, each look adds lines.
     """
     with session.queues() as verbs:
         if not watch:
@@ -285,12 +289,12 @@ def _stats_row(found: QueueStats) -> list[object]:
     return [
         found.queue_name,
         *map(figure, ("ready_messages", "inflight_messages", "scheduled_messages", "dead_messages")),
-        ago(found.oldest_age_seconds),
+        format_age(found.oldest_age_seconds),
         "paused" if found.paused else "",
     ]
 
 
-_SHORTEST, _LONGEST = timedelta(seconds=0.1), timedelta(days=365)  # between two looks
+_SHORTEST, _LONGEST = timedelta(seconds=0.1), timedelta(days=365)  # bounds of the time between two looks
 
 
 def _watch(session: Session, look: Callable[[], list[QueueStats]], interval: timedelta) -> NoReturn:
@@ -311,9 +315,9 @@ def _watch(session: Session, look: Callable[[], list[QueueStats]], interval: tim
 
 
 def pause(session: Session, queue: QueueName) -> None:
-    """Hand out no messages until resume.
+    """Deliver no messages until resume.
 
-    Sending and settling go on.
+    Sending and settling still work.
     """
     with session.queue(queue) as verbs:
         changed = verbs.pause_queue()
@@ -321,7 +325,7 @@ def pause(session: Session, queue: QueueName) -> None:
 
 
 def resume(session: Session, queue: QueueName) -> None:
-    """Hand out messages again."""
+    """Deliver messages again."""
     with session.queue(queue) as verbs:
         changed = verbs.resume_queue()
     session.say(f"queue {queue} {'runs again' if changed else 'was not paused'}", paused=False, changed=changed)
@@ -330,7 +334,7 @@ def resume(session: Session, queue: QueueName) -> None:
 def drop(session: Session, queue: QueueName, yes: Yes = False) -> None:
     """Drop a queue with all its messages, dead letters included.
 
-    Asks, unless --yes. Delayed messages that were still to come stay as dead letters under its name.
+    Asks, unless --yes. Delayed messages that are not due stay as dead letters under its name.
     """
     with session.queue(queue) as verbs:
         if not yes:
@@ -338,18 +342,18 @@ def drop(session: Session, queue: QueueName, yes: Yes = False) -> None:
             live = found.ready_messages + found.inflight_messages + found.scheduled_messages
             session.confirm(f"Drop queue {queue} with {live:,} messages and {found.dead_messages:,} dead letters?")
         dropped = verbs.drop_queue()
-    session.say(f"queue {queue} and its {dropped:,} messages are gone", dropped=dropped)
+    session.say(f"queue {queue} and its {dropped:,} messages are dropped", dropped=dropped)
 
 
 def doctor(
     session: Session,
     peek_delay: Annotated[
-        timedelta | None, period_option(help="How often the consumers look, if they poll (1s).")
+        timedelta | None, duration_option(help="The interval at which the consumers poll (1s).")
     ] = None,
 ) -> None:
-    """Say what hurts, and the statement that repairs it.
+    """Report problems, and the statements that repair them.
 
-    The exit status is 3 where anything worse than an info is found.
+    The exit status is 3 if a finding is worse than info.
     """
     with session.queues() as verbs:
         findings = verbs.doctor(peek_delay)
@@ -359,7 +363,7 @@ def doctor(
         for finding in findings:
             session.out.print(_finding(finding), soft_wrap=True)
     else:
-        session.say("all is well")
+        session.say("no problems found")
     if any(finding.severity != "info" for finding in findings):
         raise typer.Exit(Status.NO)
 

@@ -1,4 +1,4 @@
-"""`send`: messages from arguments, or from JSON Lines, into a queue."""
+"""`send`: enqueues messages from arguments or from JSON Lines."""
 
 import errno
 import os
@@ -19,27 +19,27 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from ..client import Queue
 from ..errors import InvalidArgument, PayloadTooLarge
-from .frame import Failure, Session, Status, explain
-from .values import QueueName, document, headers, period_option
+from .parameters import QueueName, duration_option, parse_headers, parse_json
+from .session import Failure, Session, Status, explain
 
 __all__ = ["send"]
 
 _STDIN: Final = "-"
-_BATCH = 1000  # messages of a statement
+_BATCH = 1000  # messages per statement
 _BATCH_BYTES = 4 * 1024 * 1024
 _REFUSED = (psycopg.DataError, PayloadTooLarge, psycopg.errors.ProgramLimitExceeded, psycopg.errors.StatementTooComplex)
 
 
 class Input(NamedTuple):
-    """A message to send, and where it stands."""
+    """A message to send, and its place in the input."""
 
     where: str
     content: Jsonb | bytes
     size: int
 
 
-class Bad(Exception):
-    """An input that cannot be sent: where it stands and why, and perhaps a hint."""
+class BadInput(Exception):
+    """An input that cannot be sent: its place and the reason, and optionally a hint."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message, hint)
@@ -49,31 +49,34 @@ def send(
     session: Session,
     queue: QueueName,
     payload: Annotated[
-        list[str] | None, typer.Argument(metavar="PAYLOAD", help="Each a JSON document.", show_default=False)
+        list[str] | None, typer.Argument(metavar="PAYLOAD", help="JSON documents.", show_default=False)
     ] = None,
     file: Annotated[
         list[str] | None,
         typer.Option("--file", "-f", metavar="FILE", help="A file of JSON Lines; - is standard input."),
     ] = None,
     body: Annotated[
-        bool, typer.Option("--body", help="Bytes, not JSON: each argument a message, and each file as a whole.")
+        bool, typer.Option("--body", help="Send bytes, not JSON: each argument and each whole file is a message.")
     ] = False,
     header: Annotated[
         list[str] | None,
-        typer.Option("--header", "-H", metavar="NAME=VALUE", help="In all of them.", show_default=False),
+        typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header of all messages.", show_default=False),
     ] = None,
-    delay: Annotated[timedelta | None, period_option(help="Deliver them after that.")] = None,
-    expires_in: Annotated[timedelta | None, period_option(help="Drop them if not consumed by then.")] = None,
+    delay: Annotated[timedelta | None, duration_option(help="The delay before the first delivery.")] = None,
+    expires_in: Annotated[
+        timedelta | None, duration_option(help="Drop messages that are not consumed by then.")
+    ] = None,
     commit_every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="A transaction for every N.", show_default=False)
+        int | None, typer.Option(min=1, metavar="N", help="Commit after every N messages.", show_default=False)
     ] = None,
 ) -> None:
-    """Send messages: arguments, or lines of JSON.
+    """Send messages from arguments or from JSON Lines.
 
     Without arguments each line of the files, or of standard input, is a message; empty lines are skipped.
 
-    All or none: they share a transaction, and a line that cannot be sent ends it; its file and number are told. With
-    --commit-every there are several transactions: those before the bad line stay, and it is told how far they reach.
+    Either all messages are sent or none: they share a transaction, and a line that cannot be sent ends it; the error
+    names its file and number. With --commit-every there are several transactions: those before the bad line stay, and
+    the error says up to which line.
     """
     if payload and file:
         raise typer.BadParameter("not together with payloads.", param_hint="'--file'")
@@ -82,15 +85,15 @@ def send(
             raise typer.BadParameter("nothing to send: give payloads, --file, or JSON Lines on standard input.")
         file = [_STDIN]
     paths = [_path(name) for name in file or ()]
-    own_headers = headers(header or [])
+    own_headers = parse_headers(header or [])
     try:
         given = [_argument(number, text, body) for number, text in enumerate(payload or (), 1)]
-    except Bad as bad:
+    except BadInput as error:
         raise Failure(
-            bad.args[0], """A string is JSON in quotes, as in '"text"'; --body sends bytes.""", Status.USAGE
+            error.args[0], """A JSON string needs quotes, as in '"text"'; --body sends bytes.""", Status.USAGE
         ) from None
 
-    with session.connect() as connection, _Meter(session, paths) as meter:
+    with session.connect() as connection, _ProgressBar(session, paths) as progress:
         verbs = Queue(connection, queue)
 
         def enqueue(inputs: Sequence[Input]) -> list[int]:
@@ -103,20 +106,20 @@ def send(
                 expires_in=expires_in,
             )
 
-        inputs = chain(given, (each for path in paths for each in _inputs(path, body, meter)))
-        shipment = _Shipment(session, connection, enqueue)
-        shipment.send(inputs, commit_every)
+        inputs = chain(given, (each for path in paths for each in _inputs(path, body, progress)))
+        sender = _Sender(session, connection, enqueue)
+        sender.send(inputs, commit_every)
     if session.json:
         return
-    if shipment.sent == 1:
-        session.say(f"message {shipment.first} sent to {queue}")
+    if sender.sent == 1:
+        session.say(f"message {sender.first} sent to {queue}")
     else:
-        ids = f", ids {shipment.first} to {shipment.last}" if shipment.sent else ""
-        session.say(f"{shipment.sent:,} messages sent to {queue}{ids}")
+        ids = f", ids {sender.first} to {sender.last}" if sender.sent else ""
+        session.say(f"{sender.sent:,} messages sent to {queue}{ids}")
 
 
-class _Shipment:
-    """Inputs in transactions of statements, and an account of what is sent."""
+class _Sender:
+    """Sends inputs in transactions of several statements, and records what was sent."""
 
     def __init__(
         self, session: Session, connection: psycopg.Connection[Any], enqueue: Callable[[Sequence[Input]], list[int]]
@@ -124,16 +127,16 @@ class _Shipment:
         self._session = session
         self._connection = connection
         self._enqueue = enqueue
-        self._pending = 0  # in the transaction that is open
-        self._ids: list[int] = []  # of these, if they are to be shown
+        self._pending = 0  # messages in the open transaction
+        self._ids: list[int] = []  # their ids, if they are to be printed
         self._where = ""
-        self._account = "Nothing was sent."
+        self._outcome = "Nothing was sent."
         self.sent = 0
         self.first: int | None = None
         self.last: int | None = None
 
     def send(self, inputs: Iterator[Input], commit_every: int | None) -> None:
-        """Send all inputs. Whatever ends this, it is said what is sent."""
+        """Send all inputs. An error, too, says what was sent."""
         try:
             for batch in _batches(inputs, commit_every):
                 self._add(batch)
@@ -141,20 +144,20 @@ class _Shipment:
                     self._commit()
             self._commit()
         except KeyboardInterrupt:
-            raise Failure("interrupted", self._account, 128 + signal.SIGINT) from None
-        except (Bad, psycopg.Error, OSError) as error:
-            message, hint = error.args if isinstance(error, Bad) else explain(error)
-            raise Failure(message, f"{hint} {self._account}" if hint else self._account) from error
+            raise Failure("interrupted", self._outcome, 128 + signal.SIGINT) from None
+        except (BadInput, psycopg.Error, OSError) as error:
+            message, hint = error.args if isinstance(error, BadInput) else explain(error)
+            raise Failure(message, f"{hint} {self._outcome}" if hint else self._outcome) from error
 
     def _add(self, batch: list[Input]) -> None:
         if not self._pending:
-            self._connection.execute("begin")  # so that the blocks below are savepoints in it
+            self._connection.execute("begin")  # makes the transaction blocks below savepoints of this transaction
         try:
             with self._connection.transaction():
                 ids = self._enqueue(batch)
         except _REFUSED as error:
             if isinstance(error, InvalidArgument) or "headers" in (error.diag.message_primary or ""):
-                raise  # what all of them have in common
+                raise  # the queue or the headers are wrong, and all messages share them
             ids = [self._add_alone(each) for each in batch]
         self.first, self.last = self.first or ids[0], ids[-1]
         self._pending += len(ids)
@@ -168,22 +171,22 @@ class _Shipment:
                 return self._enqueue([one])[0]
         except _REFUSED as error:
             message, hint = explain(error)
-            raise Bad(f"{one.where}: {message}", hint) from None
+            raise BadInput(f"{one.where}: {message}", hint) from None
 
     def _commit(self) -> None:
-        doubt = f"It is not known whether the {self._pending:,} up to {self._where} were sent: look before you repeat."
-        sure, self._account = self._account, doubt
+        unknown = f"The commit of {self._pending:,} messages up to {self._where} failed; check whether they were sent."
+        before, self._outcome = self._outcome, unknown
         self._connection.commit()
         self.sent += self._pending
-        self._account = (
-            f"The first {self.sent:,} were sent, up to {self._where}; nothing after that." if self.sent else sure
+        self._outcome = (
+            f"The first {self.sent:,} were sent, up to {self._where}; none after that." if self.sent else before
         )
         self._session.lines({"id": each} for each in self._ids)
         self._pending, self._ids = 0, []
 
 
 def _batches(inputs: Iterator[Input], commit_every: int | None) -> Iterator[list[Input]]:
-    """Lists of inputs for a statement each; none goes beyond the end of a transaction."""
+    """Lists of inputs, one for each statement. No list goes beyond the end of a transaction."""
     batch: list[Input] = []
     size = count = 0
     for one in inputs:
@@ -204,13 +207,13 @@ def _argument(number: int, text: str, body: bool) -> Input:
 
 
 def _path(name: str) -> Path | None:
-    """A file that can be read; None is standard input."""
+    """The path of a readable file; None is standard input."""
     if name == _STDIN:
         if sys.stdin is None:
             raise typer.BadParameter("-: standard input is closed.", param_hint="'--file'")
         return None
     path = Path(name)
-    try:  # without opening it: it may be a pipe
+    try:  # it is not opened, because it may be a pipe
         is_directory, is_readable = stat.S_ISDIR(path.stat().st_mode), os.access(path, os.R_OK)
     except OSError as error:
         raise typer.BadParameter(f"{name}: {error.strerror}.", param_hint="'--file'") from None
@@ -220,40 +223,40 @@ def _path(name: str) -> Path | None:
     return path
 
 
-def _inputs(path: Path | None, body: bool, meter: "_Meter") -> Iterator[Input]:
+def _inputs(path: Path | None, body: bool, progress: "_ProgressBar") -> Iterator[Input]:
     name = "standard input" if path is None else str(path)
     try:
-        yield from _read(path, name, body, meter)
-    except OSError as error:  # which has no name where it comes in the midst of a file
-        raise Bad(f"{name}: {error.strerror}") from error
+        yield from _read(path, name, body, progress)
+    except OSError as error:  # a read error has no file name
+        raise BadInput(f"{name}: {error.strerror}") from error
 
 
-def _read(path: Path | None, name: str, body: bool, meter: "_Meter") -> Iterator[Input]:
+def _read(path: Path | None, name: str, body: bool, progress: "_ProgressBar") -> Iterator[Input]:
     with nullcontext(sys.stdin.buffer) if path is None else path.open("rb") as lines:
         if body:
             content = lines.read()
-            meter.advance(len(content))
+            progress.advance(len(content))
             yield Input(name, content, len(content))
             return
         for number, line in enumerate(lines, 1):
-            meter.advance(len(line))
+            progress.advance(len(line))
             if text := line.strip():
                 where = f"{name}:{number}"
                 try:
                     yield Input(where, _json(text.decode("utf-8-sig" if number == 1 else "utf-8"), where), len(text))
                 except UnicodeDecodeError as error:
-                    raise Bad(f"{where}: not UTF-8 at byte {error.start + 1}") from None
+                    raise BadInput(f"{where}: not UTF-8 at byte {error.start + 1}") from None
 
 
 def _json(text: str, where: str) -> Jsonb:
     try:
-        return document(text)
+        return parse_json(text)
     except ValueError as error:
-        raise Bad(f"{where}: not JSON: {error}") from None
+        raise BadInput(f"{where}: not JSON: {error}") from None
 
 
-class _Meter:
-    """A progress bar, where files are read and somebody is there to see it."""
+class _ProgressBar:
+    """A progress bar for files, shown only on a terminal."""
 
     def __init__(self, session: Session, files: list[Path | None]) -> None:
         self._count = 0
@@ -274,7 +277,7 @@ class _Meter:
         self._task = self._progress.add_task("", total=sum(known) if len(known) == len(sizes) else None, count=0)
 
     def advance(self, size: int) -> None:
-        """One input more has been read."""
+        """Count an input that was read; `size` is its bytes."""
         if self._progress is not None:
             self._count += 1
             self._progress.update(self._task, advance=size, count=self._count)
@@ -290,7 +293,7 @@ class _Meter:
 
 
 def _size(path: Path | None) -> int | None:
-    """The bytes of a file, if that is known before it is read."""
+    """The size of a file in bytes; None if it is not known before the file is read."""
     try:
         status = os.fstat(sys.stdin.fileno()) if path is None else path.stat()
     except OSError:

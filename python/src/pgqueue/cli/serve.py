@@ -1,4 +1,4 @@
-"""`serve`: the managed queue over HTTP, with its agent."""
+"""`serve`: the HTTP service with its agent."""
 
 import os
 import secrets
@@ -13,8 +13,8 @@ import typer
 from psycopg.conninfo import conninfo_to_dict
 
 from .._files import extra
-from .frame import Failure, Session, Status
-from .logs import Level, log_to
+from .logging_output import Level, log_to
+from .session import Failure, Session, Status
 
 if TYPE_CHECKING:
     from ..http import Settings
@@ -23,7 +23,7 @@ __all__ = ["serve"]
 
 
 class Role(StrEnum):
-    """What a process does."""
+    """The role of a server process."""
 
     ALL = "all"
     CONTROLLER = "controller"
@@ -34,28 +34,32 @@ def serve(
     session: Session,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", envvar="PGQUEUE_CONFIG", help="Services and users, as TOML.", show_default=False),
+        typer.Option(
+            metavar="FILE", envvar="PGQUEUE_CONFIG", help="A TOML file of services and users.", show_default=False
+        ),
     ] = None,
-    host: Annotated[str, typer.Option(metavar="HOST", help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", help="Where to listen; 0 takes any.", min=0, max=65535)] = 8080,
-    role: Annotated[Role, typer.Option(help="Answer requests, work on their tasks, or both.")] = Role.ALL,
+    host: Annotated[str, typer.Option(metavar="HOST", help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="PORT", help="The port to listen on; 0 takes any.", min=0, max=65535)
+    ] = 8080,
+    role: Annotated[Role, typer.Option(help="Answer requests (controller), run tasks (agent), or both.")] = Role.ALL,
     grace_seconds: Annotated[
-        int, typer.Option(metavar="N", help="How long requests may take when it stops.", min=0, max=3600)
+        int, typer.Option(metavar="N", help="Seconds that running requests get when it stops.", min=0, max=3600)
     ] = 30,
     hash_password: Annotated[
-        bool, typer.Option("--hash-password", help="Ask for a password, print its hash for FILE, and end.")
+        bool, typer.Option("--hash-password", help="Ask for a password, print its hash for FILE, and exit.")
     ] = False,
-    log_level: Annotated[Level, typer.Option(help="From which level on.")] = Level.INFO,
+    log_level: Annotated[Level, typer.Option(help="The lowest level to log.")] = Level.INFO,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON objects.")] = False,
 ) -> None:
-    """Serve queues over HTTP, with a page to watch them.
+    """Serve queues over HTTP, with a page that shows them.
 
     SIGTERM, SIGINT and Ctrl-C stop it.
 
-    Without --config, the service is called local and is the database of --dsn; the user is admin, with the password of
-    PGQUEUE_PASSWORD, or a new one that is printed.
+    Without --config there is one service, called local: the database of --dsn. The user is admin, with the password of
+    PGQUEUE_PASSWORD, or with a new password that is printed.
 
-    The first signal lets requests and tasks end, a second one does not.
+    After the first signal, running requests and tasks end normally; a second signal aborts them.
     """
     try:
         from .. import http
@@ -67,7 +71,7 @@ def serve(
         return
     with ExitStack() as stack:
         if config is None:
-            settings = _own(session, stack.enter_context(session.conninfo()), role)
+            settings = _default_settings(session, stack.enter_context(session.conninfo()), role)
         else:
             try:
                 settings = http.Settings.load(config)
@@ -77,25 +81,25 @@ def serve(
         if role is Role.AGENT:
             session.note("works on tasks")
         try:
-            http.serve(settings, role.value, host, port, grace_seconds, lambda at, on: _tell(session, at, on))
-        except SystemExit:  # of uvicorn, which has logged why it cannot listen
+            http.serve(settings, role.value, host, port, grace_seconds, lambda at, on: _report_address(session, at, on))
+        except SystemExit:  # raised by uvicorn, which has logged why it cannot listen
             raise typer.Exit(Status.ERROR) from None
 
 
-def _tell(session: Session, host: str, port: int) -> None:
+def _report_address(session: Session, host: str, port: int) -> None:
     at = f"[{host}]" if ":" in host else host
     session.note(f"serves http://{at}:{port}/")
 
 
-def _own(session: Session, conninfo: str, role: Role) -> "Settings":
-    """Settings for one who has no file."""
+def _default_settings(session: Session, conninfo: str, role: Role) -> "Settings":
+    """The settings if there is no configuration file."""
     from .. import http
 
     password = os.environ.get("PGQUEUE_PASSWORD")
     if not password:
         password = secrets.token_urlsafe(12)
-        if role is not Role.AGENT:  # whom nobody calls
-            # Not a remark: with --quiet, too, as nobody else knows it.
+        if role is not Role.AGENT:  # an agent serves no requests
+            # This is printed with --quiet, too: it is the only place where the password is shown.
             session.err.print(f"pgqueue: no --config: user admin, password {password}", soft_wrap=True)
     database = str(conninfo_to_dict(conninfo).get("dbname") or os.environ.get("PGDATABASE") or "postgres")
     return http.Settings(
@@ -120,7 +124,7 @@ def _not_unicode(name: str) -> Failure:
 
 def _print_hash(session: Session) -> None:
     if sys.stdin is None:
-        raise Failure("standard input is closed, and has no password", status=Status.USAGE)
+        raise Failure("standard input is closed: cannot read the password", status=Status.USAGE)
     try:
         password = getpass("Password: ") if sys.stdin.isatty() else sys.stdin.readline().rstrip("\n")
     except EOFError:  # Ctrl-D

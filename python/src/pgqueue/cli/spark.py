@@ -1,4 +1,4 @@
-"""The commands that run on Spark: the pipelines, under their names."""
+"""The commands that run the pipelines of `pgqueue.spark`."""
 
 import signal
 import sys
@@ -13,8 +13,8 @@ import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from ..client import Queues
-from .frame import Failure, Session, Status, connected
-from .values import QueueName, Yes, period_option
+from .parameters import QueueName, Yes, duration_option
+from .session import Failure, Session, Status, connected
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -32,44 +32,46 @@ __all__ = [
 
 
 def _moment(text: str | datetime) -> datetime:
-    """Read a moment in ISO 8601, in UTC unless it says otherwise."""
+    """Parse a timestamp in ISO 8601; UTC unless it has another offset."""
     if isinstance(text, datetime):
         return text
     try:
         found = datetime.fromisoformat(text)
         return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
     except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r} is not a moment: write 2026-01-31 or 2026-01-31T12:00:00Z.") from None
+        raise typer.BadParameter(f"{text!r} is not a timestamp: write 2026-01-31 or 2026-01-31T12:00:00Z.") from None
 
 
 _MOMENT: Any = {"parser": _moment, "metavar": "MOMENT", "show_default": False}
-Path_ = Annotated[str, typer.Argument(metavar="PATH", help="A directory for this alone.", show_default=False)]
+Path_ = Annotated[str, typer.Argument(metavar="PATH", help="A directory of its own.", show_default=False)]
 Queues_ = Annotated[
-    list[str] | None, typer.Option("--queue", metavar="QUEUE", help="Only these (all).", show_default=False)
+    list[str] | None, typer.Option("--queue", metavar="QUEUE", help="Only this queue (all).", show_default=False)
 ]
 Where = Annotated[
-    str, typer.Option(metavar="PREDICATE", help="Which: a predicate of Spark SQL over the columns.", show_default=False)
+    str, typer.Option(metavar="PREDICATE", help="A Spark SQL predicate over the columns.", show_default=False)
 ]
-Since = Annotated[datetime | None, typer.Option(help="Only what was finished from then on.", **_MOMENT)]
-Until = Annotated[datetime | None, typer.Option(help="Only what was finished before.", **_MOMENT)]
-Master = Annotated[str, typer.Option(metavar="URL", help="Where Spark runs.")]
-AppId = Annotated[str | None, typer.Option(metavar="NAME", help="What the ledger knows this by.", show_default=False)]
-Version = Annotated[int, typer.Option(min=0, metavar="N", help="Each version is done once.")]
+Since = Annotated[datetime | None, typer.Option(help="Only messages finished at that time or later.", **_MOMENT)]
+Until = Annotated[datetime | None, typer.Option(help="Only messages finished before that time.", **_MOMENT)]
+Master = Annotated[str, typer.Option(metavar="URL", help="The Spark master.")]
+AppId = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The name of this job in the ledger.", show_default=False)
+]
+Version = Annotated[int, typer.Option(min=0, metavar="N", help="Each version takes effect once.")]
 
 
 def archive_to_parquet(session: Session, path: Path_, queue: Queues_ = None, master: Master = "local[*]") -> None:
     """Write finished messages to Parquet, each once.
 
-    By queue and UTC day, those that are not there yet: to be run again and again, and after a crash. --queue may be
-    repeated; by default all that the archive is of, dropped ones, too.
+    Writes one part for each queue and UTC day, and only what is not there yet: run it repeatedly, and again after a
+    crash. --queue may be repeated; the default is all queues in the archive, dropped ones included.
     """
     with _spark(session, master, "archive to Parquet") as (spark, dsn, progress):
         from ..spark import pipelines
 
-        names = queue or _all(dsn, is_archived=True)
-        progress.update(_ONE, total=len(names), description="archive to Parquet")
+        names = queue or _default_queues(dsn, is_archived=True)
+        progress.update(_PROGRESS_TASK, total=len(names), description="archive to Parquet")
         done = pipelines.archive_to_parquet(
-            spark, path, dsn=dsn, queues=names, tell=lambda _: progress.update(_ONE, advance=1)
+            spark, path, dsn=dsn, queues=names, tell=lambda _: progress.update(_PROGRESS_TASK, advance=1)
         )
     session.show(
         done,
@@ -92,10 +94,10 @@ def replay(
     version: Version = 1,
     master: Master = "local[*]",
 ) -> None:
-    """Send finished messages once more, from Parquet.
+    """Send finished messages again, from Parquet.
 
-    PATH is that of archive-to-parquet, QUEUE where they are sent to. The same replay is done once, however often it
-    is called: --version 2 does it again.
+    PATH is that of archive-to-parquet; QUEUE is where the messages are sent to. The same replay takes effect once,
+    however often it is called; --version 2 repeats it.
     """
     with _spark(session, master, "replay") as (spark, dsn, _):
         from ..spark import pipelines
@@ -123,20 +125,20 @@ def replay(
 def dead_letter_report(
     session: Session,
     queue: Queues_ = None,
-    window: Annotated[timedelta, period_option(help="The length of a window (1h).")] = timedelta(hours=1),
+    window: Annotated[timedelta, duration_option(help="The length of a window (1h).")] = timedelta(hours=1),
     master: Master = "local[*]",
 ) -> None:
-    """Count dead letters by what they died of.
+    """Count dead letters by their cause.
 
-    By queue, reason, error and hour (UTC), the most first. Of an error stays what does not differ from one message
-    to the next: no numbers, ids, quoted texts or addresses.
+    Groups by queue, reason, error and hour (UTC), the largest group first. Numbers, ids, quoted texts and addresses are
+    removed from errors, so that equal errors are one group.
     """
     with _spark(session, master, "dead letters") as (spark, dsn, _):
         from pyspark.sql import functions as F
 
         from ..spark import pipelines
 
-        letters = pipelines.read_dead_letters(spark, queue or _all(dsn), dsn=dsn)
+        letters = pipelines.read_dead_letters(spark, queue or _default_queues(dsn), dsn=dsn)
         report = pipelines.dead_letter_report(letters, window)
         for moment in ("died_from", "last_died_at"):
             report = report.withColumn(moment, F.unix_micros(moment))
@@ -166,40 +168,44 @@ def redrive_where(
     version: Version = 1,
     master: Master = "local[*]",
 ) -> None:
-    """Make dead letters ready again, by a predicate.
+    """Make dead letters ready again, selected by a predicate.
 
-    All for which it holds, or none, such as --where "reason = 'rejected' and last_error like '%timeout%'". With
-    --app-id each version is done once.
+    Redrives all that match, or none, such as --where "reason = 'rejected' and last_error like '%timeout%'". With
+    --app-id each version takes effect once.
     """
     with _spark(session, master, "redrive") as (spark, dsn, _):
         from ..spark import pipelines
 
         done = pipelines.redrive_where(spark, queue, where, dsn=dsn, app_id=app_id, version=version)
     told = f"{done.redriven:,} of {done.chosen:,} chosen dead letters of queue {queue} are ready again"
-    session.say("this version was redriven before; nothing is done" if done.was_done else told, **asdict(done))
+    session.say("this version was redriven before; nothing is changed" if done.was_done else told, **asdict(done))
 
 
 def flow_report(
     session: Session,
-    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where it is written.", show_default=False)],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIRECTORY", help="The directory of the report.", show_default=False)
+    ],
     queue: Queues_ = None,
     parquet: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Parquet to be read beside the archive.", show_default=False)
+        str | None, typer.Option(metavar="PATH", help="Parquet to read in addition to the archive.", show_default=False)
     ] = None,
     since: Since = None,
     until: Until = None,
-    window: Annotated[timedelta | None, period_option(help="The length of a window (as fits).")] = None,
-    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="PNGs, too, if matplotlib is there.")] = True,
+    window: Annotated[timedelta | None, duration_option(help="The length of a window (chosen from the data).")] = None,
+    plots: Annotated[
+        bool, typer.Option("--plots/--no-plots", help="Write PNGs, too, if matplotlib is installed.")
+    ] = True,
     master: Master = "local[*]",
 ) -> None:
-    """Write a page on how messages flow.
+    """Write a report on the flow of messages, as an HTML page.
 
-    On throughput, waiting and processing times, retries and failures, by queue and window (UTC).
+    It shows throughput, waiting and processing times, retries and failures, by queue and window (UTC).
     """
     with _spark(session, master, "flow report") as (spark, dsn, _):
         from ..spark import pipelines
 
-        names = queue or _all(dsn, is_archived=True)
+        names = queue or _default_queues(dsn, is_archived=True)
         report = pipelines.flow_report(
             spark,
             directory,
@@ -220,14 +226,14 @@ def flow_report(
 def summarize_flights(
     session: Session,
     path: Path_,
-    queue: Annotated[str, typer.Option(metavar="QUEUE", help="Where the flights come from.")] = "flights",
-    summaries: Annotated[str, typer.Option(metavar="QUEUE", help="Where summaries go to.")] = "flight-summaries",
+    queue: Annotated[str, typer.Option(metavar="QUEUE", help="The queue of the flights.")] = "flights",
+    summaries: Annotated[str, typer.Option(metavar="QUEUE", help="The queue of the summaries.")] = "flight-summaries",
     master: Master = "local[*]",
 ) -> None:
     """Add up the flights of the demo, exactly once.
 
-    By carrier and hour, to Parquet and into a queue of summaries. Ends when what is in the queue is done, and goes
-    on there when it is called again.
+    Sums by carrier and hour, to Parquet and into a queue of summaries. Ends when the queue is empty, and continues from
+    there when it is called again.
     """
     with _spark(session, master, "summarize flights") as (spark, dsn, progress):
         from ..spark import pipelines
@@ -237,7 +243,7 @@ def summarize_flights(
         def tell(done: Any) -> None:
             nonlocal written
             written += done.summaries
-            progress.update(_ONE, description=f"summarize flights: {written:,} summaries")
+            progress.update(_PROGRESS_TASK, description=f"summarize flights: {written:,} summaries")
 
         query = pipelines.summarize_flights(spark, path, dsn=dsn, queue=queue, summaries=summaries, tell=tell)
         try:
@@ -250,10 +256,10 @@ def summarize_flights(
 def streams(
     session: Session,
     queue: Annotated[
-        str | None, typer.Argument(metavar="[QUEUE]", help="Only those of one queue.", show_default=False)
+        str | None, typer.Argument(metavar="[QUEUE]", help="Only those of this queue.", show_default=False)
     ] = None,
 ) -> None:
-    """The streams of queries, and their open batches."""
+    """List the streams of queries, and their open batches."""
     with session.queues() as verbs:
         session.show(
             verbs.list_streams(queue),
@@ -266,7 +272,7 @@ def streams(
                 found.messages,
                 found.claimed_until,
             ],
-            "there is no stream: a query with a streamId makes one",
+            "there is no stream; a query with a streamId creates one",
         )
 
 
@@ -276,29 +282,29 @@ def drop_stream(
     stream: Annotated[str, typer.Argument(metavar="STREAM", help="The streamId of a query.", show_default=False)],
     yes: Yes = False,
 ) -> None:
-    """Drop a stream, and give its messages back.
+    """Drop a stream, and return the messages of its open batch to the queue.
 
-    Asks, unless --yes: its query cannot go on from its checkpoint. Messages are those of an open batch.
+    Asks, unless --yes: its query cannot continue from its checkpoint.
     """
     with session.queue(queue) as verbs:
         if not yes:
-            session.confirm(f"Drop stream {stream} of queue {queue}? Its query cannot go on.")
+            session.confirm(f"Drop stream {stream} of queue {queue}? Its query cannot continue.")
         released = verbs.drop_stream(stream)
-    session.say(f"stream {stream} is gone; {released:,} messages are ready again", released=released)
+    session.say(f"stream {stream} is dropped; {released:,} messages are ready again", released=released)
 
 
-_ONE: Any = 0  # the task of a progress display, of which there is one
+_PROGRESS_TASK: Any = 0  # the id of the only task in the progress display
 
 
 @contextmanager
 def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSession", str, Progress]]:
-    """Spark and the database for a command, and a bar on stderr that says that something goes on."""
+    """Spark and the database for a command, and a progress bar on stderr."""
     try:
         from ..spark.java import JavaNotFoundError, use_java
         from ..spark.options import OptionError
         from ..spark.pipelines import ArchiveBusyError, PredicateError, SparkFailure, StandbyError, local_session
     except ImportError as error:
-        raise Failure(f"the commands of Spark need {error.name}", "pip install 'pgqueue[cli,spark]'") from None
+        raise Failure(f"the Spark commands need {error.name}", "pip install 'pgqueue[cli,spark]'") from None
     progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -309,12 +315,12 @@ def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSes
         transient=True,
         disable=session.quiet or not session.err.is_interactive,
     )
-    progress.add_task("Spark starts", total=None)
-    before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
+    progress.add_task("starting Spark", total=None)
+    before = {number: signal.signal(number, _exit_on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        use_java()  # before a database is asked for: what is missing is said at once
+        use_java()  # first, so that a missing Java is reported before a database is started
         with progress, session.conninfo() as dsn, local_session(master) as spark:
-            progress.update(_ONE, description=what)
+            progress.update(_PROGRESS_TASK, description=what)
             yield spark, dsn, progress
     except JavaNotFoundError as error:
         raise Failure(str(error)) from None
@@ -329,13 +335,13 @@ def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSes
             signal.signal(number, handler)
 
 
-def _end(number: int, _: object) -> NoReturn:
-    """End upon a signal, so that the JVM and its files go, too."""
+def _exit_on_signal(number: int, _: object) -> NoReturn:
+    """End the process normally on a signal, so that the JVM and its files are removed, too."""
     sys.exit(128 + number)
 
 
-def _all(dsn: str, is_archived: bool = False) -> list[str]:
-    """The queues that have an archive, or else all, those included that were dropped and have left dead letters."""
+def _default_queues(dsn: str, is_archived: bool = False) -> list[str]:
+    """The queues that have an archive, or else all queues, those included that were dropped and have left dead letters."""
     from ..spark.pipelines.archive import archived_queues
     from ..spark.snapshot import names_in
 
@@ -347,6 +353,6 @@ def _all(dsn: str, is_archived: bool = False) -> list[str]:
             names = sorted(there.union(names_in(connection, "dead_messages")))
     if not names:
         what = "there is no queue" if not is_archived else "no queue keeps an archive"
-        hint = "pgqueue create makes one." if not is_archived else "pgqueue alter --archive-for lets one keep it."
+        hint = "pgqueue create creates one." if not is_archived else "pgqueue alter --archive-for lets one keep it."
         raise Failure(what, hint, Status.NO)
     return names

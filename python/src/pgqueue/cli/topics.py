@@ -1,4 +1,4 @@
-"""`subscribe`, `unsubscribe`, `publish`: a message for all who want it."""
+"""`subscribe`, `unsubscribe`, `subscriptions` and `publish`: topics."""
 
 import os
 from datetime import timedelta
@@ -8,8 +8,8 @@ import typer
 from psycopg.types.json import Jsonb
 
 from ..client import Queues
-from .frame import Failure, Session, Status
-from .values import QueueName, document, headers, period_option
+from .parameters import QueueName, duration_option, parse_headers, parse_json
+from .session import Failure, Session, Status
 
 __all__ = ["publish", "subscribe", "subscriptions", "unsubscribe"]
 
@@ -17,49 +17,49 @@ Pattern = Annotated[
     str,
     typer.Argument(
         metavar="TOPIC",
-        help="Words joined by dots; * stands for one, # for any number.",
+        help="Words joined by dots; * matches one word, # any number of words.",
         show_default=False,
     ),
 ]
 
 
 def subscribe(session: Session, topic: Pattern, queue: QueueName) -> None:
-    """Give a queue a copy of what is published to a topic.
+    """Subscribe a queue to a topic: it gets a copy of each message that is published to it.
 
-    The exit status is 3 if it is subscribed already.
+    The exit status is 3 if it is already subscribed.
     """
     with session.queue(queue) as verbs:
         made = verbs.subscribe(topic)
-    _answer(session, made, f"queue {queue} is {'now' if made else 'already'} subscribed to {topic}")
+    _report_change(session, made, f"queue {queue} is {'now' if made else 'already'} subscribed to {topic}")
 
 
 def unsubscribe(session: Session, topic: Pattern, queue: QueueName) -> None:
-    """End a subscription, named as it was made.
+    """End a subscription. The topic is that of subscribe.
 
     The exit status is 3 if there is none.
     """
     with session.queue(queue) as verbs:
         ended = verbs.unsubscribe(topic)
-    _answer(session, ended, f"queue {queue} is {'no longer' if ended else 'not'} subscribed to {topic}")
+    _report_change(session, ended, f"queue {queue} is {'no longer' if ended else 'not'} subscribed to {topic}")
 
 
 def subscriptions(
     session: Session,
     queue: Annotated[
-        str | None, typer.Argument(metavar="[QUEUE]", help="Only those of one queue.", show_default=False)
+        str | None, typer.Argument(metavar="[QUEUE]", help="Only those of this queue.", show_default=False)
     ] = None,
 ) -> None:
-    """Which queue has a copy of what is published to which topic."""
+    """List which queue is subscribed to which topic."""
     with session.queues() as verbs:
         session.show(
             verbs.list_subscriptions(queue),
             ["topic", "queue", "since"],
             lambda found: [found.topic, found.queue_name, found.subscribed_at],
-            "there is no subscription: pgqueue subscribe makes one",
+            "there is no subscription; create one with pgqueue subscribe",
         )
 
 
-def _answer(session: Session, yes: bool, text: str) -> None:
+def _report_change(session: Session, yes: bool, text: str) -> None:
     session.say(text, changed=yes)
     if not yes:
         raise typer.Exit(Status.NO)
@@ -69,21 +69,23 @@ def publish(
     session: Session,
     topic: Annotated[str, typer.Argument(metavar="TOPIC", help="Words joined by dots.", show_default=False)],
     payload: Annotated[str, typer.Argument(metavar="PAYLOAD", help="A JSON document.", show_default=False)],
-    body: Annotated[bool, typer.Option("--body", help="Bytes, not JSON.")] = False,
+    body: Annotated[bool, typer.Option("--body", help="Send bytes, not JSON.")] = False,
     header: Annotated[
         list[str] | None, typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header.", show_default=False)
     ] = None,
-    delay: Annotated[timedelta | None, period_option(help="Deliver it after that.")] = None,
-    expires_in: Annotated[timedelta | None, period_option(help="Drop it if not consumed by then.")] = None,
+    delay: Annotated[timedelta | None, duration_option(help="The delay before the first delivery.")] = None,
+    expires_in: Annotated[
+        timedelta | None, duration_option(help="Drop the message if it is not consumed by then.")
+    ] = None,
 ) -> None:
-    """Send a copy of a message to each subscriber of a topic."""
+    """Send a copy of a message to each queue that is subscribed to a topic."""
     content = None if body else _json(payload)
     with session.connect() as connection:
         sent = Queues(connection).publish(
             topic,
             content,
             delay=delay,
-            headers=headers(header or []),
+            headers=parse_headers(header or []),
             expires_in=expires_in,
             body=os.fsencode(payload) if body else None,
         )
@@ -92,10 +94,10 @@ def publish(
 
 def _json(text: str) -> Jsonb:
     try:
-        return document(text)
+        return parse_json(text)
     except ValueError as error:
         raise Failure(
             f"the payload is not JSON: {error}",
-            """A string is JSON in quotes, as in '"text"'; --body sends bytes.""",
+            """A JSON string needs quotes, as in '"text"'; --body sends bytes.""",
             Status.USAGE,
         ) from None

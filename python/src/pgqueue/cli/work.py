@@ -1,4 +1,4 @@
-"""`work`: a consumer around a handler of yours, until it is told to stop."""
+"""`work`: runs a consumer with a handler of the user, until it is told to stop."""
 
 import asyncio
 import importlib
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 import typer
 
 from ..client import Queue
-from .frame import Failure, Session, connected
-from .logs import Level, log_to
-from .values import QueueName, period_option
-from .watch import Watch
+from .logging_output import Level, log_to
+from .parameters import QueueName, duration_option
+from .session import Failure, Session, connected
+from .work_monitor import WorkMonitor
 
 if TYPE_CHECKING:
     from ..consumer import AsyncConsumer, Consumer
@@ -31,7 +31,7 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class Mode(StrEnum):
-    """How messages are taken."""
+    """How messages are taken from the queue."""
 
     LEASE = "lease"
     RECEIVE = "receive"
@@ -44,44 +44,48 @@ def work(
         str,
         typer.Argument(
             metavar="MODULE:HANDLER",
-            help="A function of a delivery, plain or async; modules are also looked for in this directory.",
+            help="A function of a delivery, sync or async; the working directory is on the import path.",
             show_default=False,
         ),
     ],
     mode: Annotated[
         Mode,
-        typer.Option(help="Claim and acknowledge, or delete in the transaction of the handler."),
+        typer.Option(help="Claim and acknowledge (lease), or delete in the transaction of the handler (receive)."),
     ] = Mode.LEASE,
     transactional: Annotated[
         bool,
         typer.Option(
             "--transactional",
-            help="In lease mode: handler and acknowledgement in one transaction, on delivery.connection.",
+            help="In lease mode: handle and acknowledge in one transaction, on delivery.connection.",
         ),
     ] = False,
     concurrency: Annotated[
         int | None,
-        typer.Option(metavar="N", help="How many handlers run at once (as many as CPUs).", min=1, show_default=False),
+        typer.Option(metavar="N", help="Handlers that run at a time (the number of CPUs).", min=1, show_default=False),
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Call the handler with a list of up to so many.", min=1, show_default=False),
+        typer.Option(
+            metavar="N", help="Call the handler with a list of up to N deliveries.", min=1, show_default=False
+        ),
     ] = None,
     prefetch: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Claim so many ahead, in plain lease mode (0).", min=0, show_default=False),
+        typer.Option(
+            metavar="N", help="Messages to claim in advance, in plain lease mode (0).", min=0, show_default=False
+        ),
     ] = None,
     visibility_timeout: Annotated[
         timedelta | None,
-        period_option(help="Of the claims, which are extended while handlers run (that of the queue)."),
+        duration_option(help="The timeout of claims, which are extended while handlers run (that of the queue)."),
     ] = None,
     grace_period: Annotated[
         timedelta | None,
-        period_option(help="How long running handlers may take when it stops (30s)."),
+        duration_option(help="The time that running handlers get when it stops (30s)."),
     ] = None,
     claimed_by: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Its name, for people who look (host:pid:queue).", show_default=False),
+        typer.Option(metavar="NAME", help="The name of the consumer, for people (host:pid:queue).", show_default=False),
     ] = None,
     until_empty: Annotated[
         bool,
@@ -89,48 +93,50 @@ def work(
     ] = False,
     look_ahead: Annotated[
         timedelta,
-        period_option(help="For --until-empty: wait for retries and delays that end by then (1m)."),
+        duration_option(help="For --until-empty: wait for messages that become due within this time (1m)."),
     ] = timedelta(minutes=1),
     peek_delay: Annotated[
         timedelta | None,
-        period_option(help="How often to look, if not notified (1s; from 100ms)."),
+        duration_option(help="The poll interval without notifications (1s; at least 100ms)."),
     ] = None,
     peek_batch_size: Annotated[
         int | None,
-        typer.Option(metavar="N", help="The most messages of one look (10 x concurrency).", min=1, show_default=False),
+        typer.Option(metavar="N", help="At most N messages per poll (10 x concurrency).", min=1, show_default=False),
     ] = None,
     listen: Annotated[
         bool,
-        typer.Option("--listen/--no-listen", help="Be notified of messages, or look alone."),
+        typer.Option("--listen/--no-listen", help="Use notifications and polls, or polls only."),
     ] = True,
     circuit_breaker_after: Annotated[
         timedelta | None,
-        period_option(help="How long the database may fail before it is let alone (30s)."),
+        duration_option(help="How long the database may fail before the consumer pauses (30s)."),
     ] = None,
     immediate_retries: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Retries at once after a failure (5).", min=0, show_default=False),
+        typer.Option(metavar="N", help="Retries without delay after a failure (5).", min=0, show_default=False),
     ] = None,
     delayed_retries: Annotated[
         int | None,
-        typer.Option(metavar="N", help="How often to repeat all that after a delay (3).", min=0, show_default=False),
+        typer.Option(metavar="N", help="Rounds of retries after a delay (3).", min=0, show_default=False),
     ] = None,
     retry_delay: Annotated[
         list[timedelta] | None,
-        period_option(help="These delays, one option each; the last repeats (10s, 20s, 30s)."),
+        duration_option(help="The delays, one option for each; the last repeats (10s, 20s, 30s)."),
     ] = None,
-    log_level: Annotated[Level, typer.Option(help="From which level on.")] = Level.INFO,
+    log_level: Annotated[Level, typer.Option(help="The lowest level to log.")] = Level.INFO,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON objects.")] = False,
 ) -> None:
     """Consume a queue with a handler, until stopped.
 
     SIGTERM, SIGINT and Ctrl-C stop it.
 
-    What the handler returns from is acknowledged. If it raises, the message comes again after the backoff of the queue,
-    or as --immediate-retries, --delayed-retries and --retry-delay say, until its attempts are spent.
+    When the handler returns, the message is acknowledged. When it raises, the message is delivered again after the
+    backoff of the queue, or as --immediate-retries, --delayed-retries and --retry-delay say, until its attempts are
+    spent.
 
-    A signal lets running handlers finish, for the grace period; a second one forces the end, which costs no attempt;
-    a third one does not wait for anything. The exit status is 0 after the first signal, 128 + its number after more.
+    After the first signal, running handlers may finish within the grace period. A second signal aborts them, which
+    costs no attempt. A third signal ends the process at once. The exit status is 0 after one signal, and 128 + its
+    number after more.
     """
     function = _load(handler)
     settings = {
@@ -148,59 +154,59 @@ def work(
         "circuit_breaker_after": circuit_breaker_after,
     }
     retries = {"immediate": immediate_retries, "delayed": delayed_retries, "delays": retry_delay or None}
-    make = _maker(queue, function, settings, retries)
-    make("")  # so that a bad value is refused before anything runs
+    make_consumer = _consumer_factory(queue, function, settings, retries)
+    make_consumer("")  # refuses a bad value before anything runs
     log_to(session.err, log_level, log_json)
     with session.conninfo() as conninfo:
         with connected(conninfo) as connection:
             if Queue(connection, queue).get_queue().paused_at is not None:
-                session.note(f"queue {queue} is paused: nothing comes until pgqueue resume")
-        consumer = make(conninfo)
-        watch = Watch(session, conninfo, queue, consumer, look_ahead if until_empty else None)
+                session.note(f"queue {queue} is paused: it delivers nothing until pgqueue resume")
+        consumer = make_consumer(conninfo)
+        monitor = WorkMonitor(session, conninfo, queue, consumer, look_ahead if until_empty else None)
         if inspect.iscoroutinefunction(consumer.run):
-            asyncio.run(_run_async(cast("AsyncConsumer", consumer), watch))
+            asyncio.run(_run_async(cast("AsyncConsumer", consumer), monitor))
         else:
-            _run(cast("Consumer", consumer), watch)
+            _run(cast("Consumer", consumer), monitor)
 
 
-def _run(consumer: "Consumer", watch: Watch) -> None:
-    stop = _Stop(consumer, watch)
-    with watch(consumer.request_stop):
+def _run(consumer: "Consumer", monitor: WorkMonitor) -> None:
+    stop = _SignalHandler(consumer, monitor)
+    with monitor(consumer.request_stop):
         for number in _SIGNALS:
             signal.signal(number, stop)
         consumer.run()
     stop.leave_if_forced()
 
 
-async def _run_async(consumer: "AsyncConsumer", watch: Watch) -> None:
+async def _run_async(consumer: "AsyncConsumer", monitor: WorkMonitor) -> None:
     loop = asyncio.get_running_loop()
-    stop = _Stop(consumer, watch)
+    stop = _SignalHandler(consumer, monitor)
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop, number)
-    with watch(lambda: loop.call_soon_threadsafe(consumer.request_stop)):
+    with monitor(lambda: loop.call_soon_threadsafe(consumer.request_stop)):
         await consumer.run()
-    stop.leave_if_forced()  # here: the end of the loop would wait for threads
+    stop.leave_if_forced()  # here, because the end of the event loop would wait for threads
 
 
-class _Stop:
-    """What a signal does: the first asks the consumer to stop, the second forces it, the third ends the process."""
+class _SignalHandler:
+    """Handles signals: the first asks the consumer to stop, the second forces it, the third ends the process."""
 
-    def __init__(self, consumer: "Consumer | AsyncConsumer", watch: Watch) -> None:
+    def __init__(self, consumer: "Consumer | AsyncConsumer", monitor: WorkMonitor) -> None:
         self._consumer = consumer
-        self._watch = watch
+        self._monitor = monitor
         self._signals: list[int] = []
 
     def __call__(self, number: int, _frame: object = None) -> None:
         self._signals.append(number)
-        self._watch.signals = len(self._signals)  # it tells of it: a signal handler must not print
+        self._monitor.signals = len(self._signals)  # the monitor prints it, because a signal handler must not
         if len(self._signals) > 2:
             if sys.stderr.isatty():
-                os.write(2, b"\x1b[?25h\n")  # the cursor, which the live line has hidden
+                os.write(2, b"\x1b[?25h\n")  # shows the cursor, which the live line has hidden
             os._exit(128 + number)
         self._consumer.request_stop()
 
     def leave_if_forced(self) -> None:
-        """End the process where threads that did not stop would hold it."""
+        """End the process if threads that did not stop would keep it alive."""
         if len(self._signals) > 1:
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError):
@@ -211,40 +217,42 @@ class _Stop:
 def _load(handler: str) -> Callable[..., Any]:
     name, _, path = handler.partition(":")
     if not name.strip(".") == name or not name or not path:
-        raise _bad(f"{handler!r} is not MODULE:HANDLER, as in shop.orders:handle.")
+        raise _bad_handler(f"{handler!r} is not MODULE:HANDLER, as in shop.orders:handle.")
     sys.path.insert(0, str(Path.cwd()))
     try:
         found: Any = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _broken(name, error) from error
-        raise _bad(f"there is no module {error.name!r}, neither installed nor in {Path.cwd()}.") from None
+            raise _module_failure(name, error) from error
+        raise _bad_handler(f"there is no module {error.name!r}, neither installed nor in {Path.cwd()}.") from None
     except (Exception, SystemExit) as error:
-        raise _broken(name, error) from error
+        raise _module_failure(name, error) from error
     for attribute in path.split("."):
         try:
             found = getattr(found, attribute)
         except AttributeError:
-            raise _bad(f"module {name!r} has no {path!r}.") from None
+            raise _bad_handler(f"module {name!r} has no {path!r}.") from None
     if not callable(found) or inspect.isclass(found):
-        raise _bad(f"{handler!r} is no function.")
+        raise _bad_handler(f"{handler!r} is not a function.")
     return cast(Callable[..., Any], found)
 
 
-def _bad(message: str) -> typer.BadParameter:
+def _bad_handler(message: str) -> typer.BadParameter:
     return typer.BadParameter(message, param_hint="'MODULE:HANDLER'")
 
 
-def _broken(name: str, error: Exception | SystemExit) -> Failure:
+def _module_failure(name: str, error: Exception | SystemExit) -> Failure:
     if isinstance(error, SyntaxError):
         where = f"{error.filename}:{error.lineno}"
     else:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}:{last.lineno}"
-    return Failure(f"module {name} does not load: {type(error).__name__}: {error}", f"It is raised in {where}.")
+    return Failure(
+        f"module {name} cannot be imported: {type(error).__name__}: {error}", f"The error is raised in {where}."
+    )
 
 
-def _maker(
+def _consumer_factory(
     queue: str, function: Callable[..., Any], settings: dict[str, Any], retries: dict[str, Any]
 ) -> "Callable[[str], Consumer | AsyncConsumer]":
     from ..consumer import AsyncConsumer, Consumer, Retries  # here, so that the other commands start without it
@@ -255,13 +263,13 @@ def _maker(
     def given(options: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in options.items() if value is not None}
 
-    def make(conninfo: str) -> "Consumer | AsyncConsumer":
+    def make_consumer(conninfo: str) -> "Consumer | AsyncConsumer":
         try:
             own = Retries(**given(retries)) if given(retries) else None
             return cast("Consumer | AsyncConsumer", kind(conninfo, queue, function, retries=own, **given(settings)))
         except TypeError as error:
-            raise _bad(f"{error}.") from None
+            raise _bad_handler(f"{error}.") from None
         except ValueError as error:
             raise typer.BadParameter(f"{error}.") from None
 
-    return make
+    return make_consumer

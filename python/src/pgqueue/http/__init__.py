@@ -1,6 +1,6 @@
-"""The managed queue over HTTP: a controller with its agents, direct routes, and a page to watch it.
+"""Managed queues over HTTP: a controller, its agents, direct routes, and a page that shows the queues.
 
-`create_app(Settings.load(path))` is the application; `pgqueue serve` runs it. Needs `pgqueue[http]`.
+`create_app(Settings.load(path))` makes the application; `pgqueue serve` runs it. Needs `pgqueue[http]`.
 """
 
 from .app import create_app

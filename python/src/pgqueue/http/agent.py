@@ -1,7 +1,7 @@
-"""The agent: takes tasks from the broker's queue, does what they say in the target database, and records it.
+"""The agent: takes tasks from the task queue, runs them in the target database, and records their results.
 
-A task may be delivered twice, as its agent may die or stall at any moment. What it does in the target database is
-therefore recorded there, in the same transaction, under the task's id: who comes later finds it done.
+A task can be delivered twice, because its agent can die or stall at any moment. The agent therefore records the effect
+in the target database, under the task's id, in the transaction of the effect. A second agent finds it done.
 """
 
 import asyncio
@@ -15,37 +15,38 @@ from uuid import UUID
 import psycopg
 from psycopg_pool import PoolTimeout
 
-from .. import errors as refusals
+from .. import errors as queue_errors
 from ..client import AsyncQueue
 from ..consumer import AsyncConsumer, Delivery, Reject
 from . import registry
-from .databases import Databases, end
-from .errors import ApiError, is_passing, of_database
-from .messages import send
+from .databases import Databases, cancel_and_wait
+from .enqueueing import enqueue_messages
+from .errors import ApiError, from_database_error, is_temporary
+from .idempotency import Answer, EffectKey, run_once
 from .metrics import Metrics
-from .once import Answer, Key, once
-from .raw import to_json
-from .registry import Assignment, QueueRow
+from .registry import AgentTask, QueueRow
+from .serialization import to_json
 from .settings import Settings
 
 __all__ = ["Agent"]
 
 logger = logging.getLogger("pgqueue.http")
 
-# A task is not begun after this time, long before it is forgotten that it was done.
-_OLDEST: Final = timedelta(days=3)
-_REMEMBERED_DAYS: Final = 7
+# A task is not started after this time. The limit is far below `_RECORD_DAYS`, after which the record of its effect is
+# deleted.
+_MAX_TASK_AGE: Final = timedelta(days=3)
+_RECORD_DAYS: Final = 7
 _RETRY_SECONDS: Final = 1.0
-_BURIAL_SECONDS: Final = 30.0
-_CLEANING_SECONDS: Final = 3600.0
+_MAINTENANCE_SECONDS: Final = 30.0
+_CLEANUP_SECONDS: Final = 3600.0
 
 
-class _Refused(Exception):
-    """A task that cannot be done, and why, for its caller."""
+class _TaskRefused(Exception):
+    """A task that cannot be done; the message tells the caller why."""
 
 
 class Agent:
-    """Works on tasks until it is told to stop; while the control database is down, it waits for it."""
+    """Runs tasks until it is told to stop. While the control database is down, it retries."""
 
     def __init__(self, settings: Settings, databases: Databases, metrics: Metrics) -> None:
         self._settings = settings
@@ -54,23 +55,25 @@ class Agent:
         self.is_running = False
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Work. Tasks that are being worked on when it is told to stop are finished."""
-        house = asyncio.create_task(self._keep_house())
+        """Run tasks until `stopping` is set. Tasks that are running then are finished."""
+        maintenance = asyncio.create_task(self._maintain())
         try:
             while not stopping.is_set():
                 try:
                     await self._consume(stopping)
                 except (psycopg.Error, PoolTimeout, OSError) as error:
-                    logger.warning("the agent waits for the control database: %s", of_database(error).message)
-                    self._databases.doubt()
+                    logger.warning(
+                        "the agent cannot use the control database and retries: %s", from_database_error(error).message
+                    )
+                    self._databases.forget_migrations()
                     with suppress(TimeoutError):
                         await asyncio.wait_for(stopping.wait(), _RETRY_SECONDS)
         finally:
-            await end(house)
+            await cancel_and_wait(maintenance)
 
     async def _consume(self, stopping: asyncio.Event) -> None:
         async with self._databases.control():
-            pass  # from now on the queue is there
+            pass  # this creates the task queue
         tasks = self._settings.tasks
         consumer = AsyncConsumer(
             self._databases.control_conninfo,
@@ -82,37 +85,37 @@ class Agent:
         try:
             await consumer.start()
             self.is_running = True
-            logger.info("the agent works on tasks")
+            logger.info("the agent is running")
             await stopping.wait()
         finally:
             self.is_running = False
             await consumer.stop()
 
     async def handle(self, delivery: Delivery) -> None:
-        """Work on a task. What it raises is tried again later."""
+        """Run a task. If this raises, the task is retried later."""
         try:
             task_id = UUID(delivery.message.payload["task_id"])
         except (KeyError, TypeError, ValueError):
-            raise Reject("this is no task") from None
+            raise Reject("the message is not a task") from None
         async with self._databases.control() as connection:
             task = await registry.start(connection, task_id)
         if task is None:
-            return  # another agent has done it, and died before it could say so
+            return  # another agent has finished it, and died before it acknowledged the message
         try:
-            await self._work(task)
+            await self._run_task(task)
         except Exception as error:
             last = delivery.attempt >= delivery.message.max_attempts
-            if _may_pass(error) and not last:
+            if _is_retryable(error) and not last:
                 raise
-            if not isinstance(error, (_Refused, psycopg.Error, ApiError)) and not is_passing(error):
+            if not isinstance(error, (_TaskRefused, psycopg.Error, ApiError)) and not is_temporary(error):
                 logger.exception("task %s (%s) failed", task.id, task.kind)
-            await self._fail(task.id, task.kind, _words(error))
+            await self._fail(task.id, task.kind, _error_message(error))
         else:
             self._metrics.task(task.kind, "completed")
 
-    async def _work(self, task: Assignment) -> None:
-        if datetime.now(UTC) - task.created_at > _OLDEST:
-            raise _Refused(f"the task was not begun within {_OLDEST.days} days")
+    async def _run_task(self, task: AgentTask) -> None:
+        if datetime.now(UTC) - task.created_at > _MAX_TASK_AGE:
+            raise _TaskRefused(f"the task was not started within {_MAX_TASK_AGE.days} days")
         async with self._databases.control() as connection:
             queue = await registry.get(connection, task.queue_id)
         if task.kind == "provision":
@@ -120,59 +123,60 @@ class Agent:
         elif task.kind == "deprovision":
             await self._deprovision(task, queue)
         elif queue is None or queue.status != "Active":
-            raise _Refused(f"the queue is {'gone' if queue is None else queue.status}")
+            raise _TaskRefused(f"the queue is {'deleted' if queue is None else queue.status}")
         elif task.kind == "enqueue":
             await self._enqueue(task, queue)
         else:
-            await self._look(task, queue)
+            await self._read_stats(task, queue)
 
-    async def _provision(self, task: Assignment, queue: QueueRow | None) -> None:
+    async def _provision(self, task: AgentTask, queue: QueueRow | None) -> None:
         if queue is not None and queue.status in ("Pending", "Provisioning"):
             service = self._databases.service(queue.service_id)
             async with (
                 self._databases.target(service, queue.database_name, prepare=True) as target,
                 target.transaction(),
             ):
-                if await self._holds(target, queue.id, ("Pending", "Provisioning")):
+                if await self._lock_queue(target, queue.id, ("Pending", "Provisioning")):
                     await _create(target, queue)
         await self._finish(task, queue="activate")
 
-    async def _deprovision(self, task: Assignment, queue: QueueRow | None) -> None:
+    async def _deprovision(self, task: AgentTask, queue: QueueRow | None) -> None:
         if queue is not None and queue.status == "Deprovisioning":
             service = self._databases.service(queue.service_id)
             async with (
                 self._databases.target(service, queue.database_name, prepare=True) as target,
                 target.transaction(),
             ):
-                if await self._holds(target, queue.id, ("Deprovisioning",)):
+                if await self._lock_queue(target, queue.id, ("Deprovisioning",)):
                     await _drop(target, queue)
         await self._finish(task, queue="delete")
 
-    async def _holds(self, target: psycopg.AsyncConnection[Any], id: UUID, wanted: tuple[str, ...]) -> bool:
-        """Hold a queue for the rest of the transaction, and look whether its status is still what it was.
+    async def _lock_queue(self, target: psycopg.AsyncConnection[Any], id: UUID, wanted: tuple[str, ...]) -> bool:
+        """Lock a queue for the rest of the transaction, and return whether its status is still one of `wanted`.
 
-        Without this an agent that stalled could make a queue that was deleted meanwhile, and nobody would know it.
+        Without the lock, a stalled agent could create a queue that was deleted in the meantime. No record of it would
+        exist.
         """
         await target.execute("select pg_advisory_xact_lock(hashtextextended(%s, 0))", [f"pgqueue_http:{id}"])
         async with self._databases.control() as connection:
             queue = await registry.get(connection, id)
         return queue is not None and queue.status in wanted
 
-    async def _enqueue(self, task: Assignment, queue: QueueRow) -> None:
+    async def _enqueue(self, task: AgentTask, queue: QueueRow) -> None:
         service = self._databases.service(queue.service_id)
         async with self._databases.target(service, queue.database_name, prepare=True) as target:
 
             async def effect() -> Answer:
-                ids = await send(target, queue.name, task.request or "{}")
+                ids = await enqueue_messages(target, queue.name, task.request or "{}")
                 return Answer(200, to_json({"message_ids": ids}))
 
-            answer = await once(target, Key("task", str(task.id)), effect)
+            answer = await run_once(target, EffectKey("task", str(task.id)), effect)
         if not answer.replayed:
             number = len(json.loads(answer.text)["message_ids"])
             self._metrics.messages(queue.service_id, queue.database_name, queue.name, "enqueued", number)
         await self._finish(task, answer.text)
 
-    async def _look(self, task: Assignment, queue: QueueRow) -> None:
+    async def _read_stats(self, task: AgentTask, queue: QueueRow) -> None:
         service = self._databases.service(queue.service_id)
         async with self._databases.target(service, queue.database_name) as target:
             stats = await AsyncQueue(target, queue.name).stats()
@@ -185,7 +189,7 @@ class Agent:
         }
         await self._finish(task, to_json(result))
 
-    async def _finish(self, task: Assignment, result: str | None = None, queue: str | None = None) -> None:
+    async def _finish(self, task: AgentTask, result: str | None = None, queue: str | None = None) -> None:
         async with self._databases.control() as connection, connection.transaction():
             await registry.finish(connection, task.id, result, queue)
 
@@ -194,41 +198,41 @@ class Agent:
             await registry.fail(connection, id, message)
         self._metrics.task(kind, "failed")
 
-    async def _keep_house(self) -> None:
-        """Bury tasks on which every agent died, and forget what is old."""
+    async def _maintain(self) -> None:
+        """Fail tasks whose agents all died, and delete old records."""
         loop = asyncio.get_running_loop()
-        cleaned_at = -_CLEANING_SECONDS
+        cleaned_at = -_CLEANUP_SECONDS
         while True:
             try:
-                await self.bury()
-                if loop.time() - cleaned_at >= _CLEANING_SECONDS:
-                    await self.clean()
+                await self.fail_dead_tasks()
+                if loop.time() - cleaned_at >= _CLEANUP_SECONDS:
+                    await self.delete_old_records()
                     cleaned_at = loop.time()
             except (psycopg.Error, PoolTimeout, OSError) as error:
-                logger.debug("housekeeping has to wait: %s", type(error).__name__)
-            await asyncio.sleep(_BURIAL_SECONDS)
+                logger.debug("maintenance failed and is retried: %s", type(error).__name__)
+            await asyncio.sleep(_MAINTENANCE_SECONDS)
 
-    async def bury(self) -> None:
-        """Set the tasks whose messages are dead letters to failed: no agent lived to do it."""
+    async def fail_dead_tasks(self) -> None:
+        """Set the tasks whose messages are dead letters to failed: no agent lived long enough to do so."""
         async with self._databases.control() as connection:
             broker = AsyncQueue(connection, self._settings.tasks.queue)
             for letter in await broker.browse_dead_messages(max_messages=100):
                 with suppress(KeyError, TypeError, ValueError):
                     task_id = UUID(json.loads(letter.payload)["task_id"])
-                    await self._fail(task_id, "buried", letter.last_error or "every agent that began it has died")
+                    await self._fail(task_id, "buried", letter.last_error or "every agent that started the task died")
                 await broker.purge_dead_messages([letter.id])
 
-    async def clean(self) -> None:
-        """Forget tasks and answers that are older than a week, in every database."""
+    async def delete_old_records(self) -> None:
+        """Delete tasks and stored responses that are older than a week, in every database."""
         async with self._databases.control() as connection:
-            await registry.forget(connection, _REMEMBERED_DAYS)
+            await registry.delete_old_tasks(connection, _RECORD_DAYS)
         for service in self._settings.services.values():
             for database in service.databases:
                 try:
                     async with self._databases.target(service, database) as connection:
-                        await registry.forget_effects(connection, _REMEMBERED_DAYS)
+                        await registry.delete_old_effects(connection, _RECORD_DAYS)
                 except (psycopg.Error, PoolTimeout, OSError) as error:
-                    message = "%s/%s: what is old cannot be forgotten now: %s"
+                    message = "%s/%s: old records cannot be deleted now: %s"
                     logger.warning(message, service.id, database, type(error).__name__)
 
 
@@ -246,20 +250,20 @@ async def _create(target: psycopg.AsyncConnection[Any], queue: QueueRow) -> None
 
 
 async def _drop(target: psycopg.AsyncConnection[Any], queue: QueueRow) -> None:
-    # What the server did not make, it does not drop: a queue of the same name may be somebody else's.
+    # Drop only a queue that the server made: a queue of the same name may belong to another application.
     cursor = await target.execute("delete from pgqueue_http.provisioned where queue_id = %s", [queue.id])
     if cursor.rowcount:
-        with suppress(refusals.QueueNotFound):  # somebody dropped it by SQL
+        with suppress(queue_errors.QueueNotFound):  # it was dropped by SQL
             async with target.transaction():
                 await AsyncQueue(target, queue.name).drop_queue()
 
 
-def _may_pass(error: Exception) -> bool:
-    # An agent may lack a service that others have: an ApiError is one that looks for it.
-    return is_passing(error) or isinstance(error, (refusals.QueueBusy, psycopg.errors.QueryCanceled, ApiError))
+def _is_retryable(error: Exception) -> bool:
+    # An agent may lack a service that other agents have. The lookup of the service then raises an ApiError.
+    return is_temporary(error) or isinstance(error, (queue_errors.QueueBusy, psycopg.errors.QueryCanceled, ApiError))
 
 
-def _words(error: Exception) -> str:
-    if isinstance(error, _Refused):
+def _error_message(error: Exception) -> str:
+    if isinstance(error, _TaskRefused):
         return str(error)
-    return error.message if isinstance(error, ApiError) else of_database(error).message
+    return error.message if isinstance(error, ApiError) else from_database_error(error).message

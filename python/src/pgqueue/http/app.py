@@ -1,6 +1,7 @@
-"""The application: its parts are made here, and its routes get their places.
+"""The FastAPI application: makes its parts, adds the routes, and maps exceptions to responses.
 
-`pgqueue.http.app:app` is one for servers other than `pgqueue serve`; its configuration file is that of PGQUEUE_CONFIG.
+`pgqueue.http.app:app` is the application for other servers than `pgqueue serve`. It reads the configuration file that
+the environment variable PGQUEUE_CONFIG names.
 """
 
 import asyncio
@@ -18,17 +19,17 @@ from fastapi.staticfiles import StaticFiles
 from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 from starlette.exceptions import HTTPException
 
-from . import direct, managed, operations, page
+from . import direct_routes, managed_routes, operations_routes, page_routes
 from .agent import Agent
 from .context import Context
 from .databases import Databases
-from .edge import Edge
-from .errors import ApiError, error_response, of_database, of_status, of_validation
+from .errors import ApiError, error_response, from_database_error, from_http_status, from_validation_errors
 from .metrics import Metrics
+from .middleware import RequestMiddleware
+from .notifications import NotificationListeners
 from .passwords import Authenticator
 from .sampling import Sampler
 from .settings import Settings, SettingsError
-from .waiting import Waiting
 
 __all__ = ["Role", "create_app"]
 
@@ -37,23 +38,23 @@ Role = Literal["all", "controller"]
 
 _DESCRIPTION = """Queues in PostgreSQL, managed and used over HTTP.
 
-Managed queues are created, filled and looked at by way of agents: a request is answered at once, and polled for. The
-direct routes answer in one round trip. A POST that has an `Idempotency-Key` may be sent again: it happens once."""
+Agents create, fill and inspect managed queues: a request returns at once, and the client polls for its result. The
+direct routes answer in one round trip. A POST with an `Idempotency-Key` can be repeated: it takes effect once."""
 
 
 def create_app(settings: Settings, role: Role = "all") -> FastAPI:
-    """The application. With the role `controller` it has no agent of its own."""
+    """Make the application. With the role `controller` it has no agent of its own."""
     databases = Databases(settings)
     sampler = Sampler(settings, databases)
     metrics = Metrics(sampler)
-    context = Context(settings, databases, metrics, sampler, Waiting())
+    context = Context(settings, databases, metrics, sampler, NotificationListeners())
     if role == "all":
         context.agent = Agent(settings, databases, metrics)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         sampling = asyncio.create_task(sampler.run(), name="pgqueue sampler")
-        working = asyncio.create_task(_work(context), name="pgqueue agent")
+        working = asyncio.create_task(_run_agent(context), name="pgqueue agent")
         try:
             yield
         finally:
@@ -62,8 +63,8 @@ def create_app(settings: Settings, role: Role = "all") -> FastAPI:
             with suppress(asyncio.CancelledError):
                 await sampling
             await working
-            await asyncio.gather(*context.finishing)
-            await context.waiting.close()
+            await asyncio.gather(*context.background_tasks)
+            await context.listeners.close()
             await databases.close()
 
     app = FastAPI(
@@ -71,54 +72,54 @@ def create_app(settings: Settings, role: Role = "all") -> FastAPI:
         version=version("pgqueue"),
         description=_DESCRIPTION,
         lifespan=lifespan,
-        docs_url=None,  # they would load scripts from another host
+        docs_url=None,  # the pages of Swagger and ReDoc load scripts from another host
         redoc_url=None,
         redirect_slashes=False,
     )
     app.state.context = context
-    app.include_router(managed.router)
-    app.include_router(direct.router)
-    app.include_router(operations.router)
-    app.include_router(page.router)
+    app.include_router(managed_routes.router)
+    app.include_router(direct_routes.router)
+    app.include_router(operations_routes.router)
+    app.include_router(page_routes.router)
     app.mount("/static", StaticFiles(packages=[("pgqueue.http", "static")]), name="static")
     app.add_middleware(
-        Edge,
+        RequestMiddleware,
         authenticator=Authenticator(settings.users),
         metrics=metrics,
         seconds=settings.limits.request_seconds,
     )
     _handle_errors(app)
-    _describe(app)
+    _document_authentication(app)
     return app
 
 
-async def _work(context: Context) -> None:
+async def _run_agent(context: Context) -> None:
     if context.agent is not None:
         await context.agent.run(context.stopping)
 
 
 def _handle_errors(app: FastAPI) -> None:
-    def told(request: Request, error: ApiError) -> Response:
-        return page.failure(request, error) if page.is_page(request) else error_response(error)
+    def respond(request: Request, error: ApiError) -> Response:
+        return page_routes.error_page(request, error) if page_routes.is_page(request) else error_response(error)
 
     async def api(request: Request, error: Any) -> Response:
-        return told(request, error)
+        return respond(request, error)
 
     async def validation(request: Request, error: Any) -> Response:
-        return told(request, of_validation(error.errors()))
+        return respond(request, from_validation_errors(error.errors()))
 
     async def status(request: Request, error: Any) -> Response:
-        if isinstance(error.__cause__, ApiError):  # which the body was, while it was read
-            return told(request, error.__cause__)
-        return told(request, of_status(error.status_code, str(error.detail), error.headers))
+        if isinstance(error.__cause__, ApiError):  # an ApiError that reading the body raised
+            return respond(request, error.__cause__)
+        return respond(request, from_http_status(error.status_code, str(error.detail), error.headers))
 
     async def database(request: Request, error: Any) -> Response:
-        answer = of_database(error)
+        answer = from_database_error(error)
         if answer.status >= 500:
             level = logging.ERROR if answer.status == 500 else logging.WARNING
             trace = error if answer.status == 500 else None
             logger.log(level, "%s %s: %s", request.method, answer.code, type(error).__name__, exc_info=trace)
-        return told(request, answer)
+        return respond(request, answer)
 
     app.add_exception_handler(ApiError, api)
     app.add_exception_handler(RequestValidationError, validation)
@@ -127,8 +128,8 @@ def _handle_errors(app: FastAPI) -> None:
         app.add_exception_handler(kind, database)
 
 
-def _describe(app: FastAPI) -> None:
-    """Say in OpenAPI that a name and a password are needed."""
+def _document_authentication(app: FastAPI) -> None:
+    """Document HTTP Basic authentication in the OpenAPI schema."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -148,5 +149,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     path = os.environ.get("PGQUEUE_CONFIG")
     if not path:
-        raise SettingsError("PGQUEUE_CONFIG is not set: it names the configuration file")
+        raise SettingsError("PGQUEUE_CONFIG is not set: set it to the path of the configuration file")
     return create_app(Settings.load(path))

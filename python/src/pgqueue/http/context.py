@@ -1,4 +1,4 @@
-"""What the routes share, and what they have in common: the caller's key, the answer, the errors that they document."""
+"""What the routes share: the parts of the server, the idempotency key, the responses, the documented errors."""
 
 import asyncio
 import logging
@@ -11,68 +11,76 @@ from fastapi import Depends, Header, Request, Response
 
 from .databases import Databases
 from .errors import ApiError
+from .idempotency import Answer, EffectKey, fingerprint
 from .metrics import Metrics
 from .models import ErrorBody
-from .once import Answer, Key, fingerprint
+from .notifications import NotificationListeners
 from .sampling import Sampler
 from .settings import Settings
-from .waiting import Waiting
 
-__all__ = ["Context", "Given", "IdempotencyKey", "context_of", "errors", "is_name", "reply"]
+__all__ = [
+    "Context",
+    "CurrentContext",
+    "IdempotencyKey",
+    "context_of",
+    "error_responses",
+    "is_queue_name",
+    "to_response",
+]
 
 logger = logging.getLogger("pgqueue.http")
 
 _NAME: Final = re.compile("[a-z0-9_-]{1,128}")
 _ERRORS: Final = {
-    400: "The body is no JSON.",
-    401: "Name or password are missing or wrong.",
-    403: "A browser was made to send this by another site.",
+    400: "The body is not JSON.",
+    401: "Name or password is missing or wrong.",
+    403: "A page of another site made the browser send this request.",
     404: "There is no such service, queue, task or message.",
-    409: "It is not possible now: the name is taken, or the queue is not Active.",
+    409: "The name is taken, or the queue is not Active.",
     410: "The claim was lost.",
     413: "The body or a payload is too large.",
-    422: "A field is missing or out of its limits.",
+    422: "A field is missing or out of range.",
     503: "A database cannot be reached, or took too long.",
 }
 
 
 @dataclass(slots=True)
 class Context:
-    """The parts of a running server. `stopping` is set when it is told to stop: who waits should not."""
+    """The parts of a running server. `stopping` is set when it is told to stop; requests then end their wait."""
 
     settings: Settings
     databases: Databases
     metrics: Metrics
     sampler: Sampler
-    waiting: Waiting
+    listeners: NotificationListeners
     agent: Any = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    finishing: set[asyncio.Task[None]] = field(default_factory=set)
+    background_tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have something done that outlives its request. The server does not end before it is."""
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine that outlives its request. The server waits for its end before it stops."""
         task = asyncio.create_task(_logged(work))
-        self.finishing.add(task)
-        task.add_done_callback(self.finishing.discard)
+        self.background_tasks.add(task)
+        task.add_done_callback(self.background_tasks.discard)
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:
     try:
         await work
-    except Exception as error:  # nobody waits for it
-        logger.warning("what a request left behind could not be finished: %s", type(error).__name__)
+    except Exception as error:  # no caller waits for it
+        logger.warning("the background work of a request failed: %s", type(error).__name__)
 
 
 async def context_of(request: Request) -> Context:
-    """The parts of the server that serves a request. Not to be run on a thread, hence async."""
+    """The parts of the server that serves a request. It is async so that FastAPI does not run it in a thread."""
     context: Context = request.app.state.context
     return context
 
 
-Given = Annotated[Context, Depends(context_of)]
+CurrentContext = Annotated[Context, Depends(context_of)]
 
 
-async def _key_of(
+async def _idempotency_key(
     request: Request,
     idempotency_key: Annotated[
         str | None,
@@ -81,39 +89,39 @@ async def _key_of(
             min_length=1,
             max_length=255,
             pattern="^[!-~]+$",
-            description="A name for this request: sent again under it, nothing happens twice.",
+            description="A name for this request: a request that is repeated with it takes effect once.",
         ),
     ] = None,
-) -> Key | None:
+) -> EffectKey | None:
     if idempotency_key is None:
         return None
     query = request.scope["query_string"]
     what = fingerprint(request.method.encode(), request.scope["path"].encode(), query, await request.body())
-    return Key(f"user:{request.scope['user']}", idempotency_key, what)
+    return EffectKey(f"user:{request.scope['user']}", idempotency_key, what)
 
 
-IdempotencyKey = Annotated[Key | None, Depends(_key_of)]
+IdempotencyKey = Annotated[EffectKey | None, Depends(_idempotency_key)]
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors of a route, for OpenAPI: those named, and those that any route may have."""
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors of a route for OpenAPI: the given statuses, and those that every route can return."""
     return {
         each: {"description": _ERRORS[each], "model": ErrorBody} for each in sorted({401, 413, 422, 503, *statuses})
     }
 
 
-def is_name(text: str) -> bool:
-    """Whether a queue may be called so."""
+def is_queue_name(text: str) -> bool:
+    """Whether the text is a valid name of a queue."""
     return _NAME.fullmatch(text) is not None
 
 
 def queue_not_found(name: str) -> ApiError:
-    """There is no such queue."""
+    """The error for a queue that does not exist."""
     return ApiError(404, "queue_not_found", f"there is no queue {name[:128]!r}", "queue_name", name)
 
 
-def reply(answer: Answer, **headers: str) -> Response:
-    """The response of an answer."""
+def to_response(answer: Answer, **headers: str) -> Response:
+    """The HTTP response of an effect."""
     if answer.replayed:
         headers["Idempotent-Replayed"] = "true"
     return Response(answer.text, answer.status, headers, "application/json")

@@ -1,4 +1,4 @@
-"""Connections to the control database and to those of the services: pooled, checked, bounded in time."""
+"""Connections to the control database and to the databases of the services: pooled, checked, and with timeouts."""
 
 import asyncio
 import re
@@ -19,20 +19,20 @@ from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import ApiError
 from .migrations import CONTROL, TARGET, migrate
-from .raw import Moments, RawJson
+from .serialization import RawJson, TimestampLoader
 from .settings import Service, Settings
 
-__all__ = ["Connection", "Databases", "end"]
+__all__ = ["Connection", "Databases", "cancel_and_wait"]
 
 Connection = AsyncConnection[Any]
-Place = tuple[str, str] | None  # a service and a database; None is the control database
+Place = tuple[str, str] | None  # service and database; None is the control database
 
-_RETRY_SECONDS = 1.0  # after a failed connection; a request that comes later begins anew
+_RETRY_SECONDS = 1.0  # the pool's retries after a failed connection; a later request starts them again
 _MISSING = psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction
 
 
 class Databases:
-    """Everything that is connected to, by name. Pools are made when first used, and opened in the background."""
+    """The connections to all databases. A pool is made when it is first used, and opens in the background."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -43,23 +43,23 @@ class Databases:
         self._migrated: set[Place] = set()
 
     def service(self, id: str) -> Service:
-        """A service by its id. Raises `ApiError` 404."""
+        """The service with this id. Raises `ApiError` 404."""
         service = self._settings.services.get(id)
         if service is None:
             raise ApiError(404, "service_not_found", f"there is no service {id[:128]!r}", "service_id", id)
         return service
 
     def conninfo(self, service: Service, database: str) -> str:
-        """How to connect to a database of a service, for a connection of one's own."""
+        """The connection string of a database of a service, for a connection outside of the pool."""
         return make_conninfo(service.dsn, dbname=database, **self._options(service.dsn))
 
     @property
     def control_conninfo(self) -> str:
-        """How to connect to the control database."""
+        """The connection string of the control database."""
         return make_conninfo(self._settings.control_dsn, **self._options(self._settings.control_dsn))
 
-    def doubt(self) -> None:
-        """Look again, next time, whether the tables are there: the databases may not be those of before."""
+    def forget_migrations(self) -> None:
+        """Check at the next use whether the tables exist: a database may have been replaced."""
         self._migrated.clear()
 
     def _options(self, dsn: str) -> dict[str, Any]:
@@ -73,23 +73,24 @@ class Databases:
 
     @asynccontextmanager
     async def control(self) -> AsyncIterator[Connection]:
-        """A connection to the control database, migrated, in autocommit mode."""
+        """A connection to the control database in autocommit mode; the tables of the server exist there."""
         pool = self._pools.get(None) or await self._open(None, self.control_conninfo)
-        async with self._taken(None, pool) as connection:
+        async with self._pooled_connection(None, pool) as connection:
             if None not in self._migrated:
                 await install(connection)
                 await migrate(connection, CONTROL)
-                await self._open_broker(connection)
+                await self._create_task_queue(connection)
                 self._migrated.add(None)
-            with self._prepared(None, QueueNotFound):  # the broker's, else there is none here
+            # in the control database only the task queue can be missing
+            with self._detecting_lost_schema(None, QueueNotFound):
                 yield connection
 
     @asynccontextmanager
     async def target(self, service: Service, database: str, prepare: bool = False) -> AsyncIterator[Connection]:
         """A connection to a database of a service, in autocommit mode.
 
-        With `prepare`, pgqueue and our own schema are installed where they are missing. Raises `ApiError` 404 for a
-        database that the service does not have.
+        With `prepare`, pgqueue and the tables of the server are installed where they are missing. Raises `ApiError` 404
+        for a database that the service does not have.
         """
         place = (service.id, database)
         if database not in service.databases:
@@ -97,7 +98,7 @@ class Databases:
             message = f"database_name must be {limit}"
             raise ApiError(404, "database_not_found", message, "database_name", database, limit)
         pool = self._pools.get(place) or await self._open(place, self.conninfo(service, database))
-        async with self._taken(place, pool) as connection:
+        async with self._pooled_connection(place, pool) as connection:
             if prepare and place not in self._migrated:
                 await install(connection)
                 await migrate(connection, TARGET)
@@ -105,32 +106,38 @@ class Databases:
             if not prepare:
                 yield connection
                 return
-            with self._prepared(place):
+            with self._detecting_lost_schema(place):
                 yield connection
 
     @contextmanager
-    def _prepared(self, place: Place, *missing: type[psycopg.Error]) -> Iterator[None]:
-        """Where what was prepared is missing, the database is another one by now: prepare it next time."""
+    def _detecting_lost_schema(self, place: Place, *missing: type[psycopg.Error]) -> Iterator[None]:
+        """If the schema is missing although it was installed, the database was replaced: install it again at the next
+        use.
+        """
         try:
             yield
         except psycopg.Error as error:
             if not isinstance(error, (*_MISSING, *missing)):
                 raise
             self._migrated.discard(place)
-            raise psycopg.OperationalError("the database has lost its tables") from error
+            raise psycopg.OperationalError("the tables of pgqueue are missing in the database") from error
 
     @asynccontextmanager
-    async def _taken(self, place: Place, pool: AsyncConnectionPool[Connection]) -> AsyncIterator[Connection]:
-        """A connection of a pool. Who waits for others to give theirs back has patience, who waits for the server less.
+    async def _pooled_connection(
+        self, place: Place, pool: AsyncConnectionPool[Connection]
+    ) -> AsyncIterator[Connection]:
+        """A connection of a pool. Raises `PoolTimeout`.
 
-        For a connection several tries are made: a pool gives up after the first, and begins anew when it is asked.
+        A request waits up to `request_seconds` for a free connection, and up to `connect_seconds` for the server. If
+        the last connection to the server failed, both waits are up to `connect_seconds`. The pool itself gives up after
+        its first failed attempt, and starts again with the next call; therefore the call is repeated.
         """
         limits, gate = self._settings.limits, self._gates[place]
         try:
             async with asyncio.timeout(limits.connect_seconds if place in self._failing else limits.request_seconds):
                 await gate.acquire()
         except TimeoutError:
-            raise PoolTimeout("too many wait for this database") from None
+            raise PoolTimeout("too many requests wait for this database") from None
         try:
             connection = await self._connected(place, pool)
             try:
@@ -153,7 +160,7 @@ class Databases:
                 self._failing.discard(place)
                 return connection
 
-    async def _open_broker(self, connection: Connection) -> None:
+    async def _create_task_queue(self, connection: Connection) -> None:
         tasks = self._settings.tasks
         await AsyncQueue(connection, tasks.queue).create_queue(
             max_attempts=tasks.max_attempts,
@@ -184,7 +191,7 @@ class Databases:
 
     async def _configure(self, connection: Connection) -> None:
         psycopg.types.json.set_json_loads(RawJson.loads, connection)
-        connection.adapters.register_loader("timestamptz", Moments)
+        connection.adapters.register_loader("timestamptz", TimestampLoader)
         milliseconds = int(self._settings.limits.database_seconds * 1000)
         await connection.execute(
             b"set statement_timeout = %d; set lock_timeout = %d; set idle_in_transaction_session_timeout = %d;"
@@ -200,8 +207,10 @@ class Databases:
             await pool.close(timeout=5)
 
 
-async def end(*tasks: asyncio.Task[None]) -> None:
-    """Cancel tasks until they have ended: a pool that hands out a connection at that moment overlooks it."""
+async def cancel_and_wait(*tasks: asyncio.Task[None]) -> None:
+    """Cancel tasks until they have ended. One cancellation is not enough: a pool that hands out a connection can
+    swallow it.
+    """
     while not all(task.done() for task in tasks):
         for task in tasks:
             task.cancel()
@@ -209,16 +218,16 @@ async def end(*tasks: asyncio.Task[None]) -> None:
 
 
 async def _check(connection: Connection) -> None:
-    """Raise if the server has closed the connection, as far as can be told without a round trip."""
-    connection.pgconn.consume_input()  # the server's last words, if there are any, …
+    """Raise if the server has closed the connection, as far as this is known without a round trip."""
+    connection.pgconn.consume_input()  # reads the last message of the server, if there is one
     connection.pgconn.is_busy()
-    connection.pgconn.consume_input()  # … and the end that follows them
+    connection.pgconn.consume_input()  # reads the end of the stream after that message
     if connection.closed:
         raise psycopg.OperationalError("the server closed the connection")
 
 
 async def install(connection: Connection) -> None:
-    """Make sure that pgqueue is in a database: as the extension where the server offers it, else as plain SQL."""
+    """Install pgqueue unless the database has it: as an extension if the server offers it, else as plain SQL."""
     async with connection.transaction():
         await connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue_http'))")
         cursor = await connection.execute(

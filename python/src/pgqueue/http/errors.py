@@ -1,4 +1,4 @@
-"""What goes wrong, as callers are told: one shape of JSON that names the field, its value and the limit."""
+"""Errors as responses: one JSON form that names the code, the message, the field, its value and the limit."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from ..errors import InvalidArgument, PayloadTooLarge, QueueBusy, QueueExists, QueueNotFound
 
-__all__ = ["ApiError", "error_response", "of_database", "of_status", "of_validation"]
+__all__ = ["ApiError", "error_response", "from_database_error", "from_http_status", "from_validation_errors"]
 
-_SHOWN: Final = 100  # characters of a value
+_MAX_VALUE_CHARACTERS: Final = 100  # of a value in a response
 _CODES: Final = {
     400: "bad_request",
     401: "unauthorized",
@@ -24,16 +24,16 @@ _CODES: Final = {
     500: "internal_error",
     503: "unavailable",
 }
-# Connection, resources, intervention by an operator, a server that restarts: later it may well work.
-_PASSING: Final = ("08", "53", "57", "58")
-_TOO_COMPLEX: Final = "54"
+# SQLSTATE classes: connection, resources, operator intervention, system error. The same request may succeed later.
+_TEMPORARY_CLASSES: Final = ("08", "53", "57", "58")
+_LIMIT_EXCEEDED_CLASS: Final = "54"
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error response.
 
-    `code` is a stable word; `field` is the part of the request it is about, `value` what was given, shortened, and
-    `limit` what may be given, where there are such.
+    `code` is a stable word. `field` is the part of the request that is wrong, `value` its value, shortened, and `limit`
+    what is allowed; each is None if it does not apply.
     """
 
     def __init__(
@@ -51,23 +51,23 @@ class ApiError(Exception):
         self.code = code
         self.message = message
         self.field = field
-        self.value = _shown(value)
+        self.value = _shorten(value)
         self.limit = limit
         self.headers = dict(headers or {})
 
 
-def _shown(value: object) -> str | int | float | bool | None:
-    """A value as it may be repeated: short, and nothing that JSON lacks."""
+def _shorten(value: object) -> str | int | float | bool | None:
+    """A value in the form in which a response repeats it: short, and valid JSON."""
     if value is None or (isinstance(value, (bool, int, float)) and abs(value) < 2**63):
         return value
     if isinstance(value, (dict, list, tuple)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     text = str(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[:_MAX_VALUE_CHARACTERS]}…"
 
 
 def error_response(error: ApiError) -> Response:
-    """The response of an error."""
+    """The response for an error."""
     body = {
         "error": {
             "code": error.code,
@@ -77,27 +77,27 @@ def error_response(error: ApiError) -> Response:
             "limit": error.limit,
         }
     }
-    # Lone surrogates, which a request may have, are escaped: the answer is always UTF-8.
+    # json.dumps escapes lone surrogates, which a request can contain: the response is always valid UTF-8.
     content = json.dumps(body).encode()
     return Response(content, error.status, error.headers, "application/json")
 
 
-def of_status(status: int, detail: str, headers: Mapping[str, str] | None = None) -> ApiError:
-    """The error of a status of HTTP itself, such as a path that nobody has."""
+def from_http_status(status: int, detail: str, headers: Mapping[str, str] | None = None) -> ApiError:
+    """The error for an HTTP status that the framework raises, such as 404 for an unknown path."""
     return ApiError(status, _CODES.get(status, "error"), detail, headers=headers)
 
 
-def of_validation(faults: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The error of a request that does not fit its description: the first fault."""
-    fault = faults[0]
-    kind, place = fault["type"], list(fault["loc"])
+def from_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The error for a request that does not match its model: the first violation."""
+    error = errors[0]
+    kind, place = error["type"], list(error["loc"])
     where = place[0] if place else "body"
     if kind == "json_invalid" or (where == "body" and len(place) == 1 and kind != "missing"):
         message = "the body must be a JSON object, sent as Content-Type: application/json"
         return ApiError(400, "malformed_json", message, field="body")
     field = _field(place[1:] if where in ("body", "query", "path", "header") else place) or "body"
-    limit = _limit(kind, fault.get("ctx") or {}, fault["msg"])
-    value = None if kind == "missing" else fault.get("input")
+    limit = _limit(kind, error.get("ctx") or {}, error["msg"])
+    value = None if kind == "missing" else error.get("input")
     said = "is missing" if kind == "missing" else "is invalid"
     return ApiError(422, "invalid", f"{field} {said}; must be {limit}", field, value, limit)
 
@@ -106,7 +106,7 @@ def _field(place: Sequence[str | int]) -> str:
     text = ""
     for step in place:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
-    return str(_shown(text))
+    return str(_shorten(text))
 
 
 def _limit(kind: str, context: Mapping[str, Any], message: str) -> str:
@@ -137,13 +137,14 @@ def _limit(kind: str, context: Mapping[str, Any], message: str) -> str:
             return "a JSON object"
         case "list_type":
             return "a list"
-        case "uuid_type" | "uuid_parsing" | "is_instance_of":  # of UUID, which no other is asked to be
+        # of the class UUID; no other field is checked for its class
+        case "uuid_type" | "uuid_parsing" | "is_instance_of":
             return "a UUID"
     return message
 
 
-def is_passing(error: BaseException) -> bool:
-    """Whether the same request may well succeed later: the database is down, restarts, or has no room."""
+def is_temporary(error: BaseException) -> bool:
+    """Whether the same request may succeed later: the database is down, restarts, or has no resources left."""
     if isinstance(error, (PoolTimeout, PoolClosed, OSError, TimeoutError)):
         return True
     if not isinstance(error, psycopg.Error):
@@ -151,11 +152,11 @@ def is_passing(error: BaseException) -> bool:
     state = error.sqlstate
     if state is None:
         return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
-    return state[:2] in _PASSING or state[:2] == "40" or state in ("55P03", "25006")
+    return state[:2] in _TEMPORARY_CLASSES or state[:2] == "40" or state in ("55P03", "25006")
 
 
-def of_database(error: BaseException) -> ApiError:
-    """The error of what the database or the way to it said. Never has a DSN, a host or a statement in it."""
+def from_database_error(error: BaseException) -> ApiError:
+    """The error for an exception of the database or its connection. It contains no DSN, no host and no statement."""
     said = (error.diag.message_primary or "") if isinstance(error, psycopg.Error) else ""
     match error:
         case QueueNotFound():
@@ -169,15 +170,15 @@ def of_database(error: BaseException) -> ApiError:
         case InvalidArgument():
             return ApiError(422, "invalid", said)
         case psycopg.errors.InvalidSchemaName() | psycopg.errors.UndefinedFunction():
-            message = "there is no queue in this database: pgqueue is not installed"
+            message = "pgqueue is not installed in this database, so it has no queues"
             return ApiError(404, "queue_not_found", message, "database_name")
         case psycopg.errors.QueryCanceled():
             return ApiError(503, "timeout", "the database took too long", headers={"Retry-After": "1"})
         case psycopg.DataError():
             return ApiError(422, "invalid", f"PostgreSQL cannot store this: {said}", field="body")
-    if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(_TOO_COMPLEX):
+    if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(_LIMIT_EXCEEDED_CLASS):
         return ApiError(422, "invalid", f"PostgreSQL cannot store this: {said}", field="body")
-    if is_passing(error):
+    if is_temporary(error):
         message = "the database cannot be reached now: try again"
         return ApiError(503, "database_unavailable", message, headers={"Retry-After": "1"})
-    return of_status(500, "an internal error, which the server's log explains")
+    return from_http_status(500, "an internal error; see the log of the server")

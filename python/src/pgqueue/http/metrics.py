@@ -1,4 +1,4 @@
-"""What Prometheus is told: depths as they were sampled last, and what this process did."""
+"""Prometheus metrics: the depths of the last sample, and counters of this process."""
 
 import time
 from typing import Any, Final
@@ -12,38 +12,38 @@ from .sampling import Sampler
 
 __all__ = ["Metrics"]
 
-_FORGOTTEN_SECONDS: Final = 600.0  # so that the last figures are scraped
+_KEEP_SECONDS: Final = 600.0  # keep the counters of a dropped queue so long, so that their last values are scraped
 _QUEUE = ("service", "database", "queue")
 _GAUGES = {
     "ready_messages": "Messages available for claim.",
     "inflight_messages": "Messages that are claimed.",
-    "scheduled_messages": "Messages that wait for their delay to end.",
+    "scheduled_messages": "Messages whose delay has not ended.",
     "dead_messages": "Dead letters.",
     "oldest_age_seconds": "Age of the oldest ready message, 0 where none is ready.",
     "paused": "1 while the queue is paused.",
 }
-_FLOW = {
-    "in_per_second": "Messages that came into the queue, lately; at least so many unless pgqueue_flow_counted is 1.",
-    "out_per_second": "Messages that left the queue, lately; at least so many unless pgqueue_flow_counted is 1.",
-    "flow_counted": "1 where the two are what PostgreSQL counted in a partition of the queue's own.",
+_THROUGHPUT = {
+    "in_per_second": "Recent incoming messages; a lower bound unless pgqueue_flow_counted is 1.",
+    "out_per_second": "Recent outgoing messages; a lower bound unless pgqueue_flow_counted is 1.",
+    "flow_counted": "1 if both rates are exact, from the statistics of the queue's own partition.",
 }
 
 
-class _Depths(Collector):
+class _QueueCollector(Collector):
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
     def collect(self) -> Any:
         families = {name: GaugeMetricFamily(f"pgqueue_{name}", text, labels=_QUEUE) for name, text in _GAUGES.items()}
         change = GaugeMetricFamily(
-            "pgqueue_depth_change_per_second", "How fast the depth grows, or shrinks below 0.", labels=_QUEUE
+            "pgqueue_depth_change_per_second", "Change of the depth; negative when it shrinks.", labels=_QUEUE
         )
-        came, left, counted = (
-            GaugeMetricFamily(f"pgqueue_{name}", text, labels=_QUEUE) for name, text in _FLOW.items()
+        incoming, outgoing, counted = (
+            GaugeMetricFamily(f"pgqueue_{name}", text, labels=_QUEUE) for name, text in _THROUGHPUT.items()
         )
         ids = CounterMetricFamily(
             "pgqueue_message_ids",
-            "Ids given to messages of all queues of a database: what was sent, with what was rolled back.",
+            "Message ids given out in a database: messages sent to all its queues, rolled back ones included.",
             labels=_QUEUE[:2],
         )
         for place, history in self._sampler.histories():
@@ -51,24 +51,24 @@ class _Depths(Collector):
             for name, family in families.items():
                 family.add_metric(place, float(getattr(stats, name) or 0))
             change.add_metric(place, history.change)
-            came.add_metric(place, history.flow.came)
-            left.add_metric(place, history.flow.left)
-            counted.add_metric(place, float(history.flow.counted))
-        for database, mark in self._sampler.marks:
+            incoming.add_metric(place, history.throughput.incoming)
+            outgoing.add_metric(place, history.throughput.outgoing)
+            counted.add_metric(place, float(history.throughput.is_counted))
+        for database, mark in self._sampler.last_message_ids:
             ids.add_metric(database, mark)
-        yield from (*families.values(), change, came, left, counted, ids)
+        yield from (*families.values(), change, incoming, outgoing, counted, ids)
 
 
 class Metrics:
-    """The counters of one server, in a registry of its own."""
+    """The counters of one server, in a registry of their own."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._registry = CollectorRegistry()
-        self._registry.register(_Depths(sampler))
+        self._registry.register(_QueueCollector(sampler))
         self._requests = Histogram(
             "pgqueue_http_request_seconds",
-            "How long requests took.",
+            "Duration of requests.",
             ("method", "route", "status"),
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
             registry=self._registry,
@@ -79,32 +79,35 @@ class Metrics:
             (*_QUEUE, "operation"),
             registry=self._registry,
         )
-        self._counted: dict[tuple[str, str, str, str], float] = {}  # when something was counted last
+        self._last_counted_at: dict[tuple[str, str, str, str], float] = {}  # values: monotonic time in seconds
         self._tasks = Counter(
-            "pgqueue_http_tasks", "Tasks that this agent has ended.", ("kind", "status"), registry=self._registry
+            "pgqueue_http_tasks",
+            "Tasks that this agent has completed or failed.",
+            ("kind", "status"),
+            registry=self._registry,
         )
 
     def request(self, scope: Any, status: int, seconds: float) -> None:
-        """Count a request, by its route: what a path holds is not told."""
+        """Count a request under its route, because the path may hold private data."""
         route = getattr(scope.get("route"), "path", "none")
         method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE", "HEAD") else "other"
         self._requests.labels(method, route, str(status)).observe(seconds)
 
-    def _forget(self) -> None:
-        """Forget the counters of queues that are gone: where queues come and go there would be ever more of them."""
+    def _remove_gone_queues(self) -> None:
+        """Remove the counters of dropped queues: otherwise their number would grow without limit."""
         there = {place for place, _ in self._sampler.histories()}
-        for labels, at in list(self._counted.items()):
-            if labels[:3] not in there and at < time.monotonic() - _FORGOTTEN_SECONDS:
-                del self._counted[labels]
+        for labels, at in list(self._last_counted_at.items()):
+            if labels[:3] not in there and at < time.monotonic() - _KEEP_SECONDS:
+                del self._last_counted_at[labels]
                 self._messages.remove(*labels)
 
     def messages(self, service: str, database: str, queue: str, operation: str, number: int) -> None:
-        """Count messages that exist: call it after the queue was found."""
+        """Count messages of a queue. Call it only after the queue was found, so that clients cannot invent labels."""
         if number:
             labels = (service, database, queue, operation)
-            self._counted[labels] = time.monotonic()
+            self._last_counted_at[labels] = time.monotonic()
             self._messages.labels(*labels).inc(number)
-            self._sampler.passed(labels[:3], operation, number)
+            self._sampler.record_operation(labels[:3], operation, number)
 
     def task(self, kind: str, status: str) -> None:
         """Count a task that has ended."""
@@ -112,5 +115,5 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
-        self._forget()
+        self._remove_gone_queues()
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""The tables of the server, made step by step: each step runs once in a database, whoever starts first."""
+"""The schema of the server: pgqueue itself, and the tables of the server, which are created in steps."""
 
 from pathlib import Path
 from typing import Any
@@ -7,13 +7,13 @@ from psycopg import AsyncConnection
 
 __all__ = ["CONTROL", "TARGET", "migrate"]
 
-# Steps are only ever added: a step that was released is done, and is never edited.
+# Only add steps. A step that was released has run in databases, and must not be edited.
 TARGET = ("effects.sql", "provisioned.sql")
 CONTROL = ("effects.sql", "registry.sql")
 
 
 async def migrate(connection: AsyncConnection[Any], steps: tuple[str, ...]) -> None:
-    """Run the steps that have not run in this database yet, in one transaction, one process at a time."""
+    """Run the steps that have not run in this database yet, in one transaction. A lock serializes the processes."""
     async with connection.transaction():
         await connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue_http'))")
         cursor = await connection.execute("select to_regclass('pgqueue_http.migrations') is null")

@@ -1,4 +1,4 @@
-"""The bodies of requests and responses, as seed and OpenAPI have them. Limits are checked here, strictly."""
+"""The bodies of requests and responses. OpenAPI documents them; the limits are checked here, strictly."""
 
 from contextlib import suppress
 from datetime import datetime
@@ -8,7 +8,7 @@ from uuid import UUID
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from .body import Number
+from .request_body import ExactNumber
 
 __all__ = [
     "BATCH_LIMIT",
@@ -21,14 +21,15 @@ __all__ = [
     "ErrorBody",
 ]
 
-PAYLOAD_LIMIT: Final = 256 * 1024  # bytes of JSON text, as PostgreSQL writes it
-HEADERS_LIMIT: Final = 64 * 1024  # the same
+PAYLOAD_LIMIT: Final = 256 * 1024  # of JSON text in bytes, in the form in which PostgreSQL writes it
+HEADERS_LIMIT: Final = 64 * 1024  # measured in the same way
 BATCH_LIMIT: Final = 100
 DELAY_LIMIT: Final = 43200
 TIMEOUT_LIMIT: Final = 43200
 WAIT_LIMIT: Final = 20
 MAX_ID: Final = 2**63 - 1
-REDRIVE_LIMIT: Final = 100_000  # messages of a request: millions would take longer than it may, and none would be
+# messages per request: millions would exceed the time limit, and the whole request would fail
+REDRIVE_LIMIT: Final = 100_000
 
 
 class _Request(BaseModel):
@@ -37,7 +38,7 @@ class _Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field_is_enough(cls, value: Any) -> Any:
-        # Each would be a fault of its own, and millions of faults more than the memory of the server.
+        # Report one unknown field only: a list of millions of violations would exceed the server's memory.
         if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
             return value
         unknown = next(name for name in value if name not in cls.model_fields)
@@ -55,15 +56,15 @@ Token = Annotated[UUID, BeforeValidator(_uuid)]
 
 
 def _whole(value: object) -> object:
-    if isinstance(value, Number):
+    if isinstance(value, ExactNumber):
         number = float(value)
         if 2**53 <= abs(number) <= 2 * MAX_ID and (exact := Decimal(value.text)) == exact.to_integral_value():
-            return int(exact)  # what a float makes of it may be another id
+            return int(exact)  # a float has 53 bits and could become another id
         value = number
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-# JSON has no integers: 30.0 is one, too.
+# JSON has no integer type: 30.0 is accepted, too.
 _Whole = BeforeValidator(_whole)
 Delay = Annotated[int, Field(ge=0, le=DELAY_LIMIT), _Whole]
 Timeout = Annotated[int, Field(ge=1, le=TIMEOUT_LIMIT), _Whole]
@@ -74,7 +75,7 @@ Wait = Annotated[int, Field(ge=0, le=WAIT_LIMIT), _Whole]
 
 
 class CreateQueue(_Request):
-    """A queue to be made."""
+    """A queue to create."""
 
     name: str = Field(
         min_length=1,
@@ -89,11 +90,11 @@ class CreateQueue(_Request):
     max_attempts: Attempts = Field(
         5, description="Maximum delivery attempts before a message moves to the DLQ, 1 to 100"
     )
-    dlq_enabled: bool = Field(True, description="Whether exhausted messages are saved in the dead letters")
+    dlq_enabled: bool = Field(True, description="Whether messages without attempts left become dead letters")
 
 
 class BrokeredMessage(_Request):
-    """A message to be sent by an agent."""
+    """A message that an agent sends."""
 
     payload: dict[str, Any] = Field(description="A JSON object, max 256 KB")
     delay_seconds: Delay = Field(0, description="Postpone first visibility by this many seconds (0 to 43200)")
@@ -106,7 +107,7 @@ class EnqueueRequest(_Request):
 
 
 class DirectMessage(_Request):
-    """A message to be sent at once: any JSON, and headers if need be."""
+    """A message that is sent at once: any JSON, and optional headers."""
 
     payload: Any = Field(description="Any JSON, max 256 KB")
     delay_seconds: Delay = Field(0, description="Postpone first visibility by this many seconds (0 to 43200)")
@@ -124,52 +125,54 @@ class Claim(_Request):
 
     max_messages: Batch = 1
     visibility_timeout_seconds: Timeout | None = Field(None, description="By default the queue's")
-    claimed_by: str | None = Field(None, max_length=256, description="A name for people who look")
+    claimed_by: str | None = Field(None, max_length=256, description="The name of the consumer, for people")
     wait_seconds: Wait = Field(0, description="How long to wait for a first message")
 
 
 class Claimed(_Request):
-    """A message that was claimed."""
+    """A claimed message."""
 
     id: Id
     claim_token: Token
 
 
 class Ack(Claimed):
-    """A message that is done."""
+    """A message to acknowledge."""
 
 
 class AckBatch(_Request):
-    """Messages of one claim that are done."""
+    """Messages of one claim to acknowledge."""
 
     ids: list[Id] = Field(min_length=1, max_length=BATCH_LIMIT)
     claim_token: Token
 
 
 class Nack(Claimed):
-    """A message to be given back."""
+    """A claimed message to return to the queue."""
 
     delay_seconds: Delay | None = Field(None, description="By default the queue's backoff")
     error: str | None = Field(None, max_length=10_000, description="Kept as last_error")
 
 
 class Extend(Claimed):
-    """A message whose claim is to last longer."""
+    """A claimed message whose claim is extended."""
 
     visibility_timeout_seconds: Timeout | None = Field(None, description="From now; by default the queue's")
 
 
 class Ids(_Request):
-    """Dead letters, by id; all of them where `ids` is null."""
+    """Dead letters by id; all of them if `ids` is null."""
 
     ids: list[Id] | None = Field(None, min_length=1, max_length=10_000)
 
 
-# Responses: for OpenAPI; what is sent is written as JSON directly.
+# Responses. These models are for OpenAPI only; the routes write the JSON text directly.
 
 
 class Fault(BaseModel):
-    """What is wrong: a stable word, a sentence, and the field with its value and the limit where there are such."""
+    """An error: a stable code, a message, and the field with its value and its limit; these are null if they do not
+    apply.
+    """
 
     code: str
     message: str
@@ -179,7 +182,7 @@ class Fault(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every error."""
+    """The body of every error response."""
 
     error: Fault
 
@@ -198,7 +201,7 @@ class ListedQueue(BaseModel):
 
 
 class QueueBody(ListedQueue):
-    """A queue. `error_message` is there if it failed."""
+    """A queue. `error_message` is present if it failed."""
 
     service_id: str
     created_at: datetime
@@ -224,13 +227,13 @@ class _Task(BaseModel):
 
 
 class MessageIds(BaseModel):
-    """The ids of messages, in request order."""
+    """The ids of messages, in the order of the request."""
 
     message_ids: list[int]
 
 
 class StatsResult(BaseModel):
-    """The depth of a queue; `oldest_age_seconds` is 0 where nothing is ready."""
+    """The depth of a queue; `oldest_age_seconds` is 0 if no message is ready."""
 
     queue_name: str
     ready_messages: int
@@ -246,13 +249,13 @@ class EnqueueTask(_Task):
 
 
 class StatsTask(_Task):
-    """A task that looks at a queue."""
+    """A task that reads the depth of a queue."""
 
     result: StatsResult | None = None
 
 
 class ClaimedMessage(BaseModel):
-    """A message. `payload` is null beside a `body`, which is base64."""
+    """A message: either `payload`, or a `body` in base64 with a `payload` of null."""
 
     id: int
     payload: Any
@@ -270,25 +273,25 @@ class ClaimedMessage(BaseModel):
 
 
 class ClaimedMessages(BaseModel):
-    """What was claimed; empty if nothing was ready."""
+    """The claimed messages; empty if none was ready."""
 
     messages: list[ClaimedMessage]
 
 
 class Count(BaseModel):
-    """How many messages it was about."""
+    """The number of messages that were changed."""
 
     count: int
 
 
 class Done(BaseModel):
-    """The message it was about."""
+    """The message that was changed."""
 
     id: int
 
 
 class DirectStats(BaseModel):
-    """The depth of a queue, as SQL has it; `estimates` names the figures that are estimated."""
+    """The depth of a queue, with the columns of the SQL type. `estimates` names the figures that are estimated."""
 
     queue_name: str
     ready_messages: int
@@ -319,6 +322,6 @@ class DeadLetter(BaseModel):
 
 
 class DeadLetters(BaseModel):
-    """Dead letters by id; for the next ones give the last id as `after_id`."""
+    """Dead letters by id. For the next page give the last id as `after_id`."""
 
     dead_messages: list[DeadLetter]

@@ -1,4 +1,4 @@
-"""Passwords: how they are kept, and who a request comes from."""
+"""Passwords: their hashes, and the authentication of requests."""
 
 import asyncio
 import base64
@@ -10,19 +10,19 @@ from typing import Final
 
 __all__ = ["Authenticator", "hash_password", "is_hash"]
 
-_COST: Final = 16384  # 16 MB and some 50 ms for each guess
+_COST: Final = 16384  # of scrypt: 16 MB and about 50 ms for each guess
 _COSTS: Final = [2**power for power in range(10, 20)]
-_LONGEST: Final = 1024  # characters of a header: more than any name and password
+_LONGEST: Final = 1024  # characters of the credentials in the header, in base64
 
 
 def hash_password(password: str) -> str:
-    """A password as it may be kept in a file: salted, and costly to guess."""
+    """A salted scrypt hash of a password, for the configuration file."""
     salt = secrets.token_bytes(16)
     return f"scrypt:{_COST}:{salt.hex()}:{_derive(password, salt, _COST).hex()}"
 
 
 def is_hash(text: str) -> bool:
-    """Whether a text is what `hash_password` returns."""
+    """Whether a text has the form that `hash_password` returns."""
     try:
         kind, cost, salt, key = text.split(":")
         is_derived = bool(bytes.fromhex(salt)) and len(bytes.fromhex(key)) == 32
@@ -32,7 +32,7 @@ def is_hash(text: str) -> bool:
 
 
 def _derive(password: str, salt: bytes, cost: int) -> bytes:
-    # Digested first: scrypt takes two passwords that differ in NULs at their end for the same.
+    # Digest the password first: for scrypt, passwords that differ only in NULs at their end are equal.
     digest = hashlib.sha256(password.encode()).digest()
     return hashlib.scrypt(digest, salt=salt, n=cost, r=8, p=1, maxmem=256 * cost * 8, dklen=32)
 
@@ -43,33 +43,33 @@ def _matches(password: str, hashed: str) -> bool:
 
 
 class Authenticator:
-    """Says whose name and password an `Authorization` header has.
+    """Verifies the name and password of `Authorization` headers.
 
-    A password that was right once is remembered as a keyed digest, so that the next request costs microseconds. A wrong
-    one, and a name that nobody has, cost the same time; few are tried at once, and never on the event loop.
+    A verified password is remembered as a keyed digest, so that the next request costs microseconds. A wrong password
+    and an unknown name take the same time. At most two are verified at a time, in threads outside of the event loop.
     """
 
     def __init__(self, users: Mapping[str, str]) -> None:
         self._users = users
         self._key = secrets.token_bytes(32)
-        self._right: dict[str, bytes] = {}
+        self._verified: dict[str, bytes] = {}
         self._decoy = hash_password(secrets.token_hex(16))
-        self._gate = asyncio.Semaphore(2)
+        self._attempts = asyncio.Semaphore(2)
 
     async def user(self, authorization: str | None) -> str | None:
-        """The user's name, None if there is no such user or the password is another."""
+        """The name of the user; None if there is no such user or the password is wrong."""
         name, password = _credentials(authorization)
         if name is None:
             return None
         digest = hmac.digest(self._key, password.encode(), "sha256")
-        right = self._right.get(name)
-        if right is not None and hmac.compare_digest(right, digest):
+        verified = self._verified.get(name)
+        if verified is not None and hmac.compare_digest(verified, digest):
             return name
-        async with self._gate:
+        async with self._attempts:
             matches = await asyncio.to_thread(_matches, password, self._users.get(name, self._decoy))
         if not matches or name not in self._users:
             return None
-        self._right[name] = digest
+        self._verified[name] = digest
         return name
 
 
@@ -79,6 +79,6 @@ def _credentials(authorization: str | None) -> tuple[str | None, str]:
         return None, ""
     try:
         name, colon, password = base64.b64decode(encoded.strip(), validate=True).decode().partition(":")
-    except ValueError:  # no base64, or no UTF-8
+    except ValueError:  # not base64, or not UTF-8
         return None, ""
     return (name, password) if colon else (None, "")

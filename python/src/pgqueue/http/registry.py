@@ -1,4 +1,4 @@
-"""The registry: which queues were asked for and what became of them, and the tasks on their way.
+"""The registry in the control database: the managed queues with their status, and the tasks for the agents.
 
 Every function works on a connection to the control database, in the caller's transaction if there is one.
 """
@@ -13,15 +13,15 @@ import psycopg
 from psycopg import AsyncConnection
 from psycopg.rows import class_row
 
-from .raw import RawJson
+from .serialization import RawJson
 
-__all__ = ["Assignment", "QueueRow", "Status", "TaskKind", "TaskRow"]
+__all__ = ["AgentTask", "QueueRow", "Status", "TaskKind", "TaskRow"]
 
 Connection = AsyncConnection[Any]
 Status = Literal["Pending", "Provisioning", "Active", "Deprovisioning", "Failed"]
 TaskKind = Literal["provision", "deprovision", "enqueue", "stats"]
 
-_PORTION = 1000  # rows that are forgotten at once
+_DELETE_BATCH = 1000  # rows per statement
 _QUEUE = (
     "q.id, q.service_id, q.name, q.database_name, q.visibility_timeout_seconds, q.max_attempts, q.dlq_enabled,"
     " q.status, q.error_message, q.created_at, q.updated_at"
@@ -30,7 +30,7 @@ _QUEUE = (
 
 @dataclass(frozen=True, slots=True)
 class QueueRow:
-    """A queue as the registry has it."""
+    """A queue in the registry."""
 
     id: UUID
     service_id: str
@@ -56,8 +56,8 @@ class TaskRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
-    """A task as its agent gets it: `request` is the body of the request as its caller wrote it."""
+class AgentTask:
+    """A task as its agent sees it. `request` is the body of the request in the caller's own text."""
 
     id: UUID
     kind: TaskKind
@@ -67,7 +67,7 @@ class Assignment:
 
 
 async def find(connection: Connection, service_id: str, name: str) -> QueueRow | None:
-    """A queue that is not deleted."""
+    """The queue of this name; None if there is none or it is deleted."""
     cursor = connection.cursor(row_factory=class_row(QueueRow))
     await cursor.execute(
         f"select {_QUEUE} from pgqueue_http.queues q where q.service_id = %s and q.name = %s and q.deleted_at is null",
@@ -77,7 +77,7 @@ async def find(connection: Connection, service_id: str, name: str) -> QueueRow |
 
 
 async def get(connection: Connection, id: UUID) -> QueueRow | None:
-    """A queue by its id, unless it is deleted."""
+    """The queue of this id; None if there is none or it is deleted."""
     cursor = connection.cursor(row_factory=class_row(QueueRow))
     await cursor.execute(
         f"select {_QUEUE} from pgqueue_http.queues q where q.id = %s and q.deleted_at is null",
@@ -87,7 +87,7 @@ async def get(connection: Connection, id: UUID) -> QueueRow | None:
 
 
 async def list_all(connection: Connection, service_id: str | None = None) -> list[QueueRow]:
-    """The queues of a service, or of all, by name."""
+    """The queues of a service, or of all services, by service and name."""
     cursor = connection.cursor(row_factory=class_row(QueueRow))
     await cursor.execute(
         f"select {_QUEUE} from pgqueue_http.queues q"
@@ -107,7 +107,7 @@ async def create(
     max_attempts: int,
     dlq_enabled: bool,
 ) -> QueueRow | None:
-    """Register a queue as Pending. None if the service has one of this name."""
+    """Register a queue as Pending. None if the service has a queue of this name."""
     cursor = connection.cursor(row_factory=class_row(QueueRow))
     await cursor.execute(
         "insert into pgqueue_http.queues as q (service_id, name, database_name, visibility_timeout_seconds,"
@@ -132,7 +132,7 @@ async def begin_deletion(connection: Connection, service_id: str, name: str) -> 
 async def submit(
     connection: Connection, task_queue: str, kind: TaskKind, queue_id: UUID, request: str | None = None
 ) -> UUID:
-    """Record a task and send it to the agents, both or neither; returns its id."""
+    """Record a task and send it to the agents in one statement. Returns its id."""
     cursor = await connection.execute(
         "with task as ("
         " insert into pgqueue_http.tasks (kind, queue_id, request) values (%s, %s, %s::jsonb) returning id"
@@ -148,7 +148,7 @@ async def submit(
 async def find_task(
     connection: Connection, service_id: str, queue_name: str, kind: TaskKind, id: UUID
 ) -> TaskRow | None:
-    """A task of a queue, also of one that was deleted since."""
+    """A task of a queue; the queue may have been deleted since."""
     cursor = connection.cursor(row_factory=class_row(TaskRow))
     await cursor.execute(
         "select t.id, t.status, t.result, t.error_message"
@@ -159,9 +159,9 @@ async def find_task(
     return await cursor.fetchone()
 
 
-async def start(connection: Connection, id: UUID) -> Assignment | None:
-    """Set a task to running, and its queue to Provisioning if that is the task. None if the task is done."""
-    cursor = connection.cursor(row_factory=class_row(Assignment))
+async def start(connection: Connection, id: UUID) -> AgentTask | None:
+    """Set a task to running, and its queue to Provisioning if its kind is `provision`. None if it has ended."""
+    cursor = connection.cursor(row_factory=class_row(AgentTask))
     await cursor.execute(
         "with task as ("
         " update pgqueue_http.tasks t set status = 'running', updated_at = now()"
@@ -176,8 +176,8 @@ async def start(connection: Connection, id: UUID) -> Assignment | None:
 
 
 async def finish(connection: Connection, id: UUID, result: str | None = None, queue: str | None = None) -> None:
-    """Set a task to completed, in one transaction with what becomes of its queue: `activate`, `delete` or nothing."""
-    await _end(connection, id, "completed", result, None)
+    """Set a task to completed, and change its queue: `activate`, `delete` or None. Call it in one transaction."""
+    await _end_task(connection, id, "completed", result, None)
     if queue == "activate":
         await connection.execute(
             "update pgqueue_http.queues q set status = 'Active', updated_at = now() from pgqueue_http.tasks t"
@@ -193,8 +193,8 @@ async def finish(connection: Connection, id: UUID, result: str | None = None, qu
 
 
 async def fail(connection: Connection, id: UUID, message: str) -> None:
-    """Set a task to failed, and its queue too, if it was to be made or removed."""
-    await _end(connection, id, "failed", None, message)
+    """Set a task to failed, and its queue as well if the task was to create or to delete it."""
+    await _end_task(connection, id, "failed", None, message)
     await connection.execute(
         "update pgqueue_http.queues q set status = 'Failed', error_message = %s, updated_at = now()"
         " from pgqueue_http.tasks t"
@@ -205,8 +205,8 @@ async def fail(connection: Connection, id: UUID, message: str) -> None:
     )
 
 
-async def _end(connection: Connection, id: UUID, status: str, result: str | None, message: str | None) -> None:
-    # The request has served: it may be 25 MB.
+async def _end_task(connection: Connection, id: UUID, status: str, result: str | None, message: str | None) -> None:
+    # The request is not needed any more; it can be as large as 25 MB.
     await connection.execute(
         "update pgqueue_http.tasks set status = %s, result = %s::jsonb, error_message = %s, request = null,"
         " updated_at = now() where id = %s and status in ('pending', 'running')",
@@ -214,26 +214,26 @@ async def _end(connection: Connection, id: UUID, status: str, result: str | None
     )
 
 
-async def forget(connection: Connection, days: int) -> None:
-    """Remove the tasks and the answers to idempotency keys that are older than so many days."""
-    await _forget(connection, "tasks", "created_at", days)
-    await forget_effects(connection, days)
+async def delete_old_tasks(connection: Connection, days: int) -> None:
+    """Delete the tasks and the stored responses that are older than `days`."""
+    await _delete_old_rows(connection, "tasks", "created_at", days)
+    await delete_old_effects(connection, days)
 
 
-async def _forget(connection: Connection, table: str, column: str, days: int) -> None:
-    # In portions: all of it at once may take longer than a statement may, and then would never be gone.
+async def _delete_old_rows(connection: Connection, table: str, column: str, days: int) -> None:
+    # In batches: one statement for all rows could exceed the statement timeout each time, and would never succeed.
     statement = (
         f"delete from pgqueue_http.{table} where ctid = any (array(select ctid from pgqueue_http.{table}"
-        f" where {column} < now() - make_interval(days => %s) order by {column} limit {_PORTION}))"
+        f" where {column} < now() - make_interval(days => %s) order by {column} limit {_DELETE_BATCH}))"
     )
-    while (await connection.execute(statement, [days])).rowcount == _PORTION:
+    while (await connection.execute(statement, [days])).rowcount == _DELETE_BATCH:
         pass
 
 
-async def forget_effects(connection: Connection, days: int) -> None:
-    """Remove what is remembered of effects that are older than so many days."""
+async def delete_old_effects(connection: Connection, days: int) -> None:
+    """Delete the stored responses that are older than `days`."""
     with_no_table = psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName
     try:
-        await _forget(connection, "effects", "done_at", days)
+        await _delete_old_rows(connection, "effects", "done_at", days)
     except with_no_table:
         return

@@ -1,4 +1,4 @@
-"""Looks at every queue now and then, for the page and for metrics: nobody who asks costs more."""
+"""Samples every queue periodically, for the page and for the metrics: requests for them cost the databases nothing."""
 
 import asyncio
 import logging
@@ -13,26 +13,26 @@ from psycopg_pool import PoolTimeout
 
 from ..client import AsyncQueues
 from ..message import QueueStats
-from .databases import Databases, end
-from .flow import Counts, Flow, Look, flow, look
+from .databases import Databases, cancel_and_wait
 from .settings import Service, Settings
+from .throughput import Counts, QueueActivity, Throughput, read_activity, throughput_between
 
 __all__ = ["History", "Place", "Sample", "Sampler"]
 
 logger = logging.getLogger("pgqueue.http")
 
-_KEPT: Final = 90  # samples of a queue
-_SMOOTHED: Final = 5  # samples over which a change is taken
-_SHARE: Final = 0.05  # of a database's time at most
+_MAX_SAMPLES: Final = 90  # of each queue
+_RATE_SAMPLES: Final = 5  # over which rates are computed
+_MAX_TIME_SHARE: Final = 0.05  # the largest share of time in which a database is sampled
 
-_ALIVE: Final = {"ready_messages", "inflight_messages", "scheduled_messages"}
+_LIVE_COUNTS: Final = {"ready_messages", "inflight_messages", "scheduled_messages"}
 
 Place = tuple[str, str, str]  # service, database, queue
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A queue at a moment of the monotonic clock."""
+    """A sample of a queue; `at` is in seconds of the monotonic clock."""
 
     at: float
     stats: QueueStats
@@ -40,12 +40,12 @@ class Sample:
 
     @property
     def depth(self) -> int:
-        """Messages that are alive."""
+        """Ready, in-flight and scheduled messages."""
         return depth_of(self.stats)
 
 
 def depth_of(stats: QueueStats) -> int:
-    """Messages that are alive."""
+    """Ready, in-flight and scheduled messages."""
     return stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
 
 
@@ -53,59 +53,59 @@ class History:
     """The last samples of a queue."""
 
     def __init__(self) -> None:
-        self.samples: deque[Sample] = deque(maxlen=_KEPT)
-        self.flows: deque[Flow] = deque([Flow()], maxlen=_KEPT)
+        self.samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
+        self.throughputs: deque[Throughput] = deque([Throughput()], maxlen=_MAX_SAMPLES)
         self.sent = 0
         self.acked = 0
 
     @property
     def last(self) -> Sample:
-        """The last one."""
+        """The newest sample."""
         return self.samples[-1]
 
     @property
-    def flow(self) -> Flow:
-        """What comes and leaves a second, over the last few samples."""
-        return self.flows[-1]
+    def throughput(self) -> Throughput:
+        """The throughput over the last few samples."""
+        return self.throughputs[-1]
 
     @property
     def change(self) -> float:
-        """By how many messages a second the depth changes, over the last few samples."""
-        earlier = self.samples[max(0, len(self.samples) - 1 - _SMOOTHED)]
+        """The change of the depth over the last few samples, in messages per second."""
+        earlier = self.samples[max(0, len(self.samples) - 1 - _RATE_SAMPLES)]
         return (self.last.depth - earlier.depth) / max(self.last.at - earlier.at, 0.001)
 
-    def add(self, at: float, stats: QueueStats, found: Look) -> None:
-        """Add a sample, and what has come and left since the few before it."""
+    def add(self, at: float, stats: QueueStats, found: QueueActivity) -> None:
+        """Add a sample, and the throughput since the sample a few before it."""
         seen = self.samples[-1].counts.seen if self.samples else 0
-        depth = None if _ALIVE & set(stats.estimates) else depth_of(stats)
+        depth = None if _LIVE_COUNTS & set(stats.estimates) else depth_of(stats)
         counts = Counts(self.sent, self.acked, seen + found.seen, depth, found.inserted, found.deleted)
         self.samples.append(Sample(at, stats, counts))
         if len(self.samples) > 1:
-            earlier = self.samples[max(0, len(self.samples) - 1 - _SMOOTHED)]
-            self.flows.append(flow(earlier.counts, counts, max(at - earlier.at, 0.001)))
+            earlier = self.samples[max(0, len(self.samples) - 1 - _RATE_SAMPLES)]
+            self.throughputs.append(throughput_between(earlier.counts, counts, max(at - earlier.at, 0.001)))
 
 
 class Sampler:
-    """Samples every database of every service. `failing` has the databases that could not be looked at."""
+    """Samples every database of every service. `failing` holds the databases whose last sample failed."""
 
     def __init__(self, settings: Settings, databases: Databases) -> None:
         self._settings = settings
         self._databases = databases
         self._histories: dict[Place, History] = {}
-        self._marks: dict[tuple[str, str], int | None] = {}
+        self._last_message_ids: dict[tuple[str, str], int | None] = {}
         self.failing: set[tuple[str, str]] = set()
-        self.looked = asyncio.Event()
+        self.sampled = asyncio.Event()
 
     def histories(self) -> Iterator[tuple[Place, History]]:
-        """The queues that there are, by service, database and name."""
+        """The histories of all queues, by service, database and name."""
         return iter(sorted(self._histories.items()))
 
     def history(self, place: Place) -> History | None:
-        """The samples of a queue."""
+        """The history of a queue; None if it was never sampled."""
         return self._histories.get(place)
 
-    def passed(self, place: Place, operation: str, number: int) -> None:
-        """Take into account what this server did to a queue."""
+    def record_operation(self, place: Place, operation: str, number: int) -> None:
+        """Count messages that passed through this server."""
         history = self.history(place)
         if history is None:
             return
@@ -115,43 +115,47 @@ class Sampler:
             history.acked += number
 
     @property
-    def marks(self) -> Iterator[tuple[tuple[str, str], int]]:
-        """The last message id that was given out in each database: how many were ever sent, rolled back ones too."""
-        return ((place, mark) for place, mark in sorted(self._marks.items()) if mark is not None)
+    def last_message_ids(self) -> Iterator[tuple[tuple[str, str], int]]:
+        """The last message id of each database. It counts all messages ever sent, those of rolled back transactions
+        included.
+        """
+        return ((place, mark) for place, mark in sorted(self._last_message_ids.items()) if mark is not None)
 
     async def run(self) -> None:
-        """Sample for good."""
+        """Sample until cancelled."""
         places = [(service, database) for service in self._settings.services.values() for database in service.databases]
-        watching = [asyncio.create_task(self._watch(*place)) for place in places]
+        sampling = [asyncio.create_task(self._sample_repeatedly(*place)) for place in places]
         try:
-            # Not gather, which would wait for who overlooks that it is cancelled.
-            done, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_EXCEPTION)
+            # Not asyncio.gather: it would wait for a task that swallowed its cancellation.
+            done, _ = await asyncio.wait(sampling, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
         finally:
-            await end(*watching)
+            await cancel_and_wait(*sampling)
 
-    async def _watch(self, service: Service, database: str) -> None:
+    async def _sample_repeatedly(self, service: Service, database: str) -> None:
         while True:
             began = time.monotonic()
-            has_looked = await self.sample(service, database)
-            self.looked.set()
-            # A look that failed has mostly waited: that costs the database nothing.
-            cost = time.monotonic() - began if has_looked else 0.0
-            await asyncio.sleep(max(self._settings.limits.sample_seconds, cost / _SHARE))
+            was_sampled = await self.sample(service, database)
+            self.sampled.set()
+            # A failed sample has mostly waited, which costs the database nothing.
+            cost = time.monotonic() - began if was_sampled else 0.0
+            await asyncio.sleep(max(self._settings.limits.sample_seconds, cost / _MAX_TIME_SHARE))
 
     async def sample(self, service: Service, database: str) -> bool:
-        """Look at one database now; returns whether that was possible."""
+        """Sample one database now. Returns whether this succeeded."""
         place = (service.id, database)
         try:
             async with self._databases.target(service, database) as connection:
                 found = await AsyncQueues(connection).stats()
-                looks, self._marks[place] = await look(connection, self._marks.get(place))
+                activities, self._last_message_ids[place] = await read_activity(
+                    connection, self._last_message_ids.get(place)
+                )
         except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
-            found, looks = [], {}  # nobody has made a queue here yet
+            found, activities = [], {}  # pgqueue is not installed there yet
         except (psycopg.Error, PoolTimeout, OSError) as error:
             if place not in self.failing:
-                logger.warning("%s/%s cannot be looked at: %s", *place, type(error).__name__)
+                logger.warning("%s/%s cannot be sampled: %s", *place, type(error).__name__)
             self.failing.add(place)
             return False
         self.failing.discard(place)
@@ -161,5 +165,5 @@ class Sampler:
             del self._histories[gone]
         for stats in found:
             history = self._histories.setdefault((*place, stats.queue_name), History())
-            history.add(now, stats, looks.get(stats.queue_name) or Look(0, None, None))
+            history.add(now, stats, activities.get(stats.queue_name) or QueueActivity(0, None, None))
         return True

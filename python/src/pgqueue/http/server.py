@@ -1,4 +1,4 @@
-"""Runs it: the application under uvicorn, or an agent alone, until it is told to stop; a second signal forces it."""
+"""Runs the application under uvicorn, or an agent alone, until a signal stops it; a second signal forces the stop."""
 
 import asyncio
 import logging
@@ -13,20 +13,20 @@ from fastapi import FastAPI
 from .agent import Agent
 from .app import create_app
 from .databases import Databases
-from .head import Protocol
 from .metrics import Metrics
+from .protocol import LimitedHttpProtocol
 from .sampling import Sampler
 from .settings import Settings
 
 __all__ = ["serve"]
 
-# The end of its terminal, too, unless nohup wants that overlooked.
+# SIGHUP, when the terminal is closed, stops the server, too, unless nohup has made the process ignore it.
 _HANGUP: Final = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
 
 
 class _Server(uvicorn.Server):
-    """Tells those who wait for messages that it stops, before it waits for them."""
+    """Ends the long polls when it is told to stop, before it waits for requests to end."""
 
     def __init__(self, app: FastAPI, config: uvicorn.Config, started: Callable[[str, int], None]) -> None:
         super().__init__(config)
@@ -64,15 +64,15 @@ def serve(
     grace_seconds: int = 30,
     started: Callable[[str, int], None] = lambda _host, _port: None,
 ) -> None:
-    """Serve until a signal; `started` is told where it listens. Requests that run get `grace_seconds` to end.
+    """Serve until a signal; `started` is called with host and port. Running requests get `grace_seconds` to end.
 
-    The role `agent` listens nowhere. Where the port is taken that is logged, and raised as `SystemExit`.
+    The role `agent` does not listen. If the port is taken, uvicorn logs this and raises `SystemExit`.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     for chatty in ("psycopg.pool", "uvicorn.error"):
-        logging.getLogger(chatty).addFilter(_once_a_minute())
+        logging.getLogger(chatty).addFilter(_repeat_filter())
     if role == "agent":
-        asyncio.run(_work(settings))
+        asyncio.run(_run_agent(settings))
         return
     app = create_app(settings, role)
     config = uvicorn.Config(
@@ -80,7 +80,7 @@ def serve(
         host=host,
         port=port,
         lifespan="on",
-        http=Protocol,
+        http=LimitedHttpProtocol,
         ws="none",
         log_config=None,
         access_log=False,
@@ -91,21 +91,21 @@ def serve(
     asyncio.run(_Server(app, config, started).serve())
 
 
-def _once_a_minute() -> Callable[[logging.LogRecord], bool]:
-    """A filter: while a database is down, its pool says so again and again, and so does who is sent what is no HTTP."""
-    said: dict[object, float] = {}
+def _repeat_filter() -> Callable[[logging.LogRecord], bool]:
+    """A filter that passes a repeated warning once a minute, such as those of a pool whose database is down."""
+    last_logged_at: dict[object, float] = {}
 
     def filter_(record: logging.LogRecord) -> bool:
-        about = record.args[0] if isinstance(record.args, tuple) and record.args else record.msg
-        if record.levelno < logging.ERROR and record.created - said.get(about, 0.0) < 60:
+        subject = record.args[0] if isinstance(record.args, tuple) and record.args else record.msg
+        if record.levelno < logging.ERROR and record.created - last_logged_at.get(subject, 0.0) < 60:
             return False
-        said[about] = record.created
+        last_logged_at[subject] = record.created
         return True
 
     return filter_
 
 
-async def _work(settings: Settings) -> None:
+async def _run_agent(settings: Settings) -> None:
     databases = Databases(settings)
     agent = Agent(settings, databases, Metrics(Sampler(settings, databases)))
     stopping = asyncio.Event()

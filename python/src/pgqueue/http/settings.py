@@ -1,4 +1,4 @@
-"""What the server is told by its configuration file, checked: services, users, the broker, limits."""
+"""The configuration file of the server, read and checked: services, users, tasks, limits."""
 
 import os
 import tomllib
@@ -16,14 +16,14 @@ __all__ = ["Limits", "Service", "Settings", "SettingsError", "Tasks"]
 
 
 class SettingsError(Exception):
-    """A configuration that makes no sense; the message names the place, what is there, and what may be."""
+    """An invalid configuration; the message names the setting, its value, and what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A PostgreSQL that has a name: how to connect, and the databases in which queues may be made.
+    """A PostgreSQL server: its id, its DSN, and the databases in which queues may be created.
 
-    The first database is the service's default. The DSN is not shown: it may hold a password.
+    The first database is the service's default. The DSN is not in the repr, because it may contain a password.
     """
 
     id: str
@@ -40,9 +40,10 @@ class Service:
 class Tasks:
     """How tasks reach agents.
 
-    `queue` is the name of the broker's queue in the control database, `visibility_timeout_seconds` (1 to 43200) how
-    soon the task of a killed agent is given to another, `concurrency` (1 to 100) how many an agent works on at once,
-    `max_attempts` (1 to 100) how often one is tried while its database cannot be reached.
+    `queue` is the name of the task queue in the control database (`pgqueue-http-tasks`). `visibility_timeout_seconds`
+    (1 to 43200; 30) is the time after which the task of a killed agent goes to another agent. `concurrency` (1 to 100;
+    8) is the number of tasks that an agent runs at a time. `max_attempts` (1 to 100; 50) is how often a task is tried
+    while its database cannot be reached.
     """
 
     queue: str = "pgqueue-http-tasks"
@@ -58,11 +59,11 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request may cost, times in seconds.
+    """Limits of requests; times in seconds.
 
-    `request_seconds` (1 to 600) is how long a request may take, `database_seconds` (1 to 600) a statement,
-    `connect_seconds` (1 to 60) how long it may wait for a connection; `connections` (1 to 1000) is how many a database
-    gets, `sample_seconds` (0.2 to 3600) how often depths are looked at for the page and for metrics.
+    `request_seconds` (1 to 600; 30) bounds a request, `database_seconds` (1 to 600; 15) a statement, and
+    `connect_seconds` (1 to 60; 3) the wait for a connection. `connections` (1 to 1000; 10) is the size of the pool of
+    each database. `sample_seconds` (0.2 to 3600; 2) is the interval between samples for the page and the metrics.
     """
 
     request_seconds: float = 30.0
@@ -81,7 +82,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The configuration. `users` maps names to hashed passwords; `control_dsn` is where the registry lives."""
+    """The configuration. `users` maps names to password hashes; `control_dsn` is the database of the registry."""
 
     control_dsn: str = field(repr=False)
     services: Mapping[str, Service]
@@ -91,17 +92,17 @@ class Settings:
 
     @property
     def default_service(self) -> Service:
-        """The service of direct requests that name none: the first."""
+        """The service of direct requests that name none: the first one."""
         return next(iter(self.services.values()))
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read a file. Raises `SettingsError`, and `OSError` where it cannot be read."""
+        """Read a file. Raises `SettingsError`, and `OSError` if the file cannot be read."""
         text = Path(path).read_bytes()
         try:
             return cls.of(tomllib.loads(text.decode()))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{path} is no TOML: {error}") from None
+            raise SettingsError(f"{path} is not TOML: {error}") from None
         except SettingsError as error:
             raise SettingsError(f"{path}: {error}") from None
 
@@ -152,11 +153,11 @@ def _values(kind: type[Any], place: str, given: Mapping[str, Any]) -> Any:
 
 
 def _secret(place: str, given: Mapping[str, Any], name: str) -> str | None:
-    """A value that may be named by an environment variable instead, so that it is in no file."""
+    """A value from the file, or from the environment variable that `<name>_env` names, so that it is in no file."""
     if f"{name}_env" in given:
         variable = given[f"{name}_env"]
         if name in given:
-            raise SettingsError(f"{place}: given twice, also as {name}_env")
+            raise SettingsError(f"{place}: given twice; {name}_env is given, too")
         if not isinstance(variable, str) or not os.environ.get(variable):
             raise SettingsError(f"{place}_env: the environment variable {variable} is not set")
         return os.environ[variable]
@@ -169,11 +170,11 @@ def _secret(place: str, given: Mapping[str, Any], name: str) -> str | None:
 def _dsn(place: str, given: Mapping[str, Any], name: str) -> str:
     dsn = _secret(place, given, name)
     if dsn is None:
-        raise SettingsError(f"{place}: missing; give it, or {name}_env with the variable that has it")
+        raise SettingsError(f"{place}: missing; give it, or {name}_env with the name of an environment variable")
     try:
         conninfo_to_dict(dsn)
-    except ProgrammingError:  # its message quotes the DSN, with the password
-        raise SettingsError(f"{place}: no DSN as libpq has it, host=… dbname=…, or postgresql://host/dbname") from None
+    except ProgrammingError:  # its message quotes the DSN with the password
+        raise SettingsError(f"{place}: not a libpq DSN; write host=… dbname=…, or postgresql://host/dbname") from None
     return dsn
 
 
@@ -203,7 +204,7 @@ def _user(name: str, given: Any) -> str:
     if "password_hash" in given:
         hashed = given["password_hash"]
         if "password_env" in given or not isinstance(hashed, str) or not is_hash(hashed):
-            raise SettingsError(f"{place}.password_hash: must be what pgqueue serve --hash-password prints")
+            raise SettingsError(f"{place}.password_hash: must be the output of pgqueue serve --hash-password")
         return hashed
     password = _secret(f"{place}.password", given, "password")
     if not password:
@@ -211,4 +212,4 @@ def _user(name: str, given: Any) -> str:
     try:
         return hash_password(password)
     except UnicodeEncodeError:
-        raise SettingsError(f"{place}.password_env: what the variable has is not valid UTF-8") from None
+        raise SettingsError(f"{place}.password_env: the value of the variable is not valid UTF-8") from None

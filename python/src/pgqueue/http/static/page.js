@@ -1,5 +1,5 @@
-// Puts what the server draws in place of what it drew before, every two seconds while somebody looks.
-// The page works without it: it would load itself anew instead.
+// Replaces the table with the one that the server renders, every two seconds while the page is visible.
+// Without scripts, the page reloads itself instead.
 "use strict";
 
 const live = document.querySelector("[data-live]");
@@ -10,9 +10,9 @@ async function refresh() {
     try {
         const answer = await fetch(live.dataset.live, {signal: AbortSignal.timeout(10000)});
         if (!answer.ok) throw new Error(answer.status);
-        const drawn = await answer.text();
+        const html = await answer.text();
         const focused = live.contains(document.activeElement) ? document.activeElement.dataset.key : null;
-        live.innerHTML = drawn;
+        live.innerHTML = html;
         if (focused) live.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({preventScroll: true});
         stale.hidden = true;
     } catch {

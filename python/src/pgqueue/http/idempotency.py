@@ -1,4 +1,4 @@
-"""Effects that happen once, however often they are asked for: the answer is kept in their own transaction."""
+"""Idempotency keys: an effect runs once per key, and its response is stored in the transaction of the effect."""
 
 import hashlib
 from collections.abc import Awaitable, Callable
@@ -9,19 +9,19 @@ from psycopg import AsyncConnection
 
 from .errors import ApiError
 
-__all__ = ["Answer", "Key", "fingerprint", "once"]
+__all__ = ["Answer", "EffectKey", "fingerprint", "run_once"]
 
 
 class Answer(NamedTuple):
-    """What an effect answers: a status of HTTP, and JSON. `replayed` if it had happened before."""
+    """The response to an effect: an HTTP status and JSON text. `replayed` is true if the effect had run before."""
 
     status: int
     text: str
     replayed: bool = False
 
 
-class Key(NamedTuple):
-    """The name of an effect: whose, which, and the fingerprint of what was asked for."""
+class EffectKey(NamedTuple):
+    """The name of an effect: the scope (a user or the tasks), the key in it, and the fingerprint of the request."""
 
     scope: str
     key: str
@@ -29,18 +29,22 @@ class Key(NamedTuple):
 
 
 def fingerprint(*parts: bytes) -> bytes:
-    """What tells one request from another."""
+    """The SHA-256 digest of the parts of a request. Each part is preceded by its length."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.digest()
 
 
-async def once(connection: AsyncConnection[Any], key: Key | None, effect: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Carry out an effect in a transaction of this connection, or give the answer that it had before.
+async def run_once(
+    connection: AsyncConnection[Any], key: EffectKey | None, effect: Callable[[], Awaitable[Answer]]
+) -> Answer:
+    """Run an effect once in a transaction of this connection, or return the response that is stored for its key.
 
-    Who comes while another is at it waits for its end. Without a key the effect is carried out as it is, in whatever
-    transactions it makes. Raises `ApiError`: 422 if the key was used for another request, 409 if the wait was too long.
+    If another transaction runs the effect with the same key, wait for its end. Without a key the effect runs directly,
+    in the transactions that it begins itself.
+
+    Raises `ApiError`: 422 if the key was used for another request, 409 if the wait for the other transaction timed out.
     """
     if key is None:
         return await effect()
@@ -51,7 +55,7 @@ async def once(connection: AsyncConnection[Any], key: Key | None, effect: Callab
                 key,
             )
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled):
-            message = "a request with this Idempotency-Key is being worked on"
+            message = "a request with this Idempotency-Key is still running"
             raise ApiError(409, "idempotency_key_in_use", message, "Idempotency-Key", key.key) from None
         if not cursor.rowcount:
             cursor = await connection.execute(

@@ -1,4 +1,4 @@
-"""The body of a request: JSON in UTF-8, read once, and measured as PostgreSQL will write it."""
+"""The body of a request: JSON in UTF-8, read once, and measured in the form in which PostgreSQL writes it."""
 
 import json
 import re
@@ -13,22 +13,22 @@ from .errors import ApiError
 __all__ = [
     "FRACTION_DIGITS",
     "WHOLE_DIGITS",
+    "ExactNumber",
     "JsonRequest",
     "JsonRoute",
-    "Number",
+    "json_size",
+    "nesting_error",
     "read_json",
-    "size_of",
-    "too_deep",
 ]
 
 _PARTS: Final = re.compile(r"-?(\d+)(?:\.(\d+))?(?:[eE]([-+]?)0*(\d+))?")
-WHOLE_DIGITS: Final = 131_072  # that PostgreSQL's numeric has before the point at most, …
-FRACTION_DIGITS: Final = 16_383  # … and after it
-_PYTHON_DIGITS: Final = 4300  # of a whole number that Python reads
+WHOLE_DIGITS: Final = 131_072  # that PostgreSQL's numeric has before the decimal point at most
+FRACTION_DIGITS: Final = 16_383  # that it has after the decimal point at most
+_PYTHON_DIGITS: Final = 4300  # of the longest integer that Python parses by default
 
 
-class Number:
-    """A number that PostgreSQL would write otherwise than Python: the text that its sender wrote."""
+class ExactNumber:
+    """A number that Python would write differently from PostgreSQL: the text of the request."""
 
     __slots__ = ("text",)
 
@@ -43,7 +43,9 @@ class Number:
 
     @property
     def size(self) -> int:
-        """How many characters PostgreSQL writes for it: 131,072 for 1e131071. Raises `ValueError` if it cannot."""
+        """How many characters PostgreSQL writes for it: 131,072 for 1e131071. Raises `ValueError` if it cannot store
+        it.
+        """
         found = _PARTS.fullmatch(self.text)
         assert found is not None  # noqa: S101 - the JSON parser has found it
         whole, fraction, sign, power = found[1], found[2] or "", found[3], found[4] or "0"
@@ -57,10 +59,12 @@ class Number:
 
 
 class JsonRequest(Request):
-    """A request whose body is read by the rules of this module."""
+    """A request whose body is read by `read_json`."""
 
     async def text(self) -> str:
-        """The body as it was written. Raises `ApiError` 400 for another encoding, which Python's json lets pass."""
+        """The body as text. Raises `ApiError` 400 if it is not UTF-8; Python's json would accept UTF-16 and UTF-32,
+        too.
+        """
         if not hasattr(self, "_text"):
             try:
                 self._text = (await self.body()).decode("utf-8-sig")
@@ -69,17 +73,17 @@ class JsonRequest(Request):
         return self._text
 
     async def json(self) -> Any:
-        """The body, parsed. Raises `ApiError` 400."""
+        """The parsed body. Raises `ApiError` 400."""
         if not hasattr(self, "_json"):
             self._json = read_json(await self.text())
         return self._json
 
 
 class JsonRoute(APIRoute):
-    """A route whose requests are such."""
+    """A route that passes a `JsonRequest` to its function."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What FastAPI calls with a request."""
+        """The function that FastAPI calls with a request."""
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
@@ -89,46 +93,46 @@ class JsonRoute(APIRoute):
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON, in which numbers may be `Number`. Raises `ApiError` 400 for what is none, or nested too deep."""
+    """Parse JSON; a number may become an `ExactNumber`. Raises `ApiError` 400 for invalid JSON, or too deep nesting."""
     try:
         try:
-            return json.loads(text, parse_float=_number, parse_constant=_refuse)
+            return json.loads(text, parse_float=_number, parse_constant=_refuse_constant)
         except json.JSONDecodeError:
             raise
-        except ValueError:  # a whole number with more digits than Python reads unless it is told to
-            return json.loads(text, parse_float=_number, parse_constant=_refuse, parse_int=_whole_number)
+        except ValueError:  # an integer with more digits than Python parses by default
+            return json.loads(text, parse_float=_number, parse_constant=_refuse_constant, parse_int=_whole_number)
     except json.JSONDecodeError as error:
-        raise ApiError(400, "malformed_json", f"the body is no JSON: {error}", "body") from None
+        raise ApiError(400, "malformed_json", f"the body is not JSON: {error}", "body") from None
     except RecursionError:
-        raise too_deep("body") from None
+        raise nesting_error("body") from None
 
 
-def too_deep(field: str) -> ApiError:
-    """Lists and objects lie in each other deeper than can be read."""
-    return ApiError(400, "malformed_json", f"{field} is nested too deep", field)
+def nesting_error(field: str) -> ApiError:
+    """The error for lists and objects that are nested more deeply than Python can read."""
+    return ApiError(400, "malformed_json", f"{field} is nested too deeply", field)
 
 
-def _number(text: str) -> float | Number:
+def _number(text: str) -> float | ExactNumber:
     number = float(text)
-    return number if repr(number) == text != "-0.0" and "e" not in text else Number(text)
+    return number if repr(number) == text != "-0.0" and "e" not in text else ExactNumber(text)
 
 
-def _whole_number(text: str) -> int | Number:
-    return int(text) if len(text) <= _PYTHON_DIGITS else Number(text)
+def _whole_number(text: str) -> int | ExactNumber:
+    return int(text) if len(text) <= _PYTHON_DIGITS else ExactNumber(text)
 
 
-def _refuse(name: str) -> Any:
-    raise ApiError(400, "malformed_json", f"the body is no JSON: {name} is no number there", "body", name)
+def _refuse_constant(name: str) -> Any:
+    raise ApiError(400, "malformed_json", f"the body is not JSON: {name} is not a JSON number", "body", name)
 
 
-def size_of(value: Any) -> int:
-    """How many bytes the text has that PostgreSQL writes for parsed JSON.
+def json_size(value: Any) -> int:
+    """The size in bytes of the text that PostgreSQL writes for parsed JSON.
 
     Raises `ValueError` with the text of a number that PostgreSQL cannot store, and `RecursionError`.
     """
     more = 0
 
-    def add(number: Number) -> None:
+    def add(number: ExactNumber) -> None:
         nonlocal more
         more += number.size - len("null")
 

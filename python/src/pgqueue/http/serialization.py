@@ -1,4 +1,4 @@
-"""JSON that passes through as the database or the caller wrote it: no number is rounded on the way."""
+"""JSON that keeps the text of the database or of the caller: no number is rounded."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ from psycopg import DataError
 from psycopg.abc import Buffer
 from psycopg.types.datetime import TimestamptzLoader
 
-__all__ = ["Moments", "RawJson", "moment", "to_json"]
+__all__ = ["RawJson", "TimestampLoader", "to_json", "utc_text"]
 
 
 class RawJson(str):
@@ -21,35 +21,35 @@ class RawJson(str):
 
     @classmethod
     def loads(cls, data: str | bytes) -> Self:
-        """What psycopg calls instead of json.loads."""
+        """The replacement for `json.loads` that psycopg calls."""
         return cls(data if isinstance(data, str) else bytes(data).decode())
 
 
-class Moments(TimestamptzLoader):
-    """Moments that Python does not know, such as infinity, are the first or the last that it knows."""
+class TimestampLoader(TimestamptzLoader):
+    """Loads `timestamptz`. A value beyond those of Python, such as infinity, becomes the nearest one."""
 
     def load(self, data: Buffer) -> datetime:
-        """What psycopg calls with the text of a moment."""
+        """Convert the text of a timestamp."""
         try:
             return super().load(data)
         except DataError:
             text = bytes(data)
-            end = datetime.min if text.startswith(b"-") or text.endswith(b"BC") else datetime.max
-            return end.replace(tzinfo=UTC)
+            limit = datetime.min if text.startswith(b"-") or text.endswith(b"BC") else datetime.max
+            return limit.replace(tzinfo=UTC)
 
 
-def moment(at: datetime) -> str:
-    """A moment in UTC, to the second, as `2026-06-22T14:00:00Z`."""
+def utc_text(at: datetime) -> str:
+    """A timestamp in UTC, to the second, as `2026-06-22T14:00:00Z`."""
     return f"{at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def to_json(value: Any) -> str:
-    """A value as JSON: records by their fields, moments in UTC, bytes as base64, raw JSON as it is."""
+    """A value as JSON text: dataclasses as objects, timestamps in UTC, bytes as base64, `RawJson` unchanged."""
     match value:
         case RawJson():
             return value
         case dict():
-            # Raw JSON goes to the end, so that the rest can be written in one go.
+            # `RawJson` and lists go to the end of the object, so that one call of json.dumps writes all other members.
             raw = {name: member for name, member in value.items() if isinstance(member, (RawJson, list))}
             text = json.dumps({name: member for name, member in value.items() if name not in raw}, default=_plain)
             parts = [f'"{name}": {to_json(member)}' for name, member in raw.items()]
@@ -60,7 +60,7 @@ def to_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What json.dumps is to write for what it does not know."""
+    """Convert a value that json.dumps does not know."""
     match value:
         case datetime():
             return value.astimezone(UTC).isoformat().replace("+00:00", "Z")

@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: who it is from, how large it is, how long it may take."""
+"""The middleware before all routes: authentication, the limit of the body, the time limit, the security headers."""
 
 import asyncio
 import logging
@@ -9,22 +9,22 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError, error_response, of_database
+from .errors import ApiError, error_response, from_database_error
 from .metrics import Metrics
 from .models import BATCH_LIMIT, PAYLOAD_LIMIT
 from .passwords import Authenticator
 
-__all__ = ["BODY_LIMIT", "Edge"]
+__all__ = ["BODY_LIMIT", "RequestMiddleware"]
 
 logger = logging.getLogger("pgqueue.http")
 
-# A full batch of the largest payloads, written with twice as many characters as PostgreSQL needs.
+# Bytes: a full batch of the largest payloads, written with twice as many characters as PostgreSQL needs.
 BODY_LIMIT: Final = 2 * BATCH_LIMIT * PAYLOAD_LIMIT
-_OPEN: Final = {"/healthz", "/readyz"}
-# What is cancelled may take a moment to end: psycopg has the statement cancelled, too, and waits for that.
+_PATHS_WITHOUT_PASSWORD: Final = {"/healthz", "/readyz"}
+# A cancelled request may take a moment to end: psycopg also cancels its statement, and waits for that.
 _GRACE_SECONDS: Final = 1.0
-_SAFE: Final = {"GET", "HEAD", "OPTIONS"}
-_HEADERS: Final = {
+_SAFE_METHODS: Final = {"GET", "HEAD", "OPTIONS"}
+_RESPONSE_HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self';"
     " img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -34,8 +34,8 @@ _HEADERS: Final = {
 }
 
 
-class Edge:
-    """The middleware. Errors that it finds look like those of the routes."""
+class RequestMiddleware:
+    """The ASGI middleware. Its own errors have the same form as those of the routes."""
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator, metrics: Metrics, seconds: float) -> None:
         self._app = app
@@ -44,18 +44,19 @@ class Edge:
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request. It is answered in time, also where what works on it does not end when it is cancelled."""
+        """Serve a request. The time limit holds even if the application ignores its cancellation."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began = time.perf_counter()
-        # HEAD is asked as GET; what the server that calls us has is left to it, as it goes by that, too.
+        # The application sees HEAD as GET. The server's own scope is not changed, because uvicorn also reads its
+        # method.
         asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-        answers = _Answers(send, with_body=asked is scope)
+        response = _ResponseSender(send, with_body=asked is scope)
 
         async def give_up() -> None:
             message = f"the request took longer than {self._seconds:g} s"
             late = ApiError(503, "timeout", message, limit=f"{self._seconds:g} s", headers={"Retry-After": "1"})
-            await answers.put_instead(error_response(late), scope, receive)
+            await response.send_instead(error_response(late), scope, receive)
 
         loop = asyncio.get_running_loop()
         giving_up: list[asyncio.Task[None]] = []
@@ -63,29 +64,30 @@ class Edge:
         try:
             async with asyncio.timeout(self._seconds):
                 await self._admit(asked)
-                await self._app(asked, _Bounded(receive), answers.put)
+                await self._app(asked, _LimitedReceive(receive), response.send)
         except ApiError as error:
-            await answers.put_instead(error_response(error), scope, receive)
+            await response.send_instead(error_response(error), scope, receive)
         except TimeoutError:
             await give_up()
         except Exception as error:
-            if answers.status:
+            if response.status:
                 raise
-            # Answered here: whatever gets past this has its connection closed, with what else is on it.
+            # The error is answered here. If it reached uvicorn, uvicorn would close the connection with all requests on
+            # it.
             logger.exception("%s failed", scope["method"])
-            await answers.put_instead(error_response(of_database(error)), scope, receive)
+            await response.send_instead(error_response(from_database_error(error)), scope, receive)
         finally:
             last.cancel()
             met = {**asked, "method": scope["method"]}
-            self._metrics.request(met, answers.status or 500, time.perf_counter() - began)
+            self._metrics.request(met, response.status or 500, time.perf_counter() - began)
             for task in giving_up:
                 await task
 
     async def _admit(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if scope["path"] not in _OPEN:
+        if scope["path"] not in _PATHS_WITHOUT_PASSWORD:
             scope["user"] = await self._user(headers)
-        if scope["method"] not in _SAFE:
+        if scope["method"] not in _SAFE_METHODS:
             _refuse_other_sites(headers)
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or len(length) > 18 or int(length) > BODY_LIMIT:
@@ -95,12 +97,12 @@ class Edge:
         user = await self._authenticator.user(headers.get("authorization"))
         if user is None:
             challenge = {"WWW-Authenticate": 'Basic realm="pgqueue", charset="UTF-8"'}
-            raise ApiError(401, "unauthorized", "name and password are needed, and must be right", headers=challenge)
+            raise ApiError(401, "unauthorized", "name and password are missing or wrong", headers=challenge)
         return user
 
 
-class _Answers:
-    """Sends the answer that is begun first, with the headers that every answer has."""
+class _ResponseSender:
+    """Sends the response that starts first, and adds the security headers to it."""
 
     def __init__(self, send: Send, with_body: bool) -> None:
         self._send = send
@@ -108,30 +110,30 @@ class _Answers:
         self._is_over = False
         self.status = 0
 
-    async def put(self, message: Message) -> None:
-        """A part of the application's answer; dropped once there was another."""
+    async def send(self, message: Message) -> None:
+        """Send a part of the application's response. Drop it if another response was sent instead."""
         if not self._is_over:
-            await self._put(message)
+            await self._send_message(message)
 
-    async def put_instead(self, response: Response, scope: Scope, receive: Receive) -> None:
-        """An answer in place of the application's, unless that has begun."""
+    async def send_instead(self, response: Response, scope: Scope, receive: Receive) -> None:
+        """Send a response in place of the application's, unless the application's response has started."""
         if not self.status:
             self._is_over = True
-            await response(scope, receive, self._put)
+            await response(scope, receive, self._send_message)
 
-    async def _put(self, message: Message) -> None:
+    async def _send_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
-            for name, value in _HEADERS.items():
+            for name, value in _RESPONSE_HEADERS.items():
                 headers.setdefault(name, value)
         elif not self._with_body:
             message = {**message, "body": b""}
         await self._send(message)
 
 
-class _Bounded:
-    """Receives a body of no more bytes than there may be."""
+class _LimitedReceive:
+    """Receives a body, and raises `ApiError` 413 if it has more than `BODY_LIMIT` bytes."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -151,12 +153,12 @@ def _too_large(size: Any) -> ApiError:
 
 
 def _refuse_other_sites(headers: Headers) -> None:
-    """Refuse what a page of another site had a browser send: it would come with our user's password."""
+    """Refuse a request that a page of another site made the browser send: it carries the user's password."""
     site = headers.get("sec-fetch-site")
     if site is not None:
-        is_ours = site in ("same-origin", "none")
+        is_same_site = site in ("same-origin", "none")
     else:
         origin = headers.get("origin")
-        is_ours = origin is None or origin.partition("://")[2] == headers.get("host")
-    if not is_ours:
-        raise ApiError(403, "cross_site", "requests that change something must not come from another site")
+        is_same_site = origin is None or origin.partition("://")[2] == headers.get("host")
+    if not is_same_site:
+        raise ApiError(403, "cross_site", "a request that changes data must not come from another site")

@@ -1,4 +1,4 @@
-"""How values are written on the command line, and the options that several commands share."""
+"""Values on the command line, and the options that several commands share."""
 
 import json
 import re
@@ -19,12 +19,12 @@ __all__ = [
     "Max",
     "QueueName",
     "Yes",
-    "behind",
-    "document",
-    "duration",
-    "headers",
-    "pages",
-    "period_option",
+    "after_phrase",
+    "browse_pages",
+    "duration_option",
+    "parse_duration",
+    "parse_headers",
+    "parse_json",
 ]
 
 M = TypeVar("M", Message, DeadMessage, ArchivedMessage)
@@ -34,8 +34,8 @@ _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 _PART = re.compile(rf"({_NUMBER.pattern})(ms|[smhd])")
 
 
-def duration(text: str | timedelta) -> timedelta:
-    """Read 30s, 5m, 1h30m, 250ms, 7d, or 90: seconds."""
+def parse_duration(text: str | timedelta) -> timedelta:
+    """Parse 30s, 5m, 1h30m, 250ms, 7d, or 90, which is in seconds."""
     if isinstance(text, timedelta):
         return text
     whole = f"{text}s" if _NUMBER.fullmatch(text) else text
@@ -45,14 +45,14 @@ def duration(text: str | timedelta) -> timedelta:
     try:
         return timedelta(seconds=sum(float(number) * _UNITS[unit] for number, unit in parts))
     except OverflowError:
-        raise typer.BadParameter(f"{text!r} is longer than any duration can be.") from None
+        raise typer.BadParameter(f"{text!r} is too long for a duration.") from None
 
 
-period_option = partial(typer.Option, parser=duration, metavar="DURATION", show_default=False)
+duration_option = partial(typer.Option, parser=parse_duration, metavar="DURATION", show_default=False)
 
 
-def headers(pairs: list[str]) -> dict[str, str] | None:
-    """Read name=value, each name once; None where there is none."""
+def parse_headers(pairs: list[str]) -> dict[str, str] | None:
+    """Parse NAME=VALUE pairs; each name may occur once. None if there is no pair."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -60,51 +60,51 @@ def headers(pairs: list[str]) -> dict[str, str] | None:
             raise typer.BadParameter(f"{pair!r} is not NAME=VALUE.", param_hint="'--header'")
         if name in found:
             raise typer.BadParameter(f"{name!r} is given twice.", param_hint="'--header'")
-        pair.encode()  # JSON would hide what is not UTF-8
+        pair.encode()  # raises for an argument that is not UTF-8, which JSON would hide
         found[name] = value
     return found or None
 
 
-def document(text: str) -> Jsonb:
-    """JSON as text, looked at so that what is wrong has a place; figures are the server's to judge.
+def parse_json(text: str) -> Jsonb:
+    """JSON text as a parameter. It is parsed only to find the place of an error; the server judges the numbers.
 
-    Raises ValueError.
+    Raises `ValueError`.
     """
     try:
         json.loads(text, parse_constant=_no_constant, parse_int=len, parse_float=len)
     except json.JSONDecodeError as error:
-        line = f"line {error.lineno} " if error.lineno > 1 else ""  # an argument may have several
+        line = f"line {error.lineno} " if error.lineno > 1 else ""  # an argument can have several lines
         raise ValueError(f"{error.msg} at {line}column {error.colno}") from None
     except RecursionError:
-        pass  # deep, but perhaps not too deep for the server
+        pass  # too deep for Python, but perhaps not for the server
     return Jsonb(text, dumps=str)
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"there is no {name}")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 QueueName = Annotated[str, typer.Argument(metavar="QUEUE", help="The name of a queue.", show_default=False)]
-Ids = Annotated[list[int] | None, typer.Argument(metavar="ID", help="Only these.", show_default=False)]
+Ids = Annotated[list[int] | None, typer.Argument(metavar="ID", help="Only these messages.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-Max = Annotated[int, typer.Option(min=1, metavar="N", help="The most messages.")]
-After = Annotated[int, typer.Option(metavar="ID", help="Begin behind this one.", show_default=False)]
-All = Annotated[bool, typer.Option("--all", help="All of them, whatever --max says.")]
+Max = Annotated[int, typer.Option(min=1, metavar="N", help="At most N messages.")]
+After = Annotated[int, typer.Option(metavar="ID", help="Only messages with a higher id.", show_default=False)]
+All = Annotated[bool, typer.Option("--all", help="All messages; --max is ignored.")]
 
 _PAGE = 1000
 
 
-def behind(after: int) -> str:
-    """What is said of a list that begins behind an id."""
-    return f" behind {after}" if after else ""
+def after_phrase(after: int) -> str:
+    """The part of a message about a list that starts after an id."""
+    return f" after id {after}" if after else ""
 
 
-def pages(look: Callable[[int, Any], list[M]], limit: int | None, after: int | None) -> Iterator[M]:
-    """Up to so many messages, page by page."""
+def browse_pages(browse: Callable[[int, Any], list[M]], limit: int | None, after: int | None) -> Iterator[M]:
+    """Up to `limit` messages (None: all), read page by page."""
     left = limit
     while left is None or left > 0:
         size = _PAGE if left is None else min(left, _PAGE)
-        page = look(size, after)
+        page = browse(size, after)
         yield from page
         if len(page) < size:
             return

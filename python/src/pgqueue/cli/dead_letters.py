@@ -7,20 +7,20 @@ import typer
 
 from .._calls import as_integer
 from ..message import DeadMessage
-from .frame import Failure, Session, Status
-from .show import content, moment, printable
-from .values import After, All, Ids, Max, QueueName, Yes, behind, pages
+from .formatting import format_moment, message_content, printable
+from .parameters import After, All, Ids, Max, QueueName, Yes, after_phrase, browse_pages
+from .session import Failure, Session, Status
 
 __all__ = ["list_", "purge", "redrive", "show"]
 
-_ALL = 2**31 - 1  # more than any redrive moves
+_ALL = 2**31 - 1  # the largest int of SQL: no limit
 
 
 def list_(session: Session, queue: QueueName, max: Max = 100, after: After = 0, all: All = False) -> None:
-    """The dead letters of a queue, by id."""
+    """List the dead letters of a queue, by id."""
     with session.queue(queue) as verbs:
         session.show(
-            pages(verbs.browse_dead_messages, None if all else max, after),
+            browse_pages(verbs.browse_dead_messages, None if all else max, after),
             [">id", "died", "reason", ">attempts", "…last error"],
             lambda letter: [
                 str(letter.id),
@@ -29,18 +29,18 @@ def list_(session: Session, queue: QueueName, max: Max = 100, after: After = 0, 
                 letter.attempt_count,
                 (letter.last_error or "").partition("\n")[0],
             ],
-            f"queue {queue} has no dead letters{behind(after)}",
+            f"queue {queue} has no dead letters{after_phrase(after)}",
         )
 
 
 def show(
     session: Session,
     queue: QueueName,
-    id: Annotated[int, typer.Argument(metavar="ID", help="The message.", show_default=False)],
+    id: Annotated[int, typer.Argument(metavar="ID", help="The id of the message.", show_default=False)],
 ) -> None:
-    """One dead letter, with all that is known of its death.
+    """Show one dead letter in full.
 
-    The exit status is 3 where there is none of this id.
+    The exit status is 3 if there is none with this id.
     """
     before = max(as_integer("id", 64, id) - 1, -(2**63))
     with session.queue(queue) as verbs:
@@ -50,17 +50,17 @@ def show(
     if session.json:
         session.lines(found)
     else:
-        session.say(_portrait(found[0]))
+        session.say(_describe(found[0]))
 
 
-def _portrait(letter: DeadMessage) -> str:
+def _describe(letter: DeadMessage) -> str:
     headers = json.loads(str(letter.headers)) if letter.headers is not None else None
     failures = headers.get("pgqueue.failures") if isinstance(headers, dict) else None
     facts: dict[str, object] = {
         "id": letter.id,
-        "died": f"{moment(letter.died_at)}, {letter.reason}",
-        "sent": moment(letter.enqueued_at),
-        "expired": letter.expires_at and moment(letter.expires_at),
+        "died": f"{format_moment(letter.died_at)}, {letter.reason}",
+        "sent": format_moment(letter.enqueued_at),
+        "expired": letter.expires_at and format_moment(letter.expires_at),
         "attempts": f"{letter.attempt_count} of {letter.max_attempts}",
         "claimed by": letter.claimed_by,
         "message id": letter.message_id,
@@ -68,7 +68,7 @@ def _portrait(letter: DeadMessage) -> str:
     lines = [f"{name:12}{printable(str(fact))}" for name, fact in facts.items() if fact is not None]
     for title, text in {
         "headers": _headers(letter, headers),
-        "message": _body(letter.body) if letter.body is not None else content(letter.payload, None),
+        "message": _body(letter.body) if letter.body is not None else message_content(letter.payload, None),
         "failures": "\n".join(map(_failure, failures)) if isinstance(failures, list) else "",
         "last error": letter.last_error,
     }.items():
@@ -80,23 +80,23 @@ def _portrait(letter: DeadMessage) -> str:
 def _headers(letter: DeadMessage, headers: Any) -> str:
     if not isinstance(headers, dict):
         return str(letter.headers or "")
-    # What the consumer has recorded is shown by itself.
+    # The failures that the consumer recorded are shown separately.
     own = {name: value for name, value in headers.items() if not name.startswith("pgqueue.")}
     return json.dumps(own, ensure_ascii=False) if own else ""
 
 
 def _body(body: bytes) -> str:
     try:
-        return f"{len(body):,} bytes, which are this text:\n{body.decode()}"
+        return f"{len(body):,} bytes, as text:\n{body.decode()}"
     except UnicodeDecodeError:
-        return f"{len(body):,} bytes, the first of them {body[:16].hex(' ')}"
+        return f"{len(body):,} bytes, starting with {body[:16].hex(' ')}"
 
 
 def _failure(failure: Any) -> str:
     if not isinstance(failure, dict):
         return str(failure)
-    told = [failure.get(key) for key in ("failed_at", "exception_type", "exception_message", "consumer")]
-    at, kind, message, consumer = ["" if fact is None else str(fact) for fact in told]
+    parts = [failure.get(key) for key in ("failed_at", "exception_type", "exception_message", "consumer")]
+    at, kind, message, consumer = ["" if fact is None else str(fact) for fact in parts]
     first = message.partition("\n")[0]
     return f"{failure.get('attempt', '?')}. {at} {kind}: {first}" + (f" (by {consumer})" if consumer else "")
 
@@ -106,33 +106,33 @@ def redrive(
     queue: QueueName,
     ids: Ids = None,
     max: Annotated[
-        int, typer.Option(min=1, max=_ALL, metavar="N", help="The most, by id (all).", show_default=False)
+        int, typer.Option(min=1, max=_ALL, metavar="N", help="At most N, by id (all).", show_default=False)
     ] = _ALL,
 ) -> None:
-    """Make dead letters ready again, all or those named.
+    """Make dead letters ready again, all or those given.
 
-    They have all their attempts before them. The exit status is 3 where one that is named is not there.
+    Their attempts are counted from 0. The exit status is 3 if one of the given ids is not a dead letter.
     """
     with session.queue(queue) as verbs:
         redriven = verbs.redrive(max, ids or None)
     session.say(f"{redriven:,} dead letters are ready again", redriven=redriven)
-    _expect(redriven, ids, max)
+    _require_all(redriven, ids, max)
 
 
 def purge(session: Session, queue: QueueName, ids: Ids = None, yes: Yes = False) -> None:
-    """Delete dead letters, all or those named.
+    """Delete dead letters, all or those given.
 
-    Asks before it deletes all, unless --yes. The exit status is 3 where one that is named is not there.
+    Asks before it deletes all, unless --yes. The exit status is 3 if one of the given ids is not a dead letter.
     """
     with session.queue(queue) as verbs:
         if not ids and not yes:
             session.confirm(f"Delete all {verbs.stats().dead_messages:,} dead letters of queue {queue}?")
         purged = verbs.purge_dead_messages(ids or None)
-    session.say(f"{purged:,} dead letters of queue {queue} are gone", purged=purged)
-    _expect(purged, ids, _ALL)
+    session.say(f"{purged:,} dead letters of queue {queue} deleted", purged=purged)
+    _require_all(purged, ids, _ALL)
 
 
-def _expect(found: int, ids: list[int] | None, most: int) -> None:
+def _require_all(found: int, ids: list[int] | None, most: int) -> None:
     wanted = min(len(set(ids or ())), most)
     if found < wanted:
-        raise Failure(f"{wanted - found:,} of the {wanted:,} are no dead letters of this queue", status=Status.NO)
+        raise Failure(f"{wanted - found:,} of {wanted:,} ids are not dead letters of this queue", status=Status.NO)

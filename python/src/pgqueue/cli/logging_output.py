@@ -1,4 +1,4 @@
-"""Log lines of `work`, for people or for programs."""
+"""Log lines of `work` and `serve`, as text or as JSON."""
 
 import logging
 import traceback
@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from .show import json_line, printable
+from .formatting import json_line, printable
 
 __all__ = ["Level", "log_to"]
 
@@ -27,7 +27,7 @@ class Level(StrEnum):
 
 
 def log_to(console: Console, level: Level, as_json: bool) -> None:
-    """Let every logger write to a console; a live line there stays below."""
+    """Let every logger write to a console. A live line on it stays below the log lines."""
     logging.basicConfig(level=level.upper(), handlers=[_Handler(console, as_json)], force=True)
 
 
@@ -46,7 +46,7 @@ class _Handler(logging.Handler):
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
-    """What the one who logged has added: the queue, the message, the attempt."""
+    """The fields that the caller of the logger added: the queue, the message, the attempt."""
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 
@@ -72,7 +72,7 @@ def _line(record: logging.LogRecord) -> Text:
     line = Text.assemble((at, "dim"), " ", (record.levelname.lower(), _STYLES.get(record.levelname, "")))
     line.append(f" {record.name}: {printable(record.getMessage(), keep=chr(10))}")
     for name, each in _extra(record).items():
-        if name != "queue":  # with which the text begins
+        if name != "queue":  # the text starts with it
             line.append(f" {name}={printable(str(each))}", style="dim")
     if trace := _traceback(record):
         line.append(f"\n{printable(trace.rstrip(), keep=chr(10))}")

@@ -1,4 +1,4 @@
-"""What every command shares: its common options, the database it works on, and how it ends."""
+"""The base of every command: the common options, the connection to the database, the output, the exit status."""
 
 import inspect
 import logging
@@ -29,22 +29,22 @@ from .._styles import correction
 from ..client import Queue, Queues
 from ..embedded import EmbeddedServerError, default_home, given_server, shared_server
 from ..errors import QueueExists, QueueNotFound
-from .show import RawJson, json_line, printable, table
+from .formatting import RawJson, json_line, printable, table
 
-__all__ = ["COMMON", "Dsn", "Failure", "Session", "Status", "command", "connected", "explain", "forget"]
+__all__ = ["COMMON", "Dsn", "Failure", "Session", "Status", "command", "connected", "discard_unwritten", "explain"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# What psycopg remarks on the way to an error, such as that it was interrupted in the midst of a savepoint, is not for
-# people, whom the command tells itself. Where logs are asked for it is among them.
+# Hide psycopg's warnings, such as that of an interrupted savepoint: the command reports the error itself. Commands that
+# write a log add their own handler.
 logging.getLogger("psycopg").addHandler(logging.NullHandler())
-_WIDE = 4096  # is what is not a terminal: nothing wraps there
-_ELSEWHERE: Final = "--dsn names a server of yours, PGQUEUE_HOME another place for the embedded one."
+_UNLIMITED_WIDTH = 4096  # columns if the output is not a terminal: nothing wraps
+_OTHER_SERVER_HINT: Final = "Use another server with --dsn, or another directory with PGQUEUE_HOME."
 
 
 class Status(IntEnum):
-    """The exit statuses that --help promises; a signal adds its number to 128."""
+    """The exit statuses that --help documents. After a signal the status is 128 + its number."""
 
     DONE = 0
     ERROR = 1
@@ -53,7 +53,7 @@ class Status(IntEnum):
 
 
 class Failure(Exception):
-    """Ends a command: what to say on stderr, a hint if there is one, and the exit status."""
+    """Ends a command: the message on stderr, an optional hint, and the exit status."""
 
     def __init__(self, message: str, hint: str | None = None, status: int = Status.ERROR) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Session:
-    """A run of a command: where the database is, and how to answer."""
+    """A run of a command: its database and its output."""
 
     dsn: str | None = None
     json: bool = False
@@ -72,18 +72,18 @@ class Session:
 
     @cached_property
     def out(self) -> Console:
-        """Results."""
+        """The console for results: stdout."""
         return _console(sys.stdout)
 
     @cached_property
     def err(self) -> Console:
-        """Everything else."""
+        """The console for everything else: stderr."""
         return _console(sys.stderr)
 
     def show(
         self, records: Iterable[T], headings: Sequence[str], row: Callable[[T], Sequence[object]], nothing: str = ""
     ) -> None:
-        """Results: a line of JSON for each record, or a table, or a remark where there is nothing."""
+        """Print results: a JSON line for each record, or a table, or a note if there is none."""
         if self.json:
             self.lines(records)
         elif rows := [row(record) for record in records]:
@@ -92,50 +92,54 @@ class Session:
             self.note(nothing)
 
     def lines(self, records: Iterable[object]) -> None:
-        """Results as JSON Lines."""
+        """Print results as JSON Lines."""
         sys.stdout.writelines(f"{json_line(record)}\n" for record in records)
 
     def say(self, text: str, **record: object) -> None:
-        """A result: a sentence, or an object of JSON."""
+        """Print a result: a sentence, or with --json an object of the given fields."""
         if self.json:
             self.lines([record])
         else:
             self.out.print(Text(printable(text, keep="\n\t")), soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """A remark beside the results."""
+        """Print a note on stderr, unless --quiet."""
         if not self.quiet:
             self.err.print(Text(f"pgqueue: {printable(text)}", style="dim"), soft_wrap=True)
 
     @contextmanager
     def conninfo(self) -> Iterator[str]:
-        """How to connect: by --dsn, PGQUEUE_DSN, the libpq variables, else to the embedded server."""
+        """The connection string: of --dsn, PGQUEUE_DSN or the libpq variables, else of the embedded server, which is
+        started.
+        """
         dsn = self.dsn if self.dsn is not None else given_server()
         if dsn is not None:
             try:
-                yield _named(dsn)
+                yield _with_application_name(dsn)
             except psycopg.OperationalError as error:
-                if error.sqlstate is not None or not _is_torn(dsn):
+                if error.sqlstate is not None or not _has_misread_password(dsn):
                     raise
-                hint = "A password in a URL has @ as %40, / as %2F, ? as %3F, # as %23 and % as %25."
-                raise Failure("cannot connect, and the reason may hold a part of the password", hint) from None
+                hint = "In a URL, write @ in a password as %40, / as %2F, ? as %3F, # as %23 and % as %25."
+                raise Failure(
+                    "cannot connect; the reason is not shown, as it may contain a part of the password", hint
+                ) from None
             return
         home = default_home()
-        making = "" if (home / "data").exists() else ", made now: a moment"
-        self.note(f"no --dsn, so this is the embedded database in {home}{making}")
+        making = "" if (home / "data").exists() else ", which is created now"
+        self.note(f"no --dsn: using the embedded database in {home}{making}")
         with ExitStack() as stack:
             try:
                 dsn = stack.enter_context(shared_server(home))
             except OSError as error:
-                raise Failure(explain(error)[0], _ELSEWHERE) from error
-            yield _named(dsn)
+                raise Failure(explain(error)[0], _OTHER_SERVER_HINT) from error
+            yield _with_application_name(dsn)
 
     @contextmanager
     def connect(self, autocommit: bool = True) -> Iterator[psycopg.Connection[Any]]:
-        """A connection; JSON stays the text that the server sends."""
+        """A connection. JSON values stay in the text of the server."""
         with self.conninfo() as conninfo, connected(conninfo, autocommit) as connection:
             set_json_loads(RawJson.loads, connection)
-            connection.adapters.register_loader("timestamptz", _Moments)
+            connection.adapters.register_loader("timestamptz", _TimestampLoader)
             yield connection
 
     @contextmanager
@@ -151,9 +155,13 @@ class Session:
             yield Queues(connection)
 
     def confirm(self, question: str) -> None:
-        """Go on only if somebody at the terminal says yes."""
+        """Ask on the terminal. Raises `Failure` unless the answer is yes."""
         if sys.stdin is None or not sys.stdin.isatty():
-            raise Failure("this deletes, and nobody is there to be asked", "Say --yes.", Status.USAGE)
+            raise Failure(
+                "this needs a confirmation, but stdin is not a terminal",
+                "Confirm with --yes.",
+                Status.USAGE,
+            )
         try:
             is_wanted = typer.confirm(printable(question), err=True)
         except typer.Abort as abort:
@@ -164,7 +172,7 @@ class Session:
             raise Failure("nothing was changed")
 
     def fail(self, error: BaseException) -> int:
-        """Say what went wrong as psql does, the message and then the hint; returns the exit status."""
+        """Print an error as psql does: the message, then the hint. Returns the exit status."""
         if self.debug:
             traceback.print_exception(error)
         message, hint = explain(error)
@@ -178,19 +186,21 @@ class Session:
 
 
 def connected(conninfo: str, autocommit: bool = True) -> psycopg.Connection[Any]:
-    """A new connection, on which psycopg can read moments and durations, whatever others have set."""
+    """A new connection with the styles of timestamps and intervals that psycopg can read, whatever the server's
+    defaults are.
+    """
     connection = psycopg.connect(conninfo, autocommit=autocommit, client_encoding="utf8")
     try:
-        if corrected := correction(connection):
-            connection.execute(corrected)
+        if corrections := correction(connection):
+            connection.execute(corrections)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-class _Moments(TimestamptzLoader):
-    """Moments that Python does not know, such as infinity, are told as the server tells them."""
+class _TimestampLoader(TimestamptzLoader):
+    """Loads timestamps. One that Python cannot represent, such as infinity, stays the text of the server."""
 
     def load(self, data: Buffer) -> Any:
         try:
@@ -200,7 +210,7 @@ class _Moments(TimestamptzLoader):
 
 
 class _Console(Console):
-    """Where its reader has gone, rich would end whatever prints: a handler that logs, or the pump."""
+    """A console that survives a closed output. With a broken pipe, rich would end the thread that prints."""
 
     def print(self, *objects: Any, **how: Any) -> None:
         try:
@@ -208,113 +218,113 @@ class _Console(Console):
         except OSError:  # such as a full disk
             if self.file is sys.stdout:
                 raise
-            del self._buffer[:]  # else it grows, and all of it is tried again each time
+            del self._buffer[:]  # otherwise the buffer grows, and each print writes all of it again
 
     def on_broken_pipe(self) -> None:
         if self.file is sys.stdout:
             raise BrokenPipeError
-        self.quiet = True  # The results are worth the work, also where nobody reads what is said beside them.
-        forget(self.file)
+        self.quiet = True  # stderr is closed: go on without notes, because the results are still needed
+        discard_unwritten(self.file)
 
 
 def _console(file: TextIO) -> Console:
-    is_seen = file.isatty()  # by a person: FORCE_COLOR may colour files, too, but nothing moves there
+    is_terminal = file.isatty()  # FORCE_COLOR can also colour files, but live output needs a terminal
     return _Console(
         file=file,
-        width=None if is_seen else _WIDE,
-        force_interactive=None if is_seen else False,
+        width=None if is_terminal else _UNLIMITED_WIDTH,
+        force_interactive=None if is_terminal else False,
         highlight=False,
         markup=False,
         emoji=False,
     )
 
 
-def _named(dsn: str) -> str:
-    """The DSN, under the name pgqueue where it has no other."""
+def _with_application_name(dsn: str) -> str:
+    """The DSN with the application name pgqueue, unless it has another one."""
     try:
         given = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError as error:
-        hint = "Write it as libpq has it: host=… dbname=…, or postgresql://host/dbname."
-        # libpq quotes what it does not understand.
+        hint = "Write host=… dbname=…, or postgresql://host/dbname."
+        # libpq quotes the text that it cannot parse.
         is_secret = "password" in dsn or "@" in dsn
-        reason = "libpq does not understand it, and it is not told here for its password" if is_secret else error
+        reason = "libpq cannot parse it; it is not shown because of its password" if is_secret else error
         raise Failure(f"bad DSN: {reason}".rstrip(), hint, Status.USAGE) from None
     return make_conninfo(
         dsn, **({} if "fallback_application_name" in given else {"fallback_application_name": "pgqueue"})
     )
 
 
-def _is_torn(dsn: str) -> bool:
-    """Whether libpq takes a part of a password in a URL for something else, which it then tells everybody."""
+def _has_misread_password(dsn: str) -> bool:
+    """Whether libpq takes a part of a password in a URL for a host or a port. libpq's error then contains that part."""
     found = re.match(r"postgres(?:ql)?://[^:@/?]*:(.*?)@([^?]*)", dsn)
     return found is not None and ("@" in found[2] or unquote(found[1]) != conninfo_to_dict(dsn).get("password"))
 
 
 def explain(error: BaseException) -> tuple[str, str | None]:
-    """The message and the hint of an error, in the words of the command line where it has some."""
+    """The message and the hint for an error."""
     match error:
         case Failure():
             return str(error), error.hint
         case psycopg.Error():
             return _explain_database(error)
         case EmbeddedServerError():
-            return str(error), _ELSEWHERE
+            return str(error), _OTHER_SERVER_HINT
         case UnicodeEncodeError():
             return "an argument is not valid UTF-8", None
         case OSError() if error.filename is not None and error.strerror:
             return f"{error.filename}: {error.strerror}", None
         case OSError() | ImportError():
             return str(error), None
-    return f"unexpected {type(error).__name__}: {error}", "--debug shows where it comes from."
+    return f"unexpected {type(error).__name__}: {error}", "--debug prints the traceback."
 
 
 def _explain_database(error: psycopg.Error) -> tuple[str, str | None]:
     primary, hint = error.diag.message_primary, error.diag.message_hint
-    if primary is None:  # no server has said it
+    if primary is None:  # the error is not from the server
         return str(error).strip().removeprefix("connection is bad: ").expandtabs(2), None
     message = f"{primary}\ndetail: {error.diag.message_detail}" if error.diag.message_detail else primary
     match error:
         case QueueNotFound():
-            hint = "pgqueue create makes it; pgqueue list shows which there are."
+            hint = "pgqueue create creates a queue; pgqueue list shows all queues."
         case QueueExists():
-            hint = "With --if-not-exists it is left as it is."
+            hint = "With --if-not-exists an existing queue is left unchanged."
         case psycopg.errors.InvalidSchemaName():
-            return "pgqueue is not installed in this database", "pgqueue install does that."
+            return "pgqueue is not installed in this database", "Install it with pgqueue install."
         case psycopg.errors.UndefinedFunction() | psycopg.errors.UndefinedColumn():
-            hint = "The pgqueue in this database has another version than this command."
+            hint = "The version of pgqueue in this database differs from that of this command."
         case psycopg.errors.InsufficientPrivilege():
             hint = hint or "The owner of pgqueue in this database may call pgqueue.grant_access."
     return message, hint
 
 
-Dsn = Annotated[str | None, typer.Option("--dsn", metavar="DSN", help="The database, as libpq has it.")]
+Dsn = Annotated[str | None, typer.Option("--dsn", metavar="DSN", help="The database, as a libpq connection string.")]
 COMMON: dict[str, tuple[Any, Any]] = {
     "dsn": (Dsn, None),
     "json": (Annotated[bool, typer.Option("--json", help="Results as JSON Lines.")], False),
-    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="No remarks on stderr.")], False),
-    "debug": (Annotated[bool, typer.Option("--debug", help="Errors with their traceback.")], False),
+    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="No notes on stderr.")], False),
+    "debug": (Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")], False),
 }
 
 
 class _Command(typer.core.TyperCommand):
-    """A command that says how to give it what looks like an option: a queue may be called -x or --help."""
+    """A command whose errors explain how to pass a value that looks like an option, such as a queue named -x."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            error.message = _with_value(error)
+            error.message = _message_with_value(error)
             raise
         except Exception as error:
             takes = any(parameter.param_type_name == "argument" for parameter in self.params)
             if takes and getattr(error, "option_name", None) and not getattr(error, "possibilities", None):
                 said = error.message.rstrip(".")  # type: ignore[attr-defined]
-                error.message = f"{said}. What begins with a hyphen and is no option comes behind --."  # type: ignore[attr-defined]
+                error.message = f"{said}. An argument that begins with a hyphen comes after --."  # type: ignore[attr-defined]
             raise
 
 
-def _with_value(error: typer.BadParameter) -> str:
-    """What is wrong with a parameter, with the value that was given: of what Typer checks it says the rule alone."""
+def _message_with_value(error: typer.BadParameter) -> str:
+    """The message of a parameter's error with the value that was given. Typer's own checks name only the rule."""
     faults = getattr(error.__cause__, "errors", None)
     given = str(faults()[0]["input"]) if faults else ""
     said = error.message.removeprefix("Value error, ")
@@ -322,7 +332,7 @@ def _with_value(error: typer.BadParameter) -> str:
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[Concatenate[Session, P], None]], None]:
-    """Register a function of a session and of its own arguments; the command takes the common options, too."""
+    """Register a function of a session and its own parameters as a command, and add the common options."""
 
     def register(function: Callable[Concatenate[Session, P], None]) -> None:
         def run(context: typer.Context, **values: Any) -> None:
@@ -351,8 +361,8 @@ def _run(session: Session, function: Callable[..., None], values: dict[str, Any]
             function(session, **values)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # as under `| head`
-        forget(sys.stdout)
+    except BrokenPipeError:  # as with `| head`
+        discard_unwritten(sys.stdout)
         raise typer.Exit(128 + signal.SIGPIPE) from None
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
@@ -360,11 +370,11 @@ def _run(session: Session, function: Callable[..., None], values: dict[str, Any]
         status = session.fail(error)
         try:
             sys.stdout.flush()
-        except OSError:  # such as a full disk, which is told
-            forget(sys.stdout)
+        except OSError:  # such as a full disk, which `fail` has reported
+            discard_unwritten(sys.stdout)
         raise typer.Exit(status) from None
 
 
-def forget(stream: IO[str]) -> None:
-    """Let what could not be written go, lest Python complains of it at the end."""
+def discard_unwritten(stream: IO[str]) -> None:
+    """Redirect a stream to /dev/null: otherwise Python reports unwritten output when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

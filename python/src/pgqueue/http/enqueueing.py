@@ -1,17 +1,17 @@
-"""A batch of messages on its way: checked against the limits, and sent by one statement."""
+"""Batches of messages: their limits are checked, and one statement enqueues them."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from psycopg import AsyncConnection
 
-from .body import FRACTION_DIGITS, WHOLE_DIGITS, size_of, too_deep
 from .errors import ApiError
 from .models import HEADERS_LIMIT, PAYLOAD_LIMIT, BrokeredMessage, DirectMessage
+from .request_body import FRACTION_DIGITS, WHOLE_DIGITS, json_size, nesting_error
 
-__all__ = ["check_sizes", "send"]
+__all__ = ["check_sizes", "enqueue_messages"]
 
-# PostgreSQL takes the request apart, as its caller wrote it: no number passes through a Python float.
+# PostgreSQL splits the text of the request, so that no number passes through a Python float.
 _SEND = """
 select pgqueue.enqueue_batch(%(queue)s, m.payloads, headers => m.headers, delays => m.delays)
 from (
@@ -26,16 +26,17 @@ from (
 """
 
 
-async def send(connection: AsyncConnection[Any], queue: str, request: str) -> list[int]:
-    """Send the `messages` of a request, all or none; returns their ids in request order."""
+async def enqueue_messages(connection: AsyncConnection[Any], queue: str, request: str) -> list[int]:
+    """Enqueue the `messages` of a request, all or none. Returns their ids in the order of the request."""
     cursor = await connection.execute(_SEND, {"queue": queue, "request": request})
     return [message_id for (message_id,) in await cursor.fetchall()]
 
 
 def check_sizes(messages: Sequence[BrokeredMessage | DirectMessage]) -> None:
-    """Raise `ApiError` 413 for a payload over 256 KB, or headers over 64 KB, as PostgreSQL will write them.
+    """Raise `ApiError` 413 for a payload over 256 KB, or headers over 64 KB, in the form in which PostgreSQL writes
+    them.
 
-    It would say so itself, after it had written 1e131071 as often as it is there.
+    PostgreSQL would refuse them itself, but only after it had written every number such as 1e131071 in full.
     """
     for place, message in enumerate(messages):
         _check(message.payload, f"messages[{place}].payload", PAYLOAD_LIMIT)
@@ -45,13 +46,13 @@ def check_sizes(messages: Sequence[BrokeredMessage | DirectMessage]) -> None:
 
 def _check(value: Any, field: str, limit: int) -> None:
     try:
-        size = size_of(value)
+        size = json_size(value)
     except ValueError as error:
         message = f"{field} has a number that PostgreSQL cannot store"
-        most = f"{WHOLE_DIGITS} digits before the point and {FRACTION_DIGITS} behind it"
+        most = f"{WHOLE_DIGITS} digits before the decimal point and {FRACTION_DIGITS} after it"
         raise ApiError(422, "invalid", message, field, error, most) from None
     except RecursionError:
-        raise too_deep(field) from None
+        raise nesting_error(field) from None
     if size > limit:
         message = f"{field} of {size} bytes is over the limit of {limit} bytes"
         raise ApiError(413, "payload_too_large", message, field, f"{size} bytes", f"{limit} bytes")

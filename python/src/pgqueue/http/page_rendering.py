@@ -1,4 +1,4 @@
-"""How figures look on the page: rows of the table, sparklines, and words for numbers."""
+"""How the page shows figures: rows of the table, sparklines, durations, and the Jinja environment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..message import QueueStats
-from .flow import Flow
 from .registry import QueueRow
 from .sampling import History, Place, Sampler
+from .throughput import Throughput
 
-__all__ = ["ENVIRONMENT", "Row", "rows_of"]
+__all__ = ["TEMPLATES", "Row", "build_rows"]
 
 _HEIGHT: Final = 28
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A queue in the table: as the registry has it, as it was sampled, or both."""
+    """A queue in the table: from the registry, from the samples, or from both."""
 
     place: Place
     stats: QueueStats | None = None
@@ -30,49 +30,49 @@ class Row:
 
     @property
     def key(self) -> str:
-        """What tells it from other rows."""
+        """The unique key of the row."""
         return "/".join(self.place)
 
     @property
     def state(self) -> str:
-        """One word for how it is."""
+        """The state of the queue in one word."""
         if self.stats is not None and self.stats.paused:
             return "Paused"
         return self.status or "Active"
 
-    def about(self, number: str) -> bool:
-        """Whether a figure is an estimate."""
+    def is_estimated(self, number: str) -> bool:
+        """Whether the figure of this name is an estimate."""
         return self.stats is not None and number in self.stats.estimates
 
     @property
     def depths(self) -> list[float]:
-        """The depth, from sample to sample."""
+        """The depth at each sample."""
         return [] if self.history is None else [float(each.depth) for each in self.history.samples]
 
     @property
-    def came(self) -> list[float]:
-        """Messages a second that came in, from sample to sample."""
-        return [] if self.history is None else [each.came for each in self.history.flows]
+    def incoming(self) -> list[float]:
+        """Incoming messages per second at each sample."""
+        return [] if self.history is None else [each.incoming for each in self.history.throughputs]
 
     @property
-    def left(self) -> list[float]:
-        """Messages a second that left."""
-        return [] if self.history is None else [each.left for each in self.history.flows]
+    def outgoing(self) -> list[float]:
+        """Outgoing messages per second at each sample."""
+        return [] if self.history is None else [each.outgoing for each in self.history.throughputs]
 
     @property
     def ages(self) -> list[float]:
-        """The age of the oldest ready message in seconds."""
+        """The age of the oldest ready message at each sample, in seconds."""
         samples = () if self.history is None else self.history.samples
         return [each.stats.oldest_age_seconds or 0.0 for each in samples]
 
     @property
-    def flow(self) -> Flow:
-        """What comes and leaves a second, now."""
-        return Flow() if self.history is None else self.history.flow
+    def throughput(self) -> Throughput:
+        """The throughput at the last sample."""
+        return Throughput() if self.history is None else self.history.throughput
 
 
-def rows_of(sampler: Sampler, registered: Sequence[QueueRow], hidden: str) -> list[Row]:
-    """A row for each queue that was sampled, or is registered and not there yet; but for the hidden one."""
+def build_rows(sampler: Sampler, registered: Sequence[QueueRow], hidden: str) -> list[Row]:
+    """A row for each queue that was sampled or is registered, without the queue of the name `hidden`."""
     known = {(row.service_id, row.database_name, row.name): row for row in registered}
     rows = {}
     for place, history in sampler.histories():
@@ -86,7 +86,7 @@ def rows_of(sampler: Sampler, registered: Sequence[QueueRow], hidden: str) -> li
 
 
 def sparkline(values: Sequence[float], label: str, kind: str) -> Markup:
-    """A small line of what was, the newest at the right; 0 is drawn where values lie on both sides of it."""
+    """An SVG line of the values, the newest at the right. The vertical range always includes 0."""
     if len(values) < 2:
         return Markup('<span class="spark"></span>')
     low, high = min(0.0, *values), max(0.0, *values)
@@ -95,7 +95,8 @@ def sparkline(values: Sequence[float], label: str, kind: str) -> Markup:
     def y(value: float) -> float:
         return _HEIGHT - 2 - (value - low) * scale
 
-    # A line that stays level has its ends alone: of hundreds of queues most do nothing, and all are drawn each time.
+    # Points inside of a level stretch are left out. Most of hundreds of queues are idle, and each refresh draws all of
+    # them.
     last = len(values) - 1
     points = " ".join(
         f"{place},{y(value):.1f}"
@@ -109,17 +110,17 @@ def sparkline(values: Sequence[float], label: str, kind: str) -> Markup:
         '<polygon points="0,{zero} {points} {width},{zero}"/>'
         '<line x1="0" y1="{zero}" x2="{width}" y2="{zero}"/><polyline points="{points}"/></svg>'
     ).format(
-        kind=kind, width=last, height=_HEIGHT, label=f"{label}, from {_short(low)} to {_short(high)}",
+        kind=kind, width=last, height=_HEIGHT, label=f"{label}, from {_compact_number(low)} to {_compact_number(high)}",
         zero=f"{zero:.1f}", points=points,
     )  # fmt: skip
 
 
-def _short(value: float) -> str:
+def _compact_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 or float(value).is_integer() else f"{value:,.1f}"
 
 
-def seconds(value: float | None) -> str:
-    """A duration in its largest units."""
+def format_seconds(value: float | None) -> str:
+    """A duration in its one or two largest units; – for None."""
     if value is None:
         return "–"
     whole = int(value)
@@ -131,18 +132,23 @@ def seconds(value: float | None) -> str:
     return f"{whole // 86400} d {hours}" if whole >= 86400 else hours
 
 
-def moment(at: datetime) -> Markup:
-    """A moment, in UTC."""
+def format_moment(at: datetime) -> Markup:
+    """A timestamp in UTC as an HTML time element."""
     at = at.astimezone(UTC)
     return Markup('<time datetime="{}">{}</time>').format(at.isoformat(), f"{at:%Y-%m-%d %H:%M:%S} UTC")
 
 
-ENVIRONMENT: Final = Environment(
+TEMPLATES: Final = Environment(
     loader=PackageLoader("pgqueue.http"),
     autoescape=True,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
 )
-ENVIRONMENT.filters |= {"seconds": seconds, "moment": moment, "rate": _short, "number": lambda n: f"{n:,}"}
-ENVIRONMENT.globals["sparkline"] = sparkline
+TEMPLATES.filters |= {
+    "seconds": format_seconds,
+    "moment": format_moment,
+    "rate": _compact_number,
+    "number": lambda n: f"{n:,}",
+}
+TEMPLATES.globals["sparkline"] = sparkline

@@ -1,10 +1,10 @@
-"""For those who run the server: is it alive, is it ready, and its figures."""
+"""Routes for operators: liveness, readiness and metrics."""
 
 import psycopg
 from fastapi import APIRouter, Response
 from psycopg_pool import PoolTimeout
 
-from .context import Given, errors
+from .context import CurrentContext, error_responses
 from .errors import ApiError
 
 __all__ = ["router"]
@@ -14,33 +14,33 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/healthz", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
 async def healthz() -> Response:
-    """Whether the process answers. Asks no database, and for no password."""
+    """Whether the process answers. It asks no database and needs no password."""
     return Response("ok\n", media_type="text/plain")
 
 
 @router.get(
     "/readyz",
     response_class=Response,
-    responses={200: {"content": {"text/plain": {}}}, 503: errors()[503]},
+    responses={200: {"content": {"text/plain": {}}}, 503: error_responses()[503]},
 )
-async def readyz(context: Given) -> Response:
-    """Whether requests can be served: the control database answers, the agent works, and nobody told it to stop.
+async def readyz(context: CurrentContext) -> Response:
+    """Whether requests can be served: the control database answers, the agent runs, and the server is not stopping.
 
-    Asks for no password, and says no more than that.
+    It needs no password, and tells no details.
     """
     if context.stopping.is_set():
-        raise ApiError(503, "stopping", "the server is told to stop")
+        raise ApiError(503, "stopping", "the server is stopping")
     try:
         async with context.databases.control() as connection:
             await connection.execute("select 1")
     except (psycopg.Error, PoolTimeout, OSError):
         raise ApiError(503, "database_unavailable", "the control database does not answer") from None
     if context.agent is not None and not context.agent.is_running:
-        raise ApiError(503, "agent_unavailable", "the agent does not work yet")
+        raise ApiError(503, "agent_unavailable", "the agent is not running")
     return Response("ok\n", media_type="text/plain")
 
 
-@router.get("/metrics", response_class=Response, responses=errors() | {200: {"content": {"text/plain": {}}}})
-async def metrics(context: Given) -> Response:
-    """Figures for Prometheus: depths as of the last sample, whoever asks how often."""
+@router.get("/metrics", response_class=Response, responses=error_responses() | {200: {"content": {"text/plain": {}}}})
+async def metrics(context: CurrentContext) -> Response:
+    """Metrics for Prometheus. The depths are those of the last sample, so a scrape costs the databases nothing."""
     return Response(context.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,4 +1,4 @@
-"""The managed queues: created, listed, filled, looked at and deleted by way of agents, whose tasks are polled for."""
+"""The managed routes: an agent creates, fills, inspects and deletes queues; clients poll for the result of its task."""
 
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -9,31 +9,39 @@ from psycopg import AsyncConnection
 from pydantic import BaseModel
 
 from . import registry
-from .body import JsonRequest, JsonRoute
-from .context import Context, Given, IdempotencyKey, errors, is_name, queue_not_found, reply
+from .context import (
+    Context,
+    CurrentContext,
+    IdempotencyKey,
+    error_responses,
+    is_queue_name,
+    queue_not_found,
+    to_response,
+)
+from .enqueueing import check_sizes
 from .errors import ApiError
-from .messages import check_sizes
+from .idempotency import Answer, EffectKey, run_once
 from .models import CreateQueue, EnqueueRequest, EnqueueTask, QueueBody, QueueList, StatsTask, TaskId
-from .once import Answer, Key, once
-from .raw import RawJson, moment, to_json
+from .request_body import JsonRequest, JsonRoute
+from .serialization import RawJson, to_json, utc_text
 
 __all__ = ["router"]
 
 router = APIRouter(prefix="/managed-services/{service_id}/queues", tags=["managed queues"], route_class=JsonRoute)
 
-TaskOf = Annotated[UUID, Query(description="What the request for it returned")]
+TaskOf = Annotated[UUID, Query(description="The id that the request returned")]
 _SETTINGS = ("visibility_timeout_seconds", "max_attempts", "dlq_enabled")
 _BODY = ("id", "service_id", "name", "database_name", *_SETTINGS, "status")
 _LISTED = ("id", "name", "database_name", "status", *_SETTINGS)
 
 
 def _unfinished(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    return errors(404, 422) | {202: {"model": model, "description": "Pending or running"}}
+    return error_responses(404, 422) | {202: {"model": model, "description": "Pending or running"}}
 
 
-@router.post("", status_code=201, response_model=QueueBody, responses=errors(400, 403, 404, 409, 413, 422))
-async def create_queue(context: Given, service_id: str, body: CreateQueue, key: IdempotencyKey) -> Response:
-    """Create a queue. It is Pending, then Provisioning, and takes messages once it is Active."""
+@router.post("", status_code=201, response_model=QueueBody, responses=error_responses(400, 403, 404, 409, 413, 422))
+async def create_queue(context: CurrentContext, service_id: str, body: CreateQueue, key: IdempotencyKey) -> Response:
+    """Create a queue. It is Pending, then Provisioning, and takes messages when it is Active."""
     service = context.databases.service(service_id)
     database = service.default_database if body.database_name is None else body.database_name
     if database not in service.databases:
@@ -56,34 +64,34 @@ async def create_queue(context: Given, service_id: str, body: CreateQueue, key: 
                     body.dlq_enabled,
                 )
                 if row is None:
-                    message = f"service {service.id} has a queue {body.name} already"
+                    message = f"service {service.id} already has a queue {body.name}"
                     raise ApiError(409, "queue_exists", message, "name", body.name, "a name that no queue has")
                 await registry.submit(connection, context.settings.tasks.queue, "provision", row.id)
             return Answer(201, to_json(_body(row)))
 
         location = f"/managed-services/{quote(service.id, safe='')}/queues/{body.name}"
-        return reply(await once(connection, key, effect), Location=location)
+        return to_response(await run_once(connection, key, effect), Location=location)
 
 
-@router.get("", response_model=QueueList, responses=errors(404))
-async def list_queues(context: Given, service_id: str) -> Response:
+@router.get("", response_model=QueueList, responses=error_responses(404))
+async def list_queues(context: CurrentContext, service_id: str) -> Response:
     """The queues of a service, by name."""
     service = context.databases.service(service_id)
     async with context.databases.control() as connection:
         rows = await registry.list_all(connection, service.id)
-    return reply(Answer(200, to_json({"queues": [_listed(row) for row in rows]})))
+    return to_response(Answer(200, to_json({"queues": [_listed(row) for row in rows]})))
 
 
-@router.get("/{queue_name}", response_model=QueueBody, responses=errors(404))
-async def get_queue(context: Given, service_id: str, queue_name: str) -> Response:
+@router.get("/{queue_name}", response_model=QueueBody, responses=error_responses(404))
+async def get_queue(context: CurrentContext, service_id: str, queue_name: str) -> Response:
     """A queue, by name."""
     async with context.databases.control() as connection:
-        return reply(Answer(200, to_json(_body(await _found(context, connection, service_id, queue_name)))))
+        return to_response(Answer(200, to_json(_body(await _found(context, connection, service_id, queue_name)))))
 
 
-@router.delete("/{queue_name}", status_code=202, response_model=QueueBody, responses=errors(403, 404))
-async def delete_queue(context: Given, service_id: str, queue_name: str) -> Response:
-    """Delete a queue with all its messages. It is Deprovisioning, then gone; asked for twice, it happens once."""
+@router.delete("/{queue_name}", status_code=202, response_model=QueueBody, responses=error_responses(403, 404))
+async def delete_queue(context: CurrentContext, service_id: str, queue_name: str) -> Response:
+    """Delete a queue with all its messages. It is Deprovisioning, then gone. A repeated request changes nothing."""
     async with context.databases.control() as connection:
         before = await _found(context, connection, service_id, queue_name)
         async with connection.transaction():
@@ -92,19 +100,24 @@ async def delete_queue(context: Given, service_id: str, queue_name: str) -> Resp
                 await registry.submit(connection, context.settings.tasks.queue, "deprovision", row.id)
         if row is None:
             row = await _found(context, connection, service_id, queue_name)
-    return reply(Answer(202, to_json(_body(row))))
+    return to_response(Answer(202, to_json(_body(row))))
 
 
 @router.post(
     "/{queue_name}/messages",
     status_code=202,
     response_model=TaskId,
-    responses=errors(400, 403, 404, 409, 413, 422),
+    responses=error_responses(400, 403, 404, 409, 413, 422),
 )
 async def enqueue(
-    request: JsonRequest, context: Given, service_id: str, queue_name: str, body: EnqueueRequest, key: IdempotencyKey
+    request: JsonRequest,
+    context: CurrentContext,
+    service_id: str,
+    queue_name: str,
+    body: EnqueueRequest,
+    key: IdempotencyKey,
 ) -> Response:
-    """Send up to 100 messages in one transaction, by an agent: poll for the ids."""
+    """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
     check_sizes(body.messages)
     return await _submit(context, service_id, queue_name, "enqueue", key, await request.text())
 
@@ -115,14 +128,16 @@ async def enqueue(
     response_model_exclude_none=True,
     responses=_unfinished(EnqueueTask),
 )
-async def poll_enqueue(context: Given, service_id: str, queue_name: str, task_id: TaskOf) -> Response:
-    """What became of messages that were to be sent: their ids, in request order, once it is completed."""
+async def poll_enqueue(context: CurrentContext, service_id: str, queue_name: str, task_id: TaskOf) -> Response:
+    """The result of sending messages: their ids in the order of the request, when the task is completed."""
     return await _poll(context, service_id, queue_name, "enqueue", task_id)
 
 
-@router.post("/{queue_name}/stats", status_code=202, response_model=TaskId, responses=errors(403, 404, 409, 422))
-async def request_stats(context: Given, service_id: str, queue_name: str, key: IdempotencyKey) -> Response:
-    """Have an agent look at a queue: poll for what it sees."""
+@router.post(
+    "/{queue_name}/stats", status_code=202, response_model=TaskId, responses=error_responses(403, 404, 409, 422)
+)
+async def request_stats(context: CurrentContext, service_id: str, queue_name: str, key: IdempotencyKey) -> Response:
+    """Have an agent read the depth of a queue. Poll for the result."""
     return await _submit(context, service_id, queue_name, "stats", key, None)
 
 
@@ -132,8 +147,8 @@ async def request_stats(context: Given, service_id: str, queue_name: str, key: I
     response_model_exclude_none=True,
     responses=_unfinished(StatsTask),
 )
-async def poll_stats(context: Given, service_id: str, queue_name: str, task_id: TaskOf) -> Response:
-    """What the agent saw."""
+async def poll_stats(context: CurrentContext, service_id: str, queue_name: str, task_id: TaskOf) -> Response:
+    """The depth that the agent read."""
     return await _poll(context, service_id, queue_name, "stats", task_id)
 
 
@@ -141,7 +156,7 @@ async def _found(
     context: Context, connection: AsyncConnection[Any], service_id: str, queue_name: str
 ) -> registry.QueueRow:
     service = context.databases.service(service_id)
-    row = await registry.find(connection, service.id, queue_name) if is_name(queue_name) else None
+    row = await registry.find(connection, service.id, queue_name) if is_queue_name(queue_name) else None
     if row is None:
         raise queue_not_found(queue_name)
     return row
@@ -152,7 +167,7 @@ async def _submit(
     service_id: str,
     queue_name: str,
     kind: registry.TaskKind,
-    key: Key | None,
+    key: EffectKey | None,
     request: str | None,
 ) -> Response:
     async with context.databases.control() as connection:
@@ -160,33 +175,33 @@ async def _submit(
         async def effect() -> Answer:
             row = await _found(context, connection, service_id, queue_name)
             if row.status != "Active":
-                message = f"queue {queue_name} is {row.status}, and only Active queues take this"
+                message = f"queue {queue_name} is {row.status}; this needs an Active queue"
                 raise ApiError(409, "queue_not_active", message, "status", row.status, "Active")
             task_id = await registry.submit(connection, context.settings.tasks.queue, kind, row.id, request)
             return Answer(202, to_json({"task_id": task_id}))
 
-        return reply(await once(connection, key, effect))
+        return to_response(await run_once(connection, key, effect))
 
 
 async def _poll(context: Context, service_id: str, queue_name: str, kind: registry.TaskKind, task_id: UUID) -> Response:
     service = context.databases.service(service_id)
-    if not is_name(queue_name):
+    if not is_queue_name(queue_name):
         raise queue_not_found(queue_name)
     async with context.databases.control() as connection:
         task = await registry.find_task(connection, service.id, queue_name, kind, task_id)
     if task is None:
-        raise ApiError(404, "task_not_found", f"queue {queue_name} has no task of this id", "task_id", task_id)
+        raise ApiError(404, "task_not_found", f"queue {queue_name} has no task with this id", "task_id", task_id)
     body: dict[str, Any] = {"task_id": task.id, "status": task.status}
     if task.result is not None:
         body["result"] = RawJson(task.result)
     if task.error_message is not None:
         body["error_message"] = task.error_message
-    return reply(Answer(200 if task.status in ("completed", "failed") else 202, to_json(body)))
+    return to_response(Answer(200 if task.status in ("completed", "failed") else 202, to_json(body)))
 
 
 def _body(row: registry.QueueRow) -> dict[str, Any]:
     body = {name: getattr(row, name) for name in _BODY}
-    return body | {"created_at": moment(row.created_at), "updated_at": moment(row.updated_at)} | _failure(row)
+    return body | {"created_at": utc_text(row.created_at), "updated_at": utc_text(row.updated_at)} | _failure(row)
 
 
 def _listed(row: registry.QueueRow) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `work` sees while it runs: the live line, whether the queue is empty, and the sum at the end."""
+"""The monitor of `work`: the live status line, the check whether the queue is empty, and the summary at the end."""
 
 import math
 import sys
@@ -18,22 +18,22 @@ from rich.text import Text
 from ..client import Queue
 from ..errors import QueueNotFound
 from ..message import QueueStats
-from .frame import Session, connected
-from .show import period
+from .formatting import format_duration
+from .session import Session, connected
 
 if TYPE_CHECKING:
     from ..consumer import AsyncConsumer, Consumer
 
-__all__ = ["Watch"]
+__all__ = ["WorkMonitor"]
 
-_TICK: Final = 0.1
-_LOOK: Final = 0.5  # between looks at the queue
-_RATE_OVER: Final = 5.0  # seconds
-_DUE: Final = "select date_part('epoch', pgqueue.next_due_at(queue_name => %s::text) - clock_timestamp())"
+_TICK_SECONDS: Final = 0.1
+_LOOK_SECONDS: Final = 0.5  # between looks at the queue
+_RATE_SECONDS: Final = 5.0  # over which the rate is computed
+_SECONDS_UNTIL_DUE: Final = "select date_part('epoch', pgqueue.next_due_at(queue_name => %s::text) - clock_timestamp())"
 
 
-class Watch:
-    """Looks at a consumer and its queue from a thread and a connection of its own."""
+class WorkMonitor:
+    """Watches a consumer and its queue, from a thread and with a connection of its own."""
 
     def __init__(
         self,
@@ -43,7 +43,9 @@ class Watch:
         consumer: "Consumer | AsyncConsumer",
         look_ahead: timedelta | None,
     ) -> None:
-        """Describe a watch; with `look_ahead` it stops the consumer when the queue is empty."""
+        """Prepare a monitor. With `look_ahead` it stops the consumer when the queue is empty, also of messages due by
+        then.
+        """
         self.signals = 0
         self._session = session
         self._conninfo = conninfo
@@ -51,18 +53,18 @@ class Watch:
         self._consumer = consumer
         self._look_ahead = look_ahead
         self._is_live = session.err.is_interactive and not session.quiet
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._connection: psycopg.Connection[Any] | None = None
         self._depth: QueueStats | None = None
         self._done: deque[tuple[float, int]] = deque()
 
     @contextmanager
     def __call__(self, stop: Callable[[], object]) -> Iterator[None]:
-        """Watch while the consumer runs, which `stop` ends; then tell what it did."""
+        """Watch while the consumer runs; `stop` ends the consumer. Then print a summary."""
         started = time.monotonic()
         thread = threading.Thread(target=self._watch, args=(stop,), name="pgqueue-watch", daemon=True)
         live = Live(
-            get_renderable=self._line,
+            get_renderable=self._status_line,
             console=self._session.err,
             transient=True,
             redirect_stdout=sys.stdout.isatty(),
@@ -72,38 +74,38 @@ class Watch:
             try:
                 yield
             finally:
-                self._over.set()
-                thread.join(2)  # a database that does not answer keeps it, but not us
-        self._sum_up(timedelta(seconds=time.monotonic() - started))
+                self._stopped.set()
+                thread.join(2)  # bounded, because a database that does not answer can block the thread
+        self._print_summary(timedelta(seconds=time.monotonic() - started))
 
     def _watch(self, stop: Callable[[], object]) -> None:
-        is_told = False
+        is_stop_announced = False
         empty = 0
         looked_at = 0.0
-        while not self._over.wait(_TICK):
-            if self.signals and not is_told:
-                is_told = True
+        while not self._stopped.wait(_TICK_SECONDS):
+            if self.signals and not is_stop_announced:
+                is_stop_announced = True
                 running = self._consumer.stats.running
-                self._session.note(f"stopping, with {running} still running; a second signal forces it")
-            wants = self._look_ahead is not None and self._is_idle()
-            empty = empty if wants else 0
-            pause = _LOOK if self._is_live or wants else math.inf
-            if time.monotonic() - looked_at < (_TICK if empty else pause):
+                self._session.note(f"stopping, with {running} still running; a second signal aborts them")
+            checks_empty = self._look_ahead is not None and self._is_idle()
+            empty = empty if checks_empty else 0
+            pause = _LOOK_SECONDS if self._is_live or checks_empty else math.inf
+            if time.monotonic() - looked_at < (_TICK_SECONDS if empty else pause):
                 continue
             looked_at = time.monotonic()
             try:
-                is_empty = self._look() and wants
+                is_empty = self._is_drained() and checks_empty
             except QueueNotFound:
-                is_empty = wants  # It was dropped: nothing is left of it.
+                is_empty = checks_empty  # the queue was dropped
             except psycopg.Error:
-                self._hang_up()
+                self._close_connection()
                 is_empty = False
             empty = empty + 1 if is_empty else 0
-            if empty == 2:  # twice, as a message that moves during a look may escape it
+            if empty == 2:  # twice, because a look can miss a message that changes its state during it
                 stop()
-        self._hang_up()
+        self._close_connection()
 
-    def _hang_up(self) -> None:
+    def _close_connection(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             with suppress(psycopg.Error):
@@ -113,30 +115,30 @@ class Watch:
         stats = self._consumer.stats
         return not (stats.running or stats.prefetched)
 
-    def _look(self) -> bool:
-        """Look at the queue; says whether nothing is left, or what is left is for later."""
+    def _is_drained(self) -> bool:
+        """Read the depth. Returns whether no message is left, or all that are left are due after `look_ahead`."""
         if self._connection is None:
             self._connection = connected(self._conninfo)
         queue = Queue(self._connection, self._queue_name)
         self._depth = depth = queue.stats()
         if self._look_ahead is None or depth.ready_messages or depth.inflight_messages or queue.peek(1):
             return False
-        # By the server's clock alone, as ours may differ.
-        [(seconds,)] = self._connection.execute(_DUE, [self._queue_name]).fetchall()
+        # Only the server's clock is used, because the client's clock may differ.
+        [(seconds,)] = self._connection.execute(_SECONDS_UNTIL_DUE, [self._queue_name]).fetchall()
         return seconds is None or seconds > self._look_ahead.total_seconds()
 
-    def _line(self) -> Text:
+    def _status_line(self) -> Text:
         stats, depth, now = self._consumer.stats, self._depth, time.monotonic()
         done = stats.succeeded
         self._done.append((now, done))
-        while now - self._done[0][0] > _RATE_OVER:
+        while now - self._done[0][0] > _RATE_SECONDS:
             self._done.popleft()
         since, before = self._done[0]
         rate = (done - before) / (now - since) if now > since else 0.0
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(f"{self._queue_name}", style="bold")
         if stats.circuit != "closed":
-            line.append("  database trouble", style="bold red")
+            line.append("  database unavailable", style="bold red")
         elif self.signals:
             line.append("  stopping", style="bold yellow")
         line.append(f"  {rate:,.0f}/s", style="green")
@@ -153,15 +155,15 @@ class Watch:
             line.append(f"  failed {stats.failed:,}", style="red")
         return line
 
-    def _sum_up(self, took: timedelta) -> None:
+    def _print_summary(self, took: timedelta) -> None:
         stats, depth = self._consumer.stats, self._depth
         if self._session.json:
             self._session.lines([{"queue_name": self._queue_name} | asdict(stats)])
         else:
-            told = f"{stats.succeeded:,} messages done"
+            summary = f"{stats.succeeded:,} messages done"
             for what, figure in (("failed", stats.failed), ("dead", stats.dead), ("lost", stats.lost)):
-                told += f", {figure:,} {what}" if figure else ""
+                summary += f", {figure:,} {what}" if figure else ""
             how = "by force " if self.signals > 1 else ""
-            self._session.note(f"stopped {how}after {period(took)}: {told}")
+            self._session.note(f"stopped {how}after {format_duration(took)}: {summary}")
         if self._look_ahead is not None and depth is not None and depth.scheduled_messages:
             self._session.note(f"left for later: {depth.scheduled_messages:,} scheduled")

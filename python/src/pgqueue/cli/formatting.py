@@ -1,4 +1,4 @@
-"""How results look: JSON Lines for programs, tables for people, and nothing that a terminal would obey."""
+"""The format of results: JSON Lines for programs, tables for people, and no control characters for the terminal."""
 
 import base64
 import json
@@ -14,27 +14,37 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["RawJson", "ago", "content", "json_line", "moment", "period", "printable", "spelt_out", "table"]
+__all__ = [
+    "RawJson",
+    "escape_unencodable",
+    "format_age",
+    "format_duration",
+    "format_moment",
+    "json_line",
+    "message_content",
+    "printable",
+    "table",
+]
 
-# Control characters, and those that reverse or break a line: they could forge what is seen.
+# Control characters, and those that reverse the direction or break the line: they could forge the output.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_NARROW = 8  # columns of a terminal that even a column that gives way has
-_CELL = 200  # characters of a text; a terminal shows as many as it has columns
+_MIN_COLUMN_WIDTH = 8  # that a column keeps when the table is narrowed
+_MAX_CELL_CHARACTERS = 200  # of a cell; a terminal shows as many as fit
 
 
 class RawJson(str):
-    """JSON as the server wrote it: nothing is rounded or written in another way."""
+    """JSON in the text of the server: no number is rounded."""
 
     __slots__ = ()
 
     @classmethod
     def loads(cls, data: str | bytes) -> Self:
-        """What psycopg calls instead of json.loads."""
+        """The replacement for `json.loads` that psycopg calls."""
         return cls(data if isinstance(data, str) else data.decode())
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Text in which everything is escaped that is not to be printed, but for the characters to keep."""
+    """The text with unprintable characters escaped, except those in `keep`."""
     return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else _escaped(found), text)
 
 
@@ -42,18 +52,20 @@ def _escaped(found: re.Match[str]) -> str:
     return f"\\u{ord(found[0]):04x}"
 
 
-def spelt_out(error: UnicodeError) -> tuple[str, int]:
-    """What an encoding lacks, as JSON escapes it, which stays the same JSON: a handler for `codecs`."""
+def escape_unencodable(error: UnicodeError) -> tuple[str, int]:
+    """An error handler for `codecs`: escapes characters that an encoding lacks as JSON does, so JSON stays the same
+    JSON.
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def json_line(record: Any) -> str:
-    """A record as JSON on one line: durations in seconds, moments in UTC, bytes in base64."""
+    """A record as JSON on one line: durations in seconds, timestamps in UTC, bytes in base64."""
     if is_dataclass(record) and not isinstance(record, type):
         record = {field.name: getattr(record, field.name) for field in fields(record)}
-    # What is escaped here can only be inside of strings: it stays the same JSON.
+    # Characters that are escaped here can only occur in strings: it stays the same JSON.
     return _UNPRINTABLE.sub(_escaped, _json(record))
 
 
@@ -69,10 +81,10 @@ def _json(value: Any) -> str:
             seconds = value.total_seconds()
             return json.dumps(int(seconds) if seconds.is_integer() else seconds)
         case datetime():
-            return json.dumps(_in(UTC, value).isoformat())
+            return json.dumps(_in_zone(UTC, value).isoformat())
         case date():
             return json.dumps(value.isoformat())
-        case float() if not math.isfinite(value):  # JSON has no number for it
+        case float() if not math.isfinite(value):  # JSON has no such number
             return json.dumps(str(value))
         case UUID():
             return json.dumps(str(value))
@@ -81,37 +93,39 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[object]], room: int | None = None) -> Table:
-    """A table. `>` before a heading marks figures, `~` what wraps, `…` what is cut where the terminal ends.
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]], max_width: int | None = None) -> Table:
+    """A table. A heading starts with `>` for figures, `~` for text that wraps, `…` for text that is cut at the
+    terminal's end.
 
-    Where there is no room for all columns it is wider: a figure of which a part is missing would be another one.
+    If the columns do not fit, the table is wider than the terminal: a cut figure would be a wrong figure.
     """
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
     cells = [
-        [_cell(value, heading.startswith("…")) for value, heading in zip(row, headings, strict=True)] for row in rows
+        [_cell_text(value, heading.startswith("…")) for value, heading in zip(row, headings, strict=True)]
+        for row in rows
     ]
-    least = 3 * (len(headings) - 1)
+    min_width_needed = 3 * (len(headings) - 1)
     for place, heading in enumerate(headings):
-        # What may wrap gives way first: the names of queues, and what is cut.
-        gives_way = place == 0 or heading.startswith(("~", "…"))
+        # Columns of text shrink first: the names of queues, and the columns that wrap or are cut.
+        can_shrink = place == 0 or heading.startswith(("~", "…"))
         title = heading.lstrip(">~…")
         longest = max([len(title), *(row[place].cell_len for row in cells)])
-        least += min(longest, _NARROW) if gives_way else longest
+        min_width_needed += min(longest, _MIN_COLUMN_WIDTH) if can_shrink else longest
         made.add_column(
             title,
             justify="right" if heading.startswith(">") else "left",
-            no_wrap=not gives_way,
-            min_width=min(longest, _NARROW) if gives_way else longest,
+            no_wrap=not can_shrink,
+            min_width=min(longest, _MIN_COLUMN_WIDTH) if can_shrink else longest,
             overflow="fold",
         )
     for row in cells:
         made.add_row(*row)
-    if room is not None and room < least:
-        made.width = least
+    if max_width is not None and max_width < min_width_needed:
+        made.width = min_width_needed
     return made
 
 
-def _cell(value: object, is_cut: bool) -> Text:
+def _cell_text(value: object, is_cut: bool) -> Text:
     match value:
         case None:
             text = ""
@@ -120,43 +134,43 @@ def _cell(value: object, is_cut: bool) -> Text:
         case int():
             text = f"{value:,}"
         case timedelta():
-            text = period(value)
+            text = format_duration(value)
         case datetime():
-            text = moment(value)
+            text = format_moment(value)
         case _:
             text = str(value)
-    text = printable(text if len(text) <= _CELL else f"{text[:_CELL]}…")
+    text = printable(text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[:_MAX_CELL_CHARACTERS]}…")
     return Text(text, no_wrap=is_cut, overflow="ellipsis" if is_cut else None)
 
 
-def content(payload: object, body: bytes | None) -> str:
-    """What a message carries, for a cell of a table."""
+def message_content(payload: object, body: bytes | None) -> str:
+    """The payload or the size of the body, for a cell of a table."""
     return str(payload) if body is None else f"a body of {len(body):,} bytes"
 
 
-def moment(at: datetime | str) -> str:
-    """A moment, in local time; one that Python does not know is a text."""
-    return at if isinstance(at, str) else f"{_in(None, at):%Y-%m-%d %H:%M:%S}"
+def format_moment(at: datetime | str) -> str:
+    """A timestamp in local time. One that Python cannot represent is a text, and stays as it is."""
+    return at if isinstance(at, str) else f"{_in_zone(None, at):%Y-%m-%d %H:%M:%S}"
 
 
-def _in(zone: tzinfo | None, at: datetime) -> datetime:
-    """A moment in a zone, None for the local one; as it is where that is beyond the years that Python has."""
+def _in_zone(zone: tzinfo | None, at: datetime) -> datetime:
+    """A timestamp in a zone (None: local); unchanged if the result is beyond the years that Python can represent."""
     try:
         return at.astimezone(zone)
     except (OverflowError, ValueError):
         return at
 
 
-def ago(at: datetime | str | float | None) -> str:
-    """How long ago, in the two largest units; a moment, or seconds."""
+def format_age(at: datetime | str | float | None) -> str:
+    """The time since a timestamp, or a number of seconds, in its two largest units."""
     if isinstance(at, str):
         return at
     seconds = (datetime.now(UTC) - at).total_seconds() if isinstance(at, datetime) else at
-    return "" if seconds is None else period(timedelta(seconds=int(max(seconds, 0))))
+    return "" if seconds is None else format_duration(timedelta(seconds=int(max(seconds, 0))))
 
 
-def period(length: timedelta) -> str:
-    """A duration as the command line reads it, in its two largest units."""
+def format_duration(length: timedelta) -> str:
+    """A duration in its two largest units, in the form that `parse_duration` reads."""
     seconds = length.total_seconds()
     if 0 < seconds < 1:
         return f"{seconds * 1000:.3g}ms"

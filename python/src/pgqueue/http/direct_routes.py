@@ -1,0 +1,329 @@
+"""The direct routes: each calls a verb of a queue in one round trip, without an agent."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from psycopg import AsyncConnection
+
+from .._calls import prepare_wait_and_look
+from ..client import AsyncQueue
+from ..errors import QueueNotFound
+from ..message import Message
+from .context import (
+    Context,
+    CurrentContext,
+    IdempotencyKey,
+    error_responses,
+    is_queue_name,
+    queue_not_found,
+    to_response,
+)
+from .enqueueing import check_sizes, enqueue_messages
+from .errors import ApiError
+from .idempotency import Answer, EffectKey, run_once
+from .models import (
+    MAX_ID,
+    REDRIVE_LIMIT,
+    Ack,
+    AckBatch,
+    Claim,
+    ClaimedMessage,
+    ClaimedMessages,
+    Count,
+    DeadLetter,
+    DeadLetters,
+    DirectStats,
+    Done,
+    EnqueueDirect,
+    Extend,
+    Ids,
+    MessageIds,
+    Nack,
+)
+from .request_body import JsonRequest, JsonRoute
+from .serialization import to_json
+from .settings import Service
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["direct"], route_class=JsonRoute)
+
+_POLL_INTERVAL: Final = timedelta(seconds=5)  # longest pause between two attempts of a long poll
+# share of a request's time limit that a long poll may use, so that the response is sent in time
+_MAX_WAIT_SHARE: Final = 0.8
+_ERRORS: Final = error_responses(400, 403, 404, 409, 413, 422)
+_CLAIM_ERRORS: Final = _ERRORS | error_responses(410)
+_CLAIMED_FIELDS: Final = tuple(ClaimedMessage.model_fields)
+_DEAD_LETTER_FIELDS: Final = tuple(DeadLetter.model_fields)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetQueue:
+    """The queue of a request: its service, database and name. The database is not asked whether it exists."""
+
+    context: Context
+    service: Service
+    database: str
+    name: str
+    key: EffectKey | None = None
+
+    @asynccontextmanager
+    async def queue(self, keyed: bool = False) -> AsyncIterator[AsyncQueue]:
+        """The queue on a connection. With `keyed`, responses can be stored in its database."""
+        async with self.context.databases.target(self.service, self.database, prepare=keyed) as connection:
+            try:
+                yield AsyncQueue(connection, self.name)
+            except QueueNotFound:
+                raise queue_not_found(self.name) from None
+
+    def count(self, operation: str, number: int) -> None:
+        """Add to the metrics of the queue."""
+        self.context.metrics.messages(self.service.id, self.database, self.name, operation, number)
+
+    async def run_once(self, effect: Callable[[AsyncQueue], Awaitable[Answer]]) -> Answer:
+        """Run an effect; only once if the request has an idempotency key."""
+        async with self.queue(keyed=self.key is not None) as queue:
+            connection: AsyncConnection[Any] = queue.connection
+            return await run_once(connection, self.key, lambda: effect(queue))
+
+
+async def _target(
+    context: CurrentContext,
+    queue_name: str,
+    service_id: Annotated[str | None, Query(description="By default the server's first service")] = None,
+    database_name: Annotated[str | None, Query(description="By default the service's")] = None,
+) -> TargetQueue:
+    service = context.settings.default_service if service_id is None else context.databases.service(service_id)
+    if not is_queue_name(queue_name) or queue_name == context.settings.tasks.queue:
+        raise queue_not_found(queue_name)
+    database = service.default_database if database_name is None else database_name
+    return TargetQueue(context, service, database, queue_name)
+
+
+TargetDependency = Annotated[TargetQueue, Depends(_target)]
+
+
+async def _with_key(target: TargetDependency, key: IdempotencyKey) -> TargetQueue:
+    return replace(target, key=key)
+
+
+KeyedTargetDependency = Annotated[TargetQueue, Depends(_with_key)]
+
+
+@router.post("/messages", status_code=201, response_model=MessageIds, responses=_ERRORS)
+async def enqueue(request: JsonRequest, target: KeyedTargetDependency, body: EnqueueDirect) -> Response:
+    """Send up to 100 messages in one transaction. Returns their ids in the order of the request."""
+    check_sizes(body.messages)
+    text = await request.text()
+
+    async def effect(queue: AsyncQueue) -> Answer:
+        return Answer(201, to_json({"message_ids": await enqueue_messages(queue.connection, target.name, text)}))
+
+    answer = await target.run_once(effect)
+    if not answer.replayed:
+        target.count("enqueued", len(body.messages))
+    return to_response(answer)
+
+
+@router.post("/claim", response_model=ClaimedMessages, responses=_ERRORS)
+async def claim(request: Request, target: KeyedTargetDependency, body: Claim) -> Response:
+    """Claim up to 100 messages. Waits up to 20 seconds for the first; the list is empty if there was none.
+
+    If the client disconnects meanwhile, its messages are released: they are ready again, and the attempt is not
+    counted.
+    """
+    claiming = _ClaimOperation(target, body, request)
+    answer = await claiming.run_once()
+    if answer is None and body.wait_seconds:
+        seconds = min(body.wait_seconds, _MAX_WAIT_SHARE * target.context.settings.limits.request_seconds)
+        answer = await _wait_for(target, claiming.run_once, seconds, request)
+    return to_response(answer or Answer(200, '{"messages": []}'))
+
+
+class _NothingReady(Exception):
+    """A claim found no message."""
+
+
+class _ClaimOperation:
+    """The claims of a request. Messages that were claimed but cannot be delivered to the client are released."""
+
+    def __init__(self, target: TargetQueue, body: Claim, request: Request) -> None:
+        self._target_queue = target
+        self._body = body
+        self._request = request
+        self._held: list[Message] = []
+
+    async def run_once(self) -> Answer | None:
+        """Claim once; None if no message was ready."""
+        # The claim is not cancelled with the request: the ids of its messages would be lost.
+        claiming = asyncio.create_task(self._claim())
+        try:
+            answer = await asyncio.shield(claiming)
+            is_gone = bool(self._held) and await self._request.is_disconnected()
+        except asyncio.CancelledError:
+            self._target_queue.context.run_in_background(self._release(claiming))
+            raise
+        if is_gone:
+            self._target_queue.context.run_in_background(self._release(claiming))
+        return answer
+
+    async def _claim(self) -> Answer | None:
+        try:
+            return await self._target_queue.run_once(self._effect)
+        except _NothingReady:
+            return None
+
+    async def _effect(self, queue: AsyncQueue) -> Answer:
+        body = self._body
+        timeout = _seconds(body.visibility_timeout_seconds)
+        claimed = await queue.claim(body.max_messages, timeout, _storable_text(body.claimed_by))
+        if not claimed:
+            # rolls back, so that the empty response is not stored: a retry with the same key may get messages
+            raise _NothingReady
+        self._target_queue.count("claimed", len(claimed))
+        if self._target_queue.key is None:  # with a key the client can ask for the stored response again
+            self._held = claimed
+        return Answer(200, to_json({"messages": [_select_fields(each, _CLAIMED_FIELDS) for each in claimed]}))
+
+    async def _release(self, claiming: asyncio.Task[Answer | None]) -> None:
+        await asyncio.wait({claiming})
+        if not claiming.cancelled() and claiming.exception() is None and self._held:
+            async with self._target_queue.queue() as queue:
+                await queue.release([each.id for each in self._held], self._held[0].claim_token)
+            self._target_queue.count("released", len(self._held))
+            self._held = []
+
+
+async def _wait_for(
+    target: TargetQueue, run_once: Callable[[], Awaitable[Answer | None]], seconds: float, request: Request
+) -> Answer | None:
+    """Claim when a message is announced or due, until the time is over."""
+    until = time.monotonic() + seconds
+    waiting = prepare_wait_and_look(target.name, 1, _POLL_INTERVAL)
+    async with target.queue() as queue:
+        channel = await queue.channel()
+    conninfo = target.context.databases.conninfo(target.service, target.database)
+    stopping = asyncio.create_task(target.context.stopping.wait())
+    try:
+        async with target.context.listeners.waiter(conninfo, channel) as waiter:
+            # A client that has disconnected must not be given a message.
+            while time.monotonic() < until and not stopping.done() and not await request.is_disconnected():
+                await waiter.listen()
+                async with target.queue() as queue:
+                    cursor = await queue.connection.execute(waiting.text, waiting.values)
+                    seconds_until_due, _ = await cursor.fetchone() or (0.0, 0)
+                if (answer := await run_once()) is not None:  # a claim can find messages that the look did not count
+                    return answer
+                rest = max(0.01, min(until - time.monotonic(), seconds_until_due, _POLL_INTERVAL.total_seconds()))
+                notification = asyncio.create_task(waiter.notified.wait())
+                await asyncio.wait({notification, stopping}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
+                notification.cancel()
+    finally:
+        stopping.cancel()
+    return None
+
+
+@router.post("/ack", response_model=Done, responses=_CLAIM_ERRORS)
+async def ack(target: KeyedTargetDependency, body: Ack) -> Response:
+    """Acknowledge a message: it is done and deleted. 410 if the claim was lost."""
+    return await _settle(target, body.id, "acked", lambda queue: queue.ack(body.id, body.claim_token))
+
+
+@router.post("/ack-batch", response_model=Count, responses=_ERRORS)
+async def ack_batch(target: KeyedTargetDependency, body: AckBatch) -> Response:
+    """Acknowledge messages of one claim. Returns how many were still claimed."""
+    return await _run_and_count(target, "acked", lambda queue: queue.ack_batch(body.ids, body.claim_token))
+
+
+@router.post("/nack", response_model=Done, responses=_CLAIM_ERRORS)
+async def nack(target: KeyedTargetDependency, body: Nack) -> Response:
+    """Return a message to the queue; it becomes a dead letter if its attempts are spent. 410 if the claim was lost."""
+    delay = _seconds(body.delay_seconds)
+    return await _settle(
+        target,
+        body.id,
+        "nacked",
+        lambda queue: queue.nack(body.id, body.claim_token, delay, _storable_text(body.error)),
+    )
+
+
+@router.post("/extend", response_model=Done, responses=_CLAIM_ERRORS)
+async def extend(target: KeyedTargetDependency, body: Extend) -> Response:
+    """Extend a claim; its new timeout starts now. 410 if the claim was lost."""
+    timeout = _seconds(body.visibility_timeout_seconds)
+    return await _settle(target, body.id, "extended", lambda queue: queue.extend(body.id, body.claim_token, timeout))
+
+
+@router.get("/stats", response_model=DirectStats, responses=error_responses(404, 422))
+async def stats(target: TargetDependency) -> Response:
+    """The depth of a queue. Cheap on a deep queue."""
+    async with target.queue() as queue:
+        return to_response(Answer(200, to_json(await queue.stats())))
+
+
+@router.get("/dead-letters", response_model=DeadLetters, responses=error_responses(404, 422))
+async def dead_letters(
+    target: TargetDependency,
+    max_messages: Annotated[int, Query(ge=1, le=100)] = 100,
+    after_id: Annotated[int, Query(ge=0, le=MAX_ID)] = 0,
+) -> Response:
+    """Dead letters by id, starting after `after_id`."""
+    async with target.queue() as queue:
+        letters = await queue.browse_dead_messages(max_messages, after_id)
+    return to_response(
+        Answer(200, to_json({"dead_messages": [_select_fields(each, _DEAD_LETTER_FIELDS) for each in letters]}))
+    )
+
+
+@router.post("/redrive", response_model=Count, responses=_ERRORS)
+async def redrive(target: KeyedTargetDependency, body: Ids) -> Response:
+    """Make dead letters ready again, all or those in `ids`, at most 100,000 per request. Returns how many."""
+    return await _run_and_count(target, "redriven", lambda queue: queue.redrive(REDRIVE_LIMIT, body.ids))
+
+
+@router.post("/purge-dead-letters", response_model=Count, responses=_ERRORS)
+async def purge_dead_letters(target: KeyedTargetDependency, body: Ids) -> Response:
+    """Delete dead letters, all or those in `ids`. Returns how many."""
+    return await _run_and_count(target, "purged", lambda queue: queue.purge_dead_messages(body.ids))
+
+
+async def _settle(
+    target: TargetQueue, id: int, operation: str, verb: Callable[[AsyncQueue], Awaitable[bool]]
+) -> Response:
+    async def effect(queue: AsyncQueue) -> Answer:
+        if not await verb(queue):
+            raise ApiError(410, "claim_lost", f"the claim of message {id} was lost", "claim_token")
+        return Answer(200, to_json({"id": id}))
+
+    answer = await target.run_once(effect)
+    if not answer.replayed:
+        target.count(operation, 1)
+    return to_response(answer)
+
+
+async def _run_and_count(target: TargetQueue, operation: str, verb: Callable[[AsyncQueue], Awaitable[int]]) -> Response:
+    async def effect(queue: AsyncQueue) -> Answer:
+        number = await verb(queue)
+        target.count(operation, number)
+        return Answer(200, to_json({"count": number}))
+
+    return to_response(await target.run_once(effect))
+
+
+def _seconds(number: int | None) -> timedelta | None:
+    return None if number is None else timedelta(seconds=number)
+
+
+def _storable_text(text: str | None) -> str | None:
+    """The text without the characters that PostgreSQL cannot store."""
+    return None if text is None else text.replace("\x00", "").encode("utf8", "replace").decode()
+
+
+def _select_fields(record: Message | Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}

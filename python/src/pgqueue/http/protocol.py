@@ -1,0 +1,125 @@
+"""The HTTP protocol of a client connection, with the limits that uvicorn lacks.
+
+The size and the time of the request line and headers are bounded, and so is the time for the rest of a body and for a
+client that does not read its response.
+"""
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+__all__ = ["CLIENT_READ_SECONDS", "HEADERS_LIMIT", "HEADERS_SECONDS", "REMAINING_BODY_SECONDS", "LimitedHttpProtocol"]
+
+HEADERS_LIMIT: Final = 64 * 1024  # bytes of request line and headers; data that arrives with them counts, too
+HEADERS_SECONDS: Final = 30.0  # to receive request line and headers
+REMAINING_BODY_SECONDS: Final = 30.0  # to receive the rest of a body if its request was answered before
+CLIENT_READ_SECONDS: Final = 30.0  # without any acknowledgement by a client to which a response is sent
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """A client connection with limits of size and time."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._is_reading_headers = True
+        self._received = 0
+        self._deadline: asyncio.TimerHandle | None = None
+        self._current_cycle: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timeouts when a client has connected."""
+        super().connection_made(transport)
+        _set_client_read_timeout(transport)
+        self._start_deadline(HEADERS_SECONDS, self._refuse_slow_headers)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Mark the current request as disconnected. uvicorn does this only for the last request that it received."""
+        self._cancel_deadline()
+        if self._current_cycle is not None:
+            self._current_cycle.disconnected = True
+            self._current_cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Count the bytes of the headers, and start their timeout with the first byte."""
+        if self._is_reading_headers:
+            self._received += len(data)
+            if self._deadline is None:
+                self._start_deadline(HEADERS_SECONDS, self._refuse_slow_headers)
+        super().data_received(data)
+        if self._is_reading_headers and self._received > HEADERS_LIMIT:
+            self._refuse(431, "head_too_large", f"request line and headers are over the limit of {HEADERS_LIMIT} bytes")
+
+    def on_headers_complete(self) -> None:
+        """End the timeout of the headers."""
+        self._is_reading_headers = False
+        self._received = 0
+        self._cancel_deadline()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Expect the headers of the next request."""
+        self._is_reading_headers = True
+        super().on_message_complete()
+        if self.cycle.response_complete:  # without this deadline, nothing would close the connection of a silent client
+            self._start_deadline(HEADERS_SECONDS, self._refuse_slow_headers)
+
+    def on_response_complete(self) -> None:
+        """Limit the time for the rest of the body if its request was answered before, as without a password."""
+        super().on_response_complete()
+        if self.cycle.response_complete and not self._is_reading_headers:
+            self._start_deadline(REMAINING_BODY_SECONDS, self.transport.close)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse data that is not HTTP."""
+        self._refuse(400, "bad_request", msg)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._current_cycle = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing. Some clients, such as Java's, offer another protocol; the response uses this one."""
+
+    def _start_deadline(self, seconds: float, on_timeout: Callable[[], None]) -> None:
+        self._cancel_deadline()
+        self._deadline = self.loop.call_later(seconds, on_timeout)
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _refuse_slow_headers(self) -> None:
+        self._refuse(408, "timeout", f"request line and headers took longer than {HEADERS_SECONDS:g} s")
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        # The error has the form of every error, but is written here because the application has no request to answer.
+        # It is not sent if the client could take it for the response to the previous request, or for a part of that
+        # response.
+        self._cancel_deadline()
+        before = self._current_cycle
+        is_expected = before is None or before.response_complete
+        if is_expected or (before is self.cycle and not self._is_reading_headers and not before.response_started):
+            error = {"code": code, "message": message, "field": None, "value": None, "limit": None}
+            body = json.dumps({"error": error}).encode()
+            lines = (
+                STATUS_LINE[status],
+                b"content-type: application/json\r\n",
+                b"content-length: %d\r\n" % len(body),
+                b"connection: close\r\n\r\n",
+            )
+            self.transport.write(b"".join(lines) + body)
+        self.transport.close()
+
+
+def _set_client_read_timeout(transport: asyncio.Transport) -> None:
+    # The kernel then closes the connection, also if the client is alive and only keeps its receive window closed.
+    connection = transport.get_extra_info("socket")
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)  # exists on Linux only
+    if connection is not None and option is not None and connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, option, int(1000 * CLIENT_READ_SECONDS))
