@@ -639,7 +639,8 @@ begin
 end;
 $$;
 comment on function pgqueue._raise_invalid(text, text, text) is
-'Raises 22023 for an invalid argument. The message names the argument and its value; the hint says which values are valid.';
+'Raises 22023 for an invalid argument. The message names the argument and its value; the hint says which values are
+valid.';
 
 create function pgqueue._raise_queue_not_found(queue_name text)
 returns void
@@ -722,7 +723,8 @@ begin
 end;
 $$;
 comment on function pgqueue._raise_stale_snapshot(text) is
-'Raises 40001. Used in repeatable read and serializable, where the snapshot may not show what other transactions have committed.';
+'Raises 40001. Used in repeatable read and serializable, where the snapshot may not show what other transactions have
+committed.';
 
 create function pgqueue._raise_role_not_found(role_name name)
 returns void
@@ -766,8 +768,8 @@ as $$
         and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
 $$;
 comment on function pgqueue._is_first_statement() is
-'Whether the transaction probably consists of this statement alone, and may commit right after it: it began less than
-5 ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
+'Whether the transaction probably consists of this statement alone, and may commit right after it: it began less than 5
+ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
 each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
 to work in it.';
 -- Registers are sequences used as variables in shared memory that survive a crash. A sequence is updated in place: no
@@ -1544,8 +1546,8 @@ begin
 end;
 $$;
 comment on function pgqueue.create_queue(
-    text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision, boolean, interval,
-    interval
+    text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision, boolean,
+    interval, interval
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
@@ -1654,7 +1656,8 @@ begin
 end;
 $$;
 comment on function pgqueue.alter_queue(
-    text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval, interval
+    text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval,
+    interval
 ) is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
@@ -2819,8 +2822,8 @@ begin
 end;
 $$;
 comment on function pgqueue.claim(text, int, interval, text) is
-'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout
-(1 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
+'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
+s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
 expired, to the dead letters if the queue keeps them. Waits only for drop_queue. Returns no row if no message is ready
 or the queue is paused. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';
@@ -4607,7 +4610,8 @@ as $$
     ) w
 $$;
 comment on function pgqueue._archive_expiry(timestamptz) is
-'Returns the time before which no archived message has to be kept, by the longest archive_for of all queues and of the promises of queues that stopped archiving or were dropped.';
+'Returns the time before which no archived message has to be kept, by the longest archive_for of all queues and of the
+promises of queues that stopped archiving or were dropped.';
 
 create function pgqueue._expired_days(at timestamptz)
 returns setof date
@@ -4676,7 +4680,8 @@ begin
 end;
 $$;
 comment on function pgqueue._create_missing_days(timestamptz) is
-'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives, today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
+'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives,
+today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
 
 create function pgqueue._file_messages(at timestamptz, max_messages int)
 returns int
@@ -4704,7 +4709,8 @@ begin
 end;
 $$;
 comment on function pgqueue._file_messages(timestamptz, int) is
-'Moves up to max_messages (null for all) unfiled messages into the partitions of their days, if those exist, deletes unfiled messages that no queue needs any more, and returns how many it moved.';
+'Moves up to max_messages (null for all) unfiled messages into the partitions of their days, if those exist, deletes
+unfiled messages that no queue needs any more, and returns how many it moved.';
 
 create function pgqueue._start_archiving(q pgqueue.queues)
 returns void
@@ -4727,7 +4733,8 @@ begin
 end;
 $$;
 comment on function pgqueue._start_archiving(pgqueue.queues) is
-'Creates the marker of a queue and the missing days of the archive. Creates no days if another session is creating them.';
+'Creates the marker of a queue and the missing days of the archive. Creates no days if another session is creating
+them.';
 
 create function pgqueue._stop_archiving(q pgqueue.queues)
 returns void
@@ -4837,7 +4844,8 @@ exception when others then
 end;
 $$;
 comment on function pgqueue._on_housekeeping_due_archive(timestamptz, interval) is
-'Creates the days ahead, files unfiled messages, deletes promises that have ended and truncates one day that no queue needs any more, unless the transaction may stay open for long. Waits for no lock and raises no error.';
+'Creates the days ahead, files unfiled messages, deletes promises that have ended and truncates one day that no queue
+needs any more, unless the transaction may stay open for long. Waits for no lock and raises no error.';
 
 create function pgqueue._drop_days(days date[])
 returns setof date
@@ -4869,7 +4877,8 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_days(date[]) is
-'Drops the partitions of the given days and returns the days it dropped: none if a longer transaction uses the archive. Leaves out a day on which another object depends.';
+'Drops the partitions of the given days and returns the days it dropped: none if a longer transaction uses the archive.
+Leaves out a day on which another object depends.';
 
 create function pgqueue.maintain_archive()
 returns setof pgqueue.archive_change
@@ -4909,7 +4918,14 @@ begin
 end;
 $$;
 comment on function pgqueue.maintain_archive() is
-'Maintains pgqueue.archived_messages and returns one row per day changed. Creates the partitions of today and the next eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days older than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the archive_for they had has passed (dropped). Blocks no acknowledgement: a partition that cannot be dropped, because a longer transaction uses the archive or a view depends on the partition, is emptied (emptied), and one that is being read is left alone (busy); the next call tries again. Claims and receives run the same maintenance about once an hour, but claims drop nothing, and receives neither drop nor empty. Call this once a day from a scheduler, or occasionally by hand, in a transaction of its own.';
+'Maintains pgqueue.archived_messages and returns one row per day changed. Creates the partitions of today and the next
+eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days older
+than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the
+archive_for they had has passed (dropped). Blocks no acknowledgement: a partition that cannot be dropped, because a
+longer transaction uses the archive or a view depends on the partition, is emptied (emptied), and one that is being read
+is left alone (busy); the next call tries again. Claims and receives run the same maintenance about once an hour, but
+claims drop nothing, and receives neither drop nor empty. Call this once a day from a scheduler, or occasionally by
+hand, in a transaction of its own.';
 
 create function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -4969,7 +4985,8 @@ begin
 end;
 $$;
 comment on function pgqueue._findings_of_archive(pgqueue.queues) is
-'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, and missing or overdue days.';
+'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, and missing or
+overdue days.';
 -- Batches that can be read again. A stream reserves messages under a batch number and a token, which the reader stores
 -- in its checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch. A stream
 -- has at most one open batch, and one reader: opening it again fences the previous reader. Each call is one
@@ -5112,7 +5129,8 @@ returns bigint
 language sql volatile
 as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
 comment on function pgqueue._next_epoch(bigint) is
-'Returns the next epoch: at least the clock in microseconds. A counter would start over in a stream that was dropped and created again, and repeat itself in a restored database, so that an old reader could pass for the new one.';
+'Returns the next epoch: at least the clock in microseconds. A counter would start over in a stream that was dropped and
+created again, and repeat itself in a restored database, so that an old reader could pass for the new one.';
 
 create function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
 returns void
@@ -5200,7 +5218,8 @@ begin
 end;
 $$;
 comment on function pgqueue._extend_open_batch(pgqueue.streams, timestamptz) is
-'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed the message since. Returns the ids of the messages that are lost.';
+'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
+the message since. Returns the ids of the messages that are lost.';
 
 create function pgqueue._settle_batch(s pgqueue.streams)
 returns int
@@ -5224,7 +5243,8 @@ begin
 end;
 $$;
 comment on function pgqueue._settle_batch(pgqueue.streams) is
-'Acknowledges the messages of the open batch and returns how many of them were still claimed by the stream. They go to the archive if on_ack of the stream, or else the queue, says so.';
+'Acknowledges the messages of the open batch and returns how many of them were still claimed by the stream. They go to
+the archive if on_ack of the stream, or else the queue, says so.';
 
 create function pgqueue._close_batch(s pgqueue.streams)
 returns pgqueue.streams
@@ -5294,7 +5314,11 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_open(text, text, text, text) is
-'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores; each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. opened_by is a name for humans. on_ack says what happens to messages that are acknowledged from now on: delete; archive, which requires that the queue has archive_for; or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
+'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of
+the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores;
+each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. opened_by is a name for
+humans. on_ack says what happens to messages that are acknowledged from now on: delete; archive, which requires that the
+queue has archive_for; or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
 
 create function pgqueue._claim_candidates_up_to(
     q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int
@@ -5319,7 +5343,8 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates_up_to(pgqueue.queues, timestamptz, bigint, int) is
-'Locks and returns the ids of up to wanted ready messages with ids up to up_to_id. Searches the whole range, so that it misses no message that no other session has locked.';
+'Locks and returns the ids of up to wanted ready messages with ids up to up_to_id. Searches the whole range, so that it
+misses no message that no other session has locked.';
 
 create function pgqueue._reserve(
     q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, up_to_id bigint
@@ -5386,7 +5411,8 @@ begin
 end;
 $$;
 comment on function pgqueue._reserve(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
-'Claims up to max_messages ready messages for a stream. Returns the stream with them as its open batch, or without an open batch if none were ready.';
+'Claims up to max_messages ready messages for a stream. Returns the stream with them as its open batch, or without an
+open batch if none were ready.';
 
 create function pgqueue.stream_claim(
     queue_name text,
@@ -5476,7 +5502,14 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_claim(text, text, bigint, bigint, uuid, int, int, interval, bigint, boolean) is
-'Acknowledges all batches up to after_seq with token after_token (0 and null before the first), whose results must be stored durably, and returns the next batch: the open one, with the same messages, or a new one. A new batch has up to max_messages (1 to 100000, default 10000) ready messages, claimed for visibility_timeout as by claim; no row is returned if none are ready or the queue is paused. The batch is read in partitions (1 to 1000, default 1). Messages with ids above up_to_id, such as those sent later, are left for later batches. If after_seq and after_token do not match the stream, the checkpoint was rolled back, copied or taken from another stream: this raises PQ007, or with fail_on_data_loss false the stream continues from the checkpoint and releases an open batch. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+'Acknowledges all batches up to after_seq with token after_token (0 and null before the first), whose results must be
+stored durably, and returns the next batch: the open one, with the same messages, or a new one. A new batch has up to
+max_messages (1 to 100000, default 10000) ready messages, claimed for visibility_timeout as by claim; no row is returned
+if none are ready or the queue is paused. The batch is read in partitions (1 to 1000, default 1). Messages with ids
+above up_to_id, such as those sent later, are left for later batches. If after_seq and after_token do not match the
+stream, the checkpoint was rolled back, copied or taken from another stream: this raises PQ007, or with
+fail_on_data_loss false the stream continues from the checkpoint and releases an open batch. Raises 22023, PQ001, PQ005,
+PQ006, PQ007.';
 
 create function pgqueue.stream_begin(
     queue_name text,
@@ -5545,7 +5578,12 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_begin(text, text, bigint, bigint, uuid, int, boolean) is
-'Begins to read the open batch, for the first time or again after a crash, and returns it. Call this before reading its partitions. Reading a batch again renews its reservation. Messages that the stream has lost, because the reservation ran out and other sessions claimed them, raise PQ008, which names them; with fail_on_data_loss false they are left out of the batch and returned in lost. A batch that was begun in max_replays + 1 epochs (default 5; null for no limit) raises PQ009, which names the batch and its messages. A batch that is not the open one raises PQ007; with fail_on_data_loss false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
+'Begins to read the open batch, for the first time or again after a crash, and returns it. Call this before reading its
+partitions. Reading a batch again renews its reservation. Messages that the stream has lost, because the reservation ran
+out and other sessions claimed them, raise PQ008, which names them; with fail_on_data_loss false they are left out of
+the batch and returned in lost. A batch that was begun in max_replays + 1 epochs (default 5; null for no limit) raises
+PQ009, which names the batch and its messages. A batch that is not the open one raises PQ007; with fail_on_data_loss
+false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
 
 create function pgqueue.stream_read(
     queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
@@ -5604,7 +5642,11 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is
-'Returns the messages of one partition of the open batch, numbered from 0, or of all partitions if partition is null, in the order of their ids; each partition is a contiguous range of the batch. It changes nothing, may be called repeatedly and in parallel, and returns the same messages each time, except for visible_at. It never returns fewer messages: lost messages raise PQ008, and a batch that is not the open one raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008.';
+'Returns the messages of one partition of the open batch, numbered from 0, or of all partitions if partition is null, in
+the order of their ids; each partition is a contiguous range of the batch. It changes nothing, may be called repeatedly
+and in parallel, and returns the same messages each time, except for visible_at. It never returns fewer messages: lost
+messages raise PQ008, and a batch that is not the open one raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007,
+PQ008.';
 
 create function pgqueue.stream_extend(
     queue_name text, stream_name text, epoch bigint, visibility_timeout interval default null
@@ -5636,7 +5678,9 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_extend(text, text, bigint, interval) is
-'Sets the end of the open batch''s reservation to visibility_timeout (1 s to 43200 s, default that of its claim) from now. Returns the batch, with the ids of the messages that the stream has lost as lost; no row if no batch is open. Readers call this periodically as a heartbeat. Raises 22023, PQ001, PQ005, PQ006.';
+'Sets the end of the open batch''s reservation to visibility_timeout (1 s to 43200 s, default that of its claim) from
+now. Returns the batch, with the ids of the messages that the stream has lost as lost; no row if no batch is open.
+Readers call this periodically as a heartbeat. Raises 22023, PQ001, PQ005, PQ006.';
 
 create function pgqueue.stream_ack(
     queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid
@@ -5672,7 +5716,9 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_ack(text, text, bigint, bigint, uuid) is
-'Acknowledges the open batch, whose results must be stored durably, and returns how many of its messages the stream still held; 0 if the batch was acknowledged before. A batch that was never claimed, or whose token differs, raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+'Acknowledges the open batch, whose results must be stored durably, and returns how many of its messages the stream
+still held; 0 if the batch was acknowledged before. A batch that was never claimed, or whose token differs, raises
+PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
 
 create function pgqueue.stream_skip(
     queue_name text,
@@ -5732,7 +5778,12 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_skip(text, text, bigint, bigint[], text, bigint) is
-'Removes messages, all or those in ids, from the open batch, whose number is seq. Returns how many went to the dead letters, with reason rejected and error as last_error, or were deleted if the queue has no dead letters. Messages that the stream has lost are left out as well. The batch continues with the remaining messages and its replay count starts over; if none remain, it is read as an empty batch. An operator calls this without epoch, which fences the reader: restart its query. A reader that skips messages it cannot use passes its own epoch. Raises 22023, PQ001, PQ005, PQ006, and PQ007 if the batch is not open.';
+'Removes messages, all or those in ids, from the open batch, whose number is seq. Returns how many went to the dead
+letters, with reason rejected and error as last_error, or were deleted if the queue has no dead letters. Messages that
+the stream has lost are left out as well. The batch continues with the remaining messages and its replay count starts
+over; if none remain, it is read as an empty batch. An operator calls this without epoch, which fences the reader:
+restart its query. A reader that skips messages it cannot use passes its own epoch. Raises 22023, PQ001, PQ005, PQ006,
+and PQ007 if the batch is not open.';
 
 create function pgqueue.list_streams(queue_name text default null)
 returns setof pgqueue.stream
@@ -5771,7 +5822,9 @@ begin
 end;
 $$;
 comment on function pgqueue.drop_stream(text, text) is
-'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001, PQ005.';
+'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader
+that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001,
+PQ005.';
 
 create function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
 returns void
@@ -5862,7 +5915,11 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_stage(text, uuid, int, bigint) is
-'Starts to stage the messages that one attempt of one partition of a run writes for a queue, and returns a token. In the same transaction the caller copies the messages into pgqueue.staged_messages under this token: as arrays, some hundred messages per row, each row with the number of its first message, counted from 1. The copy raises 22023 or PQ003 for messages that enqueue would refuse, except for those over the limit of the queue, which sink_commit refuses. No session can claim the messages before sink_commit, which must be called by the same session_user. Raises 22023, PQ001.';
+'Starts to stage the messages that one attempt of one partition of a run writes for a queue, and returns a token. In the
+same transaction the caller copies the messages into pgqueue.staged_messages under this token: as arrays, some hundred
+messages per row, each row with the number of its first message, counted from 1. The copy raises 22023 or PQ003 for
+messages that enqueue would refuse, except for those over the limit of the queue, which sink_commit refuses. No session
+can claim the messages before sink_commit, which must be called by the same session_user. Raises 22023, PQ001.';
 
 create function pgqueue._check_messages(s pgqueue.staged_messages, a pgqueue.staged_attempts)
 returns void
@@ -5890,7 +5947,8 @@ exception when invalid_parameter_value or sqlstate 'PQ003' then
 end;
 $$;
 comment on function pgqueue._check_messages(pgqueue.staged_messages, pgqueue.staged_attempts) is
-'Raises the error that enqueue would raise for the first invalid message of a staged row, 22023 or PQ003, with the number of the message.';
+'Raises the error that enqueue would raise for the first invalid message of a staged row, 22023 or PQ003, with the
+number of the message.';
 
 create function pgqueue._measure_messages()
 returns trigger
@@ -5921,7 +5979,8 @@ begin
 end;
 $$;
 comment on function pgqueue._measure_messages() is
-'Trigger of staged_messages: counts and measures the messages of a row, and raises an error for messages that enqueue would refuse in every queue.';
+'Trigger of staged_messages: counts and measures the messages of a row, and raises an error for messages that enqueue
+would refuse in every queue.';
 
 create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
@@ -5933,7 +5992,8 @@ as $$
     select a.* from pgqueue.staged_attempts a where a.run = _own_attempts.run and a.staged_by = session_user
 $$;
 comment on function pgqueue._own_attempts(uuid) is
-'Returns the attempts that the session''s own role has staged in a run. Uses session_user, because current_user is the owner inside a security definer function.';
+'Returns the attempts that the session''s own role has staged in a run. Uses session_user, because current_user is the
+owner inside a security definer function.';
 
 create function pgqueue._lock_own_attempts(run uuid)
 returns setof pgqueue.staged_attempts
@@ -5982,7 +6042,8 @@ begin
 end;
 $$;
 comment on function pgqueue._record_sink_commit(uuid, bigint, text, bigint) is
-'Records a commit in the ledger; returns false if it is already recorded. Raises 22023 if another role recorded it, or if it is so old that the ledger has forgotten it.';
+'Records a commit in the ledger; returns false if it is already recorded. Raises 22023 if another role recorded it, or
+if it is so old that the ledger has forgotten it.';
 
 create function pgqueue._send_staged(token uuid, q pgqueue.queues, at timestamptz)
 returns bigint
@@ -6041,7 +6102,8 @@ begin
 end;
 $$;
 comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
-'Sends the messages staged under a token, in their order, and returns how many it sent. Leaves out rows that have a message over the limit of the queue.';
+'Sends the messages staged under a token, in their order, and returns how many it sent. Leaves out rows that have a
+message over the limit of the queue.';
 
 create function pgqueue._discard_staged(run uuid)
 returns bigint
@@ -6059,7 +6121,8 @@ begin
 end;
 $$;
 comment on function pgqueue._discard_staged(uuid) is
-'Deletes the messages and attempts that the session''s own role has staged in a run, and returns the number of messages.';
+'Deletes the messages and attempts that the session''s own role has staged in a run, and returns the number of
+messages.';
 
 create function pgqueue._check_sink(
     run uuid, tokens uuid[], counts bigint[], app_id text, version bigint
@@ -6152,7 +6215,13 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint) is
-'Sends the staged messages of a run in one transaction and returns true. From each attempt named in tokens it sends exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now. Messages of the other attempts of the run are discarded. If version of app_id was committed before, it discards all messages and returns false. A run without app_id is identified by run, so that the call can be repeated until it is answered. Raises PQ010 if staged messages are missing, for example after a crash of the server; PQ001 if a queue was dropped; PQ003 for the first message over the limit of its queue, with its row; and 22023 if the version was committed by another role, or is not higher than those that sweep_staged has forgotten.';
+'Sends the staged messages of a run in one transaction and returns true. From each attempt named in tokens it sends
+exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now.
+Messages of the other attempts of the run are discarded. If version of app_id was committed before, it discards all
+messages and returns false. A run without app_id is identified by run, so that the call can be repeated until it is
+answered. Raises PQ010 if staged messages are missing, for example after a crash of the server; PQ001 if a queue was
+dropped; PQ003 for the first message over the limit of its queue, with its row; and 22023 if the version was committed
+by another role, or is not higher than those that sweep_staged has forgotten.';
 
 create function pgqueue.sink_abort(run uuid)
 returns bigint
@@ -6167,7 +6236,8 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_abort(uuid) is
-'Discards the messages that the caller''s own role has staged in a run and not committed, and returns how many there were. Raises 22023.';
+'Discards the messages that the caller''s own role has staged in a run and not committed, and returns how many there
+were. Raises 22023.';
 
 create function pgqueue.sweep_staged(
     older_than interval default '1 day', forget_after interval default '90 days'
@@ -6223,7 +6293,10 @@ begin
 end;
 $$;
 comment on function pgqueue.sweep_staged(interval, interval) is
-'Discards messages that were staged more than older_than (0 to 10 years, default 1 day) ago, because the driver of their run died, and returns how many there were. A run that takes longer than that fails with PQ010. Also deletes commits older than forget_after (0 to 10 years, default 90 days) from the ledger, but never the highest version of an app_id: a lower version that was forgotten is refused from then on, and not sent twice. Raises 22023.';
+'Discards messages that were staged more than older_than (0 to 10 years, default 1 day) ago, because the driver of their
+run died, and returns how many there were. A run that takes longer than that fails with PQ010. Also deletes commits
+older than forget_after (0 to 10 years, default 90 days) from the ledger, but never the highest version of an app_id: a
+lower version that was forgotten is refused from then on, and not sent twice. Raises 22023.';
 
 create function pgqueue._findings_of_sink(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -6313,7 +6386,8 @@ begin
 end;
 $$;
 comment on function pgqueue._matching_patterns(text[]) is
-'Returns the patterns that match the words of a topic, each with a dot at its end, including some to which no queue is subscribed.';
+'Returns the patterns that match the words of a topic, each with a dot at its end, including some to which no queue is
+subscribed.';
 
 create function pgqueue._subscribers(topics text[])
 returns text[]
@@ -6336,7 +6410,8 @@ begin
 end;
 $$;
 comment on function pgqueue._subscribers(text[]) is
-'Returns the names of the queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
+'Returns the names of the queues that are subscribed to any of the topics, each once, in the order in which they are
+locked.';
 
 create function pgqueue.subscribe(topic text, queue_name text)
 returns boolean
@@ -6355,7 +6430,10 @@ begin
 end;
 $$;
 comment on function pgqueue.subscribe(text, text) is
-'Subscribes the queue to topic and returns true; false if it is already subscribed. The queue gets a copy of each message that is published to topic from now on. topic is 1 to 255 characters: words joined by dots. In place of a word, * matches exactly one word and # any number of words, including none: orders.* matches orders.paid, and orders.# also matches orders and orders.paid.late. A queue that several subscriptions match gets one copy. Raises 22023, PQ001.';
+'Subscribes the queue to topic and returns true; false if it is already subscribed. The queue gets a copy of each
+message that is published to topic from now on. topic is 1 to 255 characters: words joined by dots. In place of a word,
+* matches exactly one word and # any number of words, including none: orders.* matches orders.paid, and orders.# also
+matches orders and orders.paid.late. A queue that several subscriptions match gets one copy. Raises 22023, PQ001.';
 
 create function pgqueue.unsubscribe(topic text, queue_name text)
 returns boolean
@@ -6371,7 +6449,8 @@ begin
 end;
 $$;
 comment on function pgqueue.unsubscribe(text, text) is
-'Ends the subscription of the queue to exactly this topic or pattern and returns true; false if there was none. Messages that were published before stay in the queue. Raises 22023, PQ001.';
+'Ends the subscription of the queue to exactly this topic or pattern and returns true; false if there was none. Messages
+that were published before stay in the queue. Raises 22023, PQ001.';
 
 create function pgqueue.list_subscriptions(queue_name text default null)
 returns setof pgqueue.subscription
@@ -6391,7 +6470,8 @@ begin
 end;
 $$;
 comment on function pgqueue.list_subscriptions(text) is
-'Returns the subscriptions of a queue, or of all queues if queue_name is null, by topic and queue. Each is returned once, with the time when it was first made, whether by subscribe or by endpoints of a transport. Raises PQ001.';
+'Returns the subscriptions of a queue, or of all queues if queue_name is null, by topic and queue. Each is returned
+once, with the time when it was first made, whether by subscribe or by endpoints of a transport. Raises PQ001.';
 
 create function pgqueue.publish(
     topic text,
@@ -6474,7 +6554,11 @@ begin
 end;
 $$;
 comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[]) is
-'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns the number of copies; 0 if no queue is subscribed. base_topics are further topics of the same event, for example those of its base classes; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic of each copy is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is sent to none. topic is 1 to 255 characters: words joined by dots. Raises 22023, PQ003.';
+'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns the
+number of copies; 0 if no queue is subscribed. base_topics are further topics of the same event, for example those of
+its base classes; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic of each copy
+is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is sent to none. topic is 1 to
+255 characters: words joined by dots. Raises 22023, PQ003.';
 
 create function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
 returns void
@@ -6548,7 +6632,8 @@ as $$
     ) h
 $$;
 comment on function pgqueue._wire_headers(jsonb, uuid) is
-'Returns headers as a transport reads them: one compact JSON object of strings and nulls. Adds the header NServiceBus.MessageId from message_id if the headers lack it.';
+'Returns headers as a transport reads them: one compact JSON object of strings and nulls. Adds the header
+NServiceBus.MessageId from message_id if the headers lack it.';
 
 create function pgqueue._parsed_headers(wire text)
 returns jsonb
@@ -6577,7 +6662,8 @@ exception when others then
 end;
 $$;
 comment on function pgqueue._parsed_headers(text) is
-'Returns the headers of a transport as jsonb, or null if they are not JSON. U+FFFD replaces characters that PostgreSQL cannot store, or a question mark if the encoding of the database is not UTF8.';
+'Returns the headers of a transport as jsonb, or null if they are not JSON. U+FFFD replaces characters that PostgreSQL
+cannot store, or a question mark if the encoding of the database is not UTF8.';
 
 create function pgqueue._transport_id(id bigint)
 returns uuid
@@ -6650,7 +6736,8 @@ begin
 end;
 $$;
 comment on function pgqueue._accept_from_transport(text, uuid, timestamp, text, bytea, jsonb) is
-'Sends a message that a transport inserted. A message that no consumer could read goes to the dead letters. own holds the headers that came in columns of their own. Raises PQ001, PQ003.';
+'Sends a message that a transport inserted. A message that no consumer could read goes to the dead letters. own holds
+the headers that came in columns of their own. Raises PQ001, PQ003.';
 
 create function pgqueue._insert_by_postgresql()
 returns trigger
@@ -6681,7 +6768,8 @@ begin
 end;
 $$;
 comment on function pgqueue._insert_by_sqlserver() is
-'Trigger of a relation of flavor sqlserver: an insert sends a message. correlationid and replytoaddress become headers if the headers lack them.';
+'Trigger of a relation of flavor sqlserver: an insert sends a message. correlationid and replytoaddress become headers
+if the headers lack them.';
 
 create function pgqueue._assign_transport_place()
 returns trigger
@@ -6696,7 +6784,8 @@ begin
 end;
 $$;
 comment on function pgqueue._assign_transport_place() is
-'Trigger of the table of an exposed queue: gives each new row the next transport_seq, so that a transport finds it at the end of the queue, and fills in transport_id and transport_headers.';
+'Trigger of the table of an exposed queue: gives each new row the next transport_seq, so that a transport finds it at
+the end of the queue, and fills in transport_id and transport_headers.';
 
 create function pgqueue._archive_deleted_by_transport()
 returns trigger
@@ -6722,7 +6811,8 @@ begin
 end;
 $$;
 comment on function pgqueue._archive_deleted_by_transport() is
-'Trigger of the table of an exposed queue that archives: writes messages deleted through the relation to the archive, as receive does. Expired messages are not archived.';
+'Trigger of the table of an exposed queue that archives: writes messages deleted through the relation to the archive, as
+receive does. Expired messages are not archived.';
 
 create function pgqueue._sync_archive_trigger(q pgqueue.queues)
 returns void
@@ -6751,7 +6841,8 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue._sync_archive_trigger(pgqueue.queues) is
-'Creates the archive trigger on the table of a queue if the queue is exposed and archives, and drops it otherwise. Raises PQ004 if a longer transaction uses the table.';
+'Creates the archive trigger on the table of a queue if the queue is exposed and archives, and drops it otherwise.
+Raises PQ004 if a longer transaction uses the table.';
 
 create function pgqueue._transport_table(q pgqueue.queues)
 returns text
@@ -6777,7 +6868,8 @@ exception when undefined_table then
 end;
 $$;
 comment on function pgqueue._transport_of(pgqueue.queues) is
-'Returns the current relation and sequence of a queue that the caller has locked; nulls if it is not exposed. Raises 40001 if it was exposed after the snapshot was taken.';
+'Returns the current relation and sequence of a queue that the caller has locked; nulls if it is not exposed. Raises
+40001 if it was exposed after the snapshot was taken.';
 
 create function pgqueue._record_transport_head(t pgqueue.transports, partition regclass)
 returns pgqueue.transports
@@ -6805,7 +6897,8 @@ begin
 end;
 $$;
 comment on function pgqueue._record_transport_head(pgqueue.transports, regclass) is
-'Returns the row in transports of a relation, with head moved up to the lowest transport_seq at which a row exists or may appear.';
+'Returns the row in transports of a relation, with head moved up to the lowest transport_seq at which a row exists or
+may appear.';
 
 create function pgqueue._advance_transport(q pgqueue.queues)
 returns bigint
@@ -6885,7 +6978,10 @@ begin
 end;
 $$;
 comment on function pgqueue.advance_transport(text) is
-'Makes scheduled messages ready when they come due, and returns the lowest seq at which statements on the relation of expose_transport have to read; 9223372036854775807 while the queue is paused, or if it is not exposed. The relation calls this itself, at most once a second. A role that reads the relation needs access to this function: grant_access(role, ''transport''). Raises PQ001.';
+'Makes scheduled messages ready when they come due, and returns the lowest seq at which statements on the relation of
+expose_transport have to read; 9223372036854775807 while the queue is paused, or if it is not exposed. The relation
+calls this itself, at most once a second. A role that reads the relation needs access to this function:
+grant_access(role, ''transport''). Raises PQ001.';
 
 create function pgqueue._make_dedicated(q pgqueue.queues)
 returns void
@@ -6928,7 +7024,8 @@ as $$
     end
 $$;
 comment on function pgqueue._body_string(text) is
-'Returns the SQL expression that shows a body as text: decoded if it is UTF-8, otherwise with escaped bytes such as \000.';
+'Returns the SQL expression that shows a body as text: decoded if it is UTF-8, otherwise with escaped bytes such as
+\000.';
 
 create function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean)
 returns text
@@ -6958,7 +7055,8 @@ as $$
         pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
 $$;
 comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
-'Returns the query of the relation of a transport. It shows messages that could be claimed, and expired ones, which the transport deletes itself.';
+'Returns the query of the relation of a transport. It shows messages that could be claimed, and expired ones, which the
+transport deletes itself.';
 
 create function pgqueue._expose(
     q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name
@@ -7030,7 +7128,8 @@ begin
 end;
 $$;
 comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
-'Creates the relation of a queue that the caller has locked exclusively, grants all privileges on it to a role, and returns its address.';
+'Creates the relation of a queue that the caller has locked exclusively, grants all privileges on it to a role, and
+returns its address.';
 
 create function pgqueue._transport_address(relation regclass)
 returns text
@@ -7118,7 +7217,16 @@ exception
 end;
 $$;
 comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
-'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text if it is UTF-8; with flavor sqlserver (default postgresql) also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; a message without a body, or with headers that are not a JSON object, goes to the dead letters unchanged. A delete takes messages as receive does, and archives them if the queue has archive_for; a purge cannot be told apart from a receive. The relation shows messages that could be claimed, and expired ones, which the transport deletes itself and which are not archived. The queue becomes dedicated. The caller needs the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. A role that reads the relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004, 42501, 42P07 if the name is taken, and 42710 if the queue is already exposed.';
+'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns
+its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and
+seq; with body_string also bodystring, the body as text if it is UTF-8; with flavor sqlserver (default postgresql) also
+correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; a message without a body, or with
+headers that are not a JSON object, goes to the dead letters unchanged. A delete takes messages as receive does, and
+archives them if the queue has archive_for; a purge cannot be told apart from a receive. The relation shows messages
+that could be claimed, and expired ones, which the transport deletes itself and which are not archived. The queue
+becomes dedicated. The caller needs the CREATE privilege on the schema, and gets all privileges on the relation, with
+grant option. A role that reads the relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004,
+42501, 42P07 if the name is taken, and 42710 if the queue is already exposed.';
 
 create function pgqueue._unexpose(q pgqueue.queues)
 returns boolean
@@ -7174,7 +7282,8 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.unexpose_transport(text) is
-'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
+'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages
+and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
 
 create function pgqueue._resolve_subscription()
 returns trigger
@@ -7193,7 +7302,8 @@ begin
 end;
 $$;
 comment on function pgqueue._resolve_subscription() is
-'Trigger of subscriptions: sets queue_name to the queue that queue_address leads to, if only the address was given or changed. Raises 22023, PQ001.';
+'Trigger of subscriptions: sets queue_name to the queue that queue_address leads to, if only the address was given or
+changed. Raises 22023, PQ001.';
 
 create function pgqueue._address_subscription()
 returns trigger
@@ -7211,7 +7321,8 @@ begin
 end;
 $$;
 comment on function pgqueue._address_subscription() is
-'Trigger of subscriptions: sets queue_address of a subscription that subscribe created to the address by which a transport knows the queue.';
+'Trigger of subscriptions: sets queue_address of a subscription that subscribe created to the address by which a
+transport knows the queue.';
 
 create or replace trigger address_subscription
 before insert on pgqueue.subscriptions
@@ -7267,7 +7378,12 @@ begin
 end;
 $$;
 comment on function pgqueue.expose_subscriptions(text, text) is
-'Creates a relation over all subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport uses it like its own table. The columns are queueaddress, endpoint and topic. An address is one that expose_transport returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each topic once across all such relations: two systems in one database need different endpoint names. A role that may insert into the relation can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
+'Creates a relation over all subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
+uses it like its own table. The columns are queueaddress, endpoint and topic. An address is one that expose_transport
+returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each topic once across
+all such relations: two systems in one database need different endpoint names. A role that may insert into the relation
+can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets all privileges on
+the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
 
 create function pgqueue._drop_subscriptions_relation(relation regclass)
 returns boolean
@@ -7305,7 +7421,8 @@ begin
 end;
 $$;
 comment on function pgqueue.unexpose_subscriptions(text, text) is
-'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay. Raises 22023, and 2BP01 if another object depends on the relation.';
+'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
+Raises 22023, and 2BP01 if another object depends on the relation.';
 
 create function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -7324,7 +7441,8 @@ begin
 end;
 $$;
 comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
-'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 40001 if an old snapshot may hide that the queue is exposed.';
+'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 40001 if an old snapshot may hide
+that the queue is exposed.';
 
 create function pgqueue._on_queue_dropping_transport(q pgqueue.queues)
 returns void
@@ -7423,7 +7541,8 @@ as $$
     )
 $$;
 comment on function pgqueue._has_exclusive_lock_on_messages() is
-'Returns whether the transaction holds the access exclusive lock on messages, as it does after creating a dedicated table.';
+'Returns whether the transaction holds the access exclusive lock on messages, as it does after creating a dedicated
+table.';
 
 create function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
 returns boolean
@@ -7456,7 +7575,8 @@ exception
 end;
 $$;
 comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
-'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is dropped only if patient is true, or if the transaction already holds the access exclusive lock on messages.';
+'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is
+dropped only if patient is true, or if the transaction already holds the access exclusive lock on messages.';
 
 create function pgqueue._drop_idle_queues(max_queues int, patient boolean)
 returns setof text
@@ -7487,7 +7607,8 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_idle_queues(int, boolean) is
-'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. patient is passed to _drop_if_idle.';
+'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. patient is
+passed to _drop_if_idle.';
 
 create function pgqueue.drop_idle_queues()
 returns setof text
@@ -7500,7 +7621,12 @@ begin
 end;
 $$;
 comment on function pgqueue.drop_idle_queues() is
-'Drops at most 100 idle queues and returns their names; call it until it returns none. A queue is idle if it has expires_after_idle, holds no message, including dead ones, and was not claimed from, received from or waited for during that time. A queue that an open transaction uses stays. In repeatable read and serializable all queues stay, because messages sent by other transactions may be invisible there. There is no need to call this, except to drop idle queues at once: create_queue, in a transaction of its own, and expose_transport also drop up to ten idle queues, and dedicated ones when a queue becomes dedicated.';
+'Drops at most 100 idle queues and returns their names; call it until it returns none. A queue is idle if it has
+expires_after_idle, holds no message, including dead ones, and was not claimed from, received from or waited for during
+that time. A queue that an open transaction uses stays. In repeatable read and serializable all queues stay, because
+messages sent by other transactions may be invisible there. There is no need to call this, except to drop idle queues at
+once: create_queue, in a transaction of its own, and expose_transport also drop up to ten idle queues, and dedicated
+ones when a queue becomes dedicated.';
 
 create function pgqueue._on_queue_created_idle(q pgqueue.queues)
 returns void

@@ -36,7 +36,8 @@ as $$
     ) w
 $$;
 comment on function pgqueue._archive_expiry(timestamptz) is
-'Returns the time before which no archived message has to be kept, by the longest archive_for of all queues and of the promises of queues that stopped archiving or were dropped.';
+'Returns the time before which no archived message has to be kept, by the longest archive_for of all queues and of the
+promises of queues that stopped archiving or were dropped.';
 
 create or replace function pgqueue._expired_days(at timestamptz)
 returns setof date
@@ -105,7 +106,8 @@ begin
 end;
 $$;
 comment on function pgqueue._create_missing_days(timestamptz) is
-'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives, today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
+'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives,
+today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
 
 create or replace function pgqueue._file_messages(at timestamptz, max_messages int)
 returns int
@@ -133,7 +135,8 @@ begin
 end;
 $$;
 comment on function pgqueue._file_messages(timestamptz, int) is
-'Moves up to max_messages (null for all) unfiled messages into the partitions of their days, if those exist, deletes unfiled messages that no queue needs any more, and returns how many it moved.';
+'Moves up to max_messages (null for all) unfiled messages into the partitions of their days, if those exist, deletes
+unfiled messages that no queue needs any more, and returns how many it moved.';
 
 create or replace function pgqueue._start_archiving(q pgqueue.queues)
 returns void
@@ -156,7 +159,8 @@ begin
 end;
 $$;
 comment on function pgqueue._start_archiving(pgqueue.queues) is
-'Creates the marker of a queue and the missing days of the archive. Creates no days if another session is creating them.';
+'Creates the marker of a queue and the missing days of the archive. Creates no days if another session is creating
+them.';
 
 create or replace function pgqueue._stop_archiving(q pgqueue.queues)
 returns void
@@ -266,7 +270,8 @@ exception when others then
 end;
 $$;
 comment on function pgqueue._on_housekeeping_due_archive(timestamptz, interval) is
-'Creates the days ahead, files unfiled messages, deletes promises that have ended and truncates one day that no queue needs any more, unless the transaction may stay open for long. Waits for no lock and raises no error.';
+'Creates the days ahead, files unfiled messages, deletes promises that have ended and truncates one day that no queue
+needs any more, unless the transaction may stay open for long. Waits for no lock and raises no error.';
 
 create or replace function pgqueue._drop_days(days date[])
 returns setof date
@@ -298,7 +303,8 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_days(date[]) is
-'Drops the partitions of the given days and returns the days it dropped: none if a longer transaction uses the archive. Leaves out a day on which another object depends.';
+'Drops the partitions of the given days and returns the days it dropped: none if a longer transaction uses the archive.
+Leaves out a day on which another object depends.';
 
 create or replace function pgqueue.maintain_archive()
 returns setof pgqueue.archive_change
@@ -338,7 +344,14 @@ begin
 end;
 $$;
 comment on function pgqueue.maintain_archive() is
-'Maintains pgqueue.archived_messages and returns one row per day changed. Creates the partitions of today and the next eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days older than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the archive_for they had has passed (dropped). Blocks no acknowledgement: a partition that cannot be dropped, because a longer transaction uses the archive or a view depends on the partition, is emptied (emptied), and one that is being read is left alone (busy); the next call tries again. Claims and receives run the same maintenance about once an hour, but claims drop nothing, and receives neither drop nor empty. Call this once a day from a scheduler, or occasionally by hand, in a transaction of its own.';
+'Maintains pgqueue.archived_messages and returns one row per day changed. Creates the partitions of today and the next
+eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days older
+than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the
+archive_for they had has passed (dropped). Blocks no acknowledgement: a partition that cannot be dropped, because a
+longer transaction uses the archive or a view depends on the partition, is emptied (emptied), and one that is being read
+is left alone (busy); the next call tries again. Claims and receives run the same maintenance about once an hour, but
+claims drop nothing, and receives neither drop nor empty. Call this once a day from a scheduler, or occasionally by
+hand, in a transaction of its own.';
 
 create or replace function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -398,4 +411,5 @@ begin
 end;
 $$;
 comment on function pgqueue._findings_of_archive(pgqueue.queues) is
-'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, and missing or overdue days.';
+'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, and missing or
+overdue days.';

@@ -162,8 +162,8 @@ begin
 end;
 $$;
 comment on function pgqueue.claim(text, int, interval, text) is
-'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout
-(1 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
+'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
+s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
 expired, to the dead letters if the queue keeps them. Waits only for drop_queue. Returns no row if no message is ready
 or the queue is paused. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';

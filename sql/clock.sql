@@ -23,7 +23,7 @@ as $$
         and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
 $$;
 comment on function pgqueue._is_first_statement() is
-'Whether the transaction probably consists of this statement alone, and may commit right after it: it began less than
-5 ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
+'Whether the transaction probably consists of this statement alone, and may commit right after it: it began less than 5
+ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
 each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
 to work in it.';

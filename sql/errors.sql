@@ -31,7 +31,8 @@ begin
 end;
 $$;
 comment on function pgqueue._raise_invalid(text, text, text) is
-'Raises 22023 for an invalid argument. The message names the argument and its value; the hint says which values are valid.';
+'Raises 22023 for an invalid argument. The message names the argument and its value; the hint says which values are
+valid.';
 
 create or replace function pgqueue._raise_queue_not_found(queue_name text)
 returns void
@@ -114,7 +115,8 @@ begin
 end;
 $$;
 comment on function pgqueue._raise_stale_snapshot(text) is
-'Raises 40001. Used in repeatable read and serializable, where the snapshot may not show what other transactions have committed.';
+'Raises 40001. Used in repeatable read and serializable, where the snapshot may not show what other transactions have
+committed.';
 
 create or replace function pgqueue._raise_role_not_found(role_name name)
 returns void

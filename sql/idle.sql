@@ -46,7 +46,8 @@ as $$
     )
 $$;
 comment on function pgqueue._has_exclusive_lock_on_messages() is
-'Returns whether the transaction holds the access exclusive lock on messages, as it does after creating a dedicated table.';
+'Returns whether the transaction holds the access exclusive lock on messages, as it does after creating a dedicated
+table.';
 
 create or replace function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
 returns boolean
@@ -79,7 +80,8 @@ exception
 end;
 $$;
 comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
-'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is dropped only if patient is true, or if the transaction already holds the access exclusive lock on messages.';
+'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is
+dropped only if patient is true, or if the transaction already holds the access exclusive lock on messages.';
 
 create or replace function pgqueue._drop_idle_queues(max_queues int, patient boolean)
 returns setof text
@@ -110,7 +112,8 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_idle_queues(int, boolean) is
-'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. patient is passed to _drop_if_idle.';
+'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. patient is
+passed to _drop_if_idle.';
 
 create or replace function pgqueue.drop_idle_queues()
 returns setof text
@@ -123,7 +126,12 @@ begin
 end;
 $$;
 comment on function pgqueue.drop_idle_queues() is
-'Drops at most 100 idle queues and returns their names; call it until it returns none. A queue is idle if it has expires_after_idle, holds no message, including dead ones, and was not claimed from, received from or waited for during that time. A queue that an open transaction uses stays. In repeatable read and serializable all queues stay, because messages sent by other transactions may be invisible there. There is no need to call this, except to drop idle queues at once: create_queue, in a transaction of its own, and expose_transport also drop up to ten idle queues, and dedicated ones when a queue becomes dedicated.';
+'Drops at most 100 idle queues and returns their names; call it until it returns none. A queue is idle if it has
+expires_after_idle, holds no message, including dead ones, and was not claimed from, received from or waited for during
+that time. A queue that an open transaction uses stays. In repeatable read and serializable all queues stay, because
+messages sent by other transactions may be invisible there. There is no need to call this, except to drop idle queues at
+once: create_queue, in a transaction of its own, and expose_transport also drop up to ten idle queues, and dedicated
+ones when a queue becomes dedicated.';
 
 create or replace function pgqueue._on_queue_created_idle(q pgqueue.queues)
 returns void

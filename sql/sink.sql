@@ -60,7 +60,11 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_stage(text, uuid, int, bigint) is
-'Starts to stage the messages that one attempt of one partition of a run writes for a queue, and returns a token. In the same transaction the caller copies the messages into pgqueue.staged_messages under this token: as arrays, some hundred messages per row, each row with the number of its first message, counted from 1. The copy raises 22023 or PQ003 for messages that enqueue would refuse, except for those over the limit of the queue, which sink_commit refuses. No session can claim the messages before sink_commit, which must be called by the same session_user. Raises 22023, PQ001.';
+'Starts to stage the messages that one attempt of one partition of a run writes for a queue, and returns a token. In the
+same transaction the caller copies the messages into pgqueue.staged_messages under this token: as arrays, some hundred
+messages per row, each row with the number of its first message, counted from 1. The copy raises 22023 or PQ003 for
+messages that enqueue would refuse, except for those over the limit of the queue, which sink_commit refuses. No session
+can claim the messages before sink_commit, which must be called by the same session_user. Raises 22023, PQ001.';
 
 create or replace function pgqueue._check_messages(s pgqueue.staged_messages, a pgqueue.staged_attempts)
 returns void
@@ -88,7 +92,8 @@ exception when invalid_parameter_value or sqlstate 'PQ003' then
 end;
 $$;
 comment on function pgqueue._check_messages(pgqueue.staged_messages, pgqueue.staged_attempts) is
-'Raises the error that enqueue would raise for the first invalid message of a staged row, 22023 or PQ003, with the number of the message.';
+'Raises the error that enqueue would raise for the first invalid message of a staged row, 22023 or PQ003, with the
+number of the message.';
 
 create or replace function pgqueue._measure_messages()
 returns trigger
@@ -119,7 +124,8 @@ begin
 end;
 $$;
 comment on function pgqueue._measure_messages() is
-'Trigger of staged_messages: counts and measures the messages of a row, and raises an error for messages that enqueue would refuse in every queue.';
+'Trigger of staged_messages: counts and measures the messages of a row, and raises an error for messages that enqueue
+would refuse in every queue.';
 
 create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
@@ -131,7 +137,8 @@ as $$
     select a.* from pgqueue.staged_attempts a where a.run = _own_attempts.run and a.staged_by = session_user
 $$;
 comment on function pgqueue._own_attempts(uuid) is
-'Returns the attempts that the session''s own role has staged in a run. Uses session_user, because current_user is the owner inside a security definer function.';
+'Returns the attempts that the session''s own role has staged in a run. Uses session_user, because current_user is the
+owner inside a security definer function.';
 
 create or replace function pgqueue._lock_own_attempts(run uuid)
 returns setof pgqueue.staged_attempts
@@ -180,7 +187,8 @@ begin
 end;
 $$;
 comment on function pgqueue._record_sink_commit(uuid, bigint, text, bigint) is
-'Records a commit in the ledger; returns false if it is already recorded. Raises 22023 if another role recorded it, or if it is so old that the ledger has forgotten it.';
+'Records a commit in the ledger; returns false if it is already recorded. Raises 22023 if another role recorded it, or
+if it is so old that the ledger has forgotten it.';
 
 create or replace function pgqueue._send_staged(token uuid, q pgqueue.queues, at timestamptz)
 returns bigint
@@ -239,7 +247,8 @@ begin
 end;
 $$;
 comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
-'Sends the messages staged under a token, in their order, and returns how many it sent. Leaves out rows that have a message over the limit of the queue.';
+'Sends the messages staged under a token, in their order, and returns how many it sent. Leaves out rows that have a
+message over the limit of the queue.';
 
 create or replace function pgqueue._discard_staged(run uuid)
 returns bigint
@@ -257,7 +266,8 @@ begin
 end;
 $$;
 comment on function pgqueue._discard_staged(uuid) is
-'Deletes the messages and attempts that the session''s own role has staged in a run, and returns the number of messages.';
+'Deletes the messages and attempts that the session''s own role has staged in a run, and returns the number of
+messages.';
 
 create or replace function pgqueue._check_sink(
     run uuid, tokens uuid[], counts bigint[], app_id text, version bigint
@@ -350,7 +360,13 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint) is
-'Sends the staged messages of a run in one transaction and returns true. From each attempt named in tokens it sends exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now. Messages of the other attempts of the run are discarded. If version of app_id was committed before, it discards all messages and returns false. A run without app_id is identified by run, so that the call can be repeated until it is answered. Raises PQ010 if staged messages are missing, for example after a crash of the server; PQ001 if a queue was dropped; PQ003 for the first message over the limit of its queue, with its row; and 22023 if the version was committed by another role, or is not higher than those that sweep_staged has forgotten.';
+'Sends the staged messages of a run in one transaction and returns true. From each attempt named in tokens it sends
+exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now.
+Messages of the other attempts of the run are discarded. If version of app_id was committed before, it discards all
+messages and returns false. A run without app_id is identified by run, so that the call can be repeated until it is
+answered. Raises PQ010 if staged messages are missing, for example after a crash of the server; PQ001 if a queue was
+dropped; PQ003 for the first message over the limit of its queue, with its row; and 22023 if the version was committed
+by another role, or is not higher than those that sweep_staged has forgotten.';
 
 create or replace function pgqueue.sink_abort(run uuid)
 returns bigint
@@ -365,7 +381,8 @@ begin
 end;
 $$;
 comment on function pgqueue.sink_abort(uuid) is
-'Discards the messages that the caller''s own role has staged in a run and not committed, and returns how many there were. Raises 22023.';
+'Discards the messages that the caller''s own role has staged in a run and not committed, and returns how many there
+were. Raises 22023.';
 
 create or replace function pgqueue.sweep_staged(
     older_than interval default '1 day', forget_after interval default '90 days'
@@ -421,7 +438,10 @@ begin
 end;
 $$;
 comment on function pgqueue.sweep_staged(interval, interval) is
-'Discards messages that were staged more than older_than (0 to 10 years, default 1 day) ago, because the driver of their run died, and returns how many there were. A run that takes longer than that fails with PQ010. Also deletes commits older than forget_after (0 to 10 years, default 90 days) from the ledger, but never the highest version of an app_id: a lower version that was forgotten is refused from then on, and not sent twice. Raises 22023.';
+'Discards messages that were staged more than older_than (0 to 10 years, default 1 day) ago, because the driver of their
+run died, and returns how many there were. A run that takes longer than that fails with PQ010. Also deletes commits
+older than forget_after (0 to 10 years, default 90 days) from the ledger, but never the highest version of an app_id: a
+lower version that was forgotten is refused from then on, and not sent twice. Raises 22023.';
 
 create or replace function pgqueue._findings_of_sink(q pgqueue.queues)
 returns setof pgqueue.finding

@@ -140,7 +140,8 @@ returns bigint
 language sql volatile
 as $$ select greatest(coalesce(epoch, 0) + 1, pgqueue._to_micros(pgqueue._now())) $$;
 comment on function pgqueue._next_epoch(bigint) is
-'Returns the next epoch: at least the clock in microseconds. A counter would start over in a stream that was dropped and created again, and repeat itself in a restored database, so that an old reader could pass for the new one.';
+'Returns the next epoch: at least the clock in microseconds. A counter would start over in a stream that was dropped and
+created again, and repeat itself in a restored database, so that an old reader could pass for the new one.';
 
 create or replace function pgqueue._check_epoch(s pgqueue.streams, epoch bigint)
 returns void
@@ -228,7 +229,8 @@ begin
 end;
 $$;
 comment on function pgqueue._extend_open_batch(pgqueue.streams, timestamptz) is
-'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed the message since. Returns the ids of the messages that are lost.';
+'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
+the message since. Returns the ids of the messages that are lost.';
 
 create or replace function pgqueue._settle_batch(s pgqueue.streams)
 returns int
@@ -252,7 +254,8 @@ begin
 end;
 $$;
 comment on function pgqueue._settle_batch(pgqueue.streams) is
-'Acknowledges the messages of the open batch and returns how many of them were still claimed by the stream. They go to the archive if on_ack of the stream, or else the queue, says so.';
+'Acknowledges the messages of the open batch and returns how many of them were still claimed by the stream. They go to
+the archive if on_ack of the stream, or else the queue, says so.';
 
 create or replace function pgqueue._close_batch(s pgqueue.streams)
 returns pgqueue.streams
@@ -322,7 +325,11 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_open(text, text, text, text) is
-'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores; each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. opened_by is a name for humans. on_ack says what happens to messages that are acknowledged from now on: delete; archive, which requires that the queue has archive_for; or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
+'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of
+the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores;
+each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. opened_by is a name for
+humans. on_ack says what happens to messages that are acknowledged from now on: delete; archive, which requires that the
+queue has archive_for; or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
 
 create or replace function pgqueue._claim_candidates_up_to(
     q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int
@@ -347,7 +354,8 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates_up_to(pgqueue.queues, timestamptz, bigint, int) is
-'Locks and returns the ids of up to wanted ready messages with ids up to up_to_id. Searches the whole range, so that it misses no message that no other session has locked.';
+'Locks and returns the ids of up to wanted ready messages with ids up to up_to_id. Searches the whole range, so that it
+misses no message that no other session has locked.';
 
 create or replace function pgqueue._reserve(
     q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, up_to_id bigint
@@ -414,7 +422,8 @@ begin
 end;
 $$;
 comment on function pgqueue._reserve(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
-'Claims up to max_messages ready messages for a stream. Returns the stream with them as its open batch, or without an open batch if none were ready.';
+'Claims up to max_messages ready messages for a stream. Returns the stream with them as its open batch, or without an
+open batch if none were ready.';
 
 create or replace function pgqueue.stream_claim(
     queue_name text,
@@ -504,7 +513,14 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_claim(text, text, bigint, bigint, uuid, int, int, interval, bigint, boolean) is
-'Acknowledges all batches up to after_seq with token after_token (0 and null before the first), whose results must be stored durably, and returns the next batch: the open one, with the same messages, or a new one. A new batch has up to max_messages (1 to 100000, default 10000) ready messages, claimed for visibility_timeout as by claim; no row is returned if none are ready or the queue is paused. The batch is read in partitions (1 to 1000, default 1). Messages with ids above up_to_id, such as those sent later, are left for later batches. If after_seq and after_token do not match the stream, the checkpoint was rolled back, copied or taken from another stream: this raises PQ007, or with fail_on_data_loss false the stream continues from the checkpoint and releases an open batch. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+'Acknowledges all batches up to after_seq with token after_token (0 and null before the first), whose results must be
+stored durably, and returns the next batch: the open one, with the same messages, or a new one. A new batch has up to
+max_messages (1 to 100000, default 10000) ready messages, claimed for visibility_timeout as by claim; no row is returned
+if none are ready or the queue is paused. The batch is read in partitions (1 to 1000, default 1). Messages with ids
+above up_to_id, such as those sent later, are left for later batches. If after_seq and after_token do not match the
+stream, the checkpoint was rolled back, copied or taken from another stream: this raises PQ007, or with
+fail_on_data_loss false the stream continues from the checkpoint and releases an open batch. Raises 22023, PQ001, PQ005,
+PQ006, PQ007.';
 
 create or replace function pgqueue.stream_begin(
     queue_name text,
@@ -573,7 +589,12 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_begin(text, text, bigint, bigint, uuid, int, boolean) is
-'Begins to read the open batch, for the first time or again after a crash, and returns it. Call this before reading its partitions. Reading a batch again renews its reservation. Messages that the stream has lost, because the reservation ran out and other sessions claimed them, raise PQ008, which names them; with fail_on_data_loss false they are left out of the batch and returned in lost. A batch that was begun in max_replays + 1 epochs (default 5; null for no limit) raises PQ009, which names the batch and its messages. A batch that is not the open one raises PQ007; with fail_on_data_loss false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
+'Begins to read the open batch, for the first time or again after a crash, and returns it. Call this before reading its
+partitions. Reading a batch again renews its reservation. Messages that the stream has lost, because the reservation ran
+out and other sessions claimed them, raise PQ008, which names them; with fail_on_data_loss false they are left out of
+the batch and returned in lost. A batch that was begun in max_replays + 1 epochs (default 5; null for no limit) raises
+PQ009, which names the batch and its messages. A batch that is not the open one raises PQ007; with fail_on_data_loss
+false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
 
 create or replace function pgqueue.stream_read(
     queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
@@ -632,7 +653,11 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is
-'Returns the messages of one partition of the open batch, numbered from 0, or of all partitions if partition is null, in the order of their ids; each partition is a contiguous range of the batch. It changes nothing, may be called repeatedly and in parallel, and returns the same messages each time, except for visible_at. It never returns fewer messages: lost messages raise PQ008, and a batch that is not the open one raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008.';
+'Returns the messages of one partition of the open batch, numbered from 0, or of all partitions if partition is null, in
+the order of their ids; each partition is a contiguous range of the batch. It changes nothing, may be called repeatedly
+and in parallel, and returns the same messages each time, except for visible_at. It never returns fewer messages: lost
+messages raise PQ008, and a batch that is not the open one raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007,
+PQ008.';
 
 create or replace function pgqueue.stream_extend(
     queue_name text, stream_name text, epoch bigint, visibility_timeout interval default null
@@ -664,7 +689,9 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_extend(text, text, bigint, interval) is
-'Sets the end of the open batch''s reservation to visibility_timeout (1 s to 43200 s, default that of its claim) from now. Returns the batch, with the ids of the messages that the stream has lost as lost; no row if no batch is open. Readers call this periodically as a heartbeat. Raises 22023, PQ001, PQ005, PQ006.';
+'Sets the end of the open batch''s reservation to visibility_timeout (1 s to 43200 s, default that of its claim) from
+now. Returns the batch, with the ids of the messages that the stream has lost as lost; no row if no batch is open.
+Readers call this periodically as a heartbeat. Raises 22023, PQ001, PQ005, PQ006.';
 
 create or replace function pgqueue.stream_ack(
     queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid
@@ -700,7 +727,9 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_ack(text, text, bigint, bigint, uuid) is
-'Acknowledges the open batch, whose results must be stored durably, and returns how many of its messages the stream still held; 0 if the batch was acknowledged before. A batch that was never claimed, or whose token differs, raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
+'Acknowledges the open batch, whose results must be stored durably, and returns how many of its messages the stream
+still held; 0 if the batch was acknowledged before. A batch that was never claimed, or whose token differs, raises
+PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
 
 create or replace function pgqueue.stream_skip(
     queue_name text,
@@ -760,7 +789,12 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_skip(text, text, bigint, bigint[], text, bigint) is
-'Removes messages, all or those in ids, from the open batch, whose number is seq. Returns how many went to the dead letters, with reason rejected and error as last_error, or were deleted if the queue has no dead letters. Messages that the stream has lost are left out as well. The batch continues with the remaining messages and its replay count starts over; if none remain, it is read as an empty batch. An operator calls this without epoch, which fences the reader: restart its query. A reader that skips messages it cannot use passes its own epoch. Raises 22023, PQ001, PQ005, PQ006, and PQ007 if the batch is not open.';
+'Removes messages, all or those in ids, from the open batch, whose number is seq. Returns how many went to the dead
+letters, with reason rejected and error as last_error, or were deleted if the queue has no dead letters. Messages that
+the stream has lost are left out as well. The batch continues with the remaining messages and its replay count starts
+over; if none remain, it is read as an empty batch. An operator calls this without epoch, which fences the reader:
+restart its query. A reader that skips messages it cannot use passes its own epoch. Raises 22023, PQ001, PQ005, PQ006,
+and PQ007 if the batch is not open.';
 
 create or replace function pgqueue.list_streams(queue_name text default null)
 returns setof pgqueue.stream
@@ -799,7 +833,9 @@ begin
 end;
 $$;
 comment on function pgqueue.drop_stream(text, text) is
-'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001, PQ005.';
+'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader
+that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001,
+PQ005.';
 
 create or replace function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
 returns void

@@ -59,7 +59,8 @@ begin
 end;
 $$;
 comment on function pgqueue._matching_patterns(text[]) is
-'Returns the patterns that match the words of a topic, each with a dot at its end, including some to which no queue is subscribed.';
+'Returns the patterns that match the words of a topic, each with a dot at its end, including some to which no queue is
+subscribed.';
 
 create or replace function pgqueue._subscribers(topics text[])
 returns text[]
@@ -82,7 +83,8 @@ begin
 end;
 $$;
 comment on function pgqueue._subscribers(text[]) is
-'Returns the names of the queues that are subscribed to any of the topics, each once, in the order in which they are locked.';
+'Returns the names of the queues that are subscribed to any of the topics, each once, in the order in which they are
+locked.';
 
 create or replace function pgqueue.subscribe(topic text, queue_name text)
 returns boolean
@@ -101,7 +103,10 @@ begin
 end;
 $$;
 comment on function pgqueue.subscribe(text, text) is
-'Subscribes the queue to topic and returns true; false if it is already subscribed. The queue gets a copy of each message that is published to topic from now on. topic is 1 to 255 characters: words joined by dots. In place of a word, * matches exactly one word and # any number of words, including none: orders.* matches orders.paid, and orders.# also matches orders and orders.paid.late. A queue that several subscriptions match gets one copy. Raises 22023, PQ001.';
+'Subscribes the queue to topic and returns true; false if it is already subscribed. The queue gets a copy of each
+message that is published to topic from now on. topic is 1 to 255 characters: words joined by dots. In place of a word,
+* matches exactly one word and # any number of words, including none: orders.* matches orders.paid, and orders.# also
+matches orders and orders.paid.late. A queue that several subscriptions match gets one copy. Raises 22023, PQ001.';
 
 create or replace function pgqueue.unsubscribe(topic text, queue_name text)
 returns boolean
@@ -117,7 +122,8 @@ begin
 end;
 $$;
 comment on function pgqueue.unsubscribe(text, text) is
-'Ends the subscription of the queue to exactly this topic or pattern and returns true; false if there was none. Messages that were published before stay in the queue. Raises 22023, PQ001.';
+'Ends the subscription of the queue to exactly this topic or pattern and returns true; false if there was none. Messages
+that were published before stay in the queue. Raises 22023, PQ001.';
 
 create or replace function pgqueue.list_subscriptions(queue_name text default null)
 returns setof pgqueue.subscription
@@ -137,7 +143,8 @@ begin
 end;
 $$;
 comment on function pgqueue.list_subscriptions(text) is
-'Returns the subscriptions of a queue, or of all queues if queue_name is null, by topic and queue. Each is returned once, with the time when it was first made, whether by subscribe or by endpoints of a transport. Raises PQ001.';
+'Returns the subscriptions of a queue, or of all queues if queue_name is null, by topic and queue. Each is returned
+once, with the time when it was first made, whether by subscribe or by endpoints of a transport. Raises PQ001.';
 
 create or replace function pgqueue.publish(
     topic text,
@@ -220,7 +227,11 @@ begin
 end;
 $$;
 comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[]) is
-'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns the number of copies; 0 if no queue is subscribed. base_topics are further topics of the same event, for example those of its base classes; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic of each copy is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is sent to none. topic is 1 to 255 characters: words joined by dots. Raises 22023, PQ003.';
+'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns the
+number of copies; 0 if no queue is subscribed. base_topics are further topics of the same event, for example those of
+its base classes; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic of each copy
+is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is sent to none. topic is 1 to
+255 characters: words joined by dots. Raises 22023, PQ003.';
 
 create or replace function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
 returns void

@@ -64,7 +64,8 @@ as $$
     ) h
 $$;
 comment on function pgqueue._wire_headers(jsonb, uuid) is
-'Returns headers as a transport reads them: one compact JSON object of strings and nulls. Adds the header NServiceBus.MessageId from message_id if the headers lack it.';
+'Returns headers as a transport reads them: one compact JSON object of strings and nulls. Adds the header
+NServiceBus.MessageId from message_id if the headers lack it.';
 
 create or replace function pgqueue._parsed_headers(wire text)
 returns jsonb
@@ -93,7 +94,8 @@ exception when others then
 end;
 $$;
 comment on function pgqueue._parsed_headers(text) is
-'Returns the headers of a transport as jsonb, or null if they are not JSON. U+FFFD replaces characters that PostgreSQL cannot store, or a question mark if the encoding of the database is not UTF8.';
+'Returns the headers of a transport as jsonb, or null if they are not JSON. U+FFFD replaces characters that PostgreSQL
+cannot store, or a question mark if the encoding of the database is not UTF8.';
 
 create or replace function pgqueue._transport_id(id bigint)
 returns uuid
@@ -166,7 +168,8 @@ begin
 end;
 $$;
 comment on function pgqueue._accept_from_transport(text, uuid, timestamp, text, bytea, jsonb) is
-'Sends a message that a transport inserted. A message that no consumer could read goes to the dead letters. own holds the headers that came in columns of their own. Raises PQ001, PQ003.';
+'Sends a message that a transport inserted. A message that no consumer could read goes to the dead letters. own holds
+the headers that came in columns of their own. Raises PQ001, PQ003.';
 
 create or replace function pgqueue._insert_by_postgresql()
 returns trigger
@@ -197,7 +200,8 @@ begin
 end;
 $$;
 comment on function pgqueue._insert_by_sqlserver() is
-'Trigger of a relation of flavor sqlserver: an insert sends a message. correlationid and replytoaddress become headers if the headers lack them.';
+'Trigger of a relation of flavor sqlserver: an insert sends a message. correlationid and replytoaddress become headers
+if the headers lack them.';
 
 create or replace function pgqueue._assign_transport_place()
 returns trigger
@@ -212,7 +216,8 @@ begin
 end;
 $$;
 comment on function pgqueue._assign_transport_place() is
-'Trigger of the table of an exposed queue: gives each new row the next transport_seq, so that a transport finds it at the end of the queue, and fills in transport_id and transport_headers.';
+'Trigger of the table of an exposed queue: gives each new row the next transport_seq, so that a transport finds it at
+the end of the queue, and fills in transport_id and transport_headers.';
 
 create or replace function pgqueue._archive_deleted_by_transport()
 returns trigger
@@ -238,7 +243,8 @@ begin
 end;
 $$;
 comment on function pgqueue._archive_deleted_by_transport() is
-'Trigger of the table of an exposed queue that archives: writes messages deleted through the relation to the archive, as receive does. Expired messages are not archived.';
+'Trigger of the table of an exposed queue that archives: writes messages deleted through the relation to the archive, as
+receive does. Expired messages are not archived.';
 
 create or replace function pgqueue._sync_archive_trigger(q pgqueue.queues)
 returns void
@@ -267,7 +273,8 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue._sync_archive_trigger(pgqueue.queues) is
-'Creates the archive trigger on the table of a queue if the queue is exposed and archives, and drops it otherwise. Raises PQ004 if a longer transaction uses the table.';
+'Creates the archive trigger on the table of a queue if the queue is exposed and archives, and drops it otherwise.
+Raises PQ004 if a longer transaction uses the table.';
 
 create or replace function pgqueue._transport_table(q pgqueue.queues)
 returns text
@@ -293,7 +300,8 @@ exception when undefined_table then
 end;
 $$;
 comment on function pgqueue._transport_of(pgqueue.queues) is
-'Returns the current relation and sequence of a queue that the caller has locked; nulls if it is not exposed. Raises 40001 if it was exposed after the snapshot was taken.';
+'Returns the current relation and sequence of a queue that the caller has locked; nulls if it is not exposed. Raises
+40001 if it was exposed after the snapshot was taken.';
 
 create or replace function pgqueue._record_transport_head(t pgqueue.transports, partition regclass)
 returns pgqueue.transports
@@ -321,7 +329,8 @@ begin
 end;
 $$;
 comment on function pgqueue._record_transport_head(pgqueue.transports, regclass) is
-'Returns the row in transports of a relation, with head moved up to the lowest transport_seq at which a row exists or may appear.';
+'Returns the row in transports of a relation, with head moved up to the lowest transport_seq at which a row exists or
+may appear.';
 
 create or replace function pgqueue._advance_transport(q pgqueue.queues)
 returns bigint
@@ -401,7 +410,10 @@ begin
 end;
 $$;
 comment on function pgqueue.advance_transport(text) is
-'Makes scheduled messages ready when they come due, and returns the lowest seq at which statements on the relation of expose_transport have to read; 9223372036854775807 while the queue is paused, or if it is not exposed. The relation calls this itself, at most once a second. A role that reads the relation needs access to this function: grant_access(role, ''transport''). Raises PQ001.';
+'Makes scheduled messages ready when they come due, and returns the lowest seq at which statements on the relation of
+expose_transport have to read; 9223372036854775807 while the queue is paused, or if it is not exposed. The relation
+calls this itself, at most once a second. A role that reads the relation needs access to this function:
+grant_access(role, ''transport''). Raises PQ001.';
 
 create or replace function pgqueue._make_dedicated(q pgqueue.queues)
 returns void
@@ -444,7 +456,8 @@ as $$
     end
 $$;
 comment on function pgqueue._body_string(text) is
-'Returns the SQL expression that shows a body as text: decoded if it is UTF-8, otherwise with escaped bytes such as \000.';
+'Returns the SQL expression that shows a body as text: decoded if it is UTF-8, otherwise with escaped bytes such as
+\000.';
 
 create or replace function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean)
 returns text
@@ -474,7 +487,8 @@ as $$
         pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
 $$;
 comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
-'Returns the query of the relation of a transport. It shows messages that could be claimed, and expired ones, which the transport deletes itself.';
+'Returns the query of the relation of a transport. It shows messages that could be claimed, and expired ones, which the
+transport deletes itself.';
 
 create or replace function pgqueue._expose(
     q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name
@@ -546,7 +560,8 @@ begin
 end;
 $$;
 comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
-'Creates the relation of a queue that the caller has locked exclusively, grants all privileges on it to a role, and returns its address.';
+'Creates the relation of a queue that the caller has locked exclusively, grants all privileges on it to a role, and
+returns its address.';
 
 create or replace function pgqueue._transport_address(relation regclass)
 returns text
@@ -634,7 +649,16 @@ exception
 end;
 $$;
 comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
-'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and seq; with body_string also bodystring, the body as text if it is UTF-8; with flavor sqlserver (default postgresql) also correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; a message without a body, or with headers that are not a JSON object, goes to the dead letters unchanged. A delete takes messages as receive does, and archives them if the queue has archive_for; a purge cannot be told apart from a receive. The relation shows messages that could be claimed, and expired ones, which the transport deletes itself and which are not archived. The queue becomes dedicated. The caller needs the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. A role that reads the relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004, 42501, 42P07 if the name is taken, and 42710 if the queue is already exposed.';
+'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns
+its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and
+seq; with body_string also bodystring, the body as text if it is UTF-8; with flavor sqlserver (default postgresql) also
+correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; a message without a body, or with
+headers that are not a JSON object, goes to the dead letters unchanged. A delete takes messages as receive does, and
+archives them if the queue has archive_for; a purge cannot be told apart from a receive. The relation shows messages
+that could be claimed, and expired ones, which the transport deletes itself and which are not archived. The queue
+becomes dedicated. The caller needs the CREATE privilege on the schema, and gets all privileges on the relation, with
+grant option. A role that reads the relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004,
+42501, 42P07 if the name is taken, and 42710 if the queue is already exposed.';
 
 create or replace function pgqueue._unexpose(q pgqueue.queues)
 returns boolean
@@ -690,7 +714,8 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.unexpose_transport(text) is
-'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
+'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages
+and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
 
 create or replace function pgqueue._resolve_subscription()
 returns trigger
@@ -709,7 +734,8 @@ begin
 end;
 $$;
 comment on function pgqueue._resolve_subscription() is
-'Trigger of subscriptions: sets queue_name to the queue that queue_address leads to, if only the address was given or changed. Raises 22023, PQ001.';
+'Trigger of subscriptions: sets queue_name to the queue that queue_address leads to, if only the address was given or
+changed. Raises 22023, PQ001.';
 
 create or replace function pgqueue._address_subscription()
 returns trigger
@@ -727,7 +753,8 @@ begin
 end;
 $$;
 comment on function pgqueue._address_subscription() is
-'Trigger of subscriptions: sets queue_address of a subscription that subscribe created to the address by which a transport knows the queue.';
+'Trigger of subscriptions: sets queue_address of a subscription that subscribe created to the address by which a
+transport knows the queue.';
 
 create or replace trigger address_subscription
 before insert on pgqueue.subscriptions
@@ -783,7 +810,12 @@ begin
 end;
 $$;
 comment on function pgqueue.expose_subscriptions(text, text) is
-'Creates a relation over all subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport uses it like its own table. The columns are queueaddress, endpoint and topic. An address is one that expose_transport returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each topic once across all such relations: two systems in one database need different endpoint names. A role that may insert into the relation can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
+'Creates a relation over all subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
+uses it like its own table. The columns are queueaddress, endpoint and topic. An address is one that expose_transport
+returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each topic once across
+all such relations: two systems in one database need different endpoint names. A role that may insert into the relation
+can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets all privileges on
+the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
 
 create or replace function pgqueue._drop_subscriptions_relation(relation regclass)
 returns boolean
@@ -821,7 +853,8 @@ begin
 end;
 $$;
 comment on function pgqueue.unexpose_subscriptions(text, text) is
-'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay. Raises 22023, and 2BP01 if another object depends on the relation.';
+'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
+Raises 22023, and 2BP01 if another object depends on the relation.';
 
 create or replace function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -840,7 +873,8 @@ begin
 end;
 $$;
 comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
-'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 40001 if an old snapshot may hide that the queue is exposed.';
+'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 40001 if an old snapshot may hide
+that the queue is exposed.';
 
 create or replace function pgqueue._on_queue_dropping_transport(q pgqueue.queues)
 returns void

@@ -24,11 +24,13 @@ def files() -> Iterator[Path]:
 
 def prose(text: str, is_document: bool) -> Iterator[tuple[int, str]]:
     """The lines that people read as text, with their numbers."""
-    is_code = is_generated = False
+    is_code = is_generated = is_comment = False
     for number, line in enumerate(text.splitlines(), 1):
         if not is_document:
-            if line.lstrip().startswith("--"):
+            is_comment |= line.startswith("comment on ")
+            if is_comment or line.lstrip().startswith("--"):
                 yield number, line
+            is_comment &= not line.endswith(";")
         elif line.lstrip().startswith("```"):
             is_code = not is_code
         elif marks := re.match(r"<!-- \w+: (begin|end) -->", line):

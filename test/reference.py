@@ -26,7 +26,7 @@ def reference(files: list[Path]) -> str:
     index, entries = [], []
     for file in files:
         sql = file.read_text(encoding="utf-8")
-        comments = {m["name"]: m["text"].replace("''", "'") for m in COMMENT.finditer(sql)}
+        comments = {m["name"]: re.sub(r"\s+", " ", m["text"].replace("''", "'")) for m in COMMENT.finditer(sql)}
         functions = list(FUNCTION.finditer(sql))
         if functions:
             links = (f"[`{function['name']}`](#{function['name']})" for function in functions)
