@@ -138,7 +138,7 @@ begin
     perform pgqueue.alter_queue(queue, dlq_enabled => false);
     perform pgqueue.enqueue(queue, '1', delay => '1 h');
     return next is(pgqueue.drop_queue(queue), 2::bigint, queue || ': drop_queue of a queue without dead letters deletes delayed messages as well');
-    return next throws_ok(format('select pgqueue.browse_dead_messages(%L)', queue), 'PQ001', null, queue || ': browse_dead_messages does not know the dropped queue any more');
+    return next throws_ok(format('select pgqueue.browse_dead_messages(%L)', queue), 'PQ001', null, queue || ': browse_dead_messages refuses the dropped queue after its last dead letter is gone');
 end;
 $$;
 select pg_temp.outlives('dead_letter_dropped', false, false);
