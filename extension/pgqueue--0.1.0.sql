@@ -1564,8 +1564,8 @@ begin
 end;
 $$;
 comment on function pgqueue.create_queue(
-    text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision, boolean,
-    interval, interval
+    text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision,
+    boolean, interval, interval
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
