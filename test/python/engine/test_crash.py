@@ -39,7 +39,7 @@ def durable() -> Iterator[EmbeddedServer]:
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
-def test_a_killed_server_loses_nothing_and_brings_nothing_back(
+def test_a_killed_server_loses_no_message_and_restores_no_acknowledged_one(
     durable: EmbeddedServer, name: str, tmp_path: Path, dedicated: bool
 ) -> None:
     dsn = durable.dsn
@@ -88,7 +88,7 @@ def test_a_killed_server_loses_nothing_and_brings_nothing_back(
     assert time.monotonic() - start < 10
 
 
-def test_a_killed_consumer_s_messages_come_back_when_their_claim_ends(
+def test_messages_of_a_killed_consumer_are_redelivered_after_the_visibility_timeout(
     database: str, connection: psycopg.Connection[object], name: str, tmp_path: Path
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s, '1 s')", (name,))
@@ -118,7 +118,7 @@ def test_a_killed_consumer_s_messages_come_back_when_their_claim_ends(
     assert attempts.fetchall() == [(2,)]
 
 
-def test_a_killed_receiver_s_messages_are_back_at_once(
+def test_messages_of_a_killed_receiver_are_redelivered_at_once(
     database: str, connection: psycopg.Connection[object], name: str, tmp_path: Path
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s, '12 h')", (name,))
@@ -141,7 +141,7 @@ def test_a_killed_receiver_s_messages_are_back_at_once(
     assert not is_empty(connection, name)
 
 
-def test_a_standby_shows_what_the_primary_does_and_takes_nothing(tmp_path: Path) -> None:
+def test_a_standby_can_read_queues_but_not_claim(tmp_path: Path) -> None:
     standby = tmp_path / "standby"
     settings = {"wal_level": "replica", "max_wal_senders": "4"}
     with EmbeddedServer(durable=False, settings=settings) as primary:
@@ -194,7 +194,7 @@ def resize(disk: Path, free_bytes: int) -> None:
     subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)
 
 
-def test_a_full_disk_loses_nothing_and_lets_consumers_make_room(small_disk: tuple[str, Path]) -> None:
+def test_a_full_disk_loses_nothing_and_consumers_still_free_space(small_disk: tuple[str, Path]) -> None:
     dsn, disk = small_disk
     with connect(dsn) as connection:
         connection.execute("create extension pgqueue")

@@ -177,11 +177,11 @@ def outcome(connection: psycopg.Connection[Any], statement: str, argument: str) 
     return "taken"
 
 
-def test_what_is_good_is_taken(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+def test_valid_arguments_are_accepted(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
     assert {verb.name: seen for verb in verbs if (seen := outcome(arguments, verb.call(), "")) != "taken"} == {}
 
 
-def test_null_has_a_meaning_or_is_refused(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+def test_null_is_documented_or_refused(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
     seen = {
         (verb.name, argument): outcome(arguments, verb.call(**{argument: f"cast(null as {kind})"}), argument)
         for verb in verbs
@@ -192,7 +192,7 @@ def test_null_has_a_meaning_or_is_refused(arguments: psycopg.Connection[Any], ve
     assert taken == {(verb, argument) for verb, names in MAY_BE_NULL.items() for argument in names.split()}
 
 
-def test_no_value_is_taken_apart_from_its_name(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+def test_no_argument_breaks_out_of_its_value(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
     bad = {
         statement: what
         for verb in verbs
@@ -204,7 +204,7 @@ def test_no_value_is_taken_apart_from_its_name(arguments: psycopg.Connection[Any
     assert bad == {}
 
 
-def test_a_name_may_come_from_a_column_of_any_collation(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+def test_names_are_accepted_in_any_collation(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
     bad = {
         verb.name: what
         for verb in verbs

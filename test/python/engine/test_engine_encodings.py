@@ -31,7 +31,7 @@ def other(server: str, request: pytest.FixtureRequest) -> Iterator[psycopg.Conne
         maintenance.execute(f"drop database {name} with (force)")
 
 
-def test_a_message_goes_round(other: psycopg.Connection[Any]) -> None:
+def test_messages_work_in_other_encodings(other: psycopg.Connection[Any]) -> None:
     other.execute("select pgqueue.create_queue('q', archive_for => '1 day')")
     other.execute("select pgqueue.subscribe('orders.*', 'q')")
     other.execute("select pgqueue.publish('orders.paid', '{\"a\": 1}')")
@@ -41,7 +41,7 @@ def test_a_message_goes_round(other: psycopg.Connection[Any]) -> None:
     assert other.execute("select * from pgqueue.doctor()").fetchall() == []
 
 
-def test_headers_of_a_transport_that_the_encoding_lacks_stop_no_message(other: psycopg.Connection[Any]) -> None:
+def test_transport_headers_outside_the_encoding_do_not_block_messages(other: psycopg.Connection[Any]) -> None:
     other.execute("select pgqueue.create_queue('q'), pgqueue.create_queue('broken')")
     other.execute("select pgqueue.expose_transport('q'), pgqueue.expose_transport('broken')")
     for headers in HEADERS:

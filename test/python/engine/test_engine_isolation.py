@@ -29,7 +29,7 @@ def orphans(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dedicated", [False, True])
-def test_a_drop_that_could_not_see_all_is_tried_again(
+def test_a_drop_with_an_old_snapshot_fails_and_can_be_retried(
     database: str, connection: psycopg.Connection[Any], name: str, level: str, dedicated: bool
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s, dedicated => %s)", (name, dedicated))
@@ -59,7 +59,7 @@ def test_a_drop_that_could_not_see_all_is_tried_again(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_level_of_its_own_keeps_no_verb_from_its_work(database: str, name: str, level: str) -> None:
+def test_all_verbs_work_at_higher_isolation_levels(database: str, name: str, level: str) -> None:
     with connect(database) as client:
         client.execute(f"set default_transaction_isolation = '{level}'")
 
@@ -104,7 +104,7 @@ def test_a_level_of_its_own_keeps_no_verb_from_its_work(database: str, name: str
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_transaction_that_only_reads_is_told_of_a_queue_that_it_cannot_see(
+def test_a_read_only_transaction_gets_an_error_for_a_queue_newer_than_its_snapshot(
     database: str, name: str, level: str
 ) -> None:
     with connect(database) as client:
@@ -123,7 +123,7 @@ def test_a_transaction_that_only_reads_is_told_of_a_queue_that_it_cannot_see(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_relation_archives_as_its_queue_says_whatever_a_snapshot_shows(
+def test_deletes_from_a_relation_are_archived_by_the_current_queue_setting(
     database: str, connection: psycopg.Connection[Any], name: str, level: str
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s, dedicated => true, archive_for => '1 day')", (name,))

@@ -58,7 +58,7 @@ def left(connection: psycopg.Connection[Any]) -> set[Any]:
     )
 
 
-def test_all_tables_are_published_and_who_subscribes_takes_over(logical: EmbeddedServer) -> None:
+def test_a_subscriber_of_all_tables_can_take_over(logical: EmbeddedServer) -> None:
     publisher, subscriber = (make_conninfo(logical.dsn, dbname=name) for name in ("publisher", "subscriber"))
     with connect(logical.dsn) as maintenance:
         maintenance.execute("create database publisher")
@@ -125,7 +125,7 @@ def test_all_tables_are_published_and_who_subscribes_takes_over(logical: Embedde
             assert len(got) == len(set(got)) == sum(name == queue for name, _ in there) + 1
 
 
-def test_a_peek_at_a_standby_leaves_out_what_is_held_on_the_primary(logical: EmbeddedServer, tmp_path: Path) -> None:
+def test_peek_on_a_standby_omits_messages_claimed_on_the_primary(logical: EmbeddedServer, tmp_path: Path) -> None:
     standby = tmp_path / "standby"
     source = make_conninfo(logical.dsn, dbname="peeked")
     with connect(logical.dsn) as maintenance:

@@ -169,7 +169,7 @@ def test_a_late_message_is_claimed_within_a_second_of_its_commit_after_100_000_l
         (by_a_savepoint, False),
     ],
 )
-def test_it_makes_no_difference_how_a_late_message_was_sent(
+def test_late_messages_of_every_way_to_send_are_delivered(
     dsn: str, late_queue: str, tmp_path: Path, send: Send, prepared: bool
 ) -> None:
     assert committed_late(dsn, late_queue, tmp_path, send, 20_000, 3, prepared) < 1
@@ -218,7 +218,7 @@ def test_a_prepared_message_is_delivered_after_a_crash_of_the_server(embedded: E
         wait_for(lambda: ids[0] in consume_all(consumer, late_queue), 5)
 
 
-def test_the_head_passes_what_is_settled_where_nobody_writes_for_long(dsn: str, late_queue: str) -> None:
+def test_the_head_advances_when_no_transaction_writes_for_long(dsn: str, late_queue: str) -> None:
     with connect(dsn) as connection:
         connection.execute(
             "select count(*) from pgqueue.enqueue_batch(%s, array_fill('0'::jsonb, array[1000]))", (late_queue,)
@@ -229,7 +229,7 @@ def test_the_head_passes_what_is_settled_where_nobody_writes_for_long(dsn: str, 
         wait_for(lambda: claim(connection, late_queue, 1) == [] and head(connection, late_queue) > max(ids))
 
 
-def test_the_head_waits_for_a_writer_and_for_nobody_else(dsn: str, late_queue: str) -> None:
+def test_the_head_waits_only_for_writing_transactions(dsn: str, late_queue: str) -> None:
     other = next(names)
     with connect(dsn) as connection, psycopg.connect(dsn) as writer, pinned_horizon(dsn):
         connection.execute("select pgqueue.create_queue(%s)", (other,))
@@ -246,7 +246,7 @@ def test_the_head_waits_for_a_writer_and_for_nobody_else(dsn: str, late_queue: s
         assert head(connection, late_queue) > last
 
 
-def test_a_message_that_comes_back_below_the_head_is_delivered_until_it_is_settled(dsn: str, late_queue: str) -> None:
+def test_messages_that_return_below_the_head_are_delivered(dsn: str, late_queue: str) -> None:
     with connect(dsn) as connection:
         first = by_enqueue(connection, late_queue)[0]
         for _ in range(2):
@@ -290,7 +290,7 @@ STEPS = [
 
 @settings(max_examples=60)
 @given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 3)), min_size=10, max_size=60))
-def test_no_living_message_and_no_id_of_a_running_writer_is_ever_taken_for_dead(
+def test_live_messages_and_ids_of_running_writers_are_never_taken_for_vacant(
     dsn: str, steps: list[tuple[str, int]]
 ) -> None:
     queue = next(names)

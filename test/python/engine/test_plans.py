@@ -313,7 +313,7 @@ def nodes(plan: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("call", BOUNDS)
-def test_a_call_touches_few_buffers_and_reaches_messages_by_the_primary_key_alone(session: Session, call: str) -> None:
+def test_calls_touch_few_buffers_and_use_the_primary_key_of_messages(session: Session, call: str) -> None:
     CALLS[call](session, session.buffers)
     counts = [CALLS[call](session, session.buffers) for _ in range(20) if session.rests()]
     print(f"{call:24} {statistics.median(counts):7} {max(counts):7}")
@@ -356,7 +356,7 @@ def test_a_call_touches_few_buffers_and_reaches_messages_by_the_primary_key_alon
 
 
 @pytest.mark.parametrize("state", ["deep", "never_analysed"])
-def test_the_statistics_of_a_deep_queue_are_near_the_truth_and_say_that_they_are_estimates(
+def test_statistics_of_a_deep_queue_are_close_and_marked_as_estimates(
     states: dict[str, str], state: str
 ) -> None:
     with connect(states[state]) as connection:

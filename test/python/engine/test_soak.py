@@ -80,11 +80,11 @@ def good(exactly_once: bool = True) -> History:
 
 
 @pytest.mark.parametrize("exactly_once", [True, False])
-def test_the_checker_accepts_a_history_in_which_every_promise_was_kept(exactly_once: bool) -> None:
+def test_the_checker_accepts_a_correct_history(exactly_once: bool) -> None:
     assert check(good(exactly_once)) == []
 
 
-def test_the_checker_accepts_two_acknowledgements_of_a_claim_that_a_crash_forgot() -> None:
+def test_the_checker_accepts_a_second_acknowledgement_after_a_crash() -> None:
     history = good(exactly_once=False)
     forgotten(history)
     history.crashes = 1
@@ -301,13 +301,13 @@ BAD: list[tuple[bool, Callable[[History], None], set[str]]] = [
 
 
 @pytest.mark.parametrize(("exactly_once", "spoil", "kinds"), [pytest.param(*bad, id=bad[1].__name__) for bad in BAD])
-def test_the_checker_sees(exactly_once: bool, spoil: Callable[[History], None], kinds: set[str]) -> None:
+def test_the_checker_reports_each_kind_of_violation(exactly_once: bool, spoil: Callable[[History], None], kinds: set[str]) -> None:
     history = good(exactly_once)
     spoil(history)
     assert {violation.kind for violation in check(history)} == kinds
 
 
-def test_a_line_that_its_writer_did_not_live_to_end_is_not_taken_for_history(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_of_a_history_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "log"
     log = soak.Log(str(path))
     log.write("start", 1)
@@ -317,7 +317,7 @@ def test_a_line_that_its_writer_did_not_live_to_end_is_not_taken_for_history(tmp
 
 
 @pytest.mark.parametrize("flavour", ["sync", "async"])
-def test_a_process_that_does_not_stop_shows_what_its_threads_and_tasks_do(
+def test_a_process_that_does_not_stop_prints_the_stacks_of_its_threads_and_tasks(
     flavour: str, database: str, name: str, tmp_path: Path
 ) -> None:
     with psycopg.connect(database, autocommit=True) as connection:
@@ -361,7 +361,7 @@ def proven(plan: Plan, home: Path) -> dict[str, Any]:
     return figures
 
 
-def test_nothing_is_lost_and_every_message_ends_processed_or_dead(seed: int, tmp_path: Path) -> None:
+def test_every_message_is_processed_or_becomes_a_dead_letter(seed: int, tmp_path: Path) -> None:
     figures = proven(soak.everything(seed, seconds=10), tmp_path)
     assert figures["restarts"] == 1
     assert figures["pins"] >= 1
@@ -371,7 +371,7 @@ def test_nothing_is_lost_and_every_message_ends_processed_or_dead(seed: int, tmp
 
 
 @pytest.mark.parametrize("mode", ["transactional", "receive"])
-def test_effects_happen_exactly_once_under_kills(mode: str, seed: int, tmp_path: Path) -> None:
+def test_effects_happen_exactly_once_although_processes_are_killed(mode: str, seed: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"mode": "receive"} if mode == "receive" else {"transactional": True}
     options |= {"concurrency": 4, "peek_delay": 0.2}
     plan = Plan(
@@ -395,7 +395,7 @@ def test_effects_happen_exactly_once_under_kills(mode: str, seed: int, tmp_path:
     assert figures["counted"] == figures["effects"] >= figures["messages"]
 
 
-def test_a_consumer_that_commits_its_work_before_the_acknowledgement_is_found_out(seed: int, tmp_path: Path) -> None:
+def test_the_soak_detects_a_consumer_that_commits_before_the_acknowledgement(seed: int, tmp_path: Path) -> None:
     # Whether a run cuts it off between the two is chance: in one of a few it does, or soaks prove nothing.
     for attempt in range(5):
         plan = Plan(

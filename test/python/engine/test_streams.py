@@ -51,7 +51,7 @@ def test_a_stream_is_read_batch_by_batch(queue: Any) -> None:
         queue.drop_stream("s")
 
 
-def test_a_batch_that_was_lost_or_never_ends_is_named(queue: Any) -> None:
+def test_errors_name_lost_and_poisoned_batches(queue: Any) -> None:
     ids = queue.enqueue_batch([1, 2])
     stream = queue.stream_open("s")
     (batch,) = queue.stream_claim("s", stream.epoch, 0, None)
@@ -89,7 +89,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_is_killed_has_done_nothing_and_can_be_made_again(
+def test_a_killed_call_has_no_effect_and_can_be_repeated(
     client: Client,
     database: str,
     connection: psycopg.Connection[Any],

@@ -25,7 +25,7 @@ def is_notified(session: Session) -> bool:
 
 
 @pytest.mark.parametrize("parameters", [True, False])
-def test_a_statement_that_fails_swallows_no_notification(
+def test_a_failed_statement_suppresses_no_later_notification(
     waiting: Session, connection: Session, name: str, parameters: bool
 ) -> None:
     def send(rest: str) -> None:
@@ -40,7 +40,7 @@ def test_a_statement_that_fails_swallows_no_notification(
     assert is_notified(waiting)
 
 
-def test_a_transaction_that_goes_on_swallows_no_notification(waiting: Session, connection: Session, name: str) -> None:
+def test_an_open_transaction_suppresses_no_notification_of_others(waiting: Session, connection: Session, name: str) -> None:
     with connect(waiting.info.dsn) as long:
         long.execute("begin")
         long.execute("select pgqueue.enqueue(%s, '1')", [name])
@@ -65,7 +65,7 @@ def redrive(session: Session, name: str) -> None:
 
 
 @pytest.mark.parametrize("send", [enqueue, enqueue_later, publish_later, redrive])
-def test_a_wait_is_short_while_somebody_sends(
+def test_a_wait_ends_early_when_a_message_is_sent(
     connection: Session, database: str, name: str, send: Callable[[Session, str], None]
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s)", [name])

@@ -84,7 +84,7 @@ def run(spark: Any, database: str, queue: Queue, path: Path) -> int:
     return done.written
 
 
-def test_each_run_adds_what_is_new(
+def test_each_run_adds_only_new_messages(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
     path = tmp_path / "ä %20 b [c] {d,e} *?"
@@ -105,7 +105,7 @@ def test_each_run_adds_what_is_new(
     assert [folder.name for folder in path.glob(f"queue_name={queue.name}/*")] == [f"day={day}"]
 
 
-def test_all_that_a_message_has_arrives(
+def test_all_columns_of_a_message_are_archived(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
     queue.enqueue({"text": "Grüße, „Welt“ \u2028 \\ \" '"}, headers={"a": None}, expires_in=timedelta(days=9))
@@ -120,7 +120,7 @@ def test_all_that_a_message_has_arrives(
     assert rows[1][2] == b"\0\xff raw"
 
 
-def test_what_commits_late_is_found_though_younger_ones_were_written(
+def test_a_late_commit_is_found_after_later_messages_were_written(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
     work(queue)
@@ -139,7 +139,7 @@ def test_what_commits_late_is_found_though_younger_ones_were_written(
     assert in_parquet(tmp_path) == in_archive(connection, queue)
 
 
-def test_what_a_queue_left_that_was_dropped_is_written_too(
+def test_messages_of_a_dropped_queue_are_written(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
     work(queue, 2)
@@ -149,14 +149,14 @@ def test_what_a_queue_left_that_was_dropped_is_written_too(
     assert in_parquet(tmp_path) == in_archive(connection, queue)
 
 
-def test_settings_of_a_role_change_nothing(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
+def test_settings_of_a_role_do_not_affect_a_run(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
     work(queue, 2)
     # Spark takes its time, and the session that keeps others away waits for it.
     settings = "-c datestyle=German -c intervalstyle=sql_standard -c idle_session_timeout=50ms"
     assert run(spark, make_conninfo(database, options=settings), queue, tmp_path) == 2
 
 
-def test_what_is_not_filed_yet_is_written_too_and_once(
+def test_messages_without_a_day_partition_are_written_once(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
     connection.execute(FINISH, [queue.name, [datetime.now(UTC) - timedelta(minutes=5)]])
@@ -200,7 +200,7 @@ def elsewhere(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-def test_names_that_look_like_something_else_stay(
+def test_queue_names_that_look_like_numbers_or_dates_are_kept(
     spark: Any, database: str, connection: Connection, tmp_path: Path
 ) -> None:
     names = ["007", "2026-01-01", "1e5"]
@@ -218,7 +218,7 @@ def test_names_that_look_like_something_else_stay(
         Queue(connection, name).drop_queue()
 
 
-def test_what_a_crash_leaves_is_not_written_twice(
+def test_files_left_by_a_crash_are_not_written_twice(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
     today = datetime.now(UTC)
@@ -241,7 +241,7 @@ def test_what_a_crash_leaves_is_not_written_twice(
     assert in_parquet(tmp_path) == in_archive(connection, queue)
 
 
-def test_a_run_that_is_killed_once_it_has_written_is_repeated(
+def test_a_run_after_a_killed_one_writes_nothing_twice(
     spark: Any, killed: Killed, database: str, connection: Connection
 ) -> None:
     queue, path = Queue(connection, killed.archived), killed.home / ARCHIVE
@@ -251,7 +251,7 @@ def test_a_run_that_is_killed_once_it_has_written_is_repeated(
     assert in_parquet(path) == in_archive(connection, queue)
 
 
-def test_one_run_at_a_time(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
+def test_a_second_run_on_the_same_path_is_refused(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
     with (
         psycopg.connect(database, autocommit=True) as other,
         archive._locked(other, f"file:{tmp_path}"),
@@ -260,7 +260,7 @@ def test_one_run_at_a_time(spark: Any, database: str, queue: Queue, tmp_path: Pa
         run(spark, database, queue, tmp_path)
 
 
-def test_the_hold_ends_with_the_run_however_long_the_server_keeps_its_connection(
+def test_the_lock_is_released_at_the_end_of_the_run(
     spark: Any, database: str, connection: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with psycopg.connect(database, autocommit=True) as kept:
@@ -271,7 +271,7 @@ def test_the_hold_ends_with_the_run_however_long_the_server_keeps_its_connection
 
 
 @pytest.mark.parametrize("how", ["cut", "lent"])
-def test_a_run_that_has_lost_its_hold_publishes_nothing(
+def test_a_run_that_lost_its_lock_publishes_nothing(
     spark: Any,
     database: str,
     connection: Connection,
@@ -313,7 +313,7 @@ def test_a_standby_is_refused(spark: Any, database: str, connection: Connection,
     assert not (tmp_path / "parquet").exists()
 
 
-def test_a_note_about_another_database_is_not_believed(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
+def test_progress_of_another_database_is_ignored(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
     work(queue)
     run(spark, database, queue, tmp_path)
     note = tmp_path / f"_pgqueue/{queue.name}.json"
@@ -323,7 +323,7 @@ def test_a_note_about_another_database_is_not_believed(spark: Any, database: str
     assert (done.since, done.written) == (None, 0)
 
 
-def test_a_note_of_a_clock_that_was_set_back_since_is_not_believed(
+def test_progress_later_than_the_clock_is_ignored(
     spark: Any, database: str, queue: Queue, tmp_path: Path
 ) -> None:
     work(queue)
@@ -338,12 +338,12 @@ def test_a_note_of_a_clock_that_was_set_back_since_is_not_believed(
         assert run(spark, database, queue, tmp_path) == expected
 
 
-def test_a_path_that_cannot_be_made_is_named(spark: Any, database: str, queue: Queue) -> None:
+def test_a_path_that_cannot_be_created_raises_an_error(spark: Any, database: str, queue: Queue) -> None:
     with pytest.raises(OSError, match="file:/proc/nowhere cannot be made"):
         run(spark, database, queue, Path("/proc/nowhere"))
 
 
-def test_a_note_that_a_crash_left_with_the_checksum_of_another_is_none(
+def test_a_progress_file_with_a_wrong_checksum_is_ignored(
     spark: Any, database: str, queue: Queue, tmp_path: Path
 ) -> None:
     work(queue)
@@ -368,7 +368,7 @@ def test_a_note_that_a_crash_left_with_the_checksum_of_another_is_none(
         '{"database": "db", "settled": null, "noted": null, "writers": null}',
     ],
 )
-def test_a_note_that_says_nothing_is_none(text: str | None) -> None:
+def test_an_invalid_progress_file_is_ignored(text: str | None) -> None:
     class Folder:
         def read(self, name: str) -> str | None:
             assert name == "_pgqueue/q.json"
@@ -377,7 +377,7 @@ def test_a_note_that_says_nothing_is_none(text: str | None) -> None:
     assert archive._Progress.read(Folder(), "q", "db") == archive._Progress("db")
 
 
-def test_notes_move_on_only_past_those_who_ended() -> None:
+def test_progress_advances_only_past_transactions_that_ended() -> None:
     at = [datetime(2026, 1, day, tzinfo=UTC) for day in range(1, 6)]
     note = archive._Progress("db")
     note = note.after(at[0], {"a"})

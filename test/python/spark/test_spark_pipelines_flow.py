@@ -89,7 +89,7 @@ def busy(database: str) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_percentiles_are_those_of_percentile_cont(spark: Any, database: str, connection: Connection, busy: str) -> None:
+def test_percentiles_equal_those_of_percentile_cont(spark: Any, database: str, connection: Connection, busy: str) -> None:
     window = timedelta(minutes=30)
     expected = connection.execute(EXPECTED, {"queue": busy, "window": window}).fetchall()
     assert len(expected) > 4
@@ -104,7 +104,7 @@ def test_percentiles_are_those_of_percentile_cont(spark: Any, database: str, con
         assert processed == pytest.approx(processing, rel=1e-9)
 
 
-def test_approximate_percentiles_are_as_close_as_they_say(
+def test_approximate_percentiles_are_within_their_accuracy(
     spark: Any, database: str, connection: Connection, busy: str
 ) -> None:
     finished = read_finished(spark, queues=[busy], dsn=database)
@@ -118,7 +118,7 @@ def test_approximate_percentiles_are_as_close_as_they_say(
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_the_dead_count_in_their_own_window(spark: Any) -> None:
+def test_dead_letters_count_in_the_window_of_their_death(spark: Any) -> None:
     finished = spark.sql(
         "select 'q' as queue_name, timestamp'2026-06-30 23:10:00Z' as finished_at, null as claimed_at,"
         " 1 as attempt_count,"
@@ -139,7 +139,7 @@ def test_the_dead_count_in_their_own_window(spark: Any) -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_days_and_windows_are_cut_in_utc(spark: Any) -> None:
+def test_days_and_windows_are_in_utc(spark: Any) -> None:
     moments = spark.sql(
         "select explode(array(timestamp'2026-06-30 23:59:59.999999Z', timestamp'2026-07-01 00:00:00Z',"
         " timestamp'1969-12-31 23:59:59.999999Z')) as at"
@@ -154,7 +154,7 @@ def test_days_and_windows_are_cut_in_utc(spark: Any) -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_report_counts_what_is_in_the_archive_and_in_parquet_once(
+def test_a_report_counts_messages_in_both_archive_and_parquet_once(
     spark: Any, database: str, busy: str, tmp_path: Path
 ) -> None:
     archive_to_parquet(spark, str(tmp_path / "parquet"), dsn=database, queues=[busy])
@@ -182,7 +182,7 @@ def test_a_report_counts_what_is_in_the_archive_and_in_parquet_once(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_windows_beyond_number_are_refused_before_they_are_drawn(
+def test_more_than_10_000_windows_are_refused(
     spark: Any, database: str, busy: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"invalid window: 2:\d\d:.* has more than 10,000 windows of 0:00:00.5"):
@@ -191,7 +191,7 @@ def test_windows_beyond_number_are_refused_before_they_are_drawn(
 
 
 @pytest.mark.parametrize("window", [timedelta(0), timedelta(seconds=-1)])
-def test_a_window_is_longer_than_nothing(
+def test_a_window_must_be_longer_than_zero(
     spark: Any, database: str, busy: str, tmp_path: Path, window: timedelta
 ) -> None:
     with pytest.raises(OptionError, match="invalid window: "):
@@ -229,7 +229,7 @@ def measure(queue: str, start: datetime | None, finished: int = 10, wait: float 
     return Measure(queue, start, finished, 1, 2, 3, 1 / (finished + 1), wait, wait, wait, 0.001, 0.5, 60.0)
 
 
-def test_the_page_asks_nobody_and_believes_no_message() -> None:
+def test_the_page_makes_no_requests_and_escapes_messages() -> None:
     queue = "<script>alert(1)</script>"
     hour = timedelta(hours=1)
     windows = [measure(queue, MIDNIGHT), measure(queue, MIDNIGHT + 3 * hour, 0, None)]
@@ -251,7 +251,7 @@ def test_the_page_asks_nobody_and_believes_no_message() -> None:
     assert text.count('<rect class="hint"') == 4 * 4
 
 
-def test_a_chart_has_room_for_its_labels_and_for_what_took_less_than_no_time() -> None:
+def test_charts_have_room_for_labels_and_accept_negative_durations() -> None:
     assert [charts.share(5.0), charts.share(12.3456), charts.seconds(2e8), charts.count(999.6)] == [
         "500 %",
         "1,235 %",
@@ -268,7 +268,7 @@ def test_a_chart_has_room_for_its_labels_and_for_what_took_less_than_no_time() -
     assert [float(point.split(",")[1]) for point in points.split()] == [base, charts.TOP]
 
 
-def test_a_picture_has_no_thing_for_each_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_png_charts_have_no_object_for_each_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 10,000 would take a minute, of which a part is spent on the best place for a legend, and a warning of that.
     figures = pytest.importorskip("matplotlib.figure")
     drawn: list[Any] = []
@@ -281,7 +281,7 @@ def test_a_picture_has_no_thing_for_each_window(tmp_path: Path, monkeypatch: pyt
     assert all(axes.get_legend().get_bbox_to_anchor().y0 == axes.bbox.y1 for axes in figure.axes)
 
 
-def test_a_picture_shows_its_time_from_nothing_on_and_its_whole_name(
+def test_png_charts_start_at_zero_and_show_the_whole_queue_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = pytest.importorskip("matplotlib.figure")
@@ -304,7 +304,7 @@ def test_a_picture_shows_its_time_from_nothing_on_and_its_whole_name(
         assert (title.replace("\n", ""), max(map(len, title.splitlines()))) == ("q" * 128, 90)
 
 
-def test_of_very_many_queues_the_busiest_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_busiest_queues_have_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hour = timedelta(hours=1)
     names = [f"q{number}" for number in range(1000)]
     totals = [measure(name, None, finished) for finished, name in enumerate(names)]
@@ -319,11 +319,11 @@ def test_of_very_many_queues_the_busiest_are_drawn(tmp_path: Path, monkeypatch: 
     assert [picture.stem for picture in draw(flow, tmp_path)] == names[-2:]
 
 
-def test_a_page_about_nothing_says_so() -> None:
+def test_a_page_without_messages_says_so() -> None:
     assert "no message was finished, and none died" in render(Flow(timedelta(hours=1), [], [], [], MIDNIGHT, "Read"))
 
 
-def test_windows_are_round_and_not_too_many() -> None:
+def test_default_windows_are_round_and_at_most_120() -> None:
     for whole in (timedelta(0), timedelta(seconds=90), timedelta(hours=7), timedelta(days=40), timedelta(days=800)):
         assert whole / window_of(whole) <= 120
     assert window_of(timedelta(hours=2)) == timedelta(minutes=1)

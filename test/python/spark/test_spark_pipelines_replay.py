@@ -82,7 +82,7 @@ def dead(queue: Queue) -> list[int]:
         ("x" * 10_001, "it has 10,001 characters, and may have 10,000"),
     ],
 )
-def test_what_is_no_predicate_is_refused_in_a_line(spark: Any, where: str, reason: str) -> None:
+def test_invalid_predicates_are_refused_in_one_line(spark: Any, where: str, reason: str) -> None:
     frame = spark.range(3).withColumn("at", F.current_timestamp())
     with pytest.raises(PredicateError) as refused:
         matching(frame, where)
@@ -93,7 +93,7 @@ def test_what_is_no_predicate_is_refused_in_a_line(spark: Any, where: str, reaso
     assert "SQLSTATE" not in said
 
 
-def test_a_predicate_is_what_it_says(spark: Any) -> None:
+def test_predicates_with_comments_and_lambdas_work(spark: Any) -> None:
     frame = spark.range(10).withColumn("text", F.lit("it's; -- ok"))
     assert matching(frame, "id % 2 = 0 and text = 'it\\'s; -- ok' -- the even ones").count() == 5
     assert matching(frame, "exists(array(id), x -> x > 7)").count() == 2
@@ -121,7 +121,7 @@ NORMALIZED: list[tuple[str | None, str | None]] = [
 ]
 
 
-def test_errors_lose_what_differs(spark: Any) -> None:
+def test_normalized_errors_omit_the_parts_that_differ(spark: Any) -> None:
     frame = spark.createDataFrame(
         [(place, error) for place, (error, _) in enumerate(NORMALIZED)], "n int, error string"
     )
@@ -129,7 +129,7 @@ def test_errors_lose_what_differs(spark: Any) -> None:
     assert [tuple(row) for row in found] == NORMALIZED
 
 
-def test_a_line_is_read_once_however_long_it_is(spark: Any) -> None:
+def test_normalizing_a_long_line_takes_linear_time(spark: Any) -> None:
     error = f"Traceback (most recent call last):\n{'x' * 65_000}\nKeyError: 'b'{' ' * 400}"
     frame = spark.createDataFrame([(error,)] * 30, "error string")
     # A moment, or a quarter of an hour where each character of the line is a new beginning.
@@ -142,7 +142,7 @@ def test_a_line_is_read_once_however_long_it_is(spark: Any) -> None:
     assert {row[0] for row in found} == {"KeyError: <text>"}
 
 
-def test_dead_letters_are_counted_by_what_they_died_of(spark: Any, database: str, queue: Queue) -> None:
+def test_dead_letters_are_counted_by_normalized_error(spark: Any, database: str, queue: Queue) -> None:
     ids = die(queue, "order 17 is late", "order 4 is late", "boom", "order 99 is late")
     rows = dead_letter_report(read_dead_letters(spark, [queue.name], dsn=database)).collect()
     told = [(row["error"], row["letters"], row["attempts"], row["first_id"], row["last_id"]) for row in rows]
@@ -154,7 +154,7 @@ def test_dead_letters_are_counted_by_what_they_died_of(spark: Any, database: str
 # Redrive.
 
 
-def test_a_redrive_by_predicate_is_done_once(spark: Any, database: str, queue: Queue) -> None:
+def test_redrive_where_redrives_matching_dead_letters_once(spark: Any, database: str, queue: Queue) -> None:
     late, boom, other = die(queue, "timeout after 5 s", "boom", "timeout after 7 s")
     where = "last_error like 'timeout%' and get_json_object(payload, '$.error') <> 'x'"
     done = redrive_where(spark, queue.name, where, dsn=database)
@@ -165,7 +165,7 @@ def test_a_redrive_by_predicate_is_done_once(spark: Any, database: str, queue: Q
     assert (done.chosen, done.redriven, done.was_done) == (0, 0, False)
 
 
-def test_a_version_of_a_redrive_is_done_once_though_letters_die_again(
+def test_a_version_of_a_redrive_is_done_once_even_if_messages_die_again(
     spark: Any, database: str, connection: Connection, queue: Queue
 ) -> None:
     # A write, or a replay, that goes by the same name is something else.
@@ -188,7 +188,7 @@ def test_a_version_of_a_redrive_is_done_once_though_letters_die_again(
 
 
 @pytest.mark.parametrize(("app_id", "version"), [("", 1), ("x" * 257, 1), ("a\0b", 1), ("a", -1), ("a", 2**63)])
-def test_what_names_no_version_is_refused_before_anything_is_read(
+def test_invalid_app_ids_and_versions_are_refused_before_reading(
     spark: Any, database: str, queue: Queue, app_id: str, version: int
 ) -> None:
     for call in (
@@ -199,7 +199,7 @@ def test_what_names_no_version_is_refused_before_anything_is_read(
             call()
 
 
-def test_a_letter_that_died_anew_since_it_was_read_was_chosen_by_nobody(
+def test_a_dead_letter_that_died_again_after_the_read_is_not_redriven(
     spark: Any, database: str, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (first,) = die(queue, "timeout")
@@ -220,7 +220,7 @@ def test_a_letter_that_died_anew_since_it_was_read_was_chosen_by_nobody(
     assert dead(queue) == [first]
 
 
-def test_a_predicate_that_fails_as_it_is_asked_redrives_nothing(spark: Any, database: str, queue: Queue) -> None:
+def test_a_predicate_that_fails_at_run_time_redrives_nothing(spark: Any, database: str, queue: Queue) -> None:
     die(queue, "a", "b")
     with pytest.raises(PySparkException, match="cannot be cast"):
         redrive_where(spark, queue.name, "cast(last_error as int) = 1", dsn=database)
@@ -260,7 +260,7 @@ def test_a_replay_is_sent_once(spark: Any, database: str, connection: Connection
     assert len(target.claim(100)) == 4
 
 
-def test_of_replays_at_the_same_time_one_sends(spark: Any, database: str, queue: Queue, parquet: str) -> None:
+def test_concurrent_replays_send_once(spark: Any, database: str, queue: Queue, parquet: str) -> None:
     with ThreadPoolExecutor(2) as threads:
         calls = [threads.submit(replay, spark, parquet, queue.name, "id > 0", dsn=database) for _ in range(2)]
         found = [call.result() for call in calls]
@@ -268,7 +268,7 @@ def test_of_replays_at_the_same_time_one_sends(spark: Any, database: str, queue:
     assert {one.sent for one in found} == {found[0].chosen}
 
 
-def test_the_same_choice_in_other_words_is_the_same_replay(
+def test_equal_filters_give_the_same_replay_name(
     spark: Any, database: str, queue: Queue, parquet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moment = datetime(2020, 1, 1, 12, tzinfo=UTC)
@@ -303,7 +303,7 @@ def test_a_replay_that_fails_sends_nothing(spark: Any, database: str, queue: Que
     assert queue.peek() == 0
 
 
-def test_a_replay_of_json_and_bodies_is_all_or_nothing(
+def test_a_replay_with_a_payload_over_the_limit_sends_nothing(
     spark: Any, database: str, connection: Connection, queue: Queue, parquet: str
 ) -> None:
     narrow = Queue(connection, f"{queue.name}-narrow")

@@ -108,7 +108,7 @@ def sink(database: str, name: str, connection: psycopg.Connection[Any], monkeypa
 # What becomes of rows.
 
 
-def test_rows_are_sent_in_their_order_by_the_commit(sink: Sink) -> None:
+def test_the_commit_sends_rows_in_order(sink: Sink) -> None:
     writer = sink.writer()
     second = sink.write(writer, payloads("3", "4"), task=(1, 8, None))
     first = sink.write(writer, payloads(*map(str, range(2))), payloads("2"), task=(0, 9, None))
@@ -119,18 +119,18 @@ def test_rows_are_sent_in_their_order_by_the_commit(sink: Sink) -> None:
     assert sink.staged() == 0
 
 
-def test_hostile_texts_arrive_as_they_are(sink: Sink) -> None:
+def test_special_characters_arrive_unchanged(sink: Sink) -> None:
     texts = ["", "\\", '"', "\t\n\r", "\\N", "\\.", "é😀\u2028", "a\\tb", "{}", "null", "\x01\x1f", "'; drop table"]
     sink.send(payloads(*(json.dumps(text, ensure_ascii=escaped) for text in texts for escaped in (True, False))))
     assert sink.sent() == [text for text in texts for _ in range(2)]
 
 
-def test_json_may_be_spread_over_lines(sink: Sink) -> None:
+def test_json_can_span_several_lines(sink: Sink) -> None:
     sink.send(payloads('{\n\t"a": [1,\r\n2]\n}'))
     assert sink.sent() == [{"a": [1, 2]}]
 
 
-def test_every_column_arrives(sink: Sink) -> None:
+def test_all_columns_of_a_message_are_written(sink: Sink) -> None:
     kinds = schema(
         payload=t.StringType(),
         body=t.BinaryType(),
@@ -162,7 +162,7 @@ def test_every_column_arrives(sink: Sink) -> None:
     assert scheduled == (None, {}, timedelta(days=2, microseconds=1), timedelta(days=3600))
 
 
-def test_of_a_slice_only_the_slice_is_sent(sink: Sink) -> None:
+def test_only_the_rows_of_a_sliced_batch_are_sent(sink: Sink) -> None:
     kinds = schema(payload=t.StringType(), message_id=t.StringType(), delay=t.DayTimeIntervalType())
     rows = [(str(number), str(UUID(int=number)), timedelta(hours=number)) for number in range(1, 6)]
     sink.send(batch(kinds, *rows).slice(1, 3), kinds=kinds)
@@ -174,7 +174,7 @@ def test_of_a_slice_only_the_slice_is_sent(sink: Sink) -> None:
     assert found.fetchall() == rows[1:4]
 
 
-def test_a_binary_payload_is_a_body(sink: Sink) -> None:
+def test_a_binary_payload_is_sent_as_body(sink: Sink) -> None:
     kinds = schema(payload=t.BinaryType())
     sink.send(batch(kinds, (b"\x00\x01",), (b"",)), kinds=kinds)
     assert [message.body for message in sink.queue.receive(2)] == [b"\x00\x01", b""]
@@ -236,7 +236,7 @@ def stored(sink: Sink) -> list[Any]:
 
 
 @pytest.mark.parametrize("sliced", [False, True])
-def test_without_a_payload_all_columns_are_one_object(sink: Sink, sliced: bool) -> None:
+def test_without_a_column_payload_all_columns_form_one_object(sink: Sink, sliced: bool) -> None:
     nothing = tuple(None for _ in ROW)
     rows = batch(NESTED, ROW, nothing, ROW)
     sink.send(rows.slice(1) if sliced else rows, kinds=NESTED)
@@ -244,14 +244,14 @@ def test_without_a_payload_all_columns_are_one_object(sink: Sink, sliced: bool) 
     assert stored(sink) == [full, dict.fromkeys(OBJECT), full][sliced:]
 
 
-def test_a_struct_is_a_payload(sink: Sink) -> None:
+def test_a_struct_can_be_the_payload(sink: Sink) -> None:
     kinds = schema(payload=NESTED)
     value = dict(zip(NESTED.fieldNames(), ROW, strict=True))
     sink.send(batch(kinds, (value,), (value,)).slice(1), kinds=kinds)
     assert stored(sink) == [OBJECT | {"real": Decimal("1e-7")}]
 
 
-def test_rows_without_option_queue_name_their_own(sink: Sink) -> None:
+def test_without_option_queue_each_row_goes_to_its_queue_name(sink: Sink) -> None:
     other = pgqueue.Queue(sink.connection, f"{sink.name}-other")
     other.create_queue(max_attempts=9)
     kinds = schema(queue_name=t.StringType(), number=t.IntegerType())
@@ -288,13 +288,13 @@ def test_a_listening_consumer_is_woken(sink: Sink) -> None:
     ],
     ids=["nul escaped", "nul", "cut off", "empty", "deep"],
 )
-def test_what_is_no_json_names_its_row(sink: Sink, value: str, message: str) -> None:
+def test_invalid_json_is_refused_with_its_row(sink: Sink, value: str, message: str) -> None:
     with pytest.raises(pgqueue.InvalidArgument, match=message):
         sink.write(sink.writer(), payloads("1", "2"), payloads(value, "4"), task=(2, 0, None))
     assert sink.staged() == 0
 
 
-def test_rows_are_counted_through_all_batches(sink: Sink) -> None:
+def test_row_numbers_in_errors_count_all_batches(sink: Sink) -> None:
     kinds = schema(queue_name=t.StringType(), payload=t.StringType())
     good, bad = batch(kinds, (sink.name, "1"), (sink.name, "2")), batch(kinds, (sink.name, "{"))
     with pytest.raises(pgqueue.InvalidArgument, match="row 3 of partition 0: invalid payload"):
@@ -302,7 +302,7 @@ def test_rows_are_counted_through_all_batches(sink: Sink) -> None:
 
 
 @pytest.mark.parametrize("target", ["payload", "headers"])
-def test_of_a_hundred_texts_the_one_that_is_no_json_is_named(sink: Sink, target: str) -> None:
+def test_the_row_of_invalid_json_is_found_within_a_staged_row(sink: Sink, target: str) -> None:
     kinds = schema(payload=t.StringType(), headers=t.StringType())
     rows = [["1", None] for _ in range(350)]
     rows[277][0 if target == "payload" else 1] = "[1}"
@@ -315,7 +315,7 @@ def test_of_a_hundred_texts_the_one_that_is_no_json_is_named(sink: Sink, target:
 @pytest.mark.parametrize(
     ("length", "expected"), [(1, [100, 100, 50]), (30_000, [2, 2, 1]), (70_000, [1, 1, 1])], ids=["1", "30K", "70K"]
 )
-def test_messages_are_staged_many_a_row_within_bounds(sink: Sink, length: int, expected: list[int]) -> None:
+def test_many_messages_are_staged_in_a_row_within_limits(sink: Sink, length: int, expected: list[int]) -> None:
     staged = sink.write(sink.writer(), payloads(*[json.dumps("x" * length)] * sum(expected)))
     rows = sink.connection.execute(
         "select row_number, messages from pgqueue.staged_messages where token = %s order by row_number",
@@ -324,7 +324,7 @@ def test_messages_are_staged_many_a_row_within_bounds(sink: Sink, length: int, e
     assert rows == [(1 + sum(expected[:place]), messages) for place, messages in enumerate(expected)]
 
 
-def test_large_rows_travel_in_small_pieces(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_rows_are_sent_in_small_pieces(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[int] = []
     values = sink_module.ColumnMapping.values
 
@@ -340,7 +340,7 @@ def test_large_rows_travel_in_small_pieces(sink: Sink, monkeypatch: pytest.Monke
     assert sum(pieces) == 101
 
 
-def test_a_message_id_that_is_none_names_its_row(sink: Sink) -> None:
+def test_an_invalid_message_id_is_refused_with_its_row(sink: Sink) -> None:
     kinds = schema(payload=t.StringType(), message_id=t.StringType())
     good, bad = batch(kinds, ("1", str(uuid4()))), batch(kinds, ("2", None), ("3", "x"))
     with pytest.raises(pgqueue.InvalidArgument, match=r'row 3 of partition 0: invalid message_id: .*uuid: "x"'):
@@ -348,7 +348,7 @@ def test_a_message_id_that_is_none_names_its_row(sink: Sink) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_what_json_has_no_number_for_is_refused_with_its_row(sink: Sink, value: float) -> None:
+def test_nan_and_infinity_are_refused_with_their_row(sink: Sink, value: float) -> None:
     kinds = schema(inner=schema(a=t.ArrayType(t.DoubleType())))
     good, bad = ({"a": [1.0, 2.0]},), ({"a": [1.0, value]},)
     said = r"row 15 of partition 0: invalid inner\.a: (nan|-inf), for which JSON has no number"
@@ -362,7 +362,7 @@ def test_what_json_has_no_number_for_is_refused_with_its_row(sink: Sink, value: 
     [(t.DateType(), 1), (t.TimestampType(), 86_400_000_000), (t.TimestampNTZType(), 86_400_000_000)],
     ids=["day", "moment", "local"],
 )
-def test_a_moment_that_iso_8601_has_no_year_for_is_refused_with_its_row(
+def test_dates_outside_years_1_to_9999_are_refused_with_their_row(
     sink: Sink, kind: t.DataType, size: int
 ) -> None:
     kinds = schema(inner=schema(at=kind))
@@ -383,7 +383,7 @@ def test_a_moment_that_iso_8601_has_no_year_for_is_refused_with_its_row(
     assert sink.staged() == 0
 
 
-def test_of_a_slice_only_the_slice_is_written_out(sink: Sink) -> None:
+def test_only_the_elements_of_sliced_lists_and_maps_are_encoded(sink: Sink) -> None:
     kinds = schema(many=t.ArrayType(t.DoubleType()), named=t.MapType(t.StringType(), t.DoubleType()))
     bad = ([float("nan")], [("k", float("nan"))])
     rows = batch(kinds, bad, ([1.0], [("a", 2.0)]), ([], None), (None, []), ([3.0, 4.0], [("b", 5.0)]), bad)
@@ -407,7 +407,7 @@ def test_of_a_slice_only_the_slice_is_written_out(sink: Sink) -> None:
         ("quoted", "invalid quoted: .*can't decode byte 0xff"),
     ],
 )
-def test_a_text_that_is_none_names_its_row(sink: Sink, column: str, said: str) -> None:
+def test_invalid_utf_8_is_refused_with_its_row(sink: Sink, column: str, said: str) -> None:
     # As cast(binary as string) makes it; what has a control character goes another way.
     hostile = b"\xff\t" if column == "quoted" else b"\xff"
     given: dict[str, list[bytes | None]] = {column: [None, None, hostile]}
@@ -422,7 +422,7 @@ def test_a_text_that_is_none_names_its_row(sink: Sink, column: str, said: str) -
     assert sink.staged() == 0
 
 
-def test_an_unknown_queue_is_found_out_before_the_rows_are_copied(sink: Sink) -> None:
+def test_an_unknown_queue_is_refused_before_rows_are_copied(sink: Sink) -> None:
     def rows() -> Iterator[pa.RecordBatch]:
         yield payloads("1")
         raise AssertionError("a second batch was asked for")
@@ -434,7 +434,7 @@ def test_an_unknown_queue_is_found_out_before_the_rows_are_copied(sink: Sink) ->
 @pytest.mark.parametrize(
     ("given", "error"), [(None, "row 3 of partition 0: invalid queue_name: null"), ("x", "queue 'x' does not exist")]
 )
-def test_a_row_names_a_queue_that_is_there(sink: Sink, given: str | None, error: str) -> None:
+def test_rows_with_a_null_or_unknown_queue_name_are_refused(sink: Sink, given: str | None, error: str) -> None:
     kinds = schema(queue_name=t.StringType(), payload=t.StringType())
     good, bad = batch(kinds, (sink.name, "1")), batch(kinds, (sink.name, "2"), (given, "3"))
     with pytest.raises((pgqueue.InvalidArgument, pgqueue.QueueNotFound), match=error):
@@ -442,7 +442,7 @@ def test_a_row_names_a_queue_that_is_there(sink: Sink, given: str | None, error:
     assert sink.staged() == 0
 
 
-def test_a_queue_s_name_that_is_no_text_is_shown(sink: Sink) -> None:
+def test_a_queue_name_with_invalid_utf_8_is_shown_escaped(sink: Sink) -> None:
     names = pa.Array.from_buffers(pa.string(), 2, pa.array([sink.name.encode(), b"\xff"], pa.binary()).buffers())
     rows = pa.record_batch([names, pa.array(["1", "2"])], ["queue_name", "payload"])
     kinds = schema(queue_name=t.StringType(), payload=t.StringType())
@@ -451,13 +451,13 @@ def test_a_queue_s_name_that_is_no_text_is_shown(sink: Sink) -> None:
     assert sink.staged() == 0
 
 
-def test_a_message_without_payload_is_refused_when_it_is_staged(sink: Sink) -> None:
+def test_a_null_payload_is_refused_when_it_is_staged(sink: Sink) -> None:
     with pytest.raises(pgqueue.InvalidArgument, match="row 102 of partition 3: invalid payload: null"):
         sink.write(sink.writer(), payloads(*["1"] * 101), payloads(None, "1"), task=(3, 0, None))
     assert sink.staged() == 0
 
 
-def test_a_payload_over_the_limit_of_its_queue_is_refused_by_the_commit(sink: Sink) -> None:
+def test_a_payload_over_the_queue_limit_is_refused_by_the_commit(sink: Sink) -> None:
     writer = sink.writer()
     staged = sink.write(writer, payloads("1", json.dumps("x" * 300000)))
     with pytest.raises(pgqueue.PayloadTooLarge, match="row 2 of partition 0: payload of 300002 bytes is over"):
@@ -469,7 +469,7 @@ def test_a_payload_over_the_limit_of_its_queue_is_refused_by_the_commit(sink: Si
 # What fails, and what happens twice.
 
 
-def test_a_task_that_fails_inside_the_copy_leaves_nothing(sink: Sink) -> None:
+def test_a_task_that_fails_during_the_copy_leaves_no_staged_rows(sink: Sink) -> None:
     def broken() -> Iterator[pa.RecordBatch]:
         yield payloads("1")
         raise RuntimeError("injected")
@@ -482,7 +482,7 @@ def test_a_task_that_fails_inside_the_copy_leaves_nothing(sink: Sink) -> None:
     assert (sink.sent(), sink.staged()) == ([1], 0)
 
 
-def test_of_two_attempts_that_both_finish_one_counts(sink: Sink) -> None:
+def test_only_one_of_two_finished_attempts_is_published(sink: Sink) -> None:
     writer = sink.writer()
     sink.write(writer, payloads("1", "2"), task=(0, 1, None))
     winner = sink.write(writer, payloads("1", "2"), task=(0, 2, None))
@@ -491,7 +491,7 @@ def test_of_two_attempts_that_both_finish_one_counts(sink: Sink) -> None:
     assert (sink.sent(), sink.staged()) == ([1, 2, 3], 0)
 
 
-def test_a_job_that_is_given_up_leaves_nothing(sink: Sink) -> None:
+def test_an_aborted_job_leaves_no_staged_rows(sink: Sink) -> None:
     writer = sink.writer()
     staged = sink.write(writer, payloads("1"))
     sink.write(writer, payloads("2"), task=(1, 1, None))
@@ -499,7 +499,7 @@ def test_a_job_that_is_given_up_leaves_nothing(sink: Sink) -> None:
     assert (sink.sent(), sink.staged()) == ([], 0)
 
 
-def test_giving_up_leaves_to_the_sweep_what_it_cannot_reach(sink: Sink, role: Callable[[str], str]) -> None:
+def test_abort_raises_nothing_if_it_cannot_delete_staged_rows(sink: Sink, role: Callable[[str], str]) -> None:
     writer = sink.writer()
     sink.write(writer, payloads("1"))
     # Who may not write has failed of that, and not of giving up.
@@ -509,7 +509,7 @@ def test_giving_up_leaves_to_the_sweep_what_it_cannot_reach(sink: Sink, role: Ca
     assert sink.staged(writer.run) == 1
 
 
-def test_the_same_version_of_an_app_is_sent_once(sink: Sink, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_version_is_sent_once(sink: Sink, caplog: pytest.LogCaptureFixture) -> None:
     app = {"txnAppId": sink.name, "txnVersion": "20260131"}
     sink.send(payloads("1", "2"), **app)
     assert not caplog.records
@@ -521,7 +521,7 @@ def test_the_same_version_of_an_app_is_sent_once(sink: Sink, caplog: pytest.LogC
     assert sink.sent() == [1, 2, 3]
 
 
-def test_an_empty_job_is_a_version_too(sink: Sink) -> None:
+def test_an_empty_job_records_its_version(sink: Sink) -> None:
     app = {"txnAppId": sink.name, "txnVersion": "1"}
     sink.send(**app)
     sink.send(payloads("1"), **app)
@@ -541,7 +541,7 @@ def test_a_micro_batch_is_sent_once(sink: Sink) -> None:
     assert sink.sent() == [1, 2, 3]
 
 
-def test_a_version_of_an_app_is_sent_to_each_queue_once(sink: Sink) -> None:
+def test_a_version_is_sent_once_to_each_queue(sink: Sink) -> None:
     second = f"{sink.name}-second"
     pgqueue.Queue(sink.connection, second).create_queue()
     app = {"txnAppId": "a" * 256, "txnVersion": "1"}
@@ -567,13 +567,13 @@ def test_an_empty_micro_batch_sends_nothing(sink: Sink) -> None:
     assert sink.sent() == []
 
 
-def test_a_micro_batch_that_is_given_up_leaves_nothing(sink: Sink) -> None:
+def test_an_aborted_micro_batch_leaves_no_staged_rows(sink: Sink) -> None:
     staged = sink.write(sink.stream(), payloads("1"), task=(0, 0, "query"))
     sink.stream().abort([None, staged], 0)
     assert (sink.sent(), sink.staged()) == ([], 0)
 
 
-def test_writes_at_the_same_time_are_each_sent_and_those_of_one_name_once(sink: Sink) -> None:
+def test_concurrent_writes_are_all_sent_and_equal_versions_once(sink: Sink) -> None:
     second = f"{sink.name}-second"
     pgqueue.Queue(sink.connection, second).create_queue()
     apps = {
@@ -609,7 +609,7 @@ def waiting(connection: psycopg.Connection[Any]) -> int:
     ).fetchone()[0]
 
 
-def test_a_queue_that_is_dropped_or_changed_before_the_commit_is_as_it_is_then(sink: Sink) -> None:
+def test_the_commit_uses_the_queue_settings_of_its_time(sink: Sink) -> None:
     writer = sink.writer()
     staged = sink.write(writer, payloads("1", '"long"'))
     sink.queue.alter_queue(max_payload_bytes=3)
@@ -630,7 +630,7 @@ def test_a_queue_that_is_dropped_or_changed_before_the_commit_is_as_it_is_then(s
     assert [message.max_attempts for message in sink.queue.receive(9)] == [9, 9]
 
 
-def test_staged_rows_that_were_lost_stop_the_commit(sink: Sink) -> None:
+def test_lost_staged_rows_fail_the_commit(sink: Sink) -> None:
     writer = sink.writer(txnAppId=sink.name, txnVersion="1")
     staged = sink.write(writer, payloads("1"), payloads("2"))
     # As a crash of the server empties the table of messages, but not every one of its rows.
@@ -644,7 +644,7 @@ def test_staged_rows_that_were_lost_stop_the_commit(sink: Sink) -> None:
     assert sink.sent() == [1, 2]
 
 
-def test_an_answer_that_is_lost_is_asked_for_again(
+def test_a_commit_whose_answer_was_lost_is_repeated_and_takes_effect_once(
     sink: Sink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     commit = pgqueue.Queues.sink_commit
@@ -665,7 +665,7 @@ def test_an_answer_that_is_lost_is_asked_for_again(
     assert [record for record in caplog.messages if "committed" in record] == []
 
 
-def test_a_commit_waits_for_the_database_no_longer_than_it_may(sink: Sink) -> None:
+def test_a_commit_retries_no_longer_than_retry_timeout(sink: Sink) -> None:
     writer = sink.writer(retryTimeout="0.2s")
     staged = sink.write(writer, payloads("1"))
     writer.conninfo = make_conninfo(writer.conninfo, dbname="nowhere")
@@ -673,7 +673,7 @@ def test_a_commit_waits_for_the_database_no_longer_than_it_may(sink: Sink) -> No
         writer.commit([staged])
 
 
-def test_a_crash_of_the_server_between_staging_and_commit_loses_the_run_and_says_so(
+def test_a_server_crash_between_staging_and_commit_raises_staged_messages_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with EmbeddedServer(data_dir=tmp_path / "data", durable=False) as server:
@@ -741,20 +741,20 @@ TWICE = t.StructType([t.StructField("x", t.IntegerType())] * 2)
         (PAYLOAD, {"txnId": "a"}, "unknown option txnId"),
     ],
 )
-def test_what_makes_no_sense_is_refused_when_it_is_planned(
+def test_invalid_columns_and_options_are_refused_at_planning(
     sink: Sink, kinds: t.StructType, options: dict[str, str], message: str
 ) -> None:
     with pytest.raises(OptionError, match=message):
         sink.writer(kinds, **options)
 
 
-def test_two_columns_of_one_name_are_refused(sink: Sink) -> None:
+def test_duplicate_column_names_are_refused(sink: Sink) -> None:
     with pytest.raises(OptionError, match="different names"):
         sink.writer(t.StructType([t.StructField("a", t.StringType())] * 2))
 
 
 @pytest.mark.parametrize("options", [{"txnAppId": "a"}, {"txnVersion": "1"}, {"txnAppId": "a", "txnVersion": "1"}])
-def test_a_stream_has_no_name_but_that_of_its_checkpoint(sink: Sink, options: dict[str, str]) -> None:
+def test_txn_options_are_refused_for_streaming_queries(sink: Sink, options: dict[str, str]) -> None:
     # Under one that outlived it, the batches of the next checkpoint, which count from 0 again, would be discarded.
     with pytest.raises(OptionError, match=r"are not for streaming queries.*: leave both out"):
         sink.stream(**options)
@@ -772,7 +772,7 @@ def save(sink: Sink) -> Callable[..., None]:
     return save
 
 
-def test_a_data_frame_is_sent(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
+def test_a_data_frame_is_written(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
     frame = spark.range(0, 1000, 1, 4)
     save(frame.selectExpr("to_json(struct(id)) as payload", "map('a', 'b') as headers", "uuid() as message_id"))
     save(frame.selectExpr("id", "named_struct('at', current_timestamp(), 'tags', array('x')) as more"))
@@ -780,7 +780,7 @@ def test_a_data_frame_is_sent(spark: Any, sink: Sink, save: Callable[..., None])
     assert sink.staged() == 0
 
 
-def test_any_thread_writes_once_it_has_registered_the_session(
+def test_a_thread_can_write_after_it_registered_the_session(
     spark: Any, sink: Sink, save: Callable[..., None]
 ) -> None:
     def write() -> None:
@@ -793,7 +793,7 @@ def test_any_thread_writes_once_it_has_registered_the_session(
     assert sorted(payload["id"] for payload in sink.sent()) == [0, 0, 1, 1, 2, 2]
 
 
-def test_tasks_that_fail_are_tried_again(spark: Any, sink: Sink, save: Callable[..., None], tmp_path: Path) -> None:
+def test_retried_tasks_send_each_row_once(spark: Any, sink: Sink, save: Callable[..., None], tmp_path: Path) -> None:
     from pyspark.sql.functions import udf
 
     def once(number: int) -> str:
@@ -809,7 +809,7 @@ def test_tasks_that_fail_are_tried_again(spark: Any, sink: Sink, save: Callable[
     assert sink.staged() == 0
 
 
-def test_a_task_that_fails_for_good_sends_nothing(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
+def test_a_job_with_a_failed_task_sends_nothing(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
     from pyspark.sql.functions import udf
 
     dsn, name = sink.dsn, sink.name
@@ -830,7 +830,7 @@ def test_a_task_that_fails_for_good_sends_nothing(spark: Any, sink: Sink, save: 
     assert (sink.sent(), sink.staged()) == ([], 0)
 
 
-def test_a_commit_that_raises_sends_nothing(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
+def test_a_failed_commit_sends_nothing(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
     large = "case when id = 300 then to_json(array(repeat('x', 300000))) else '1' end as payload"
     with pytest.raises(Exception, match="row 51 of partition 1: payload of 300004 bytes is over the limit"):
         save(spark.range(0, 1000, 1, 4).selectExpr(large))
@@ -847,7 +847,7 @@ def test_append_is_the_only_mode(spark: Any, sink: Sink, save: Callable[..., Non
     assert sink.sent() == [1]
 
 
-def test_a_stream_that_is_replayed_sends_once(spark: Any, sink: Sink, tmp_path: Path) -> None:
+def test_a_replayed_micro_batch_is_sent_once(spark: Any, sink: Sink, tmp_path: Path) -> None:
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
     spark.range(100).selectExpr("to_json(struct(id)) as payload").coalesce(1).write.json(str(source))
 

@@ -81,7 +81,7 @@ def lapse(connection: psycopg.Connection[Any], queue: pgqueue.Queue) -> None:
     )
 
 
-def test_a_queue_is_read_batch_by_batch_and_each_message_once(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_stream_reads_each_message_once_in_batches(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch([{"n": n} for n in range(10)])
     engine = start(numPartitions="3").begin()
     assert [ids(rows) for rows in engine.drain()] == [sent[:4], sent[4:8], sent[8:]]
@@ -90,7 +90,7 @@ def test_a_queue_is_read_batch_by_batch_and_each_message_once(orders: pgqueue.Qu
     assert ids(engine.trigger()) == more
 
 
-def test_a_message_arrives_as_it_was_sent(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_stream_returns_all_columns_unchanged(orders: pgqueue.Queue, start: Start) -> None:
     orders.enqueue({"text": "né\n\t\x01"}, headers={"a": "1"}, expires_in=timedelta(hours=1))
     orders.enqueue(body=b"\x00\xff")
     (sent, _) = orders.browse()
@@ -113,7 +113,7 @@ def test_a_message_arrives_as_it_was_sent(orders: pgqueue.Queue, start: Start) -
     assert (message["attempt_count"], raw["payload"], raw["body"]) == (1, None, b"\x00\xff")
 
 
-def test_the_user_s_schema_chooses_columns_and_is_checked(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_user_schema_of_a_stream_selects_columns_and_is_checked(orders: pgqueue.Queue, start: Start) -> None:
     orders.enqueue(7)
     assert start(schema="payload string").begin().trigger() == [{"payload": "7"}]
     with pytest.raises(OptionError, match="no column visible_at in source stream"):
@@ -123,7 +123,7 @@ def test_the_user_s_schema_chooses_columns_and_is_checked(orders: pgqueue.Queue,
 # The failure table.
 
 
-def test_1_the_driver_dies_behind_the_claim_and_the_next_adopts_the_batch(
+def test_a_driver_that_dies_after_the_claim_leaves_its_batch_to_the_next_driver(
     orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4, 5])
@@ -138,7 +138,7 @@ def test_1_the_driver_dies_behind_the_claim_and_the_next_adopts_the_batch(
 
 @pytest.mark.parametrize("batch", [0, 1])
 @pytest.mark.parametrize("point", ["before the sink", "behind the sink"])
-def test_2_the_driver_dies_in_a_batch_and_the_next_replays_the_same(
+def test_a_driver_that_dies_during_a_batch_is_followed_by_a_replay_of_the_same_messages(
     orders: pgqueue.Queue, start: Start, point: str, batch: int
 ) -> None:
     sent = orders.enqueue_batch(list(range(12)))
@@ -157,7 +157,7 @@ def test_2_the_driver_dies_in_a_batch_and_the_next_replays_the_same(
     assert left(orders) == 0
 
 
-def test_4_the_driver_dies_behind_the_commit_log_and_nothing_is_read_again(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_driver_that_dies_after_the_commit_log_entry_causes_no_replay(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4, 5])
     with start().begin() as engine:
         assert ids(engine.trigger()) == sent[:4]
@@ -168,7 +168,7 @@ def test_4_the_driver_dies_behind_the_commit_log_and_nothing_is_read_again(order
     assert left(orders) == 1
 
 
-def test_5_a_commit_that_never_came_is_not_missed(
+def test_messages_are_acknowledged_without_a_call_of_commit(
     orders: pgqueue.Queue, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = orders.enqueue_batch(list(range(10)))
@@ -178,7 +178,7 @@ def test_5_a_commit_that_never_came_is_not_missed(
     assert left(orders) == 0
 
 
-def test_5_a_commit_acknowledges_by_itself_once(orders: pgqueue.Queue, start: Start) -> None:
+def test_commit_acknowledges_the_batch_once(orders: pgqueue.Queue, start: Start) -> None:
     orders.enqueue_batch([1, 2, 3, 4])
     engine = start().begin()
     end = engine.plan()
@@ -191,7 +191,7 @@ def test_5_a_commit_acknowledges_by_itself_once(orders: pgqueue.Queue, start: St
     assert engine.reader.partitions(end, end) == []
 
 
-def test_6_a_second_action_and_a_task_that_is_tried_again_read_the_same(orders: pgqueue.Queue, start: Start) -> None:
+def test_repeated_reads_of_a_partition_return_the_same_messages(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(4)))
     engine = start(numPartitions="2").begin()
     parts = engine.parts(engine.plan())
@@ -201,7 +201,7 @@ def test_6_a_second_action_and_a_task_that_is_tried_again_read_the_same(orders: 
     assert [ids(rows) for rows in first] == [sent[:2], sent[2:]]
 
 
-def test_7_a_task_goes_on_where_its_connection_was_lost(
+def test_a_task_continues_after_a_lost_connection_without_repeating_rows(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = orders.enqueue_batch(["x" * 1000] * 50)
@@ -216,7 +216,7 @@ def test_7_a_task_goes_on_where_its_connection_was_lost(
     assert found == sent
 
 
-def test_8_messages_that_others_took_in_a_long_downtime_end_the_query(
+def test_messages_taken_by_others_after_the_lease_end_the_query(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4])
@@ -232,7 +232,7 @@ def test_8_messages_that_others_took_in_a_long_downtime_end_the_query(
     assert left(orders) == 0
 
 
-def test_8_what_was_claimed_by_hand_is_no_longer_the_stream_s(
+def test_a_message_claimed_by_plain_sql_counts_as_lost(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3])
@@ -255,7 +255,7 @@ def test_8_what_was_claimed_by_hand_is_no_longer_the_stream_s(
     assert rows.fetchall() == [(sent[1], *until)]
 
 
-def test_8_a_long_downtime_in_which_nobody_took_a_message_loses_nothing(
+def test_an_expired_lease_loses_nothing_if_no_message_was_taken(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4])
@@ -268,7 +268,7 @@ def test_8_a_long_downtime_in_which_nobody_took_a_message_loses_nothing(
     assert orders.receive(10) == []
 
 
-def test_9_of_two_drivers_the_older_is_stopped_at_its_next_call(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_second_driver_fences_every_call_of_the_first(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(8)))
     old = start().begin()
     end = old.plan()
@@ -287,7 +287,7 @@ def test_9_of_two_drivers_the_older_is_stopped_at_its_next_call(orders: pgqueue.
     assert ids(new.trigger()) == sent[4:]
 
 
-def test_9_so_is_one_of_an_epoch_that_a_restored_database_has_not_seen(
+def test_a_driver_with_an_epoch_newer_than_the_database_is_fenced(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     orders.enqueue(1)
@@ -297,7 +297,7 @@ def test_9_so_is_one_of_an_epoch_that_a_restored_database_has_not_seen(
         engine.trigger()
 
 
-def test_9_the_heartbeat_of_a_fenced_driver_ends(orders: pgqueue.Queue, start: Start) -> None:
+def test_the_heartbeat_thread_of_a_fenced_driver_ends(orders: pgqueue.Queue, start: Start) -> None:
     orders.enqueue(1)
     others = set(threading.enumerate())
     old = start(heartbeatInterval="0.1s").begin()
@@ -308,7 +308,7 @@ def test_9_the_heartbeat_of_a_fenced_driver_ends(orders: pgqueue.Queue, start: S
     wait_for(lambda: not beat.is_alive())
 
 
-def test_10_without_its_checkpoint_a_query_goes_on_behind_what_is_acknowledged(
+def test_without_its_checkpoint_a_query_continues_after_the_last_acknowledged_batch(
     orders: pgqueue.Queue, start: Start
 ) -> None:
     sent = orders.enqueue_batch(list(range(10)))
@@ -322,7 +322,7 @@ def test_10_without_its_checkpoint_a_query_goes_on_behind_what_is_acknowledged(
 
 
 @pytest.mark.parametrize("done", [1, 2])
-def test_11_a_checkpoint_that_was_rolled_back_ends_the_query(
+def test_a_rolled_back_checkpoint_ends_the_query(
     orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint, done: int
 ) -> None:
     orders.enqueue_batch(list(range(13)))
@@ -347,7 +347,7 @@ def test_11_a_checkpoint_that_was_rolled_back_ends_the_query(
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_11_a_checkpoint_of_another_stream_ends_the_query(orders: pgqueue.Queue, start: Start, is_new: bool) -> None:
+def test_a_checkpoint_of_another_stream_ends_the_query(orders: pgqueue.Queue, start: Start, is_new: bool) -> None:
     """Also one from before its first batch, which says of no message where it was."""
     if not is_new:
         orders.enqueue_batch([1, 2])
@@ -365,7 +365,7 @@ def test_11_a_checkpoint_of_another_stream_ends_the_query(orders: pgqueue.Queue,
     ]
 
 
-def test_11_a_checkpoint_that_says_nothing_of_its_queue_is_told_by_its_batches(
+def test_a_checkpoint_without_names_is_recognized_by_its_batch_tokens(
     orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint
 ) -> None:
     orders.enqueue_batch([1, 2])
@@ -378,7 +378,7 @@ def test_11_a_checkpoint_that_says_nothing_of_its_queue_is_told_by_its_batches(
     assert start().begin().trigger() is None
 
 
-def test_what_the_database_refuses_is_told_in_a_few_lines_and_by_the_names_of_options(
+def test_database_errors_are_short_and_name_spark_options(
     orders: pgqueue.Queue, start: Start
 ) -> None:
     with pytest.raises(pgqueue.InvalidArgument) as raised:
@@ -399,7 +399,7 @@ def test_what_the_database_refuses_is_told_in_a_few_lines_and_by_the_names_of_op
     assert "CONTEXT" not in str(raised.value)
 
 
-def test_12_a_stream_that_the_database_has_forgotten_ends_the_query(
+def test_a_dropped_stream_ends_the_query(
     orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint
 ) -> None:
     orders.enqueue_batch(list(range(4)))
@@ -421,7 +421,7 @@ def cut(connection: psycopg.Connection[Any]) -> int:
     ).fetchone()[0]
 
 
-def test_13_a_connection_that_is_lost_is_made_again_in_the_same_epoch(
+def test_a_lost_connection_is_reopened_in_the_same_epoch(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     sent = orders.enqueue_batch(list(range(6)))
@@ -440,7 +440,7 @@ def test_13_a_connection_that_is_lost_is_made_again_in_the_same_epoch(
     assert stream(orders).epoch == epoch
 
 
-def test_13_a_connection_that_was_idle_for_too_long_is_made_again(
+def test_a_connection_closed_by_idle_session_timeout_is_reopened(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], database: str
 ) -> None:
     impatient = make_conninfo(database, options="-c idle_session_timeout=20ms")
@@ -453,7 +453,7 @@ def test_13_a_connection_that_was_idle_for_too_long_is_made_again(
         assert ids(engine.trigger()) == [sent]
 
 
-def test_13_a_server_that_is_a_standby_since_is_left(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_connection_to_a_read_only_server_is_replaced(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue(1)
     engine = start(retryTimeout="10 s").begin()
     # As behind a proxy that knows of the failover a moment later.
@@ -481,7 +481,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_13_patience_begins_anew_with_each_outage(
+def test_retry_timeout_starts_again_with_each_outage_of_the_driver(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start, clock: Clock
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3])
@@ -493,7 +493,7 @@ def test_13_patience_begins_anew_with_each_outage(
 
 
 @pytest.mark.parametrize("silently", [False, True])
-def test_13_so_does_that_of_a_task(
+def test_retry_timeout_starts_again_with_each_outage_of_a_task(
     orders: pgqueue.Queue,
     connection: psycopg.Connection[Any],
     start: Start,
@@ -521,7 +521,7 @@ def test_13_so_does_that_of_a_task(
     assert len(made) == 6
 
 
-def test_13_without_patience_a_lost_connection_ends_the_query_and_says_so(
+def test_without_retry_timeout_a_lost_connection_ends_the_query_with_a_note(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     orders.enqueue(1)
@@ -532,12 +532,12 @@ def test_13_without_patience_a_lost_connection_ends_the_query_and_says_so(
     assert any("retryTimeout" in note for note in raised.value.__notes__)
 
 
-def test_13_a_first_connection_that_fails_is_no_matter_of_patience() -> None:
+def test_a_failed_first_connection_is_not_retried() -> None:
     with pytest.raises(psycopg.OperationalError):
         Engine("host=/nowhere", "orders", Checkpoint(), retryTimeout="1 h").begin()
 
 
-def test_13_a_server_that_restarts_is_waited_for(name: str) -> None:
+def test_a_server_restart_is_bridged_by_retries(name: str) -> None:
     with EmbeddedServer(durable=False) as server:
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             connection.execute("create extension pgqueue")
@@ -564,7 +564,7 @@ def test_13_a_server_that_restarts_is_waited_for(name: str) -> None:
 # The rest of what it promises.
 
 
-def test_an_idle_stream_has_acknowledged_what_is_done_and_writes_nothing(
+def test_an_idle_stream_acknowledges_its_last_batch_and_then_writes_nothing(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     orders.enqueue(1)
@@ -579,7 +579,7 @@ def test_an_idle_stream_has_acknowledged_what_is_done_and_writes_nothing(
     assert connection.execute(version, [orders.name]).fetchone() == before
 
 
-def test_the_first_offset_is_asked_for_twice_and_again_when_batch_0_is_replayed(
+def test_the_initial_offset_is_stable_also_when_batch_0_is_replayed(
     orders: pgqueue.Queue, start: Start
 ) -> None:
     sent = orders.enqueue_batch([1, 2])
@@ -602,7 +602,7 @@ def test_a_batch_keeps_the_number_of_partitions_that_it_was_claimed_with(orders:
     assert len(again.sink[0][1]) == 4
 
 
-def test_nothing_is_prepared_as_a_pooler_lends_a_session_for_a_transaction(orders: pgqueue.Queue, start: Start) -> None:
+def test_no_statements_are_prepared_so_that_poolers_work(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(10)))
     engine = start(maxMessagesPerTrigger="1").begin()
     assert len(engine.drain()) == len(sent)
@@ -610,7 +610,7 @@ def test_nothing_is_prepared_as_a_pooler_lends_a_session_for_a_transaction(order
     assert prepared.fetchall() == []
 
 
-def test_triggers_have_limits(orders: pgqueue.Queue, start: Start) -> None:
+def test_triggers_limit_the_batch_size(orders: pgqueue.Queue, start: Start) -> None:
     orders.enqueue_batch(list(range(30)))
     engine = start(maxMessagesPerTrigger="5").begin()
     assert engine.reader.getDefaultReadLimit() == ReadMaxRows(5)
@@ -619,7 +619,7 @@ def test_triggers_have_limits(orders: pgqueue.Queue, start: Start) -> None:
         assert len(engine.trigger() or []) == expected
 
 
-def test_available_now_ends_although_more_is_sent(orders: pgqueue.Queue, start: Start) -> None:
+def test_available_now_ends_although_more_messages_are_sent(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(10)))
     engine = start()
     engine.reader.prepareForTriggerAvailableNow()
@@ -635,7 +635,7 @@ def test_available_now_ends_although_more_is_sent(orders: pgqueue.Queue, start: 
     assert [message.id for message in orders.receive(100)][-10:] == more
 
 
-def test_available_now_takes_what_was_scheduled_and_came_due_before(
+def test_available_now_reads_messages_that_became_due_before(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     late = orders.enqueue("late", delay=timedelta(hours=1))
@@ -650,7 +650,7 @@ def test_available_now_takes_what_was_scheduled_and_came_due_before(
     assert late in [number for rows in engine.begin().drain() for number in ids(rows)]
 
 
-def test_available_now_leaves_out_what_has_no_attempt_left(
+def test_available_now_omits_messages_without_attempts_left(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     spent, fresh = orders.enqueue_batch([1, 2])
@@ -660,7 +660,7 @@ def test_available_now_leaves_out_what_has_no_attempt_left(
     assert [ids(rows) for rows in engine.begin().drain()] == [[fresh]]
 
 
-def test_a_heartbeat_keeps_a_batch_beyond_its_lease(
+def test_a_heartbeat_extends_the_reservation_of_a_batch(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     orders.enqueue_batch([1, 2])
@@ -679,7 +679,7 @@ def test_a_heartbeat_keeps_a_batch_beyond_its_lease(
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), psycopg.OperationalError("gone")])
-def test_a_heartbeat_goes_on_whatever_came_between(
+def test_a_heartbeat_continues_after_errors(
     orders: pgqueue.Queue, start: Start, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     orders.enqueue_batch([1, 2])
@@ -699,7 +699,7 @@ def test_a_heartbeat_goes_on_whatever_came_between(
     assert next(failures, None) is None
 
 
-def test_a_heartbeat_keeps_what_the_driver_before_had_claimed(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_heartbeat_extends_a_batch_that_the_previous_driver_claimed(orders: pgqueue.Queue, start: Start) -> None:
     orders.enqueue_batch([1, 2])
     with start(leaseDuration="1 min").begin() as engine, pytest.raises(Died):
         engine.trigger(dies="behind the claim")
@@ -710,7 +710,7 @@ def test_a_heartbeat_keeps_what_the_driver_before_had_claimed(orders: pgqueue.Qu
     wait_for(lambda: (stream(orders).claimed_until or first) > first)
 
 
-def test_without_a_batch_there_is_no_heartbeat(
+def test_there_is_no_heartbeat_without_an_open_batch(
     orders: pgqueue.Queue, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats: list[Any] = []
@@ -727,7 +727,7 @@ def test_without_a_batch_there_is_no_heartbeat(
     assert len(beats) <= count + 1
 
 
-def test_a_poisoned_batch_ends_the_query_and_is_named_and_can_be_skipped(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_poisoned_batch_ends_the_query_and_can_be_skipped(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(6)))
     with start().begin() as engine, pytest.raises(Died):
         engine.trigger(dies="behind the sink")
@@ -748,7 +748,7 @@ def test_a_poisoned_batch_ends_the_query_and_is_named_and_can_be_skipped(orders:
     assert ids(again.trigger()) == sent[4:]
 
 
-def test_a_replay_counts_no_attempt(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_replay_does_not_count_as_an_attempt(orders: pgqueue.Queue, start: Start) -> None:
     orders.alter_queue(max_attempts=1)
     orders.enqueue(1)
     with start().begin() as engine, pytest.raises(Died):
@@ -759,7 +759,7 @@ def test_a_replay_counts_no_attempt(orders: pgqueue.Queue, start: Start) -> None
             engine.checkpoint.done -= 1
 
 
-def test_done_is_archived_or_deleted_as_the_option_says_and_else_as_the_queue_does(
+def test_acknowledged_messages_are_archived_or_deleted_by_option_on_ack(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     orders.alter_queue(archive_for=timedelta(days=1))
@@ -775,7 +775,7 @@ def test_done_is_archived_or_deleted_as_the_option_says_and_else_as_the_queue_do
     assert left(orders) == 0
 
 
-def test_progress_says_what_is_left(orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start) -> None:
+def test_progress_reports_the_backlog(orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start) -> None:
     engine = start()
     assert engine.reader.reportLatestOffset() is None
     engine.begin()
@@ -791,7 +791,7 @@ def test_progress_says_what_is_left(orders: pgqueue.Queue, connection: psycopg.C
 
 
 @pytest.mark.parametrize("available_now", [False, True])
-def test_a_paused_queue_gives_nothing_but_ends_no_query(
+def test_a_paused_queue_returns_nothing_and_the_query_continues(
     orders: pgqueue.Queue, start: Start, available_now: bool
 ) -> None:
     sent = orders.enqueue_batch([1, 2])
@@ -805,27 +805,27 @@ def test_a_paused_queue_gives_nothing_but_ends_no_query(
     assert ids(engine.trigger()) == sent
 
 
-def test_a_checkpoint_of_something_else_is_named(start: Start) -> None:
+def test_a_checkpoint_of_another_source_is_refused(start: Start) -> None:
     engine = start()
     for offset in ({"topic": 3}, {"seq": 1, "token": "no"}, {"seq": 1, "token": 5}, {"seq": None, "token": None}):
         with pytest.raises(OptionError, match="the checkpoint is not one of format pgqueue"):
             engine.reader.latestOffset(offset, engine.limit)
 
 
-def test_a_queue_that_is_not_there_is_named(start: Start) -> None:
+def test_an_unknown_queue_raises_queue_not_found(start: Start) -> None:
     with pytest.raises(pgqueue.QueueNotFound):
         start().begin()
     # No connection is left open: that would be a warning.
     gc.collect()
 
 
-def test_a_reader_connects_when_it_is_asked_not_when_it_is_made() -> None:
+def test_a_reader_connects_at_its_first_call() -> None:
     engine = Engine("host=/nowhere", "orders", Checkpoint())
     with pytest.raises(psycopg.OperationalError):
         engine.begin()
 
 
-def test_a_consumer_s_access_is_enough(orders: pgqueue.Queue, role: Callable[[str], str]) -> None:
+def test_access_consumer_is_sufficient_for_streams(orders: pgqueue.Queue, role: Callable[[str], str]) -> None:
     sent = orders.enqueue_batch([1, 2])
     dsn = role("consumer")
     with Engine(dsn, orders.name, Checkpoint(), heartbeatInterval="0.1s") as engine:
@@ -835,7 +835,7 @@ def test_a_consumer_s_access_is_enough(orders: pgqueue.Queue, role: Callable[[st
     assert left(orders) == 0
 
 
-def test_who_stops_leaves_the_database(orders: pgqueue.Queue, start: Start, connection: Any) -> None:
+def test_stop_closes_all_connections(orders: pgqueue.Queue, start: Start, connection: Any) -> None:
     orders.enqueue(1)
     engine = start(heartbeatInterval="0.1s").begin()
     engine.trigger()

@@ -96,7 +96,7 @@ def broken(_frame: Any, _batch: int) -> None:
     raise RuntimeError("the sink is broken")
 
 
-def test_a_queue_is_drained_into_files_and_its_last_batch_is_acknowledged(
+def test_a_query_with_available_now_writes_files_and_acknowledges_its_last_batch(
     orders: pgqueue.Queue, queries: Queries, spark: Any
 ) -> None:
     sent = orders.enqueue_batch(list(range(10)))
@@ -111,7 +111,7 @@ def test_a_queue_is_drained_into_files_and_its_last_batch_is_acknowledged(
     assert progress[0]["sources"][0]["latestOffset"]["ready_messages"] == 6
 
 
-def test_a_query_of_what_is_available_ends_while_more_is_sent(orders: pgqueue.Queue, queries: Queries) -> None:
+def test_a_query_with_available_now_ends_while_more_is_sent(orders: pgqueue.Queue, queries: Queries) -> None:
     sent = orders.enqueue_batch(list(range(8)))
 
     def sink(frame: Any, batch: int) -> None:
@@ -133,7 +133,7 @@ def connections(connection: psycopg.Connection[Any]) -> int:
     ).fetchone()[0]
 
 
-def test_an_idle_query_acknowledges_and_leaves_the_database_when_it_is_stopped(
+def test_an_idle_query_acknowledges_and_a_stopped_one_disconnects(
     orders: pgqueue.Queue, queries: Queries, connection: psycopg.Connection[Any]
 ) -> None:
     sent = orders.enqueue_batch([1, 2])
@@ -148,7 +148,7 @@ def test_an_idle_query_acknowledges_and_leaves_the_database_when_it_is_stopped(
     wait_for(lambda: connections(connection) == 0, PATIENCE)
 
 
-def test_6_actions_tasks_that_fail_and_workers_that_die_read_the_same(orders: pgqueue.Queue, queries: Queries) -> None:
+def test_repeated_actions_failed_tasks_and_killed_workers_read_the_same_batch(orders: pgqueue.Queue, queries: Queries) -> None:
     sent = orders.enqueue_batch(list(range(4)))
 
     def fail(rows: Any) -> Any:
@@ -173,7 +173,7 @@ def test_6_actions_tasks_that_fail_and_workers_that_die_read_the_same(orders: pg
     assert left(orders) == 0
 
 
-def test_2_a_batch_that_failed_is_replayed_also_in_other_partitions(orders: pgqueue.Queue, queries: Queries) -> None:
+def test_a_failed_batch_is_replayed_with_the_same_messages(orders: pgqueue.Queue, queries: Queries) -> None:
     sent = orders.enqueue_batch(list(range(6)))
     seen: list[Any] = []
 
@@ -187,7 +187,7 @@ def test_2_a_batch_that_failed_is_replayed_also_in_other_partitions(orders: pgqu
     assert queries.got == [(0, sent[:4]), (1, sent[4:])]
 
 
-def test_9_of_two_queries_of_one_stream_the_older_ends(orders: pgqueue.Queue, queries: Queries) -> None:
+def test_a_second_query_on_a_stream_ends_the_first(orders: pgqueue.Queue, queries: Queries) -> None:
     older = queries.start()
     orders.enqueue_batch([1])
     wait_for(lambda: queries.got, PATIENCE)
@@ -199,7 +199,7 @@ def test_9_of_two_queries_of_one_stream_the_older_ends(orders: pgqueue.Queue, qu
     assert more in [ids for _, ids in queries.got]
 
 
-def test_10_and_11_a_checkpoint_may_be_lost_but_not_rolled_back(orders: pgqueue.Queue, queries: Queries) -> None:
+def test_a_lost_checkpoint_is_accepted_and_a_rolled_back_one_is_refused(orders: pgqueue.Queue, queries: Queries) -> None:
     sent = orders.enqueue_batch(list(range(8)))
     queries.run()
     queries.forget("commits/1")
@@ -213,7 +213,7 @@ def test_10_and_11_a_checkpoint_may_be_lost_but_not_rolled_back(orders: pgqueue.
     assert queries.got[2:] == [(0, more)]
 
 
-def test_a_poisoned_batch_ends_the_query_with_stream_batch_and_messages(
+def test_the_error_of_a_poisoned_batch_names_stream_batch_and_messages(
     orders: pgqueue.Queue, queries: Queries
 ) -> None:
     sent = orders.enqueue_batch([1, 2])
@@ -223,7 +223,7 @@ def test_a_poisoned_batch_ends_the_query_with_stream_batch_and_messages(
     assert "stream 's'" in said
 
 
-def test_13_a_server_that_restarts_ends_no_query(spark: Any, name: str, tmp_path: Path) -> None:
+def test_a_query_survives_restarts_of_the_server(spark: Any, name: str, tmp_path: Path) -> None:
     with EmbeddedServer(durable=False) as server:
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             connection.execute("create extension pgqueue")
@@ -249,7 +249,7 @@ def test_13_a_server_that_restarts_ends_no_query(spark: Any, name: str, tmp_path
             assert left(pgqueue.Queue(connection, name)) == 0
 
 
-def test_options_are_checked_and_a_password_is_shown_nowhere(
+def test_options_are_checked_and_no_password_is_shown_or_stored(
     orders: pgqueue.Queue, queries: Queries, database: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert "did you mean maxReplays?" in queries.fails(maxReplay="1")
@@ -265,7 +265,7 @@ def test_options_are_checked_and_a_password_is_shown_nowhere(
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_1_to_4_a_driver_that_is_killed_is_carried_on(
+def test_a_query_continues_after_its_driver_was_killed(
     spark: Any, killed: Killed, database: str, connection: psycopg.Connection[Any], point: str
 ) -> None:
     home, ids, stream = killed.home, killed.sent[point], killed.streams[point]
