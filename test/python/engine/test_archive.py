@@ -49,7 +49,9 @@ def test_stream_open_sets_on_ack(queue: Any) -> None:
     assert (stream.on_ack, queue.list_streams()[0].on_ack) == ("archive", "archive")
 
 
-def test_maintain_archive_recreates_a_missing_day(client: Client, name: str, connection: psycopg.Connection[Any]) -> None:
+def test_maintain_archive_recreates_a_missing_day(
+    client: Client, name: str, connection: psycopg.Connection[Any]
+) -> None:
     client.queue(name).create_queue(archive_for=DAY)
     client.queues.maintain_archive()
     assert client.queues.maintain_archive() == []

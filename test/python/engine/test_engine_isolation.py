@@ -104,7 +104,7 @@ def test_all_verbs_work_at_higher_isolation_levels(database: str, name: str, lev
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_read_only_transaction_gets_an_error_for_a_queue_newer_than_its_snapshot(
+def test_an_unknown_queue_raises_queue_not_found_at_higher_isolation_levels(
     database: str, name: str, level: str
 ) -> None:
     with connect(database) as client:
@@ -123,7 +123,7 @@ def test_a_read_only_transaction_gets_an_error_for_a_queue_newer_than_its_snapsh
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_deletes_from_a_relation_are_archived_by_the_current_queue_setting(
+def test_alter_queue_at_higher_isolation_levels_does_not_miss_a_concurrent_expose(
     database: str, connection: psycopg.Connection[Any], name: str, level: str
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s, dedicated => true, archive_for => '1 day')", (name,))

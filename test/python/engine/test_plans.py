@@ -356,9 +356,7 @@ def test_calls_touch_few_buffers_and_use_the_primary_key_of_messages(session: Se
 
 
 @pytest.mark.parametrize("state", ["deep", "never_analysed"])
-def test_statistics_of_a_deep_queue_are_close_and_marked_as_estimates(
-    states: dict[str, str], state: str
-) -> None:
+def test_statistics_of_a_deep_queue_are_close_and_marked_as_estimates(states: dict[str, str], state: str) -> None:
     with connect(states[state]) as connection:
         truth = connection.execute(
             "select count(*) filter (where visible_at <= now()), count(*) filter (where visible_at > now())"

@@ -140,9 +140,7 @@ def crowd(empty_database: Callable[[], str]) -> psycopg.Connection[Any]:
 
 
 @pytest.mark.parametrize("analysed", [False, True])
-def test_publish_uses_an_index_with_100_000_subscriptions(
-    crowd: psycopg.Connection[Any], analysed: bool
-) -> None:
+def test_publish_uses_an_index_with_100_000_subscriptions(crowd: psycopg.Connection[Any], analysed: bool) -> None:
     with crowd:
         crowd.execute("vacuum analyze pgqueue.subscriptions" if analysed else "vacuum pgqueue.subscriptions")
         cost = []

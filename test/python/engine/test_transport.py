@@ -202,7 +202,7 @@ def test_the_head_of_a_relation_never_passes_a_message(
     assert row == (True,)
 
 
-def test_concurrent_peeks_see_the_same_number_of_messages(
+def test_peek_sees_all_messages_while_another_session_advances_the_head(
     connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any], database: str
 ) -> None:
     send_numbered(database, relation, 0, 2)
@@ -565,7 +565,7 @@ def test_the_relation_of_a_gone_instance_is_dropped_with_the_next_one(
     wait_for(lambda: not is_left())
 
 
-def test_a_temporary_queue_is_dropped_without_a_daemon(
+def test_queues_with_expires_after_idle_are_dropped_by_later_calls(
     connection: psycopg.Connection[Any], name: str, others: Callable[..., Any]
 ) -> None:
     first, second, third, last = (pgqueue.Queue(connection, f"{name}-{n}") for n in range(4))

@@ -40,7 +40,9 @@ def test_a_failed_statement_suppresses_no_later_notification(
     assert is_notified(waiting)
 
 
-def test_an_open_transaction_suppresses_no_notification_of_others(waiting: Session, connection: Session, name: str) -> None:
+def test_an_open_transaction_suppresses_no_notification_of_others(
+    waiting: Session, connection: Session, name: str
+) -> None:
     with connect(waiting.info.dsn) as long:
         long.execute("begin")
         long.execute("select pgqueue.enqueue(%s, '1')", [name])
@@ -65,7 +67,7 @@ def redrive(session: Session, name: str) -> None:
 
 
 @pytest.mark.parametrize("send", [enqueue, enqueue_later, publish_later, redrive])
-def test_a_wait_ends_early_when_a_message_is_sent(
+def test_prepare_wait_returns_a_short_wait_while_a_send_is_uncommitted(
     connection: Session, database: str, name: str, send: Callable[[Session, str], None]
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s)", [name])

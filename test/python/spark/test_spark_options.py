@@ -1,4 +1,4 @@
-"""What the options of the data source take and refuse, and what they never show."""
+"""The options of the data source: parsing, errors, connection strings, and that passwords are never shown."""
 
 import time
 from datetime import UTC, datetime, timedelta
@@ -17,7 +17,7 @@ NEEDED = {READ: {"queue": "q"}, STREAM: {"queue": "q", "streamId": "s"}, WRITE: 
 
 
 def refused(use: str, **given: str) -> str:
-    """What is said of options."""
+    """The error for these options."""
     with pytest.raises(OptionError) as raised:
         parse(NEEDED[use] | given, use)
     return str(raised.value)
@@ -172,7 +172,7 @@ DSN = "postgresql://user:s3cret@db.example:7777/app"
 
 def test_a_password_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = "host=db password=s3cret oops"
-    # Spark hides it in plans where it has the word beside it, and only there.
+    # Spark only hides options whose text contains the word password.
     assert "s3cret" not in repr(parse({"queue": "q", "dsn": "host=db password=s3cret"}, READ))
     for given in (broken, DSN):
         assert refused(READ, dsn=given) == (
@@ -231,9 +231,7 @@ def test_a_service_takes_precedence_over_libpq_variables(environment: pytest.Mon
         (" client_encoding=latin1", {"client_encoding": "utf8"}),
     ],
 )
-def test_connections_have_an_application_name_and_keepalives(
-    database: str, given: str, meant: dict[str, str]
-) -> None:
+def test_connections_have_an_application_name_and_keepalives(database: str, given: str, meant: dict[str, str]) -> None:
     with connect(resolve_conninfo(f"{database}{given}")) as connection:
         found = {option.keyword.decode(): (option.val or b"").decode() for option in connection.pgconn.info}
     assert meant.items() <= found.items()

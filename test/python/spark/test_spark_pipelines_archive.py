@@ -1,4 +1,4 @@
-"""Finished messages to Parquet: each once, by queue and UTC day, whatever crashes, commits late or runs twice."""
+"""archive_to_parquet: each message once, by queue and UTC day, with crashes, late commits and concurrent runs."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from pgqueue import Queue
 from pgqueue.spark.pipelines import ArchiveBusyError, StandbyError, archive, archive_to_parquet, read_archive
 
 Connection = psycopg.Connection[Any]
-# Filed by the verb into the days that these moments lie in, however long ago.
+# maintain_archive moves these rows to the partitions of their days.
 FINISH = """
 insert into pgqueue.unfiled_messages
     (id, queue_name, payload, headers, message_id, attempt_count, max_attempts, enqueued_at, claimed_at, finished_at)
@@ -44,7 +44,7 @@ def queue(connection: Connection, name: str) -> Queue:
 
 @pytest.fixture(autouse=True)
 def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acknowledgements count as over at once: else a minute would hide what a run forgets."""
+    """Without the margin of a minute, which would hide messages that a run misses."""
     monkeypatch.setattr(archive, "_MARGIN", timedelta(0))
     monkeypatch.setattr(archive, "_WRITER_TIMEOUT", 0.3)
 
@@ -55,7 +55,7 @@ def finish(connection: Connection, queue: Queue, *moments: datetime) -> None:
 
 
 def work(queue: Queue, messages: int = 1) -> None:
-    """Messages through the queue to the archive, by the verbs."""
+    """Enqueue, claim and acknowledge messages."""
     queue.enqueue_batch([{"n": n} for n in range(messages)])
     claimed = queue.claim(messages)
     assert queue.ack_batch([message.id for message in claimed], claimed[0].claim_token) == messages
@@ -67,7 +67,7 @@ def in_archive(connection: Connection, queue: Queue) -> list[tuple[Any, ...]]:
 
 
 def in_parquet(path: Path) -> list[tuple[Any, ...]]:
-    """What any reader of Parquet finds, without Spark."""
+    """Read the Parquet files without Spark."""
     import pyarrow.dataset
 
     files = [str(file) for file in path.glob("queue_name=*/day=*/*.parquet")]
@@ -79,7 +79,7 @@ def in_parquet(path: Path) -> list[tuple[Any, ...]]:
 
 
 def run(spark: Any, database: str, queue: Queue, path: Path) -> int:
-    """How many a run wrote."""
+    """Run archive_to_parquet; returns the number of messages written."""
     (done,) = archive_to_parquet(spark, str(path), dsn=database, queues=[queue.name])
     return done.written
 
@@ -97,7 +97,7 @@ def test_each_run_adds_only_new_messages(
     work(queue, 3)
     (done,) = archive_to_parquet(spark, str(path), dsn=database, queues=[queue.name])
     assert done.written == 3
-    # It looked at nothing that was settled before.
+    # It read only messages after the settled time.
     assert done.since is not None
     assert began < done.since < datetime.now(UTC)
     assert in_parquet(path) == in_archive(connection, queue)
@@ -129,7 +129,7 @@ def test_a_late_commit_is_found_after_later_messages_were_written(
     with psycopg.connect(database) as other:
         assert Queue(other, queue.name).ack(late[0].id, late[0].claim_token)
         queue.ack(early[0].id, early[0].claim_token)
-        # The late one is acknowledged before the early one, and not to be seen yet: twice, to let the notes move on.
+        # The late message has the earlier finished_at, but is not visible yet. Two runs let the progress advance.
         assert run(spark, database, queue, tmp_path) == 2
         work(queue)
         assert run(spark, database, queue, tmp_path) == 1
@@ -151,7 +151,7 @@ def test_messages_of_a_dropped_queue_are_written(
 
 def test_settings_of_a_role_do_not_affect_a_run(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
     work(queue, 2)
-    # Spark takes its time, and the session that keeps others away waits for it.
+    # The session with the lock is idle while Spark works.
     settings = "-c datestyle=German -c intervalstyle=sql_standard -c idle_session_timeout=50ms"
     assert run(spark, make_conninfo(database, options=settings), queue, tmp_path) == 2
 
@@ -187,7 +187,7 @@ def test_days_end_at_midnight_in_utc(
 
 @pytest.fixture
 def elsewhere(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The session and the process are in two time zones, neither of them UTC, and half an hour off at that."""
+    """Set the session and the process to different time zones with half-hour offsets."""
     import time
 
     before = spark.conf.get("spark.sql.session.timeZone")
@@ -225,7 +225,7 @@ def test_files_left_by_a_crash_are_not_written_twice(
     finish(connection, queue, today - timedelta(days=2), today - timedelta(days=1))
     run(spark, database, queue, tmp_path)
     rows = in_parquet(tmp_path)
-    # What a run had written that was killed before it published it.
+    # A draft of a run that was killed before it published.
     (first, second) = sorted(tmp_path.glob("queue_name=*/day=*/*.parquet"))
     left = tmp_path / "_pgqueue/drafts/killed" / second.relative_to(tmp_path)
     left.parent.mkdir(parents=True)
@@ -234,7 +234,7 @@ def test_files_left_by_a_crash_are_not_written_twice(
     assert run(spark, database, queue, tmp_path) == 1
     assert in_parquet(tmp_path)[:2] == rows
     assert [*tmp_path.glob("_pgqueue/drafts/*")] == []
-    # A run that was killed while it published: a day is there, the other is not, and nothing is noted.
+    # A run that was killed while it published: one day is missing, and there is no progress file.
     first.unlink()
     (tmp_path / f"_pgqueue/{queue.name}.json").unlink()
     assert run(spark, database, queue, tmp_path) == 1
@@ -285,11 +285,11 @@ def test_a_run_that_lost_its_lock_publishes_nothing(
     held: list[Connection] = []
 
     def overtaken(spark: Any) -> Any:
-        """Another run comes and goes, between what the first one finds in Parquet and what it writes there."""
+        """Complete another run after the first one has read Parquet and before it writes."""
         monkeypatch.setattr(archive, "utc_parquet_timestamps", moments)
         if how == "cut":
             connection.execute("select pg_terminate_backend(%s, 5000)", [held[0].info.backend_pid])
-        else:  # as by a pooler, with another connection for each statement
+        else:  # as with a pooler that uses another connection for each statement
             held[0].execute("select pg_advisory_unlock_all()")
         assert run(spark, database, queue, tmp_path) == 5
         return moments(spark)
@@ -302,7 +302,7 @@ def test_a_run_that_lost_its_lock_publishes_nothing(
 
 
 def test_a_standby_is_refused(spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path) -> None:
-    # It knows no transaction of the primary that has finished messages and may still commit. One is played here.
+    # A standby is simulated by a function of the same name in the search path.
     connection.execute(
         f'create schema "{queue.name}";'
         f" create function \"{queue.name}\".pg_is_in_recovery() returns bool language sql as 'select true'"
@@ -323,9 +323,7 @@ def test_progress_of_another_database_is_ignored(spark: Any, database: str, queu
     assert (done.since, done.written) == (None, 0)
 
 
-def test_progress_later_than_the_clock_is_ignored(
-    spark: Any, database: str, queue: Queue, tmp_path: Path
-) -> None:
+def test_progress_later_than_the_clock_is_ignored(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
     work(queue)
     run(spark, database, queue, tmp_path)
     note = tmp_path / f"_pgqueue/{queue.name}.json"
@@ -382,7 +380,7 @@ def test_progress_advances_only_past_transactions_that_ended() -> None:
     note = archive._Progress("db")
     note = note.after(at[0], {"a"})
     assert (note.settled, note.noted, note.writers) == (None, at[0], {"a"})
-    # Somebody else is writing now, but a has ended: all up to the first run was to be seen by the second.
+    # a has ended, so the second run saw everything up to the first run.
     note = note.after(at[1], {"b", "c"})
     assert (note.settled, note.noted, note.writers) == (at[0], at[1], {"b", "c"})
     note = note.after(at[2], {"b", "d"})

@@ -1,4 +1,4 @@
-"""`pgqueue spark` and the demo, on the session that is there: what they do, and what they say in a line."""
+"""The commands of `pgqueue spark`, and the Spark demo, in the session of the tests."""
 
 import importlib.util
 import logging
@@ -54,7 +54,7 @@ def test_the_commands_archive_and_replay_messages(database: str, queue: Queue, t
     where = ("--where", "get_json_object(payload, '$.n') = '3'")
     done = spark(database, "replay", path, queue.name, *where, "--app-id", queue.name, "--json")
     assert [(record["chosen"], record["was_done"]) for record in done.records] == [(1, False)]
-    # Of one version no more is sent, and none that was not is said to be.
+    # A version is sent once, and the message has the number sent then.
     done = spark(database, "replay", path, queue.name, "--app-id", queue.name)
     told = f"1 messages had been sent into queue {queue.name}, as version 1 of {queue.name}"
     assert done == (0, f"{told}; nothing is sent now, though 3 are chosen\n", "")
@@ -130,7 +130,7 @@ def test_the_demo_computes_the_same_sums_as_postgresql(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PGQUEUE_DSN", empty_database())
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # that of the tests stays
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # keeps the handlers of the tests
     mine = tmp_path / "out/archive/mine"
     mine.parent.mkdir(parents=True)
     mine.touch()
@@ -147,8 +147,8 @@ def test_the_demo_computes_the_same_sums_as_postgresql(
     assert "3,001" in (tmp_path / "out/report/flow.html").read_text()
 
 
-# What a query of the user's own raises stays an error of PySpark's: within a session of ours, and behind it, where it
-# is logged again; also where nothing failed before, so that PySpark has not made the logger yet.
+# An error that the user's code catches stays an error of PySpark, within and after local_session. PySpark logs it again
+# after local_session. This also holds if PySpark has not created its logger before.
 def test_errors_of_the_user_s_own_queries_are_not_converted(
     spark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The pipeline of the demo, killed where it hurts most: exactly once from queue to Parquet and into another queue."""
+"""The pipeline of the demo is exactly once to Parquet and to a queue, although it is killed at critical points."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Predicates, dead letters by what they died of, and messages once more: chosen clearly, and sent once."""
+"""Predicates, the report on dead letters, redrive_where and replay."""
 
 import importlib
 import threading
@@ -43,7 +43,7 @@ def queue(connection: Connection, name: str) -> Queue:
 
 
 def die(queue: Queue, *errors: str) -> list[int]:
-    """Dead letters, one for each error."""
+    """Create a dead letter for each error; returns their ids."""
     for error in errors:
         queue.enqueue({"error": error})
         (message,) = queue.claim()
@@ -99,7 +99,7 @@ def test_predicates_with_comments_and_lambdas_work(spark: Any) -> None:
     assert matching(frame, "exists(array(id), x -> x > 7)").count() == 2
 
 
-# What they died of.
+# Normalized errors.
 
 
 NORMALIZED: list[tuple[str | None, str | None]] = [
@@ -132,7 +132,7 @@ def test_normalized_errors_omit_the_parts_that_differ(spark: Any) -> None:
 def test_normalizing_a_long_line_takes_linear_time(spark: Any) -> None:
     error = f"Traceback (most recent call last):\n{'x' * 65_000}\nKeyError: 'b'{' ' * 400}"
     frame = spark.createDataFrame([(error,)] * 30, "error string")
-    # A moment, or a quarter of an hour where each character of the line is a new beginning.
+    # A pattern that is tried from each character of the line would take a quarter of an hour.
     given_up = threading.Timer(60, spark.sparkContext.cancelAllJobs)
     given_up.start()
     try:
@@ -168,7 +168,7 @@ def test_redrive_where_redrives_matching_dead_letters_once(spark: Any, database:
 def test_a_version_of_a_redrive_is_done_once_even_if_messages_die_again(
     spark: Any, database: str, connection: Connection, queue: Queue
 ) -> None:
-    # A write, or a replay, that goes by the same name is something else.
+    # Writes and replays with the same name do not count as this redrive.
     for other in (queue.name, *(commit_name(app, queue.name) for app in (queue.name, f"redrive {queue.name}"))):
         connection.execute("select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', %s, 1)", [other])
     (first,) = die(queue, "boom")
@@ -180,7 +180,7 @@ def test_a_version_of_a_redrive_is_done_once_even_if_messages_die_again(
     assert (done.chosen, done.redriven, done.was_done) == (1, 0, True)
     assert dead(queue) == [first]
     assert redrive_where(spark, queue.name, "true", dsn=database, app_id=queue.name, version=2).redriven == 1
-    # And for each queue by itself.
+    # Versions are separate for each queue.
     second = Queue(connection, f"{queue.name}-other")
     second.create_queue(max_attempts=1)
     die(second, "boom")
@@ -206,7 +206,7 @@ def test_a_dead_letter_that_died_again_after_the_read_is_not_redriven(
     choose = replay_module.matching
 
     def late(frame: Any, where: str) -> Any:
-        """Somebody redrives the letter, and it dies of something else, once it was read."""
+        """After the read, redrive the message and let it die of another error."""
         rows = choose(frame, where).persist()
         rows.count()
         queue.redrive()
@@ -232,7 +232,7 @@ def test_a_predicate_that_fails_at_run_time_redrives_nothing(spark: Any, databas
 
 @pytest.fixture
 def parquet(spark: Any, database: str, queue: Queue, tmp_path: Path) -> str:
-    """Ten messages and one of raw bytes that are done, in Parquet."""
+    """Parquet with ten finished messages and one with a body."""
     queue.enqueue_batch([{"n": n, "text": "ü"} for n in range(10)], headers=[{"kind": "test"}] * 10)
     queue.enqueue_batch(bodies=[BODY])
     claimed = queue.claim(11)
@@ -255,7 +255,7 @@ def test_a_replay_is_sent_once(spark: Any, database: str, connection: Connection
     ]
     assert [message.headers for message in sent if message.body is None] == [{"kind": "test"}] * 3
     assert [message.body for message in sent if message.body is not None] == [BODY]
-    # Another version is meant.
+    # A new version sends the messages again.
     assert replay(spark, parquet, target.name, where, dsn=database, version=2).was_done is False
     assert len(target.claim(100)) == 4
 
@@ -295,7 +295,7 @@ def test_a_replay_that_fails_sends_nothing(spark: Any, database: str, queue: Que
         replay(spark, parquet, queue.name, "payload = ", dsn=database)
     with pytest.raises(PySparkException, match="cannot be cast"):
         replay(spark, parquet, queue.name, "cast(payload as int) = 1", dsn=database)
-    # A path that is misspelt is not made, nor noted as a version that was sent.
+    # A misspelt path is not created, and its version is not recorded.
     nowhere = Path(parquet, "nowhere")
     with pytest.raises(PySparkException, match="Path does not exist"):
         replay(spark, str(nowhere), queue.name, dsn=database, app_id=queue.name)

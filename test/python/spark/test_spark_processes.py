@@ -1,6 +1,4 @@
-"""Spark and its Java in processes of their own: what is said where there is none, or an old one, or where Spark fails,
-and what a command leaves behind that is ended. In a line, and no stack trace of any kind.
-"""
+"""Finding Java, and commands in processes of their own: errors in one line, and no files left after a signal."""
 
 import os
 import signal
@@ -25,7 +23,7 @@ from pgqueue.spark.java import JavaNotFoundError, find_java
 
 @pytest.fixture
 def queue(database: str, name: str) -> Iterator[Queue]:
-    """With a message that is done."""
+    """A queue with a finished message."""
     with psycopg.connect(database, autocommit=True) as connection:
         queue = Queue(connection, name)
         queue.create_queue(archive_for=timedelta(days=1))
@@ -37,7 +35,7 @@ def queue(database: str, name: str) -> Iterator[Queue]:
 
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine without Java, as far as can be seen."""
+    """Hide all Java installations of the machine."""
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(java, "_PLACES", ((tmp_path / "jvm", "*"),))
@@ -84,9 +82,7 @@ def test_java_on_path_can_be_a_symbolic_link(nowhere: Path, monkeypatch: pytest.
     assert find_java().home == home
 
 
-def test_java_home_comes_first_and_is_skipped_if_it_is_invalid(
-    nowhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_java_home_comes_first_and_is_skipped_if_it_is_invalid(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = program(nowhere / "jvm/java-17", says("17.0.9"))
     monkeypatch.setenv("JAVA_HOME", str(program(nowhere / "mine", says("25"))))
     assert find_java().major == 25
@@ -94,9 +90,7 @@ def test_java_home_comes_first_and_is_skipped_if_it_is_invalid(
     assert find_java().home == usual
 
 
-def test_without_java_the_error_says_what_to_install(
-    nowhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_java_the_error_says_what_to_install(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(JavaNotFoundError, match=r"17 or later: there is none in JAVA_HOME, on PATH") as refused:
         find_java()
     assert "Install one" in str(refused.value)
@@ -162,7 +156,7 @@ def test_a_failed_start_of_spark_raises_spark_failure(tmp_path: Path) -> None:
 HURRY = "-XX:TieredStopAtLevel=1"
 
 
-# In a process of its own, whose JVM is gone by the time that the error is told.
+# In a process of its own, as the JVM has ended when the error is printed.
 @pytest.mark.usefixtures("jre")
 def test_the_log_of_a_failed_command_is_kept(database: str, queue: Queue, tmp_path: Path) -> None:
     words = ("archive-to-parquet", "nosuch://x", "--queue", queue.name)
@@ -208,8 +202,8 @@ def test_a_command_interrupted_during_the_start_of_spark_leaves_no_files(databas
     assert [*tmp_path.glob("*pgqueue*")] == []
 
 
-# In the midst of a call of the JVM, which goes on there: as it makes its context, or runs a job. Each leaves the
-# process fit for another session.
+# The interrupts arrive during calls of the JVM: when it creates its context, and when it runs a job. After each, the
+# process can start another session.
 SESSIONS = """
 import os, signal, threading
 from pgqueue.spark.pipelines import SparkFailure, session

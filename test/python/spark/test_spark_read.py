@@ -1,4 +1,4 @@
-"""Batch reads: what they return, in which types, how they are cut, and that they change nothing."""
+"""Batch reads: columns, types, sources, partitions and filters, and that they change nothing."""
 
 import datetime
 import json
@@ -42,14 +42,14 @@ def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
 
 
 def reader_of(database: str, queue: str, schema: str | None = None, **options: str) -> Any:
-    """A reader as the workers have it."""
+    """A reader that was pickled, as in the workers."""
     source = PgQueueDataSource({"dsn": database, "queue": queue} | options)
     kind = source.schema() if schema is None else struct(schema)
     return pickle.loads(pickle.dumps(source.reader(kind)))
 
 
 def read(reader: Any) -> Rows:
-    """All rows, by partition."""
+    """All rows, partition by partition."""
     partitions = pickle.loads(pickle.dumps(reader.partitions()))
     return [row for partition in partitions for batch in reader.read(partition) for row in batch.to_pylist()]
 
@@ -82,7 +82,7 @@ def test_all_columns_of_a_message_are_read_unchanged(
     assert (message["enqueued_at"], message["expires_at"]) == (sent.enqueued_at, sent.expires_at)
     assert (message["attempt_count"], message["max_attempts"], message["message_id"]) == (0, 5, None)
     assert (raw["id"], raw["payload"], raw["body"]) == (second, None, b"\x00\xff raw \n")
-    # An empty text is not null.
+    # An empty string is not null.
     assert (empty["payload"], empty["claimed_by"], empty["last_error"]) == ('""', "", '\x01\x02\n""\\.\n\\.')
     assert (message["claimed_by"], message["last_error"]) == (None, None)
 
@@ -133,16 +133,14 @@ KINDS |= {"attempt_count": "int", "max_attempts": "int", "enqueued_at": "timesta
 
 
 @given(data=st.data(), names=st.lists(st.sampled_from(list(VALUES)), min_size=1, unique=True))
-def test_any_rows_are_read_as_the_database_returns_them(
-    database: str, data: st.DataObject, names: list[str]
-) -> None:
+def test_any_rows_are_read_as_the_database_returns_them(database: str, data: st.DataObject, names: list[str]) -> None:
     table = data.draw(st.lists(st.fixed_dictionaries({name: VALUES[name] for name in names}), max_size=7))
     schema = StructType([field for name in names for field in source_schema("ready") if field.name == name])
     typed = sql.SQL(", ").join(
         sql.SQL(f"{{}} {KINDS.get(name, 'text')}").format(sql.Identifier(name)) for name in names
     )
     relation = sql.SQL("jsonb_to_recordset(%(rows)s) as found ({})").format(typed)
-    # Bytes have no form in JSON but the one in which the database reads them.
+    # Bytes are passed in the text format of bytea.
     given_rows = json.dumps(
         table, default=lambda value: "\\x" + value.hex() if isinstance(value, bytes) else str(value)
     )
@@ -170,7 +168,7 @@ def test_session_settings_do_not_affect_a_read(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], database: str, name: str
 ) -> None:
     orders.enqueue(body=b"\x00\\a")
-    # Monrovia was 44 minutes and 30 seconds behind then, which Arrow would not read.
+    # The offset of Monrovia was then 44 minutes and 30 seconds, which Arrow cannot parse.
     moment = datetime.datetime(1960, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
     connection.execute("update pgqueue.messages set enqueued_at = %s where queue_name = %s", [moment, name])
     settings = "-c timezone=Africa/Monrovia -c datestyle=German -c bytea_output=escape"
@@ -237,7 +235,7 @@ def test_a_payload_can_be_larger_than_an_arrow_batch(orders: pgqueue.Queue, rows
 
 @pytest.fixture
 def everywhere(orders: pgqueue.Queue, connection: psycopg.Connection[Any]) -> dict[str, int]:
-    """A message in every state, by state."""
+    """The id of a message in each state."""
     orders.alter_queue(archive_for=datetime.timedelta(days=1))
     sent = {"dead": orders.enqueue("dead"), "archived": orders.enqueue("archived"), "inflight": orders.enqueue(1)}
     claimed = {message.id: message for message in orders.claim(3)}
@@ -295,7 +293,9 @@ def everything(connection: psycopg.Connection[Any], name: str) -> list[Any]:
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_a_batch_read_changes_nothing(connection: psycopg.Connection[Any], rows: Callable[..., Rows], name: str) -> None:
+def test_a_batch_read_changes_nothing(
+    connection: psycopg.Connection[Any], rows: Callable[..., Rows], name: str
+) -> None:
     before = everything(connection, name)
     assert len(rows(source="all")) == 7
     assert everything(connection, name) == before
@@ -330,22 +330,22 @@ def test_messages_sent_after_planning_are_not_read(orders: pgqueue.Queue, databa
     assert [row["id"] for batch in reader.read(planned) for row in batch.to_pylist()] == sent
 
 
-def test_a_message_that_changes_state_during_a_read_is_read_once(orders: pgqueue.Queue, database: str, name: str) -> None:
+def test_a_message_that_changes_state_during_a_read_is_read_once(
+    orders: pgqueue.Queue, database: str, name: str
+) -> None:
     sent = orders.enqueue_batch([1, 2])
     reader = reader_of(database, name, "id long, state string", source="all", **SINGLE)
     (planned,) = reader.partitions()
     batches = reader.read(planned)
     found = next(batches).to_pylist()
-    # The table that they lie in now is read behind the one that they lay in.
+    # The messages move to a table that is read later.
     assert [orders.reject(one.id, one.claim_token) for one in orders.claim(2)] == [True, True]
     found += [row for batch in batches for row in batch.to_pylist()]
     assert [(row["id"], row["state"]) for row in found] == [(number, "ready") for number in sent]
 
 
 @pytest.mark.usefixtures("orders")
-def test_an_empty_queue_returns_no_rows_and_an_unknown_one_raises(
-    database: str, rows: Callable[..., Rows]
-) -> None:
+def test_an_empty_queue_returns_no_rows_and_an_unknown_one_raises(database: str, rows: Callable[..., Rows]) -> None:
     assert rows() == []
     with pytest.raises(pgqueue.QueueNotFound, match="nobody"):
         reader_of(database, "nobody").partitions()
@@ -374,7 +374,7 @@ def test_id_and_time_options_limit_a_read(
             "update pgqueue.messages set enqueued_at = %s where id = %s",
             [datetime.datetime(2026, 1, day, tzinfo=datetime.UTC), number],
         )
-    # From the first moment on, up to but without the last: days fit together.
+    # since is inclusive, until is exclusive.
     assert ids(rows("id long", since="2026-01-02", until="2026-01-04")) == sent[1:3]
     assert ids(rows("id long", since="2026-01-04")) == sent[3:]
     assert ids(rows("id long", until="2026-01-02T01:00:00+01:00")) == sent[:1]
@@ -424,7 +424,9 @@ def test_a_user_schema_selects_columns(orders: pgqueue.Queue, rows: Callable[...
     assert list(rows("payload string, id long")[0]) == ["payload", "id"]
 
 
-def test_only_columns_that_are_never_null_can_be_declared_not_null(orders: pgqueue.Queue, load: Callable[..., Any]) -> None:
+def test_only_columns_that_are_never_null_can_be_declared_not_null(
+    orders: pgqueue.Queue, load: Callable[..., Any]
+) -> None:
     orders.enqueue(1)
     assert [row.attempt_count for row in load("attempt_count int not null").collect()] == [0]
     with pytest.raises(AnalysisException, match="column payload may be null, so it cannot be declared not null"):
@@ -439,9 +441,7 @@ def test_a_leading_byte_order_mark_is_kept(
     assert rows("last_error string") == [{"last_error": "\ufeffx"}]
 
 
-def test_option_source_ignores_case_and_spaces(
-    orders: pgqueue.Queue, rows: Callable[..., Rows]
-) -> None:
+def test_option_source_ignores_case_and_spaces(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
     orders.enqueue(1)
     assert rows(source=" Dead ") == []
 
@@ -449,22 +449,24 @@ def test_option_source_ignores_case_and_spaces(
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ("id long, colour string", "no column colour in source ready; there are id bigint, queue_name string"),
+        ("id long, colour string", "source ready has no column colour; its columns are id bigint, queue_name string"),
         ("id int", "column id is bigint, not int; cast it in the query"),
         ("headers map", "column headers is string, not map<string,string>"),
-        ("reason string", "no column reason in source ready"),
+        ("reason string", "source ready has no column reason"),
         ("", "name at least one column"),
         ("id long, payload string, id long", "column id is named twice"),
     ],
 )
-def test_a_schema_that_does_not_match_the_source_is_refused(database: str, name: str, schema: str, message: str) -> None:
+def test_a_schema_that_does_not_match_the_source_is_refused(
+    database: str, name: str, schema: str, message: str
+) -> None:
     with pytest.raises(OptionError) as raised:
         reader_of(database, name, schema)
     assert message in str(raised.value)
 
 
 def pushed(database: str, name: str, *wanted: Any, source: str = "ready") -> tuple[Rows, list[Any]]:
-    """The rows that the database returns under filters, and the filters that it left to Spark."""
+    """The rows that the database returns with these filters, and the filters that are left to Spark."""
     source_ = PgQueueDataSource({"dsn": database, "queue": name, "pushdown": "true", "source": source})
     reader = source_.reader(source_.schema())
     assert isinstance(reader, PushdownSnapshotReader)
@@ -551,7 +553,7 @@ def test_register_makes_the_format_known(
     spark: Any, orders: pgqueue.Queue, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class ByHand(PgQueueDataSource):
-        """Under a name that Spark has not found by itself."""
+        """The source with a name that Spark does not find by itself."""
 
         @classmethod
         def name(cls) -> str:
@@ -577,7 +579,9 @@ def test_spark_reads_every_source(load: Callable[..., Any]) -> None:
     }
 
 
-def test_filters_are_pushed_down_with_option_pushdown(spark: Any, orders: pgqueue.Queue, load: Callable[..., Any]) -> None:
+def test_filters_are_pushed_down_with_option_pushdown(
+    spark: Any, orders: pgqueue.Queue, load: Callable[..., Any]
+) -> None:
     sent = orders.enqueue_batch(list(range(10)))
     wanted = f"id >= {sent[3]} and enqueued_at > timestamp'2020-01-01 00:00:00' and payload <> '5'"
     with pytest.raises(AnalysisException, match="filterPushdown"):
@@ -609,7 +613,7 @@ def test_spark_shows_option_errors_but_never_a_password(
 
 
 def test_a_partition_needs_only_its_id_range(orders: pgqueue.Queue, database: str, name: str) -> None:
-    # What partitions() leaves on the reader does not reach the workers.
+    # The workers do not have the state that partitions() leaves in the reader.
     sent = orders.enqueue_batch([1, 2, 3])
     fresh = reader_of(database, name, "id long")
     at = datetime.datetime.now(datetime.UTC) + HOUR

@@ -1,4 +1,4 @@
-"""The Spark sink: all rows or none, once. Most of it with the writers as plain objects, the rest in a session."""
+"""The Spark sink: all rows or none, and once. Most tests call the writers directly, the others use a session."""
 
 import json
 import pickle
@@ -54,7 +54,7 @@ def payloads(*values: str | None) -> pa.RecordBatch:
 
 
 class Sink:
-    """Writers of one queue, and what is in it."""
+    """Creates writers for one queue, and reads its messages."""
 
     def __init__(self, dsn: str, name: str, connection: psycopg.Connection[Any], patch: pytest.MonkeyPatch) -> None:
         self.dsn = dsn
@@ -65,7 +65,7 @@ class Sink:
         self._patch = patch
 
     def writer(self, kinds: t.StructType = PAYLOAD, kind: type = QueueArrowWriter, **options: str) -> Any:
-        """As a task has it: pickled."""
+        """A writer that was pickled, as in a task."""
         given = {"dsn": self.dsn, "queue": self.name, "retryTimeout": "5s"} | options
         writer = kind(parse({name: value for name, value in given.items() if value}, WRITE), kinds)
         return pickle.loads(pickle.dumps(writer))
@@ -74,18 +74,18 @@ class Sink:
         return self.writer(kinds, QueueStreamArrowWriter, **options)
 
     def write(self, writer: Any, *batches: pa.RecordBatch, task: tuple[int, int, str | None] = (0, 0, None)) -> Staged:
-        """Run a task: partition, attempt, query."""
+        """Run a task. `task` is its partition, attempt, and query id."""
         self._patch.setattr(sink_module, "_task", lambda: task)
         message = writer.write(iter(batches))
         return pickle.loads(pickle.dumps(message))
 
     def send(self, *batches: pa.RecordBatch, kinds: t.StructType = PAYLOAD, **options: str) -> None:
-        """A whole job of one task."""
+        """Run a job with one task."""
         writer = self.writer(kinds, **options)
         writer.commit([self.write(writer, *batches)])
 
     def sent(self) -> list[Any]:
-        """Every payload, by id."""
+        """All payloads, in order of id."""
         rows = self.connection.execute(
             "select payload from pgqueue.messages where queue_name = %s order by id", (self.name,)
         )
@@ -105,7 +105,7 @@ def sink(database: str, name: str, connection: psycopg.Connection[Any], monkeypa
     return Sink(database, name, connection, monkeypatch)
 
 
-# What becomes of rows.
+# How rows become messages.
 
 
 def test_the_commit_sends_rows_in_order(sink: Sink) -> None:
@@ -228,7 +228,7 @@ OBJECT = {
 
 
 def stored(sink: Sink) -> list[Any]:
-    """Payloads with their decimals exact."""
+    """Payloads with exact decimals."""
     rows = sink.connection.execute(
         "select payload::text from pgqueue.messages where queue_name = %s order by id", (sink.name,)
     )
@@ -274,7 +274,7 @@ def test_a_listening_consumer_is_woken(sink: Sink) -> None:
         assert [notify.channel for notify in listener.notifies(timeout=60, stop_after=1)] == [channel]
 
 
-# What is wrong with rows: one error that names the row, and nothing sent.
+# Invalid rows: the error has the row, and nothing is sent.
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_an_invalid_message_id_is_refused_with_its_row(sink: Sink) -> None:
 def test_nan_and_infinity_are_refused_with_their_row(sink: Sink, value: float) -> None:
     kinds = schema(inner=schema(a=t.ArrayType(t.DoubleType())))
     good, bad = ({"a": [1.0, 2.0]},), ({"a": [1.0, value]},)
-    said = r"row 15 of partition 0: invalid inner\.a: (nan|-inf), for which JSON has no number"
+    said = r"row 15 of partition 0: invalid inner\.a: (nan|-inf) is not a JSON number"
     with pytest.raises(pgqueue.InvalidArgument, match=said):
         sink.write(sink.writer(kinds), batch(kinds, *[good] * 5), batch(kinds, *[good] * 9, bad, good, bad))
     assert sink.staged() == 0
@@ -362,9 +362,7 @@ def test_nan_and_infinity_are_refused_with_their_row(sink: Sink, value: float) -
     [(t.DateType(), 1), (t.TimestampType(), 86_400_000_000), (t.TimestampNTZType(), 86_400_000_000)],
     ids=["day", "moment", "local"],
 )
-def test_dates_outside_years_1_to_9999_are_refused_with_their_row(
-    sink: Sink, kind: t.DataType, size: int
-) -> None:
+def test_dates_outside_years_1_to_9999_are_refused_with_their_row(sink: Sink, kind: t.DataType, size: int) -> None:
     kinds = schema(inner=schema(at=kind))
     (struct,) = to_arrow_schema(kinds, timezone="Asia/Tokyo").types
     first, last = -719162 * size, 2932897 * size - 1  # from 1970 on, to the year 1 and beyond the year 9999
@@ -408,7 +406,7 @@ def test_only_the_elements_of_sliced_lists_and_maps_are_encoded(sink: Sink) -> N
     ],
 )
 def test_invalid_utf_8_is_refused_with_its_row(sink: Sink, column: str, said: str) -> None:
-    # As cast(binary as string) makes it; what has a control character goes another way.
+    # As cast(binary as string) produces it. Text with a control character has another code path.
     hostile = b"\xff\t" if column == "quoted" else b"\xff"
     given: dict[str, list[bytes | None]] = {column: [None, None, hostile]}
     if column in ("payload", "headers", "message_id"):
@@ -466,7 +464,7 @@ def test_a_payload_over_the_queue_limit_is_refused_by_the_commit(sink: Sink) -> 
     assert (sink.sent(), sink.staged()) == ([], 0)
 
 
-# What fails, and what happens twice.
+# Failures and repetitions.
 
 
 def test_a_task_that_fails_during_the_copy_leaves_no_staged_rows(sink: Sink) -> None:
@@ -502,7 +500,7 @@ def test_an_aborted_job_leaves_no_staged_rows(sink: Sink) -> None:
 def test_abort_raises_nothing_if_it_cannot_delete_staged_rows(sink: Sink, role: Callable[[str], str]) -> None:
     writer = sink.writer()
     sink.write(writer, payloads("1"))
-    # Who may not write has failed of that, and not of giving up.
+    # A role without access to the sink has already failed to write.
     for conninfo in (make_conninfo(writer.conninfo, dbname="nowhere"), role("consumer")):
         writer.conninfo = conninfo
         writer.abort([None])
@@ -549,7 +547,7 @@ def test_a_version_is_sent_once_to_each_queue(sink: Sink) -> None:
         sink.send(payloads("1"), queue=queue, **app)
     assert sink.sent() == [1]
     assert pgqueue.Queue(sink.connection, second).peek() == 1
-    # Rows that name their queues are one write together.
+    # Without option queue, the version is for all queues together.
     kinds = schema(payload=t.StringType(), queue_name=t.StringType())
     for _ in range(2):
         rows = pa.RecordBatch.from_pydict({"payload": ["2", "3"], "queue_name": [sink.name, second]})
@@ -589,7 +587,7 @@ def test_concurrent_writes_are_all_sent_and_equal_versions_once(sink: Sink) -> N
         writer = sink.writer(queue=queue, **app)
         jobs.append((writer, sink.write(writer, payloads(json.dumps(payload)))))
     with ThreadPoolExecutor(len(jobs)) as pool:
-        # Held up where they would insert, all of them are under way at once.
+        # The lock stops all commits where they insert, so that they run at the same time.
         with psycopg.connect(sink.dsn) as other:
             other.execute("lock table pgqueue.messages in exclusive mode")
             commits = [pool.submit(writer.commit, [staged]) for writer, staged in jobs]
@@ -602,7 +600,7 @@ def test_concurrent_writes_are_all_sent_and_equal_versions_once(sink: Sink) -> N
 
 
 def waiting(connection: psycopg.Connection[Any]) -> int:
-    """How many sessions of Spark wait for a lock."""
+    """The number of Spark's sessions that wait for a lock."""
     return connection.execute(
         "select count(*) from pg_stat_activity where application_name = 'pgqueue spark' and wait_event_type = 'Lock'"
         " and datname = current_database()"
@@ -622,7 +620,7 @@ def test_the_commit_uses_the_queue_settings_of_its_time(sink: Sink) -> None:
     sink.queue.drop_queue()
     with pytest.raises(pgqueue.QueueNotFound) as raised:
         writer.commit([staged])
-    # What to do, and not where in the database's functions that was found out: Spark shows all of it.
+    # The text has no context of database functions, as Spark shows all of it.
     hint = "Create it with pgqueue.create_queue, or see pgqueue.list_queues()."
     assert str(raised.value) == f"queue '{sink.name}' does not exist\nHINT:  {hint}"
     sink.queue.create_queue(max_attempts=9)
@@ -633,7 +631,7 @@ def test_the_commit_uses_the_queue_settings_of_its_time(sink: Sink) -> None:
 def test_lost_staged_rows_fail_the_commit(sink: Sink) -> None:
     writer = sink.writer(txnAppId=sink.name, txnVersion="1")
     staged = sink.write(writer, payloads("1"), payloads("2"))
-    # As a crash of the server empties the table of messages, but not every one of its rows.
+    # A crash of the server would empty the unlogged table.
     sink.connection.execute(
         "delete from pgqueue.staged_messages where token = %s and row_number = 2", (next(iter(staged.counts)),)
     )
@@ -661,7 +659,7 @@ def test_a_commit_whose_answer_was_lost_is_repeated_and_takes_effect_once(
     sink.send(payloads("1"))
     assert answers == [True, False, False]
     assert (sink.sent(), sink.staged()) == ([1], 0)
-    # Not that it was discarded.
+    # The log does not claim that the write was discarded.
     assert [record for record in caplog.messages if "committed" in record] == []
 
 
@@ -688,7 +686,7 @@ def test_a_server_crash_between_staging_and_commit_raises_staged_messages_lost(
         back.start()
         with pytest.raises(psycopg.OperationalError):
             first.write(writer, payloads("3"))
-        # A task that is tried again waits: Spark tries it four times within a second.
+        # A later attempt of a task waits, as Spark makes all four attempts within a second.
         monkeypatch.setattr(sink_module.TaskContext, "get", lambda: SimpleNamespace(attemptNumber=lambda: 1))
         waited = first.write(first.writer(retryTimeout="60 s"), payloads("3"))
         back.join()
@@ -700,7 +698,7 @@ def test_a_server_crash_between_staging_and_commit_raises_staged_messages_lost(
             assert connection.execute("select payload from pgqueue.messages order by id").fetchall() == [(1,), (3,)]
 
 
-# What is refused when a write is planned.
+# Errors at planning.
 
 
 TWICE = t.StructType([t.StructField("x", t.IntegerType())] * 2)
@@ -725,14 +723,14 @@ TWICE = t.StructType([t.StructField("x", t.IntegerType())] * 2)
         (schema(a=t.DayTimeIntervalType()), {}, "column a: interval day to second has no form in JSON"),
         (schema(a=t.ArrayType(TWICE)), {}, "column a: struct<x:int,x:int> has no form in JSON"),
         (schema(payload=TWICE), {}, "column payload: struct<x:int,x:int> has no form in JSON"),
-        (schema(a=t.IntegerType(), headers=t.StringType()), {}, "column headers beside no column payload"),
-        (schema(payload=t.StringType()), {"queue": ""}, "no queue: name it by the option queue, or"),
+        (schema(a=t.IntegerType(), headers=t.StringType()), {}, "column headers is ambiguous without a column payload"),
+        (schema(payload=t.StringType()), {"queue": ""}, "no queue: set option queue, or"),
         (schema(payload=t.StringType(), queue_name=t.StringType()), {}, "the queue is named twice"),
         (schema(queue_name=t.StringType()), {"queue": ""}, "there is nothing to send"),
         (schema(queue_name=t.IntegerType(), a=t.IntegerType()), {"queue": ""}, "column queue_name is int"),
-        (schema(PAYLOAD=t.StringType()), {}, "column PAYLOAD beside no column payload"),
+        (schema(PAYLOAD=t.StringType()), {}, "column PAYLOAD is ambiguous without a column payload"),
         (schema(payload=t.StringType(), Headers=t.StringType()), {}, "unknown column Headers .*did you mean headers"),
-        (schema(), {}, "there must be one at least"),
+        (schema(), {}, "there must be at least one"),
         (PAYLOAD, {"txnAppId": "a"}, "options txnAppId and txnVersion go together"),
         (PAYLOAD, {"txnVersion": "1"}, "options txnAppId and txnVersion go together"),
         (PAYLOAD, {"txnAppId": "a", "txnVersion": "-1"}, "invalid option txnVersion: '-1' is not an integer from 0"),
@@ -755,7 +753,7 @@ def test_duplicate_column_names_are_refused(sink: Sink) -> None:
 
 @pytest.mark.parametrize("options", [{"txnAppId": "a"}, {"txnVersion": "1"}, {"txnAppId": "a", "txnVersion": "1"}])
 def test_txn_options_are_refused_for_streaming_queries(sink: Sink, options: dict[str, str]) -> None:
-    # Under one that outlived it, the batches of the next checkpoint, which count from 0 again, would be discarded.
+    # With a fixed name, the batches of a new checkpoint, numbered from 0 again, would be discarded.
     with pytest.raises(OptionError, match=r"are not for streaming queries.*: leave both out"):
         sink.stream(**options)
 
@@ -780,9 +778,7 @@ def test_a_data_frame_is_written(spark: Any, sink: Sink, save: Callable[..., Non
     assert sink.staged() == 0
 
 
-def test_a_thread_can_write_after_it_registered_the_session(
-    spark: Any, sink: Sink, save: Callable[..., None]
-) -> None:
+def test_a_thread_can_write_after_it_registered_the_session(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
     def write() -> None:
         register(spark)
         save(spark.range(3).selectExpr("to_json(struct(id)) as payload"))
@@ -817,7 +813,7 @@ def test_a_job_with_a_failed_task_sends_nothing(spark: Any, sink: Sink, save: Ca
     def behind_the_others(number: int) -> str:
         if number != 700:
             return str(number)
-        # Spark waits for no other task before it gives up: what one stages behind that is left to sweep_staged.
+        # Spark does not wait for other tasks before it aborts. Rows staged after that are left to sweep_staged.
         staged = "select count(*) >= 3 from pgqueue.staged_attempts where queue_name = %s"
         deadline = time.monotonic() + 30
         with psycopg.connect(dsn, autocommit=True) as connection:
@@ -838,7 +834,8 @@ def test_a_failed_commit_sends_nothing(spark: Any, sink: Sink, save: Callable[..
 
 
 @pytest.mark.parametrize(
-    ("mode", "message"), [("overwrite", "a queue is not overwritten"), ("error", "SAVE_MODE"), ("ignore", "SAVE_MODE")]
+    ("mode", "message"),
+    [("overwrite", "a queue cannot be overwritten"), ("error", "SAVE_MODE"), ("ignore", "SAVE_MODE")],
 )
 def test_append_is_the_only_mode(spark: Any, sink: Sink, save: Callable[..., None], mode: str, message: str) -> None:
     sink.queue.enqueue(1)
@@ -859,7 +856,7 @@ def test_a_replayed_micro_batch_is_sent_once(spark: Any, sink: Sink, tmp_path: P
 
     run()
     assert sorted(payload["id"] for payload in sink.sent()) == [*range(100)]
-    # As if the driver had died behind the sink's commit and before Spark's own.
+    # As if the driver had died after the commit of the sink and before the entry in Spark's commit log.
     (checkpoint / "commits/0").unlink()
     (checkpoint / "commits/.0.crc").unlink()
     run()

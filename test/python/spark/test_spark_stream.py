@@ -1,4 +1,4 @@
-"""The streaming source under every failure, driven by an engine that takes Spark's steps."""
+"""The streaming source under all kinds of failures, driven by a model of Spark's engine (engines.py)."""
 
 import gc
 import json
@@ -41,7 +41,7 @@ def checkpoint() -> Checkpoint:
 
 @pytest.fixture
 def start(database: str, name: str, checkpoint: Checkpoint) -> Iterator[Start]:
-    """Starts a driver on the checkpoint, or on another one."""
+    """A function that starts a driver on the checkpoint, or on another one."""
     started: list[Engine] = []
 
     def start(on: Checkpoint | None = None, schema: str | None = None, **options: str) -> Engine:
@@ -64,13 +64,13 @@ def stream(queue: pgqueue.Queue) -> pgqueue.Stream:
 
 
 def left(queue: pgqueue.Queue) -> int:
-    """How many messages are in the queue, in whatever state."""
+    """The number of messages in the queue, in any state."""
     stats = queue.stats()
     return stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
 
 
 def lapse(connection: psycopg.Connection[Any], queue: pgqueue.Queue) -> None:
-    """The reservation has run out."""
+    """Let the reservation expire."""
     connection.execute(
         "update pgqueue.messages set visible_at = clock_timestamp() - interval '1 s' where queue_name = %s",
         [queue.name],
@@ -116,11 +116,11 @@ def test_a_stream_returns_all_columns_unchanged(orders: pgqueue.Queue, start: St
 def test_a_user_schema_of_a_stream_selects_columns_and_is_checked(orders: pgqueue.Queue, start: Start) -> None:
     orders.enqueue(7)
     assert start(schema="payload string").begin().trigger() == [{"payload": "7"}]
-    with pytest.raises(OptionError, match="no column visible_at in source stream"):
+    with pytest.raises(OptionError, match="source stream has no column visible_at"):
         start(schema="visible_at timestamp")
 
 
-# The failure table.
+# Failures.
 
 
 def test_a_driver_that_dies_after_the_claim_leaves_its_batch_to_the_next_driver(
@@ -128,7 +128,7 @@ def test_a_driver_that_dies_after_the_claim_leaves_its_batch_to_the_next_driver(
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4, 5])
     with start().begin() as engine, pytest.raises(Died):
-        engine.trigger(dies="behind the claim")
+        engine.trigger(dies="after the claim")
     claimed = stream(orders)
     assert (checkpoint.offsets, claimed.messages) == ([], 4)
     with start(maxMessagesPerTrigger="100").begin() as engine:
@@ -137,7 +137,7 @@ def test_a_driver_that_dies_after_the_claim_leaves_its_batch_to_the_next_driver(
 
 
 @pytest.mark.parametrize("batch", [0, 1])
-@pytest.mark.parametrize("point", ["before the sink", "behind the sink"])
+@pytest.mark.parametrize("point", ["before the sink", "after the sink"])
 def test_a_driver_that_dies_during_a_batch_is_followed_by_a_replay_of_the_same_messages(
     orders: pgqueue.Queue, start: Start, point: str, batch: int
 ) -> None:
@@ -151,7 +151,7 @@ def test_a_driver_that_dies_during_a_batch_is_followed_by_a_replay_of_the_same_m
     again = start(numPartitions="2", maxMessagesPerTrigger="100").begin()
     replayed = again.sink[0][1]
     assert ids(replayed) == sent[4 * batch :][:4]
-    if point == "behind the sink":
+    if point == "after the sink":
         assert replayed == engine.sink[-1][1]
     assert [ids(rows) for rows in again.drain()] == [sent[4 * batch + 4 :] + more]
     assert left(orders) == 0
@@ -187,7 +187,7 @@ def test_commit_acknowledges_the_batch_once(orders: pgqueue.Queue, start: Start)
         engine.reader.commit(end)
         assert (left(orders), stream(orders).acked_seq) == (0, 1)
     assert engine.plan() is None
-    # Where nothing is new there is nothing to read.
+    # An empty range of offsets has no partitions.
     assert engine.reader.partitions(end, end) == []
 
 
@@ -221,7 +221,7 @@ def test_messages_taken_by_others_after_the_lease_end_the_query(
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4])
     with start().begin() as engine, pytest.raises(Died):
-        engine.trigger(dies="behind the sink")
+        engine.trigger(dies="after the sink")
     lapse(connection, orders)
     taken = [message.id for message in wait_for(lambda: orders.receive(1))]
     with pytest.raises(pgqueue.StreamDataLost, match=f"1 of 4 messages of batch 1: {taken[0]}"):
@@ -240,7 +240,7 @@ def test_a_message_claimed_by_plain_sql_counts_as_lost(
     end = engine.plan()
     parts = engine.parts(end)
     lapse(connection, orders)
-    # In plain SQL, which sets no token: that of the stream is still there.
+    # Plain SQL sets no token, so the message still has that of the stream.
     taken = (
         "update pgqueue.messages set visible_at = '2100-01-01', attempt_count = attempt_count + 1 where id = %s"
         " returning visible_at"
@@ -315,7 +315,7 @@ def test_without_its_checkpoint_a_query_continues_after_the_last_acknowledged_ba
     with start().begin() as engine:
         engine.trigger()
         engine.trigger()
-    # The second batch is done, but nobody has said so to the database.
+    # The second batch is finished but not acknowledged in the database.
     again = start(on=Checkpoint()).begin()
     assert [ids(rows) for rows in again.drain()] == [sent[4:8], sent[8:]]
     assert left(orders) == 0
@@ -335,11 +335,11 @@ def test_a_rolled_back_checkpoint_ends_the_query(
         engine.trigger()
     rolled_back = start(on=old)
     with pytest.raises(pgqueue.StreamOutOfStep, match=r"stream 's' of queue .* is out of step"):
-        # Where a batch is to be replayed it fails in partitions(), never as an empty batch; else in latestOffset().
+        # A replay fails in partitions(), never as an empty batch. Without a replay, latestOffset() fails.
         rolled_back.begin().trigger()
     assert rolled_back.sink == []
     assert left(orders) == 1
-    # Who would go on all the same does so.
+    # With failOnDataLoss=false the query continues.
     lenient = start(on=old.copy(), failOnDataLoss="false").begin()
     assert [rows for _, rows in lenient.sink] == ([[]] if done == 1 else [])
     assert len(lenient.drain()) == 1
@@ -348,7 +348,7 @@ def test_a_rolled_back_checkpoint_ends_the_query(
 
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_checkpoint_of_another_stream_ends_the_query(orders: pgqueue.Queue, start: Start, is_new: bool) -> None:
-    """Also one from before its first batch, which says of no message where it was."""
+    """Includes a checkpoint from before the first batch, which has no token."""
     if not is_new:
         orders.enqueue_batch([1, 2])
     with start().begin() as engine:
@@ -378,9 +378,7 @@ def test_a_checkpoint_without_names_is_recognized_by_its_batch_tokens(
     assert start().begin().trigger() is None
 
 
-def test_database_errors_are_short_and_name_spark_options(
-    orders: pgqueue.Queue, start: Start
-) -> None:
+def test_database_errors_are_short_and_name_spark_options(orders: pgqueue.Queue, start: Start) -> None:
     with pytest.raises(pgqueue.InvalidArgument) as raised:
         start(onAck="archive").begin()
     hint = f"onAck must be delete or null where queue '{orders.name}' has no archive_for."
@@ -399,9 +397,7 @@ def test_database_errors_are_short_and_name_spark_options(
     assert "CONTEXT" not in str(raised.value)
 
 
-def test_a_dropped_stream_ends_the_query(
-    orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint
-) -> None:
+def test_a_dropped_stream_ends_the_query(orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint) -> None:
     orders.enqueue_batch(list(range(4)))
     with start().begin() as engine:
         engine.drain()
@@ -456,13 +452,13 @@ def test_a_connection_closed_by_idle_session_timeout_is_reopened(
 def test_a_connection_to_a_read_only_server_is_replaced(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue(1)
     engine = start(retryTimeout="10 s").begin()
-    # As behind a proxy that knows of the failover a moment later.
+    # As behind a proxy that notices a failover late.
     engine.reader._driver._connection.execute("set default_transaction_read_only to on")
     assert ids(engine.trigger()) == [sent]
 
 
 class Clock:
-    """A clock that is moved by hand, and by who sleeps."""
+    """A clock that is advanced by hand, and by sleep()."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -508,7 +504,7 @@ def test_retry_timeout_starts_again_with_each_outage_of_a_task(
     engine = start(retryTimeout="10 s", maxMessagesPerTrigger="50", numPartitions="1").begin()
     (part,) = engine.parts(engine.plan())
     found: list[int] = []
-    # Each batch is more than is under way at a time, so that the loss is noticed before the next.
+    # Each batch is larger than all buffers, so that the loss is noticed before the next one.
     for batch in engine.worker.read(part):
         found += ids(batch.to_pylist())
         clock.now += 3600
@@ -561,7 +557,7 @@ def test_a_server_restart_is_bridged_by_retries(name: str) -> None:
             assert left(pgqueue.Queue(connection, name)) == 0
 
 
-# The rest of what it promises.
+# Offsets, triggers, heartbeats and options.
 
 
 def test_an_idle_stream_acknowledges_its_last_batch_and_then_writes_nothing(
@@ -579,15 +575,13 @@ def test_an_idle_stream_acknowledges_its_last_batch_and_then_writes_nothing(
     assert connection.execute(version, [orders.name]).fetchone() == before
 
 
-def test_the_initial_offset_is_stable_also_when_batch_0_is_replayed(
-    orders: pgqueue.Queue, start: Start
-) -> None:
+def test_the_initial_offset_is_stable_also_when_batch_0_is_replayed(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch([1, 2])
     engine = start()
     first = {"seq": 0, "token": None, "queue": orders.name, "stream": "s"}
     assert engine.reader.initialOffset() == engine.reader.initialOffset() == first
     with engine.begin(), pytest.raises(Died):
-        engine.trigger(dies="behind the sink")
+        engine.trigger(dies="after the sink")
     again = start()
     assert again.reader.initialOffset() == first
     assert ids(again.begin().sink[0][1]) == sent
@@ -630,7 +624,7 @@ def test_available_now_ends_although_more_messages_are_sent(orders: pgqueue.Queu
         found += ids(rows)
         more = orders.enqueue_batch(list(range(10)))
     assert found == sent
-    # What was done is acknowledged, the rest is untouched and everybody's.
+    # The rest is ready for any consumer.
     assert left(orders) == orders.stats().ready_messages
     assert [message.id for message in orders.receive(100)][-10:] == more
 
@@ -670,7 +664,7 @@ def test_a_heartbeat_extends_the_reservation_of_a_batch(
     assert first is not None
 
     def ends() -> list[datetime]:
-        """When the claims of the messages and that of the stream run out."""
+        """The times when the claims of the messages and of the stream expire."""
         rows = connection.execute("select visible_at from pgqueue.messages where queue_name = %s", [orders.name])
         return [*(row[0] for row in rows), stream(orders).claimed_until or first]
 
@@ -702,7 +696,7 @@ def test_a_heartbeat_continues_after_errors(
 def test_a_heartbeat_extends_a_batch_that_the_previous_driver_claimed(orders: pgqueue.Queue, start: Start) -> None:
     orders.enqueue_batch([1, 2])
     with start(leaseDuration="1 min").begin() as engine, pytest.raises(Died):
-        engine.trigger(dies="behind the claim")
+        engine.trigger(dies="after the claim")
     first = stream(orders).claimed_until
     assert first is not None
     again = start(leaseDuration="1 min", heartbeatInterval="0.1 s")
@@ -730,7 +724,7 @@ def test_there_is_no_heartbeat_without_an_open_batch(
 def test_a_poisoned_batch_ends_the_query_and_can_be_skipped(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(6)))
     with start().begin() as engine, pytest.raises(Died):
-        engine.trigger(dies="behind the sink")
+        engine.trigger(dies="after the sink")
     for _ in range(2):
         with start(maxReplays="2") as engine:
             engine.begin()
@@ -752,7 +746,7 @@ def test_a_replay_does_not_count_as_an_attempt(orders: pgqueue.Queue, start: Sta
     orders.alter_queue(max_attempts=1)
     orders.enqueue(1)
     with start().begin() as engine, pytest.raises(Died):
-        engine.trigger(dies="behind the sink")
+        engine.trigger(dies="after the sink")
     for _ in range(3):
         with start() as engine:
             assert [row["attempt_count"] for row in engine.begin().sink[0][1]] == [1]
@@ -815,7 +809,7 @@ def test_a_checkpoint_of_another_source_is_refused(start: Start) -> None:
 def test_an_unknown_queue_raises_queue_not_found(start: Start) -> None:
     with pytest.raises(pgqueue.QueueNotFound):
         start().begin()
-    # No connection is left open: that would be a warning.
+    # An open connection would raise a ResourceWarning.
     gc.collect()
 
 
