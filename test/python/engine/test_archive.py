@@ -1,4 +1,4 @@
-"""The archive through the clients; and that looking after it all the time fails or loses no acknowledgement."""
+"""The archive through the clients, and that concurrent maintenance does not affect acknowledgements."""
 
 from datetime import UTC, datetime, timedelta
 from threading import Event, Thread
@@ -63,7 +63,7 @@ def test_maintain_archive_recreates_a_missing_day(
 def test_acknowledgements_succeed_while_the_archive_is_maintained(
     database: str, name: str, connection: psycopg.Connection[Any]
 ) -> None:
-    """A day that is over is made and dropped again and again, while messages are acknowledged singly and in batches."""
+    """The partition of an old day is created and dropped repeatedly while messages are acknowledged."""
     sent = 3000
     done = Event()
     changes: list[pgqueue.ArchiveChange] = []

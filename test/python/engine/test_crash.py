@@ -1,4 +1,4 @@
-"""Killed servers and killed clients lose nothing: what enqueue returned is there, what ack removed stays away."""
+"""Killed servers and clients: enqueued messages are not lost, and acknowledged messages do not return."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from pgqueue.embedded import EmbeddedServer
 
 @pytest.fixture(scope="module")
 def durable() -> Iterator[EmbeddedServer]:
-    """A server as it comes: fsync and synchronous_commit are on."""
+    """A server with default durability: fsync and synchronous_commit are on."""
     with EmbeddedServer() as server:
         with connect(server.dsn) as connection:
             connection.execute("create extension pgqueue")
@@ -78,11 +78,11 @@ def test_a_killed_server_loses_no_message_and_restores_no_acknowledged_one(
             assert sent - acked - uncertain <= set(left)
             assert not acked & set(left)
             assert connection.execute("select dead_messages from pgqueue.stats(%s)", (name,)).fetchone() == (0,)
-        # An ack may have been done without its answer, and an enqueue too.
+        # An ack or an enqueue may have been committed without an answer.
         sent |= set(left)
         acked |= uncertain - set(left)
 
-    # What was in flight comes back when its claim ends.
+    # Claimed messages return when their claims expire.
     start = time.monotonic()
     assert sorted(drain(dsn, name, 100)) == sorted(sent - acked)
     assert time.monotonic() - start < 10
@@ -167,7 +167,7 @@ def test_a_standby_can_read_queues_but_not_claim(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(durable: EmbeddedServer) -> Iterator[tuple[str, Path]]:
-    """A database whose tables lie on a disk of its own, and where that is mounted."""
+    """A database with its tables on a separate small disk, and the mount point."""
     disk = Path(tempfile.mkdtemp(dir="/tmp"))
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", disk], capture_output=True)
     if mounted.returncode != 0:
@@ -188,7 +188,7 @@ def small_disk(durable: EmbeddedServer) -> Iterator[tuple[str, Path]]:
 
 
 def resize(disk: Path, free_bytes: int) -> None:
-    """Leave so much room on a disk."""
+    """Resize a disk so that it has this much free space."""
     now = os.statvfs(disk)
     size = (now.f_blocks - now.f_bfree) * now.f_frsize + free_bytes
     subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)
@@ -207,7 +207,7 @@ def test_a_full_disk_loses_nothing_and_consumers_still_free_space(small_disk: tu
             return [row[0] for row in rows]
 
         sent = send()
-        # One has spent its attempts, one comes due, and both want to go where there is no room.
+        # One message has no attempts left, and one becomes due. Moving either to another table needs disk space.
         spent, due = claim(connection, "full", 2)
         connection.execute(
             "update pgqueue.messages set attempt_count = 2, visible_at = clock_timestamp() where id = %s", spent[:1]

@@ -1,4 +1,4 @@
-"""Databases of other encodings than UTF8 take whatever their characters can say."""
+"""Databases with other encodings than UTF8."""
 
 import secrets
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ HEADERS = {
 
 @pytest.fixture(params=["LATIN1", "SQL_ASCII"])
 def other(server: str, request: pytest.FixtureRequest) -> Iterator[psycopg.Connection[Any]]:
-    """A session in a database of an encoding."""
+    """A session in a database with another encoding."""
     name = f"pgqueue_test_{secrets.token_hex(6)}"
     with connect(server) as maintenance:
         maintenance.execute(f"create database {name} template template0 encoding '{request.param}' locale 'C'")

@@ -1,4 +1,4 @@
-"""Above read committed: verbs work as ever, and where a snapshot is too old to see all, a retry gets there."""
+"""Isolation levels above read committed: all functions work; with too old a snapshot they fail, and a retry works."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ LEVELS = ["repeatable read", "serializable"]
 
 
 def orphans(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
-    """What is left of a queue that is gone."""
+    """The tables that still have rows of a dropped queue."""
     return connection.execute(
         """
         select o.table_name from (
@@ -48,7 +48,7 @@ def test_a_drop_with_an_old_snapshot_fails_and_can_be_retried(
         assert connection.execute("select pgqueue.peek(%s)", (name,)).fetchone() == (2,)
         dropped = None
         while dropped is None:
-            # Whoever commits anything between the beginning of the statement and its look is one time more.
+            # Any commit between the snapshot of the statement and its check requires another retry.
             try:
                 dropped = admin.execute("select pgqueue.drop_queue(%s)", (name,)).fetchone()
             except psycopg.errors.SerializationFailure:

@@ -1,6 +1,6 @@
-"""What looks at all queues holds none of them: locks of thousands would fill the lock table of the server.
+"""Locks: functions over all queues hold no queue locks, as thousands of them would fill the server's lock table.
 
-Who had to wait for a lock goes by what there is then.
+After a lock wait, functions use the current state of the queue.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,8 @@ def waits(connection: psycopg.Connection[Any], other: psycopg.Connection[Any]) -
 def test_alter_queue_sees_the_current_archive_setting_after_a_lock_wait(
     connection: psycopg.Connection[Any], database: str, name: str, first: str, second: str
 ) -> None:
-    # A session remembers what there was of a name, and hears of changes with its locks: it has all of those already.
+    # A session processes catalog invalidations when it takes a relation lock. Here it holds all its locks before the
+    # wait, so its catalog cache is stale.
     queue = pgqueue.Queue(connection, name)
     queue.create_queue()
     connection.execute("select pgqueue.create_queue(%s)", (f"{name}-2",))
@@ -93,7 +94,7 @@ def test_subscribe_stores_the_current_address_after_a_lock_wait(
 
 @contextmanager
 def patient(connection: psycopg.Connection[Any]) -> Iterator[None]:
-    """Half a second is short for a test that looks on."""
+    """Raise the lock timeout of unexpose_transport, as half a second is too short for the test."""
     change = "alter function pgqueue.unexpose_transport(text) set lock_timeout = "
     connection.execute(f"{change} '1 min'")
     try:

@@ -1,4 +1,4 @@
-"""An owner who is no superuser can do all that there is to do, and is told what he may not see."""
+"""An owner without superuser can install and use everything, and doctor reports what the owner cannot see."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "extension/pgqueue.sql"
 
 @pytest.fixture
 def owner(server: str) -> Iterator[str]:
-    """A role that may do nothing yet."""
+    """A role without privileges."""
     name = f"pgqueue_test_owner_{secrets.token_hex(4)}"
     with connect(server) as maintenance:
         maintenance.execute(sql.SQL("create role {}").format(sql.Identifier(name)))
@@ -28,7 +28,7 @@ def owner(server: str) -> Iterator[str]:
 
 @pytest.fixture
 def owned(empty_database: Callable[[], str], owner: str) -> Iterator[psycopg.Connection[Any]]:
-    """His session in a database in which he may create."""
+    """A session of the owner in a database with the privilege to create schemas."""
     dsn = empty_database()
     database = sql.Identifier(str(conninfo_to_dict(dsn)["dbname"]))
     with connect(dsn) as connection:

@@ -1,4 +1,4 @@
-"""Eight processes at once: every message leaves exactly once, and queues may come and go under traffic."""
+"""Eight concurrent processes: every message leaves exactly once, and queues can be created and dropped meanwhile."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -79,7 +79,7 @@ def test_a_thousand_locked_returned_messages_do_not_hide_the_others(
     )
     assert len(connection.execute("select pgqueue.claim(%s, 1100)", (name,)).fetchall()) == 1100
     connection.execute("update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s", (name,))
-    # As if claims had gone on, and sweeps had learnt, before the messages came back, that nothing lies here.
+    # As if sweeps had recorded all these ids as vacant before the messages returned.
     connection.execute("select setval(fresh_from_id, 1000000000) from pgqueue.queues where name = %s", (name,))
     connection.execute("update pgqueue.sweep_state set vacant_ids = '{(,1000000000)}' where queue_name = %s", (name,))
     with connect(database) as hoarder, hoarder.transaction():

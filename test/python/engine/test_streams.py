@@ -1,4 +1,4 @@
-"""A stream through the clients: read, replayed, fenced, refused; and killed in the middle of each call."""
+"""Streams through the clients: reads, replays, fencing, errors, and sessions killed during each call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +69,7 @@ def test_errors_name_lost_and_poisoned_batches(queue: Any) -> None:
 
 
 def rows(connection: psycopg.Connection[Any], name: str) -> list[Any]:
-    """All that streams write."""
+    """All rows that streams write."""
     return [
         connection.execute(f"select * from pgqueue.{table} where queue_name = %s order by 1, 2", [name]).fetchall()
         for table in ("streams", "messages", "dead_messages", "scheduled_messages")

@@ -1,4 +1,4 @@
-"""Publish and subscribe by the clients and the command line, and what a publish costs among many subscriptions."""
+"""Publish and subscribe through the clients and the command line, and the cost of publish with many subscriptions."""
 
 import json
 import random
@@ -114,7 +114,7 @@ def test_publish_and_drop_queue_do_not_deadlock(database: str, name: str) -> Non
     with ThreadPoolExecutor(4) as pool:
         work = [pool.submit(publish, 1), pool.submit(publish, 2), *(pool.submit(come_and_go, n) for n in (3, 4))]
         for each in work:
-            each.result()  # a deadlock would be an error of its victim
+            each.result()  # a deadlock would raise an error
     with psycopg.connect(database) as connection:
         left = connection.execute(
             "select count(*) from pgqueue.subscriptions s"
@@ -126,7 +126,7 @@ def test_publish_and_drop_queue_do_not_deadlock(database: str, name: str) -> Non
 
 @pytest.fixture
 def crowd(empty_database: Callable[[], str]) -> psycopg.Connection[Any]:
-    """A database with one subscriber among many subscriptions, of all kinds, that do not match."""
+    """A database with one matching subscription among many of all kinds that do not match."""
     connection = psycopg.connect(empty_database(), autocommit=True)
     pgqueue.install(connection)
     connection.execute("select pgqueue.create_queue('q'), pgqueue.subscribe('orders.paid.*', 'q')")

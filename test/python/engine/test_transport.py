@@ -22,7 +22,7 @@ HEADERS = '{"NServiceBus.CorrelationId":"c","NServiceBus.ReplyToAddress":"\\"pub
 
 
 def is_at_rest(connection: psycopg.Connection[Any]) -> bool:
-    """Whether nobody is at work on messages: to expose a queue waits half a second for those who are."""
+    """Whether no other session locks the table of messages. expose_transport waits only half a second for them."""
     ((is_held,),) = connection.execute(
         "select exists (select from pg_locks l join pg_database d on d.oid = l.database"
         " where d.datname = current_database() and l.pid <> pg_backend_pid()"
@@ -33,7 +33,7 @@ def is_at_rest(connection: psycopg.Connection[Any]) -> bool:
 
 @pytest.fixture
 def exposed(client: Any, connection: psycopg.Connection[Any], name: str) -> Iterator[Any]:
-    """A new queue with its relation, through each client in turn."""
+    """A new queue with a relation, through each client."""
     queue = client.queue(name)
     queue.create_queue()
     wait_for(lambda: is_at_rest(connection))
@@ -54,7 +54,7 @@ def relation(connection: psycopg.Connection[Any], name: str) -> Iterator[str]:
 
 @pytest.fixture
 def others(database: str) -> Iterator[Callable[[], psycopg.Connection[Any]]]:
-    """More connections, closed at the end."""
+    """A function that opens more connections, which are closed at the end."""
     made = []
 
     def connect(**settings: Any) -> psycopg.Connection[Any]:
@@ -152,12 +152,12 @@ def test_a_long_receive_does_not_block_other_sessions(
     holder = others()
     held = Transport(holder, relation).receive()
     assert held is not None
-    connection.execute("set lock_timeout = '10 s'")  # the holder never ends
+    connection.execute("set lock_timeout = '10 s'")  # the holder's transaction stays open
     transport = Transport(connection, relation)
     queue = pgqueue.Queue(connection, name)
     assert transport.peek() == 1
     assert queue.peek() == 1
-    # Beyond the second in which the relation looks after itself, too.
+    # Also when the maintenance of the relation is due, which happens once a second.
     connection.execute("update pgqueue.transports set next_at = '-infinity' where queue_name = %s", (name,))
     assert transport.peek() == 1
     transport.send("{}", b"sent meanwhile")
@@ -174,7 +174,7 @@ def test_a_long_receive_does_not_block_other_sessions(
 def test_the_head_of_a_relation_never_passes_a_message(
     connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any]
 ) -> None:
-    # What one sends and commits late is found below what others sent and received meanwhile.
+    # A message that is committed late has a lower position than messages that others have received meanwhile.
     late, transport = others(), Transport(connection, relation)
     Transport(late, relation).send("{}", b"late")
     taken = others()
@@ -209,7 +209,7 @@ def test_peek_sees_all_messages_while_another_session_advances_the_head(
     transport, first = Transport(connection, relation), others()
     connection.execute("update pgqueue.transports set next_at = '-infinity' where queue_name = %s", (name,))
     assert first.execute("select pgqueue.advance_transport(%s)", (name,)).fetchone() == (1,)
-    # It moves the head, and has not committed.
+    # The other session has advanced the head, and has not committed.
     assert transport.peek() == 2
     received = transport.receive()
     assert received is not None
@@ -236,7 +236,7 @@ def test_receiving_alone_advances_the_head(
         assert row is not None
         return row
 
-    assert receive_after(0)[0] == 1  # this is for those who look
+    assert receive_after(0)[0] == 1  # a peek would advance it at this time, a receive does not
     heads = [receive_after(3600) for _ in range(4)]
     assert [is_later for _, is_later in heads] == [True] * 4
     assert heads[-1][0] > 1
@@ -321,7 +321,7 @@ def test_serializable_transactions_lose_no_message(database: str, relation: str)
                 try:
                     received = transport.receive()
                     own.commit()
-                except psycopg.errors.SerializationFailure:  # as documented: once more
+                except psycopg.errors.SerializationFailure:  # the caller has to retry
                     own.rollback()
                     continue
                 if received is None:
@@ -338,7 +338,7 @@ def test_serializable_transactions_lose_no_message(database: str, relation: str)
 def test_timestamps_are_utc_in_every_time_zone(
     connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any]
 ) -> None:
-    # In Berlin there is no such time of day on that date.
+    # This local time does not exist in Berlin on that date.
     moment = "2030-03-31 02:30:00"
     for zone in ("UTC", "America/St_Johns", "Pacific/Apia", "Europe/Berlin"):
         other = others(autocommit=True)
@@ -366,7 +366,7 @@ def test_a_receive_reads_few_buffers_after_many_receives(
     connection.execute(
         f"insert into {relation} (headers, body) select '{{}}', 'x' from generate_series(1, 6000) i".encode()
     )
-    with others() as pin:  # nothing that is received can be vacuumed
+    with others() as pin:  # prevents vacuum of received messages
         pin.execute("select pg_current_xact_id()")
         transport = Transport(connection, relation)
         cost = []
@@ -413,7 +413,7 @@ def test_a_receive_reads_few_buffers_of_a_backlog_without_statistics(
     )
     look = f"select Seq from {relation} order by Seq desc limit 1 for update skip locked"
     for statement in (look, receive):
-        Transport(connection, relation).peek()  # looks after the relation, where that is due
+        Transport(connection, relation).peek()  # maintains the relation if that is due
         connection.execute(
             "update pgqueue.transports set next_at = clock_timestamp() + interval '30 s' where queue_name = %s", (name,)
         )
@@ -430,7 +430,7 @@ def test_expose_transport_fails_if_its_snapshot_misses_messages(
     pgqueue.Queue(connection, name).create_queue(dedicated=dedicated)
     admin = others()
     admin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-    # It goes no further than to the lock of the table, behind its look at who has committed.
+    # expose_transport takes its snapshot, and then waits for the lock of the table.
     sender = others()
     sender.execute("insert into pgqueue.messages (queue_name, payload) values (%s, '1')", (name,))
     with ThreadPoolExecutor(1) as pool:
@@ -574,7 +574,7 @@ def test_queues_with_expires_after_idle_are_dropped_by_later_calls(
         queue.claim()
     second.enqueue(1)
     user = others()
-    pgqueue.Queue(user, third.name).claim()  # and stays in its transaction
+    pgqueue.Queue(user, third.name).claim()  # its transaction stays open
     for queue in (first, second, third):
         queue.alter_queue(expires_after_idle=timedelta(seconds=1))
 

@@ -1,4 +1,4 @@
-"""Who waits is notified of what is committed, whatever became of other transactions that meant to."""
+"""Waiting sessions are notified of committed messages, also if other transactions fail or stay open."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +12,7 @@ Session = psycopg.Connection[Any]
 
 @pytest.fixture
 def waiting(connection: Session, database: str, name: str) -> Iterator[Session]:
-    """A session that listens to a queue, and is going to wait."""
+    """A session that listens to a queue and has called prepare_wait."""
     connection.execute("select pgqueue.create_queue(%s)", [name])
     with connect(database) as session:
         session.execute(f'listen "pgqueue_{name}"')
@@ -74,7 +74,7 @@ def test_prepare_wait_returns_a_short_wait_while_a_send_is_uncommitted(
     connection.execute("select pgqueue.subscribe(%s, %s)", [f"to.{name}", name])
     connection.execute("select pgqueue.enqueue(%s, '1')", [name])
     connection.execute("select pgqueue.reject(%s, c.id, c.claim_token) from pgqueue.claim(%s) c", [name, name])
-    # Nobody waits yet, so that nobody will be notified.
+    # No session waits when the message is sent, so no notification is sent.
     with connect(database) as sender:
         sender.execute("begin")
         send(sender, name)
