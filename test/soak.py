@@ -1,8 +1,8 @@
-"""The soak: consumers, producers and a server are killed, cut off, paused and restarted while every process writes
-down what it saw; a checker proves from those histories what became of every message.
+"""The soak test: consumers, producers and the server are killed, disconnected, paused and restarted.
 
-`run` starts a server, child processes of this file, and the trouble, by a seed; it drains the queues, sends once
-more in peace, and returns what was violated. A seed fixes what is done to whom, not how processes interleave.
+Every process writes a history of what it did, and a checker verifies from the histories what happened to every message.
+`run` starts a server and child processes of this file, causes failures chosen by a seed, drains the queues, sends some
+messages without failures, and returns the violations. The seed determines the failures, not how processes interleave.
 """
 
 import argparse
@@ -37,11 +37,12 @@ from pgqueue.embedded import EmbeddedServer
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message as its producer meant it: `kind` is what the handler is told to do with it.
+    """A message that a producer sends. `kind` tells the handler what to do with it.
 
-    good: succeed. slow: succeed after a while; long: after more than a claim lasts. flaky: fail `fails` times.
-    poison: always raise. reject: be rejected. killer: kill the process that handles it. An `outbox` message shares
-    its transaction with a row of `sent`. A `calm` one was sent in peace, when nothing was killed any more.
+    good: succeed. slow: succeed after a while. long: succeed after more than the visibility timeout. flaky: fail
+    `fails` times. poison: always raise. reject: reject the message. killer: kill the process of the handler. An
+    `outbox` message is sent in the same transaction as a row of table `sent`. A `calm` message is sent when no failures
+    are caused any more.
     """
 
     key: int
@@ -53,9 +54,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A handler began: written to a file before anything else is done.
+    """The start of a handler, written to the history before the handler does anything else.
 
-    Its claim was committed then, or else, in receive mode, may have been rolled back since as if it had never been.
+    `committed` is false in receive mode, where the claim may be rolled back later.
     """
 
     key: int
@@ -66,7 +67,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """A row that a handler wrote, in the transaction that settles its message."""
+    """A row that a handler wrote, in the transaction that acknowledges its message."""
 
     key: int
     attempt: int
@@ -87,22 +88,22 @@ class Dead:
 
 @dataclass
 class History:
-    """All that is known of one queue. Where not `exactly_once`, effects are not in the database: `finished` counts."""
+    """Everything known about one queue. Without `exactly_once` there are no effects, and `finished` counts instead."""
 
     exactly_once: bool
     attempted: dict[int, Send] = field(default_factory=dict)
-    confirmed: set[int] = field(default_factory=set)  # the commit was answered
+    confirmed: set[int] = field(default_factory=set)  # the producer received the answer to the commit
     withdrawn: set[int] = field(default_factory=set)  # rolled back by the producer
-    sent: set[int] = field(default_factory=set)  # rows of the outbox's transactions
+    sent: set[int] = field(default_factory=set)  # rows of table `sent`
     starts: list[Start] = field(default_factory=list)
-    finished: Counter[int] = field(default_factory=Counter)  # handlers that came to their end, before any ack
-    acked: Counter[int] = field(default_factory=Counter)  # acknowledgements that were answered with success
-    lost: set[int] = field(default_factory=set)  # somebody said that its claim was lost
+    finished: Counter[int] = field(default_factory=Counter)  # handlers that finished, before the acknowledgement
+    acked: Counter[int] = field(default_factory=Counter)  # successful acknowledgements
+    lost: set[int] = field(default_factory=set)  # a consumer reported a lost claim
     effects: list[Effect] = field(default_factory=list)
-    counted: int = 0  # a counter that each effect raises by one
+    counted: int = 0  # the sum of counters that each effect increments by one
     dead: list[Dead] = field(default_factory=list)
     left: list[int] = field(default_factory=list)  # still in the queue at the end
-    crashes: int = 0  # of the server
+    crashes: int = 0  # crashes of the server
 
 
 STOP_SECONDS = 30
@@ -112,7 +113,7 @@ FINAL_HEADERS = ("failed_queue", "exception_type", "exception_message", "stack_t
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A promise that was broken, for which message, and what shows it."""
+    """A guarantee that was violated: its kind, the message, and the evidence."""
 
     kind: str
     key: int | None
@@ -120,7 +121,7 @@ class Violation:
 
 
 def check(history: History) -> list[Violation]:
-    """What a history proves to be wrong; empty where every message was dealt with as promised."""
+    """Return the violations in a history; empty if all guarantees were kept."""
     h = history
     found: list[Violation] = []
     starts: dict[int, list[Start]] = defaultdict(list)
@@ -134,7 +135,8 @@ def check(history: History) -> list[Violation]:
         dead[letter.key].append(letter)
     left = Counter(h.left)
 
-    # The outbox decides for its messages; of the others, one that was not confirmed may be there or not.
+    # An outbox message exists if its row of table `sent` does. Another message without confirmation may or may not
+    # exist.
     exists = {key for key in h.confirmed if not h.attempted[key].outbox} | h.sent
     found += [Violation("lost", key, "confirmed, not committed") for key in h.confirmed - exists]
     for key in starts.keys() | effects.keys() | dead.keys() | left.keys() | h.acked.keys() | h.finished.keys():
@@ -155,7 +157,7 @@ def check(history: History) -> list[Violation]:
 def _check_message(
     h: History, send: Send, starts: list[Start], effects: list[Effect], dead: list[Dead], left: int
 ) -> Iterator[Violation]:
-    """Did it end, once, and by nobody who had lost it?"""
+    """Check that a message was settled once, by a consumer that held its claim."""
     key = send.key
     done = len(effects) if h.exactly_once else h.finished[key]
     last = max((start.attempt for start in starts if start.committed), default=0)
@@ -164,18 +166,18 @@ def _check_message(
     elif not done and not dead:
         yield Violation("lost", key, f"{len(starts)} starts, not in the queue, no trace")
     if len(dead) + left > 1:
-        yield Violation("multiplied", key, f"{len(dead)} dead letters, {left} left")
-    # A server that crashed may have forgotten a claim, as claims do not wait for the disk. Whoever had it, and lost the
-    # answer to his acknowledgement, finds that the message is gone. If the next owner has acknowledged it meanwhile, he
-    # takes that for his own doing; while it is there, he does not.
+        yield Violation("duplicated", key, f"{len(dead)} dead letters, {left} left")
+    # A crash of the server can lose a claim, as claims are committed asynchronously. If the first consumer also lost
+    # the answer to its acknowledgement, it repeats it. If the next consumer has acknowledged the message meanwhile, the
+    # message is gone, and the first consumer counts its own acknowledgement as successful.
     claims = {(start.attempt, start.token) for start in starts}
     forgotten = 0 if h.exactly_once else min(len(claims) - len({attempt for attempt, _ in claims}), h.crashes)
     if h.acked[key] > 1 + forgotten:
         yield Violation("acknowledged twice", key, f"{h.acked[key]} times")
     if h.acked[key] and (dead or left):
-        yield Violation("acknowledged in vain", key, "dead" if dead else "still in the queue")
+        yield Violation("acknowledged but not removed", key, "dead" if dead else "still in the queue")
     if h.acked[key] and not done:
-        yield Violation("acknowledged undone", key)
+        yield Violation("acknowledged without effect", key)
     if h.exactly_once and done > 1:
         yield Violation("double effect", key, f"attempts {[effect.attempt for effect in effects]}")
     if h.exactly_once and done and dead:
@@ -186,19 +188,19 @@ def _check_message(
         if not any((start.attempt, start.token) == (effect.attempt, effect.token) for start in starts):
             yield Violation("effect without start", key, f"attempt {effect.attempt}")
         if effect.attempt <= send.fails:
-            yield Violation("effect of a failure", key, f"attempt {effect.attempt}")
+            yield Violation("effect of a failed attempt", key, f"attempt {effect.attempt}")
     if send.kind in DOOMED and not dead and not left:
-        yield Violation("survived", key, send.kind)
-    # A batch that failed is handled again, which is no second attempt.
+        yield Violation("did not become a dead letter", key, send.kind)
+    # Handling a failed batch again is not another attempt.
     attempts = {start.attempt for start in starts}
     if send.calm and send.kind in ("good", "slow") and len(attempts) > 1 and key not in h.lost:
-        yield Violation("repeated in peace", key, f"attempts {attempts}")
+        yield Violation("repeated without a failure", key, f"attempts {attempts}")
     for letter in dead:
         yield from _check_dead(send, letter, starts)
 
 
 def _check_dead(send: Send, letter: Dead, starts: list[Start]) -> Iterator[Violation]:
-    """Was it right that it died, and is there evidence?"""
+    """Check that a message was right to become a dead letter, and that its error details are complete."""
     headers = letter.headers or {}
     failures = headers.get("pgqueue.failures") or []
     attempts = sorted({start.attempt for start in starts})
@@ -206,13 +208,13 @@ def _check_dead(send: Send, letter: Dead, starts: list[Start]) -> Iterator[Viola
         if letter.attempt_count < letter.max_attempts:
             yield Violation("dead too early", send.key, f"{letter.attempt_count} of {letter.max_attempts} attempts")
     elif letter.reason != "rejected" or send.kind != "reject":
-        yield Violation("dead for no reason", send.key, f"{send.kind}, {letter.reason}")
+        yield Violation("dead without a reason", send.key, f"{send.kind}, {letter.reason}")
     if attempts and attempts[-1] > letter.max_attempts:
         yield Violation("too many attempts", send.key, f"{attempts[-1]} of {letter.max_attempts}")
     if send.calm and letter.reason == "attempts_exhausted" and attempts != list(range(1, letter.max_attempts + 1)):
         yield Violation("dead too early", send.key, f"attempts {attempts} of {letter.max_attempts}")
 
-    # A consumer that was killed, or cut off, left no last words; one that rejects, or fails in peace, does.
+    # A consumer that was killed or disconnected leaves no error details. A rejection does, and so does a calm failure.
     missing = []
     words, last_error = f"{send.kind} {send.key}", letter.last_error or ""
     if send.kind == "poison" and not any(one.get("exception_message") == words for one in failures):
@@ -224,28 +226,28 @@ def _check_dead(send: Send, letter: Dead, starts: list[Start]) -> Iterator[Viola
     if send.calm and send.kind == "poison" and [one.get("attempt") for one in failures] != attempts[-20:]:
         missing.append(f"every attempt in pgqueue.failures: {[one.get('attempt') for one in failures]}")
     if missing:
-        yield Violation("no evidence", send.key, ", ".join(missing))
+        yield Violation("incomplete error details", send.key, ", ".join(missing))
 
 
 class Log:
-    """An append-only file of JSON lines. What was written survives a SIGKILL of the writer."""
+    """An append-only file of JSON lines. Written lines survive a SIGKILL of the process."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(self, *what: Any) -> None:
-        """Append a line that ends with the moment, of the clock that all processes share."""
+        """Append a line that ends with the time of the monotonic clock, which all processes share."""
         os.write(self._file, json.dumps([*what, round(time.monotonic(), 4)]).encode() + b"\n")
 
     @staticmethod
     def read(path: Path) -> Iterator[list[Any]]:
         for line in path.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):  # else its writer was killed within the line, and did nothing after it
+            if line.endswith(b"\n"):  # otherwise the process was killed while it wrote the line
                 yield json.loads(line)[:-1]
 
 
 def show_tasks() -> None:
-    """Write where every task of every loop of this process waits."""
+    """Print where each asyncio task of this process waits."""
     for task in [one for one in gc.get_objects() if isinstance(one, asyncio.Task)]:
         lines, waiting = [], task.get_coro()
         while waiting is not None:
@@ -257,12 +259,13 @@ def show_tasks() -> None:
     print(TASKS_END, file=sys.stderr, flush=True)
 
 
-TASKS_END = "these were the tasks"
+TASKS_END = "end of tasks"
 
 
-class Orders:
-    """What the parent says on standard input: stop, force, or tasks, which shows them. End of file: it died, and so
-    do we. SIGUSR1 shows the stacks of all threads.
+class ParentCommands:
+    """Receives commands of the parent on standard input: stop, force, or tasks, which prints all tasks.
+
+    End of file means that the parent died; the process then exits. SIGUSR1 prints the stacks of all threads.
     """
 
     def __init__(self) -> None:
@@ -281,27 +284,27 @@ class Orders:
         os._exit(1)
 
 
-def produce(settings: dict[str, Any], orders: Orders) -> None:
-    """Send by every verb, at a rate with bursts; some roll back."""
+def produce(settings: dict[str, Any], commands: ParentCommands) -> None:
+    """Send with all verbs, at a rate with bursts. Some transactions are rolled back."""
     chance = random.Random(settings["seed"])
     log = Log(settings["history"])
     keys = iter(range(settings["first_key"], sys.maxsize))
     due = time.monotonic()
-    while not orders.stopped.is_set():
+    while not commands.stopped.is_set():
         with suppress(psycopg.OperationalError), psycopg.connect(settings["dsn"], autocommit=True) as connection:
-            while not orders.stopped.wait(max(0, due - time.monotonic())):
+            while not commands.stopped.wait(max(0, due - time.monotonic())):
                 due = max(due, time.monotonic() - 1)
                 queue = pgqueue.Queue(connection, chance.choice(list(settings["queues"])))
                 number = chance.choice([1, 1, 1, 1, 5, 20])
                 due += number / settings["rate"]
                 send(chance, log, queue, [next(keys) for _ in range(number)], settings["queues"][queue.name])
-        orders.stopped.wait(0.05)
+        commands.stopped.wait(0.05)
 
 
 def send(
     chance: random.Random, log: Log, queue: pgqueue.Queue, keys: list[int], kinds: dict[str, float], calm: bool = False
 ) -> None:
-    """Send one message per key, all or none, and write down what was meant and what was answered."""
+    """Send one message per key, all or none, and write the plan and the answers to the history."""
     outbox = not calm and chance.random() < 0.3
     withdrawn = not calm and chance.random() < 0.05
     tasks = []
@@ -330,7 +333,7 @@ def _send(chance: random.Random, queue: pgqueue.Queue, tasks: list[dict[str, Any
     way = chance.random()
     kinds = {task["kind"] for task in tasks}
     if "killer" in kinds or ("poison" in kinds and way < 0.7):
-        # Fewer attempts than the queue gives, as plain SQL may say.
+        # By plain SQL, which can give fewer attempts than the queue setting.
         with queue.connection.transaction():
             for task in tasks:
                 limit = {"poison": 4, "killer": 2}.get(task["kind"], 25)
@@ -350,11 +353,11 @@ def _send(chance: random.Random, queue: pgqueue.Queue, tasks: list[dict[str, Any
 
 
 class Poison(Exception):
-    """What a handler raises."""
+    """The error of poison and flaky messages."""
 
 
 class Handler:
-    """What consumers are given: does what a message's payload says. Sync and async, one by one and in batches."""
+    """The handler of all consumers: does what the payload says. Sync and async, for single messages and batches."""
 
     def __init__(self, log: Log, spec: dict[str, Any]) -> None:
         self._log = log
@@ -403,20 +406,21 @@ class Handler:
     def _effect(self, delivery: Any, task: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
         token = str(delivery.message.claim_token) if delivery.message.claim_token else None
         yield "insert into effects values (%s, %s, %s, %s)", (self._queue, task["key"], delivery.attempt, token)
-        # Few rows, in no order: batches meet deadlocks here.
+        # Few rows, updated in any order, so that batches cause deadlocks.
         yield "update counters set n = n + 1 where queue = %s and shard = %s", (self._queue, task["key"] % 64)
 
     def _end(self, delivery: Any, task: dict[str, Any]) -> None:
-        """Fail, behind the effect, which must then not be seen; or write down that the work was done."""
+        """Fail after the effect, which must then be rolled back; or write to the history that the work is done."""
         if task["kind"] == "poison" or delivery.attempt <= task.get("fails", 0):
             raise Poison(f"{task['kind']} {task['key']}")
         if delivery.connection is None:
             self._log.write("finish", self._queue, task["key"])
 
 
-class Naive:
-    """A consumer of thirty lines over the client, for comparison: in one transaction it is right. A `careless` one
-    commits the work before it acknowledges, which is wrong, and the checker has to see it.
+class NaiveConsumer:
+    """A simple consumer on the client, for comparison. It works and acknowledges in one transaction.
+
+    With `careless` it commits the work before it acknowledges, an error that the checker has to detect.
     """
 
     def __init__(self, dsn: str, queue: str, handler: Handler, *, careless: bool = False) -> None:
@@ -440,7 +444,7 @@ class Naive:
                     for message in messages:
                         self._settle(queue, message)
                     if self._careless and messages:
-                        time.sleep(0.2)  # so that whatever cuts it off does so here
+                        time.sleep(0.2)  # makes a disconnection at this point likely
                         queue.ack_batch([message.id for message in messages], messages[0].claim_token)
                     self._stopped.wait(0 if messages else 0.02)
             self._stopped.wait(0.05)
@@ -462,8 +466,8 @@ class _Delivery:
     attempt: int
 
 
-def consume(settings: dict[str, Any], orders: Orders) -> None:
-    """Run consumers, all sync or all async, until told to stop."""
+def consume(settings: dict[str, Any], commands: ParentCommands) -> None:
+    """Run consumers, all sync or all async, until the parent sends stop."""
     log = Log(settings["history"])
 
     def observe(event: Any) -> None:
@@ -481,14 +485,14 @@ def consume(settings: dict[str, Any], orders: Orders) -> None:
             for spec in settings["consumers"]
         ]
         for consumer in consumers:
-            while not orders.stopped.is_set():
-                # The server may be down, which is an error for who starts, and none for who has started.
+            while not commands.stopped.is_set():
+                # A consumer cannot start while the server is down. Once started, it waits for the server.
                 with suppress(psycopg.OperationalError):
                     await consumer.start()
                     break
                 await asyncio.sleep(0.1)
-        await asyncio.to_thread(orders.stopped.wait)
-        await asyncio.gather(*(consumer.stop(force=orders.forced) for consumer in consumers))
+        await asyncio.to_thread(commands.stopped.wait)
+        await asyncio.gather(*(consumer.stop(force=commands.forced) for consumer in consumers))
 
     if settings["flavour"] == "async":
         asyncio.run(run_async())
@@ -496,7 +500,7 @@ def consume(settings: dict[str, Any], orders: Orders) -> None:
     naive = settings["flavour"] == "naive"
     consumers = [
         made(
-            Naive if naive else pgqueue.Consumer,
+            NaiveConsumer if naive else pgqueue.Consumer,
             spec,
             Handler(log, spec),
             **({} if naive else {"observe": observe}),
@@ -504,13 +508,13 @@ def consume(settings: dict[str, Any], orders: Orders) -> None:
         for spec in settings["consumers"]
     ]
     for consumer in consumers:
-        while not orders.stopped.is_set():
+        while not commands.stopped.is_set():
             with suppress(psycopg.OperationalError):
                 consumer.start()
                 break
             time.sleep(0.1)
-    orders.stopped.wait()
-    stops = [threading.Thread(target=consumer.stop, kwargs={"force": orders.forced}) for consumer in consumers]
+    commands.stopped.wait()
+    stops = [threading.Thread(target=consumer.stop, kwargs={"force": commands.forced}) for consumer in consumers]
     for stop in stops:
         stop.start()
     for stop in stops:
@@ -519,16 +523,16 @@ def consume(settings: dict[str, Any], orders: Orders) -> None:
 
 @dataclass
 class Plan:
-    """Who takes part, and what is done to them. Times are seconds; windows are parts of a cycle, 0 to 1."""
+    """The processes, and the failures to cause. Times are in seconds; windows are fractions of a cycle, 0 to 1."""
 
     seed: int
     seconds: float = 16  # of a cycle
     cycles: int = 1
     rate: float = 200  # messages per second of each producer
     producers: int = 2
-    # Of each process: its flavour (sync, async, naive), and per consumer a queue and the options of its constructor.
+    # For each process: its flavour (sync, async, naive), and for each consumer a queue and constructor options.
     processes: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = field(default_factory=list)
-    exactly_once: dict[str, bool] = field(default_factory=dict)  # by queue: are all its consumers transactional?
+    exactly_once: dict[str, bool] = field(default_factory=dict)  # by queue: whether all its consumers are transactional
     kinds: dict[str, float] = field(
         default_factory=lambda: {"good": 84, "slow": 12, "flaky": 3, "poison": 0.5, "reject": 0.5}
     )
@@ -537,19 +541,19 @@ class Plan:
     terminate: tuple[float, float] = (0, 0.55)
     pin: tuple[float, float] = (0.25, 0.8)
     restart_at: float | None = 0.45
-    # Not where everything is terminated: a process that was paused would find its connections closed.
+    # Mostly after `terminate`, which would close the connections of paused processes.
     pause: tuple[float, float] = (0.5, 1)
     pause_seconds: tuple[float, float] = (2.2, 3.5)
     visibility_timeout: float = 2
-    drain_seconds: float = 30  # without any progress
+    drain_seconds: float = 30  # timeout without any progress
     calm_messages: int = 60
 
 
 @dataclass
 class Outcome:
-    """What was found, and what was done, so that a soak that did nothing is not taken for a proof."""
+    """The violations with their queues, and figures that show how much the soak did."""
 
-    violations: list[tuple[str, Violation]]  # with their queues
+    violations: list[tuple[str, Violation]]
     figures: dict[str, Any]
     home: str
 
@@ -561,7 +565,7 @@ class Outcome:
 
 
 def everything(seed: int, **changes: Any) -> Plan:
-    """Four processes with every mode, sync and async: on one queue effects happen once, on the other at least once."""
+    """A plan with four processes and all modes, sync and async, on an exactly-once and an at-least-once queue."""
     once, least = "once", "least"
     transactional = {"transactional": True, "concurrency": 4, "peek_delay": 0.2}
     receive = {"mode": "receive", "concurrency": 4, "peek_delay": 0.2}
@@ -577,13 +581,13 @@ def everything(seed: int, **changes: Any) -> Plan:
 
 
 class _Child:
-    """A process of this file: told to stop by a line, killed, paused."""
+    """A child process of this file."""
 
     def __init__(self, role: str, settings: dict[str, Any], log: Path) -> None:
         self.role, self.log, self.history = role, log, Path(settings["history"]).stem
         self._begun = Path(settings["history"])
         self.killed = False
-        self.told_at: float | None = None  # to stop
+        self.told_at: float | None = None  # when stop was sent
         self.paused_until: float | None = None
         with log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -597,7 +601,7 @@ class _Child:
         return self.process.poll() is None
 
     def has_begun(self) -> bool:
-        """Whether it is up and reads what it is told."""
+        """Whether it has started and reads commands."""
         return self._begun.exists()
 
     def kill(self) -> None:
@@ -620,7 +624,7 @@ class _Child:
         self._say(order)
 
     def explain(self) -> str:
-        """What all its threads and tasks are doing: the end of its log, where it says so."""
+        """Let the process print its threads and tasks; returns the output."""
         before = self.log.stat().st_size
         self.process.send_signal(signal.SIGUSR1)
         self._say("tasks")
@@ -629,7 +633,7 @@ class _Child:
             if TASKS_END in (said := self.log.read_bytes()[before:].decode(errors="replace")):
                 return said
             time.sleep(0.02)
-        return self.log.read_bytes()[before:].decode(errors="replace") + "\nit says no more"
+        return self.log.read_bytes()[before:].decode(errors="replace") + "\n(incomplete)"
 
     def _say(self, order: str) -> None:
         assert self.process.stdin is not None
@@ -638,7 +642,7 @@ class _Child:
             self.process.stdin.flush()
 
     def close(self) -> None:
-        """End it, if it has not ended, and leave nothing open."""
+        """Kill the process if it has not ended, and close its pipe."""
         if self.is_up():
             self.process.kill()
         self.process.wait()
@@ -653,14 +657,14 @@ class Soak:
     def __init__(self, plan: Plan, home: Path) -> None:
         self.plan, self.home = plan, home
         self.chance = random.Random(plan.seed)
-        self.log = Log(str(home / "trouble.log"))
+        self.log = Log(str(home / "failures.log"))
         self.figures: Counter[str] = Counter()
         self.violations: list[tuple[str, Violation]] = []
         self._names = iter(range(sys.maxsize))
         self._consumers: list[_Child | None] = [None] * len(plan.processes)
         self._producers: list[_Child | None] = [None] * plan.producers
-        self._restarts: list[tuple[float, list[_Child | None], int]] = []  # when, and which place to fill again
-        self._leaving = False  # the consumers too
+        self._restarts: list[tuple[float, list[_Child | None], int]] = []  # the time, and the place to start again
+        self._leaving = False  # whether consumers stop, too
         self._pin: psycopg.Connection[Any] | None = None
         self.server = EmbeddedServer(
             settings={"max_connections": "200", "deadlock_timeout": "100ms", "autovacuum_naptime": "5s"}
@@ -673,18 +677,18 @@ class Soak:
                 self._connect()
                 self._prepare()
                 for place in range(len(self._consumers)):
-                    self._fill(self._consumers, place)
+                    self._start_child(self._consumers, place)
                 for place in range(len(self._producers)):
-                    self._fill(self._producers, place)
-                self._trouble()
-                self._peace()
+                    self._start_child(self._producers, place)
+                self._cause_failures()
+                self._finish_calmly()
                 self._collect()
             finally:
                 self._close()
         self.figures["seconds"] = round(time.monotonic() - began)
         return Outcome(self.violations, dict(self.figures), str(self.home))
 
-    # The stage.
+    # Preparation.
 
     def _connect(self) -> None:
         self.connection = psycopg.connect(self.server.dsn, autocommit=True)
@@ -699,7 +703,7 @@ class Soak:
                 backoff_max=timedelta(milliseconds=100),
             )
         self.connection.execute("create table sent (queue text, key bigint)")
-        # No constraint: what happens twice must be seen twice.
+        # Without a unique constraint, so that double effects are visible.
         self.connection.execute("create table effects (queue text, key bigint, attempt int, token text)")
         self.connection.execute("create table counters (queue text, shard int, n bigint, primary key (queue, shard))")
         with self.connection.cursor() as cursor:
@@ -708,13 +712,13 @@ class Soak:
                 [(queue,) for queue in self.plan.exactly_once],
             )
 
-    def _fill(self, places: list[_Child | None], place: int) -> None:
-        """Start the process of a place, with a history of its own."""
+    def _start_child(self, places: list[_Child | None], place: int) -> None:
+        """Start the process of a place, with a new history file."""
         number = next(self._names)
         settings: dict[str, Any] = {"dsn": make_conninfo(self.server.dsn, application_name=f"soak {number}")}
         if places is self._producers:
             role = "produce"
-            # What takes three seconds never ends in a transaction that is cut off every second.
+            # Without long messages on exactly-once queues: connections are terminated every second.
             kinds = {True: self.plan.kinds, False: self.plan.kinds | {"long": 0.3}}
             settings |= {
                 "queues": {queue: kinds[once] for queue, once in self.plan.exactly_once.items()},
@@ -732,10 +736,10 @@ class Soak:
         settings["history"] = str(self.home / f"{role}-{place}-{number}.jsonl")
         places[place] = _Child(role, settings, self.home / f"{role}-{place}.log")
 
-    # The trouble.
+    # Failures.
 
-    def _trouble(self) -> None:
-        # Only who is there can be cut off: on a busy machine processes take seconds to start.
+    def _cause_failures(self) -> None:
+        # Wait until all processes are connected, which takes seconds on a busy machine.
         started = time.monotonic()
         while self._backends() < len(self.plan.processes) and time.monotonic() < started + 60:
             self._supervise()
@@ -749,7 +753,7 @@ class Soak:
             self._supervise()
             if now >= next_kill and self.plan.kill_every:
                 next_kill = now + self.chance.uniform(0.5, 1.5) * self.plan.kill_every
-                self._strike()
+                self._kill_or_stop_one()
             if now >= next_terminate and _within(part, self.plan.terminate):
                 next_terminate = now + 1
                 self._terminate()
@@ -770,21 +774,21 @@ class Soak:
         self._unpin()
 
     def _supervise(self, calm: bool = False) -> None:
-        """Bury who ended, wake who was paused, start who is due again."""
+        """Handle ended processes, resume paused ones, and start those that are due."""
         now = time.monotonic()
         for places in (self._consumers, self._producers):
             for place, child in enumerate(places):
                 if child is None:
                     continue
                 if not child.is_up():
-                    self._bury(child)
+                    self._reap(child)
                     places[place] = None
                     self._restarts.append((now + self.chance.uniform(0, 0.5), places, place))
                 elif child.paused_until is not None:
                     if calm or now >= child.paused_until:
                         child.resume()
                 elif child.told_at is not None and not child.has_begun():
-                    child.told_at = now  # On a busy machine it takes its time to get so far.
+                    child.told_at = now  # the process has not started yet, which takes time on a busy machine
                 elif child.told_at is not None and now > child.told_at + STOP_SECONDS and not child.killed:
                     self._violated("did not stop", f"{child.role} within {STOP_SECONDS} s:\n{child.explain()}")
                     child.kill()
@@ -792,19 +796,20 @@ class Soak:
             if calm or now >= due:
                 self._restarts.remove((due, places, place))
                 if (places is self._consumers and not self._leaving) or not calm:
-                    self._fill(places, place)
+                    self._start_child(places, place)
 
-    def _bury(self, child: _Child) -> None:
+    def _reap(self, child: _Child) -> None:
+        """Check the exit code of an ended process."""
         code = child.process.wait()
-        # A message that kills is a SIGKILL like ours.
+        # A killer message also ends a process with SIGKILL.
         if code != -signal.SIGKILL and not (code == 0 and child.told_at is not None):
             tail = child.log.read_text(errors="replace")[-3000:]
-            self._violated("died by itself", f"{child.role} with exit code {code}: {tail}")
+            self._violated("ended unexpectedly", f"{child.role} with exit code {code}: {tail}")
         self.figures["killed by a message"] += code == -signal.SIGKILL and not child.killed
         child.close()
 
-    def _strike(self) -> None:
-        """Kill a process, or stop it by force. Mostly consumers."""
+    def _kill_or_stop_one(self) -> None:
+        """Kill a process, mostly a consumer, or force it to stop."""
         kind = self.chance.random()
         places = self._consumers if kind > 0.15 or not self._producers else self._producers
         child = self.chance.choice(places)
@@ -817,18 +822,18 @@ class Soak:
         self._did("kills", child.history)
         child.kill()
         if places is self._consumers and self.plan.killers and self.chance.random() < 0.3:
-            self._plant()
+            self._send_killer()
 
-    def _plant(self) -> None:
-        """Send a message that kills who handles it."""
+    def _send_killer(self) -> None:
+        """Send a message that kills the process of its handler."""
         with suppress(psycopg.OperationalError), psycopg.connect(self.server.dsn, autocommit=True) as connection:
             number = next(self._names)
-            log = Log(str(self.home / f"plant-{number}.jsonl"))
+            log = Log(str(self.home / f"killer-{number}.jsonl"))
             queue = pgqueue.Queue(connection, self.chance.choice(self.plan.killers))
             send(self.chance, log, queue, [number * 10_000_000], {"killer": 1}, calm=True)
 
     def _pause(self) -> None:
-        """Stop a consumer's clock for longer than its claims last: what it does next, it does with stale claims."""
+        """Pause a consumer for longer than the visibility timeout, so that it continues with stale claims."""
         child = self.chance.choice(self._consumers)
         if child is not None and child.is_up() and child.paused_until is None:
             seconds = self.chance.uniform(*self.plan.pause_seconds)
@@ -836,7 +841,7 @@ class Soak:
             self._did("pauses", child.history, seconds)
 
     def _backends(self, counted: str = "true") -> int:
-        """How many connections there are but for ours, of those that count."""
+        """Return the number of connections for which `counted` holds, without those of the soak itself."""
         spared = [self.connection.info.backend_pid, *([self._pin.info.backend_pid] if self._pin else [])]
         row = self.connection.execute(
             f"select count(*) filter (where {counted}) from pg_stat_activity a"
@@ -850,7 +855,7 @@ class Soak:
         self.figures["backends terminated"] += self._backends("pg_terminate_backend(a.pid)")
 
     def _restart(self) -> None:
-        """The server crashes, and recovers from its WAL."""
+        """Let the server crash and recover from WAL."""
         self._unpin()
         self.connection.close()
         if self.chance.random() < 0.5:
@@ -866,15 +871,15 @@ class Soak:
             self._pin.close()
             self._pin = None
 
-    # The end.
+    # Drain and check.
 
-    def _peace(self) -> None:
-        """Producers stop, what is left is drained; then a last few messages, and everybody stops."""
+    def _finish_calmly(self) -> None:
+        """Stop the producers and drain the queues; then send and process the calm messages, and stop all processes."""
         for producer in self._producers:
             if producer is not None:
                 producer.tell("stop")
-        self._settle()
-        log = Log(str(self.home / "peace.jsonl"))
+        self._wait_until_drained()
+        log = Log(str(self.home / "calm.jsonl"))
         number = next(self._names)
         calm = {"good": 80.0, "flaky": 8, "poison": 6, "reject": 6}
         kinds = {kind: weight for kind, weight in calm.items() if kind in self.plan.kinds}
@@ -885,7 +890,7 @@ class Soak:
             for size in [1] * (self.plan.calm_messages // 2) + [self.plan.calm_messages // 2]:
                 send(self.chance, log, client, [next(keys) for _ in range(size)], kinds, calm=True)
                 self.figures["calm"] += size
-        self._settle()
+        self._wait_until_drained()
         self._leaving = True
         for consumer in self._consumers:
             if consumer is not None:
@@ -894,8 +899,8 @@ class Soak:
             self._supervise(calm=True)
             time.sleep(0.02)
 
-    def _settle(self) -> None:
-        """Wait until every queue is empty and the producers have ended, or for so long nothing has become less."""
+    def _wait_until_drained(self) -> None:
+        """Wait until all queues are empty and the producers ended, or until drain_seconds pass without progress."""
         deadline, least = time.monotonic() + self.plan.drain_seconds, math.inf
         while time.monotonic() < deadline:
             self._supervise(calm=True)
@@ -909,7 +914,7 @@ class Soak:
             time.sleep(0.05)
 
     def _collect(self) -> None:
-        """Put the histories together, and check them."""
+        """Read the histories, and check them."""
         histories = {queue: History(exactly_once) for queue, exactly_once in self.plan.exactly_once.items()}
         ids: dict[tuple[str, int], int] = {}
         told: list[tuple[str, str, int]] = []
@@ -919,7 +924,7 @@ class Soak:
                 match what:
                     case "attempted":
                         key, kind, fails, outbox, calm = rest
-                        # What kills is sent amid the trouble, like nothing else that has no producer.
+                        # Killer messages are sent during the failures, although with calm=True.
                         h.attempted[key] = Send(key, kind, fails, outbox, calm and kind != "killer")
                     case "confirmed":
                         h.confirmed.update(rest[0])
@@ -948,7 +953,7 @@ class Soak:
             h.crashes = self.figures["restarts"]
             self._read_tables(queue, h)
             self.violations += [(queue, one) for one in check(h)]
-            self._sum_up(h)
+            self._add_figures(h)
 
     def _read_tables(self, queue: str, h: History) -> None:
         def rows(statement: str) -> Iterable[tuple[Any, ...]]:
@@ -971,16 +976,16 @@ class Soak:
         left = stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
         wrong = left != len(h.left) and "ready_messages" not in stats.estimates
         if wrong or (stats.dead_messages != len(h.dead) and "dead_messages" not in stats.estimates):
-            found = f"{len(h.left)} left and {len(h.dead)} dead letters, and stats says {stats}"
+            found = f"{len(h.left)} left and {len(h.dead)} dead letters, but stats returns {stats}"
             self.violations.append((queue, Violation("miscounted", None, found)))
 
-    def _sum_up(self, h: History) -> None:
+    def _add_figures(self, h: History) -> None:
         exists = h.sent | {key for key in h.confirmed if not h.attempted[key].outbox}
         self.figures["messages"] += len(exists)
         self.figures["unconfirmed"] += len(h.attempted.keys() - h.confirmed - h.withdrawn)
         self.figures["withdrawn"] += len(h.withdrawn)
         self.figures["dead"] += len(h.dead)
-        self.figures["innocent dead"] += sum(
+        self.figures["unexpected dead"] += sum(
             one.key in h.attempted and h.attempted[one.key].kind not in DOOMED for one in h.dead
         )
         self.figures["effects"] += len(h.effects)
@@ -1009,7 +1014,7 @@ def _within(part: float, window: tuple[float, float]) -> bool:
 
 
 def run(plan: Plan, home: Path | None = None) -> Outcome:
-    """Run a plan; the histories stay in `home`."""
+    """Run a plan. The histories stay in `home`, by default a new temporary directory."""
     if home is None:
         home = Path(tempfile.mkdtemp(prefix="pgqueue-soak-"))
     home.mkdir(parents=True, exist_ok=True)
@@ -1018,8 +1023,8 @@ def run(plan: Plan, home: Path | None = None) -> Outcome:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="A process of the soak; test/bench/consumer.py starts one by hand.")
+    parser = argparse.ArgumentParser(description="A process of the soak. To run a soak, use test/bench/consumer.py.")
     parser.add_argument("role", choices=["produce", "consume"])
     parser.add_argument("settings", type=json.loads)
     arguments = parser.parse_args()
-    {"produce": produce, "consume": consume}[arguments.role](arguments.settings, Orders())
+    {"produce": produce, "consume": consume}[arguments.role](arguments.settings, ParentCommands())

@@ -1,11 +1,11 @@
-"""Where Spark looks for format `pgqueue`: it imports every module named pyspark_… and takes its DefaultSource."""
+"""Makes Spark find format `pgqueue`: Spark imports every module named pyspark_… and registers its DefaultSource."""
 
 import warnings
 
 try:
     from pgqueue.spark import PgQueueDataSource as DefaultSource
 except ImportError as error:
-    # An older Spark, in which the other sources that there may be are still to be found.
+    # With an older Spark, an exception here would also hide the data sources of other packages.
     warnings.warn(str(error), stacklevel=1)
 
 __all__ = ["DefaultSource"]

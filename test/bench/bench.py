@@ -1,7 +1,7 @@
-"""Measures pgqueue and its peers beside each other, on servers of its own.
+"""Measures pgqueue and its peers on its own servers.
 
-Systems take turns within a round, queues are filled anew before every cell, and a cell that ran dry is repeated on a
-deeper queue. Each part replaces its own figures in results/latest.json. README.md in this directory says what is
+Systems take turns within a round. Queues are filled before every cell; if a queue runs empty, the cell is repeated on a
+deeper queue. Each part replaces its own figures in results/latest.json. README.md in this directory describes what is
 measured, and how to read it.
 """
 
@@ -13,25 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from charts import draw
+from environment import RESULTS, circumstances, servers
 from report import tables
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from rig import PAYLOAD, RESULTS, SETTINGS, circumstances, cpu, output_of, servers
-
-__all__ = ["PAYLOAD", "SETTINGS", "cpu", "output_of"]  # what the other benchmarks here use of this one
 
 LATEST = RESULTS / "latest.json"
 
 
 def measure(names: list[str], options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """The figures of these parts, each written as soon as it is done."""
-    from cells import parts  # the peers behind these need the extra `bench`
+    """Measure these parts, write the figures of each to the JSON file as soon as it is done, and return all."""
+    from all_peers import ALL
     from cost import run_cost
-    from every import ALL
     from latency import run_latency
+    from plan import parts  # the peers behind these need the extra `bench`
     from pressure import run_pressure
-    from runner import Rig, run_part
+    from runner import Testbed, run_part
 
     run = {"latency": run_latency, "pressure": run_pressure, "pinned": run_pressure, "cost": run_cost}
     found = json.loads(options.output.read_text()) if options.output.exists() else {}
@@ -46,25 +44,25 @@ def measure(names: list[str], options: argparse.Namespace, console: Console) -> 
         servers(majors) as running,
         Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=300) as progress,
     ):
-        rig = Rig(running, ALL)
-        whole = progress.add_task("everything, and time left", total=sum(expected.values()))
+        testbed = Testbed(running, ALL)
+        whole = progress.add_task("all parts, and time left", total=sum(expected.values()))
         try:
             for name, part in plan.items():
                 about, began = circumstances(running), time.monotonic()
-                steps = part.rounds * sum(len(rig.systems(cell)) for cell in part.cells) or part.steps
+                steps = part.rounds * sum(len(testbed.systems(cell)) for cell in part.cells) or part.steps
                 task = progress.add_task(name, total=steps)
 
                 def tell(what: str, done: int, task: Any = task, name: str = name) -> None:
                     progress.update(task, advance=done, description=f"{name}: {what}")
                     progress.update(whole, advance=done * expected[name] / progress.tasks[task].total)
 
-                cells = run.get(name, run_part)(rig, part, tell)
+                cells = run.get(name, run_part)(testbed, part, tell)
                 report["parts"][name] = {
                     "title": part.title,
                     "mode": "full" if options.full else "quick",
                     "rounds": part.rounds,
                     "circumstances": about,
-                    "missing": {each: rig.missing[each] for each in part.systems if each in rig.missing},
+                    "missing": {each: testbed.missing[each] for each in part.systems if each in testbed.missing},
                     "cells": cells,
                 }
                 options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +71,7 @@ def measure(names: list[str], options: argparse.Namespace, console: Console) -> 
                 if not console.is_terminal:
                     console.print(f"{name}: {time.monotonic() - began:.0f} s")
         finally:
-            rig.close()
+            testbed.close()
     return report
 
 
@@ -91,17 +89,17 @@ def show(report: dict[str, Any], names: list[str], console: Console) -> None:
 
 
 def main() -> None:
-    """Measure what the command line names, or print what was measured."""
-    from cells import QUICK, parts
+    """Measure the parts on the command line, or print earlier figures."""
+    from plan import QUICK, parts
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = list(parts(full=True))
-    parser.add_argument("--full", action="store_true", help="longer, more rounds, more cells: hours")
-    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"of {names}")
-    parser.add_argument("--rounds", type=int, help="of every part, instead of its own")
-    parser.add_argument("--seconds", type=float, help="of every cell, instead of its own")
-    parser.add_argument("--output", type=Path, default=LATEST, help="where the JSON goes, and the charts beside it")
-    parser.add_argument("--show", action="store_true", help="measure nothing, print what was measured, and draw it")
+    parser.add_argument("--full", action="store_true", help="more cells, rounds and seconds; takes hours")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"parts to measure, of {names}")
+    parser.add_argument("--rounds", type=int, help="rounds of every part")
+    parser.add_argument("--seconds", type=float, help="seconds of every cell")
+    parser.add_argument("--output", type=Path, default=LATEST, help="JSON file; charts are written to its directory")
+    parser.add_argument("--show", action="store_true", help="do not measure; print and draw the last figures")
     options = parser.parse_args()
     if options.only is None:
         options.only = names if options.full or options.show else list(QUICK)

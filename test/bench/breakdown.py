@@ -1,8 +1,8 @@
-"""Where the time of one call goes: what a claim, an ack, an enqueue and an exchange cost their backend, and what of it.
+"""Measures the CPU time of one claim, ack, enqueue and exchange in the backend, and of their parts.
 
-A call as a whole, and what it is made of alone, are CPU time of the backend by /proc/PID/schedstat; the statements
-inside of it are what pg_stat_statements says of them; what the server does meanwhile is what perf sees, where there is
-perf. The figures go to results/breakdown.json, and by report.py to README.md in this directory.
+The cost of a call, and of its parts alone, is CPU time of the backend from /proc/PID/schedstat. The cost of the
+statements inside a call comes from pg_stat_statements, and that of server functions from perf if it is installed. The
+figures are written to results/breakdown.json, and by report.py to README.md in this directory.
 """
 
 import argparse
@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+from environment import RESULTS, SETTINGS, circumstances
 from peers.base import payload
 from peers.raw import CLAIM, INSERT, TABLE
 from report import breakdown
 from rich.progress import track
-from rig import RESULTS, SETTINGS, circumstances
 
 from pgqueue.embedded import EmbeddedServer
 
 FIGURES = RESULTS / "breakdown.json"
-SHOWN = 0.02  # of a call: statements that take less are summed up
+MIN_SHARE = 0.02  # of a call: statements that take less are summed
 TOP = 10
-# What the server's functions are about, those that they call included.
+# The purpose of server functions. Their times include the functions that they call. The texts are in results/.
 STAGES = {
     "fmgr_security_definer": "the function with all that is in it; of that:",
     "standard_ExecutorStart": "getting statements ready to run, anew in each call",
@@ -42,7 +42,7 @@ STAGES = {
     "internal_flush_buffer": "sending the answer",
     "pq_recvbuf": "receiving the next call",
 }
-# The settings that the verbs carry, on functions that do nothing.
+# Empty functions, one of them with the settings of claim.
 EMPTY = """
     create function empty(text) returns boolean language plpgsql volatile as $$ begin return true; end $$;
     create function empty_as_claim(text, int) returns setof pgqueue.message
@@ -65,7 +65,7 @@ ALONE = {
 
 
 class Backend:
-    """The session whose backend is looked at."""
+    """The session whose backend is measured."""
 
     def __init__(self, server: EmbeddedServer, calls: int) -> None:
         self.connection = psycopg.connect(server.dsn, autocommit=True)
@@ -82,14 +82,14 @@ class Backend:
             self.connection.execute(statement.encode())
 
     def cpu(self) -> int:
-        """Nanoseconds that it has run for."""
+        """CPU time of the backend in nanoseconds."""
         return int(Path(f"/proc/{self.connection.info.backend_pid}/schedstat").read_text().split()[0])
 
     def run(self, statement: str, *values: Any) -> list[Any]:
         return self.connection.execute(statement.encode(), values or None, prepare=True).fetchall()
 
     def fill(self) -> None:
-        """A queue as new, and the bare table, with more messages than the calls of a round take."""
+        """Fill a new queue and the bare table with more messages than the calls of a round take."""
         rows = f"select '{self.body}'::jsonb from generate_series(1, {3 * self.calls})"
         for statement in (
             "truncate pgqueue.messages, public.messages",
@@ -105,7 +105,7 @@ class Backend:
 
 
 def verbs(backend: Backend) -> dict[str, Callable[[], Any]]:
-    """What is measured, each so that it can be called again and again, in this order, on a queue that was filled."""
+    """The calls that are measured. Each can be repeated on a filled queue, in this order."""
     claimed: list[tuple[Any, ...]] = []
     held: list[tuple[Any, ...]] = []
 
@@ -128,7 +128,7 @@ def verbs(backend: Backend) -> dict[str, Callable[[], Any]]:
 
 
 def parts(backend: Backend) -> dict[str, Callable[[], Any]]:
-    """What calls are made of, and what they are compared with, alone."""
+    """The parts of calls, and the statements that calls are compared with, each alone."""
     found: dict[str, Callable[[], Any]] = {what: partial(backend.run, statement) for what, statement in ALONE.items()}
 
     def take() -> None:
@@ -142,7 +142,7 @@ def parts(backend: Backend) -> dict[str, Callable[[], Any]]:
 
 
 def clocked(backend: Backend, call: Callable[[], Any]) -> float:
-    """Microseconds of CPU of the backend for one call."""
+    """Return the CPU time of the backend for one call, in microseconds."""
     before = backend.cpu()
     for _ in range(backend.calls):
         call()
@@ -150,7 +150,7 @@ def clocked(backend: Backend, call: Callable[[], Any]) -> float:
 
 
 def nested(backend: Backend, call: Callable[[], Any]) -> dict[str, tuple[float, float]]:
-    """Of each statement inside of a call: how often it runs, and for how many microseconds."""
+    """Return for each statement inside a call: how often it runs, and its microseconds."""
     backend.connection.execute("set pg_stat_statements.track = 'all'")
     backend.connection.execute("select pg_stat_statements_reset()")
     for _ in range(backend.calls):
@@ -166,7 +166,7 @@ def nested(backend: Backend, call: Callable[[], Any]) -> dict[str, tuple[float, 
 
 
 def seen(backend: Backend, call: Callable[[], Any], seconds: float) -> dict[str, list[tuple[str, float]]]:
-    """What perf sees the backend do, in per cent: by stages, and the functions that take most by themselves."""
+    """Profile the backend with perf: percent by stage, and the functions that take most without their callees."""
     if shutil.which("perf") is None:
         return {}
     with tempfile.TemporaryDirectory() as home:
@@ -195,7 +195,7 @@ def seen(backend: Backend, call: Callable[[], Any], seconds: float) -> dict[str,
 
 
 def measure(rounds: int, calls: int, seconds: float) -> dict[str, Any]:
-    """The lowest of all rounds: what is more is what else the machine did."""
+    """Measure all rounds. The figures are the lowest of all rounds, as other load only adds time."""
     settings = SETTINGS | {"shared_preload_libraries": "pg_stat_statements", "pg_stat_statements.track": "none"}
     with EmbeddedServer(settings=settings) as server:
         backend = Backend(server, calls)
@@ -233,12 +233,12 @@ def measure(rounds: int, calls: int, seconds: float) -> dict[str, Any]:
 
 
 def statements(rounds: list[dict[str, tuple[float, float]]]) -> list[dict[str, Any]]:
-    """Each statement of a verb by its best round, the longest first; those that take little are one."""
+    """Return each statement of a verb with its lowest time, longest first; short ones are summed in one entry."""
     every = {query for each in rounds for query in each}
     best = {query: min(each[query][1] for each in rounds if query in each) for query in every}
     often = {query: max(each.get(query, (0.0, 0.0))[0] for each in rounds) for query in every}
     whole = sum(best.values())
-    long = sorted((query for query in every if best[query] >= SHOWN * whole), key=lambda query: -best[query])
+    long = sorted((query for query in every if best[query] >= MIN_SHARE * whole), key=lambda query: -best[query])
     found = [{"statement": query, "times": round(often[query], 3), "us": round(best[query], 1)} for query in long]
     rest = whole - sum(best[query] for query in long)
     return [*found, {"statement": "", "times": len(every) - len(long), "us": round(rest, 1)}]
@@ -246,10 +246,10 @@ def statements(rounds: list[dict[str, tuple[float, float]]]) -> list[dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--calls", type=int, default=1000, help="of everything in each round")
-    parser.add_argument("--seconds", type=float, default=5, help="that perf looks at claims for")
-    parser.add_argument("--output", type=Path, default=FIGURES, help="where the JSON goes")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds (9)")
+    parser.add_argument("--calls", type=int, default=1000, help="calls of each kind in a round (1000)")
+    parser.add_argument("--seconds", type=float, default=5, help="seconds that perf profiles claims (5)")
+    parser.add_argument("--output", type=Path, default=FIGURES, help="JSON file")
     options = parser.parse_args()
     report = measure(options.rounds, options.calls, options.seconds)
     options.output.parent.mkdir(parents=True, exist_ok=True)

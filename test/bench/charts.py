@@ -1,4 +1,4 @@
-"""Draws the figures, as PNG and SVG, where matplotlib is installed."""
+"""Draws the figures as PNG and SVG, if matplotlib is installed."""
 
 import statistics
 from collections.abc import Callable
@@ -13,13 +13,13 @@ Part = dict[str, Any]
 
 
 def draw(report: dict[str, Any], directory: Path) -> list[Path]:
-    """A chart for each part; returns the files."""
+    """Draw a chart for each part; returns the files."""
     try:
         import matplotlib as mpl
     except ImportError:
         return []
     mpl.use("agg")
-    mpl.rcParams["svg.hashsalt"] = "pgqueue"  # the same figures make the same file
+    mpl.rcParams["svg.hashsalt"] = "pgqueue"  # makes the files reproducible
     from matplotlib import pyplot as plt
 
     files = []
@@ -45,7 +45,7 @@ def _unframed(axes: Any) -> None:
 
 
 def _rates(plt: Any, part: Part) -> Any:
-    """A group of bars for each workload, as tall as messages a second."""
+    """A group of bars for each workload; the height is the rate in messages per second."""
     syncs = list(dict.fromkeys(cell["synchronous_commit"] for cell in part["cells"]))
     figure, every = plt.subplots(len(syncs), 1, figsize=(10, 3.6 * len(syncs)), squeeze=False, layout="constrained")
     for axes, sync in zip(every[:, 0], syncs, strict=True):
@@ -67,21 +67,21 @@ def _bars(axes: Any, cells: list[dict[str, Any]]) -> None:
         high = [max(cell["rates"]) - middle for middle, cell in zip(medians, mine, strict=True)]
         axes.bar(places, medians, width, label=system, color=colour)
         axes.errorbar(places, medians, yerr=[low, high], fmt="none", ecolor="#444444", elinewidth=0.8)
-    axes.set_yscale("log")  # calls of one message and of a hundred are far apart
+    axes.set_yscale("log")  # rates of single messages and of batches differ by orders of magnitude
     axes.set_xticks(range(len(workloads)), [name.replace(": ", "\n") for name in workloads], fontsize=SMALL)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylabel("messages per second")
     axes.legend(fontsize=SMALL, ncols=len(systems), frameon=False, loc="upper left")
     axes.margins(y=0.25)
     low_end, high_end = axes.get_ylim()
-    if high_end < 10 * low_end:  # within a power of ten the steps between have to say where they are
+    if high_end < 10 * low_end:  # an axis within one power of ten needs labels at minor ticks
         axes.yaxis.set_minor_formatter("{x:,.0f}")
     axes.tick_params(axis="y", which="both", labelsize=SMALL)
     _unframed(axes)
 
 
 def _latencies(plt: Any, part: Part) -> Any:
-    """A row for each system: a dot at the p50, a tick at the p99, an open dot at the longest."""
+    """A row for each system: a dot at the p50, a bar at the p99, an open dot at the maximum."""
     rates = list(dict.fromkeys(cell["asked_rate"] for cell in part["cells"]))
     systems = list(dict.fromkeys(cell["system"] for cell in part["cells"]))[::-1]
     height = 1.6 + 0.32 * len(systems)
@@ -95,7 +95,7 @@ def _latencies(plt: Any, part: Part) -> Any:
                     "falls behind", (0.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=SMALL
                 )
                 continue
-            # On a logarithmic scale there is no zero: what had begun before the producer had its answer.
+            # A logarithmic scale has no zero. A handler may start before the producer has its answer.
             found = {name: max(ms, 0.1) for name, ms in cell["latency_ms"].items()}
             axes.plot([found["p50"], found["max"]], [place] * 2, color=colour, linewidth=1.2)
             axes.plot(found["p50"], place, "o", color=colour, label="p50")
@@ -106,7 +106,7 @@ def _latencies(plt: Any, part: Part) -> Any:
         axes.set_ylim(-0.6, len(systems) - 0.4)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_title(f"{rate:,} messages a second", loc="left", fontsize=9)
-        axes.set_xlabel("ms; dot: p50, bar: p99, open dot: the longest", fontsize=SMALL)
+        axes.set_xlabel("ms; dot: p50, bar: p99, open dot: maximum", fontsize=SMALL)
         axes.grid(axis="x", alpha=0.3)
         _unframed(axes)
     figure.suptitle(part["title"], x=0.01, ha="left", fontsize=10)
@@ -114,7 +114,7 @@ def _latencies(plt: Any, part: Part) -> Any:
 
 
 def _pressures(plt: Any, part: Part) -> Any:
-    """The rate over time of each system, before and behind the moment when something comes in the way."""
+    """The rate of each system over time, before and after the pressure starts."""
     names = list(dict.fromkeys(cell["pressure"] for cell in part["cells"]))
     systems = list(dict.fromkeys(cell["system"] for cell in part["cells"]))
     figure, every = plt.subplots(
@@ -134,7 +134,7 @@ def _pressures(plt: Any, part: Part) -> Any:
         axes.set_ylabel("cycles per second", fontsize=9)
         axes.grid(axis="y", alpha=0.3)
         _unframed(axes)
-    every[-1, 0].set_xlabel("seconds from when it comes in the way", fontsize=9)
+    every[-1, 0].set_xlabel("seconds since the start of the pressure", fontsize=9)
     handles, labels = every[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=SMALL, ncols=len(handles), frameon=False, loc="outside lower left")
     figure.suptitle(part["title"], x=0.01, ha="left", fontsize=10)
@@ -142,14 +142,14 @@ def _pressures(plt: Any, part: Part) -> Any:
 
 
 def _points(watched: dict[str, Any], *, before: bool) -> tuple[list[float], list[float]]:
-    """Each stretch in its middle; those before end at zero."""
+    """Return the middle and the rate of each stretch; stretches before the pressure end at zero."""
     stretch, rates = watched["stretch_seconds"], watched["stretches"]
     start = -stretch * len(rates) if before else 0
     return [start + (n + 0.5) * stretch for n in range(len(rates))], rates
 
 
 def _costs(plt: Any, part: Part) -> Any:
-    """Three panels of bars: of WAL and CPU what the enqueue costs, and what claim and ack cost behind it."""
+    """Three panels of bars: WAL and CPU of the enqueue plus those of claim and ack, and bytes on disk."""
     cells = part["cells"][::-1]
     names = [cell["system"] + "*" * (cell["take"]["batch"] > 1) for cell in cells]
     figure, (wal, cpu, disk) = plt.subplots(

@@ -1,6 +1,7 @@
-"""Measures the consumer on a server of its own: how soon it wakes, what it asks while idle, how much it gets done.
+"""Measures the consumer on its own server: wake-up latency, statements while idle, throughput, and a soak.
 
-README.md in this directory says what is measured, and how to read it. Each part replaces its own figures in the JSON.
+README.md in this directory describes what is measured, and how to read it. Each part replaces its own figures in the
+JSON file.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from bench import PAYLOAD, SETTINGS, cpu, output_of
+from environment import PAYLOAD, SETTINGS, cpu, output_of
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from rich.console import Console
@@ -45,7 +46,7 @@ MODES: dict[str, dict[str, Any]] = {
     "receive": {"mode": "receive"},
 }
 TARGETS = {"p50": 5.0, "p99": 20.0}  # milliseconds
-IDLE_TARGET = 70  # statements a minute
+IDLE_TARGET = 70  # statements per minute
 QUANTILES = [*(n / 100 for n in range(100)), 0.999, 1.0]
 
 
@@ -64,7 +65,7 @@ class Database:
         self.connection.execute("select pgqueue.create_queue('orders')")
 
     def fill(self, messages: int) -> None:
-        """Start anew, with that many messages and nothing to tidy up."""
+        """Recreate the queue with this number of messages, vacuumed."""
         self.connection.execute("select pgqueue.drop_queue('orders'), pgqueue.create_queue('orders')")
         self.connection.execute(
             "insert into pgqueue.messages (queue_name, max_attempts, payload)"
@@ -74,14 +75,14 @@ class Database:
         self.connection.execute("checkpoint")
 
     def close(self) -> None:
-        """Drop it, so that it takes no memory or vacuum from the next."""
+        """Drop the database, so that it takes no memory or vacuum time from the next one."""
         self.connection.close()
         with psycopg.connect(make_conninfo(self.dsn, dbname="postgres"), autocommit=True) as connection:
             connection.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(self.name)))
 
 
 def consume(dsn: str, flavour: str, options: dict[str, Any], pipe: Any) -> None:
-    """Run one consumer with a handler that does nothing but look at the clock."""
+    """Run one consumer with a handler that only reads the clock. Runs in a child process."""
     seen: Seen = []
 
     def handle(delivery: Any) -> None:
@@ -102,19 +103,20 @@ def consume(dsn: str, flavour: str, options: dict[str, Any], pipe: Any) -> None:
     pipe.send([one for one in seen if one[0]])
 
 
-# Wake-up latency: two streams of messages, each a process with a connection of its own.
+# Wake-up latency: streams of messages, each sent by a process with its own connection.
 
 
-Sent = tuple[list[tuple[int, float, float]], float]  # numbers, when sent, when the commit was answered; CPU seconds
+# For each message the number, the time of the call and the time of the answer; and the CPU seconds of the producer.
+Sent = tuple[list[tuple[int, float, float]], float]
 
 
 def send_evenly(dsn: str, seconds: float, every: tuple[float, float], first: int) -> Sent:
-    """One message a transaction, at intervals."""
+    """Send one message in each transaction, at intervals."""
     return _send(dsn, seconds, every, 1, first)
 
 
 def send_bursts(dsn: str, seconds: float, every: tuple[float, float], first: int) -> Sent:
-    """Twenty messages a transaction, at intervals."""
+    """Send twenty messages in each transaction, at intervals."""
     return _send(dsn, seconds, every, 20, first)
 
 
@@ -140,15 +142,15 @@ def _send(dsn: str, seconds: float, every: tuple[float, float], size: int, first
 
 
 LOADS: dict[str, list[tuple[Callable[..., Any], tuple[float, float]]]] = {
-    # 600 a second evenly, and 400 in bursts of 20.
+    # 600 a second at even intervals, and 400 a second in bursts of 20.
     "1,000/s with bursts": [(send_evenly, (1 / 600, 1 / 600)), (send_bursts, (0.02, 0.08))],
-    # Every message finds the consumer asleep.
+    # The consumer is waiting when a message is sent.
     "10/s, one by one": [(send_evenly, (0.05, 0.15))],
 }
 
 
 def latency(server: EmbeddedServer, options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """From the commit of an enqueue to the handler, in milliseconds: of all rounds together, and of each."""
+    """Measure the time from the commit of an enqueue to the handler, in ms: over all rounds, and for each round."""
     cells = [(load, mode, flavour) for load in LOADS for mode in MODES for flavour in ("sync", "async")]
     rounds: dict[tuple[str, str, str], list[Woken]] = {cell: [] for cell in cells}
     for number in range(options.rounds):
@@ -179,19 +181,19 @@ def latency(server: EmbeddedServer, options: argparse.Namespace, console: Consol
     return results
 
 
-# Milliseconds until the handler, in order: from the answer to the commit, and from the call of the enqueue; and the
-# microseconds of CPU that a message costs the consumer, the producers, and the server.
+# Sorted milliseconds until the handler starts: from the answer to the commit, and from the call of the enqueue; and the
+# microseconds of CPU per message of the consumer, the producers, and the server.
 Woken = tuple[list[float], list[float], list[int]]
 
 
 def woken(server: EmbeddedServer, load: str, mode: str, flavour: str, options: argparse.Namespace) -> Woken:
-    """One round of a cell of latency."""
+    """Run one round of a latency cell."""
     database = Database(server)
     work = PythonWorker(consume, database.dsn, flavour, MODES[mode] | {"concurrency": options.concurrency})
     time.sleep(1)
     streams = LOADS[load]
     with CONTEXT.Pool(len(streams)) as pool:
-        pool.map(time.sleep, [0.5] * len(streams), 1)  # until all are up
+        pool.map(time.sleep, [0.5] * len(streams), 1)  # waits until all processes have started
         (_, _, own), served = work.ask("count"), all_seconds(server)
         pending = [
             pool.apply_async(send, (database.dsn, options.seconds, every, 1 + place * 10_000_000))
@@ -211,7 +213,7 @@ def woken(server: EmbeddedServer, load: str, mode: str, flavour: str, options: a
 
 
 def all_seconds(server: EmbeddedServer) -> float:
-    """The CPU seconds of all processes of a server, those that have ended included, so far; 0 without /proc."""
+    """Return the CPU seconds of all processes of a server, ended ones included; 0 without /proc."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -239,7 +241,7 @@ def drained(database: Database) -> None:
 
 
 def idle(server: EmbeddedServer, options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """What a consumer asks of the server while its queue is empty, all at once, each in a database of its own."""
+    """Count the statements of consumers with an empty queue; all run together, each in a database of its own."""
     kinds = [(mode, flavour, listen) for mode in MODES for flavour in ("sync", "async") for listen in (True, False)]
     databases = [Database(server) for _ in kinds]
     workers = [
@@ -272,12 +274,14 @@ def idle(server: EmbeddedServer, options: argparse.Namespace, console: Console) 
     ]
 
 
-# Throughput: raw statements, in threads where each message has a transaction of its own.
+# Throughput.
 
 
 def raw(dsn: str, mode: str, concurrency: int, seconds: float) -> float:
-    """Messages per second of the same verbs, without a consumer: a claim of as many messages as the consumer runs
-    handlers, and one ack of them all; where work has a transaction, as many threads with one message each.
+    """Return the messages per second of raw calls of the same verbs, without a consumer.
+
+    In mode lease one thread claims `concurrency` messages and acknowledges them in one call. In the modes with a
+    transaction for each message, `concurrency` threads take one message each.
     """
     done: list[int] = []
     stop = threading.Event()
@@ -318,8 +322,10 @@ def raw(dsn: str, mode: str, concurrency: int, seconds: float) -> float:
 
 
 def consumed(database: Database, flavour: str, settings: dict[str, Any], seconds: float) -> tuple[float, list[int]]:
-    """A consumer whose handler does nothing: messages per second, and the microseconds of CPU that a message costs the
-    consumer and the server. Unlike the rate, those hardly depend on what else the machine does.
+    """Measure a consumer whose handler does nothing.
+
+    Returns the messages per second, and the microseconds of CPU per message of the consumer and of the server. Unlike
+    the rate, CPU time hardly depends on other load of the machine.
     """
     work = PythonWorker(consume, database.dsn, flavour, settings)
     time.sleep(1)
@@ -333,20 +339,20 @@ def consumed(database: Database, flavour: str, settings: dict[str, Any], seconds
 
 
 def server_seconds(database: Database) -> float:
-    """The CPU seconds of the database's backends but ours, so far; 0 where there is no /proc."""
+    """Return the CPU seconds of all backends of the database except our own; 0 without /proc."""
     pids = database.connection.execute(
         "select pid from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
     ).fetchall()
     ticks = 0
     for (pid,) in pids:
         with suppress(OSError):
-            # user and system time; the name before them may hold blanks
+            # User and system time. The name before them may contain spaces.
             ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def throughput(server: EmbeddedServer, options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """Messages per second in each mode, raw and by the consumers, which take turns within a round."""
+    """Measure messages per second in each mode, by raw calls and by the consumers, which take turns within a round."""
     results: list[dict[str, Any]] = []
     database = Database(server)
     kinds = MODES | {"lease, prefetch": {}}
@@ -375,7 +381,7 @@ def throughput(server: EmbeddedServer, options: argparse.Namespace, console: Con
 
 
 def soaked(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """The long soak: cycles of a minute, each with every trouble. The histories stay where it says."""
+    """Run the soak in cycles of a minute, each with every kind of failure. The histories stay in a printed path."""
     seed = random.SystemRandom().randrange(1_000_000) if options.seed is None else options.seed
     cycles = max(1, round(options.minutes))
     seconds = options.minutes * 60 / cycles
@@ -390,7 +396,7 @@ def soaked(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def circumstances(server: EmbeddedServer) -> dict[str, Any]:
-    """What the figures of a part hold for."""
+    """Describe the commit, date, server, settings and machine of a measurement."""
     changed = output_of("git", "status", "--porcelain", "--", "sql", "extension", "python/src")
     with psycopg.connect(server.dsn) as connection:
         (version,) = connection.execute("select split_part(version(), ' ', 2)").fetchone() or ("?",)
@@ -407,7 +413,7 @@ def circumstances(server: EmbeddedServer) -> dict[str, Any]:
 
 
 def tables(report: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Titles, headings and rows of all tables."""
+    """Yield title, headings and rows of each table."""
     if "latency" in report:
         headings = ["from commit to handler, ms", "", "", "p50", "p99", "max", "p50 / p99 from the call"]
         headings += ["CPU of consumer + producers + server, µs a message", "targets"]
@@ -448,7 +454,7 @@ def tables(report: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[s
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print the tables for a terminal."""
+    """Print the tables."""
     for title, headings, rows in tables(report):
         table = Table(title=title, title_justify="left", title_style="bold")
         for place, heading in enumerate(headings):
@@ -469,7 +475,7 @@ def _spread(figure: float, rounds: list[float], form: str = ".1f") -> str:
 
 
 def _costs(rounds: list[list[int]]) -> str:
-    """The medians of what a message cost the consumer and the server."""
+    """Format the medians of the CPU costs of a message."""
     return " + ".join(f"{statistics.median(costs):.0f}" for costs in zip(*rounds, strict=True))
 
 
@@ -478,7 +484,7 @@ def _is_figure(text: str) -> bool:
 
 
 def plot(report: dict[str, Any], path: Path) -> bool:
-    """Draw how the latencies are distributed; False where matplotlib is not installed, or nothing was measured."""
+    """Draw the distribution of latencies; False without matplotlib, or without figures."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -501,7 +507,7 @@ def plot(report: dict[str, Any], path: Path) -> bool:
             axis.text(bound, 0.02, f" {name} < {bound:g} ms", color="grey", fontsize=8)
         axis.set(xscale="log", title=load, xlabel="ms from the commit of the enqueue to the handler", ylim=(0, 1.01))
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("part of the messages")
+    axes[0].set_ylabel("fraction of the messages")
     axes[0].legend(fontsize=8, loc="upper left")
     figure.savefig(path)
     pyplot.close(figure)
@@ -510,7 +516,7 @@ def plot(report: dict[str, Any], path: Path) -> bool:
 
 @contextmanager
 def started() -> Iterator[EmbeddedServer]:
-    """A durable server that counts statements."""
+    """Start a durable server with pg_stat_statements."""
     settings = SETTINGS | {
         "shared_preload_libraries": "pg_stat_statements",
         "pg_stat_statements.track": "top",
@@ -521,22 +527,22 @@ def started() -> Iterator[EmbeddedServer]:
 
 
 def main() -> None:
-    """Measure what the command line names, or print what was measured."""
+    """Measure the parts on the command line, or print earlier figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {PARTS}")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"parts, of {PARTS}")
     parser.add_argument(
         "--long",
         action="store_true",
-        help="an hour, for figures to publish, instead of 10 minutes; its soak is recorded beside the short one",
+        help="an hour instead of 10 minutes, for published figures; its soak is recorded separately",
     )
-    parser.add_argument("--seconds", type=float, help="of each cell of latency (3, long: 20), half of it of throughput")
-    parser.add_argument("--rounds", type=int, help="of each cell of latency and throughput (2, long: 3)")
-    parser.add_argument("--concurrency", type=int, default=16, help="of latency (16)")
-    parser.add_argument("--idle-seconds", type=float, help="(30, long: 120)")
-    parser.add_argument("--minutes", type=float, help="of the soak (0.5, long: 10)")
-    parser.add_argument("--seed", type=int, help="of the soak")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="where the JSON goes")
-    parser.add_argument("--show", action="store_true", help="measure nothing, print and plot what the JSON holds")
+    parser.add_argument("--seconds", type=float, help="of a latency cell (3, long: 20); throughput uses half of it")
+    parser.add_argument("--rounds", type=int, help="rounds of latency and throughput (2, long: 3)")
+    parser.add_argument("--concurrency", type=int, default=16, help="concurrency of the latency part (16)")
+    parser.add_argument("--idle-seconds", type=float, help="seconds of the idle part (30, long: 120)")
+    parser.add_argument("--minutes", type=float, help="minutes of the soak (0.5, long: 10)")
+    parser.add_argument("--seed", type=int, help="seed of the soak")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file")
+    parser.add_argument("--show", action="store_true", help="do not measure; print and draw the last figures")
     options = parser.parse_args()
     usual = {"seconds": (3, 20), "rounds": (2, 3), "idle_seconds": (30, 120), "minutes": (0.5, 10)}
     for name, values in usual.items():
@@ -549,7 +555,7 @@ def main() -> None:
             about = circumstances(server)
             measure = {"latency": latency, "idle": idle, "throughput": throughput}.get(part)
             figures = measure(server, options, console) if measure else None
-        name = LONG_SOAK if part == "soak" and options.long else part  # A short one does not replace it.
+        name = LONG_SOAK if part == "soak" and options.long else part  # a short soak does not replace a long one
         report[name] = {"circumstances": about, "figures": figures or soaked(options, console)}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(report, indent=1) + "\n")

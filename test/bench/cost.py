@@ -1,28 +1,28 @@
-"""What a message costs the server: WAL, CPU time, and disk while it waits."""
+"""Measures the cost of a message for the server: WAL, CPU time, and disk space while it waits."""
 
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cells import Part
 from peers.base import Dry, Peer, Work
-from runner import FEWEST, GUESS, Rig, Tell
+from plan import Part
+from runner import GUESS, MIN_DEPTH, Tell, Testbed
 
 BACKLOG = 50_000
 TICK = os.sysconf("SC_CLK_TCK")
 
 
-def run_cost(rig: Rig, part: Part, tell: Tell) -> list[dict[str, Any]]:
-    """A record for each system: what one message costs from its enqueue to its acknowledgement, one by one."""
+def run_cost(testbed: Testbed, part: Part, tell: Tell) -> list[dict[str, Any]]:
+    """Return a record for each system: the cost of a message from enqueue to acknowledgement."""
     records = []
     for name, major in part.contestants:
-        peer = rig.peer(name, major)
+        peer = testbed.peer(name, major)
         if peer is None:
             continue
         tell(name, 0)
         peer.use("off")
-        # PgQ hands over batches alone: a hundred at a time.
+        # PgQ only returns batches.
         batch = 1 if peer.can(Work("take", 1)) else 100
         record: dict[str, Any] = {"system": name, "version": peer.version, "client": peer.client, "postgresql": major}
         for verb in ("enqueue", "take"):
@@ -39,8 +39,8 @@ def run_cost(rig: Rig, part: Part, tell: Tell) -> list[dict[str, Any]]:
 
 
 def metered(peer: Peer, work: Work) -> tuple[float, float, float]:
-    """Messages, bytes of WAL and seconds of CPU of the server in one run, on a queue that was just filled."""
-    messages = FEWEST if work.verb == "enqueue" else int(GUESS[work.batch] * work.seconds)
+    """Return the messages, the bytes of WAL and the CPU seconds of the server in one run on a filled queue."""
+    messages = MIN_DEPTH if work.verb == "enqueue" else int(GUESS[work.batch] * work.seconds)
     while True:
         peer.fill(messages, work.size)
         wal, cpu = position(peer), used(peer)
@@ -61,7 +61,7 @@ def size(peer: Peer) -> int:
 
 
 def used(peer: Peer) -> float:
-    """CPU seconds of all processes of the server, those that have ended included."""
+    """Return the CPU seconds of all processes of the server, ended ones included."""
     root = peer.server.pid
     assert root is not None
     children: dict[int, list[int]] = {}
@@ -69,11 +69,11 @@ def used(peer: Peer) -> float:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
+        except OSError:  # the process has ended
             continue
         pid = int(stat.parent.name)
         children.setdefault(int(fields[1]), []).append(pid)
-        times[pid] = sum(map(int, fields[11:15]))  # its own, and that of its children that have ended
+        times[pid] = sum(map(int, fields[11:15]))  # its own time, and that of ended children
     total, pending = 0, [root]
     while pending:
         pid = pending.pop()

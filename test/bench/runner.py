@@ -1,6 +1,6 @@
-"""Runs cells, round by round.
+"""Runs cells in rounds.
 
-Systems take turns within a round, in the opposite order in every other one, each on a queue filled anew.
+Systems take turns within a round, in reverse order in every second round. Queues are filled before each turn.
 """
 
 import statistics
@@ -9,29 +9,29 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from cells import Cell, Part
 from peers.base import Dry, Missing, Peer, Sample, Work
+from plan import Cell, Part
 
 from pgqueue.embedded import EmbeddedServer
 
-Tell = Callable[[str, int], None]  # what is being done, and how many cells were finished
-FEWEST = 1000  # messages in a queue that a cell begins with
-DEEPEST = 5_000_000
-GUESS = {1: 8_000, 100: 60_000}  # messages that one second of claims takes, for the first try
+Tell = Callable[[str, int], None]  # reports the current step, and the number of steps that were finished
+MIN_DEPTH = 1000  # messages in a queue before a cell
+MAX_DEPTH = 5_000_000
+GUESS = {1: 8_000, 100: 60_000}  # by batch size: messages taken in a second, for the first attempt
 
 
-class Rig:
-    """Servers, and the peers on them that could be had."""
+class Testbed:
+    """The servers, and the peers that are available on them."""
 
     def __init__(self, running: dict[int, EmbeddedServer | None], kinds: dict[str, type[Peer]]) -> None:
         self.running = running
         self.kinds = kinds
         self.peers: dict[tuple[str, int], Peer] = {}
         self.missing: dict[str, str] = {}
-        self.depths: dict[tuple[str, int, Work, str], int] = {}  # what each cell needed, once known
+        self.depths: dict[tuple[str, int, Work, str], int] = {}  # messages that each cell needed
 
     def peer(self, name: str, major: int) -> Peer | None:
-        """A peer, set up when it is first asked for; None where it cannot be had."""
+        """Return a peer, which is set up at the first call; None if it is not available."""
         if name in self.missing:
             return None
         if (name, major) not in self.peers:
@@ -52,21 +52,21 @@ class Rig:
             peer.close()
 
     def systems(self, cell: Cell) -> list[tuple[str, Peer]]:
-        """Those of a cell that are here and have a counterpart of its work."""
+        """Return the systems of a cell that are available and can do its work."""
         found = [(name, self.peer(name, cell.major)) for name in cell.systems]
         return [(name, peer) for name, peer in found if peer is not None and peer.can(cell.work)]
 
     def key(self, peer: Peer, work: Work, sync: str) -> tuple[str, int, Work, str]:
-        """Under what the depth that a cell needs is remembered."""
+        """The key of `depths` for a cell."""
         return peer.name, id(peer.server), work, sync
 
     def measure(self, peer: Peer, work: Work, sync: str) -> Sample:
-        """One cell of one system, on a queue deep enough."""
+        """Measure one cell of one system, on a queue that is deep enough."""
         peer.use(sync)
         key = self.key(peer, work, sync)
         consumes = work.verb in ("take", "exchange")
-        guess = int(GUESS[work.batch] * work.seconds) if consumes else FEWEST
-        messages = max(self.depths.get(key, guess), FEWEST)
+        guess = int(GUESS[work.batch] * work.seconds) if consumes else MIN_DEPTH
+        messages = max(self.depths.get(key, guess), MIN_DEPTH)
         while True:
             peer.fill(messages, work.size)
             if work.condition:
@@ -76,34 +76,34 @@ class Rig:
                 if not consumes or peer.left():
                     break
             messages *= 2
-            if messages > DEEPEST:
+            if messages > MAX_DEPTH:
                 raise SystemExit(f"{work.name}, {peer.name}: no queue is deep enough")
         if consumes:
             self.depths[key] = int(1.5 * sample.messages)
         return sample
 
 
-def run_part(rig: Rig, part: Part, tell: Tell) -> list[dict[str, Any]]:
-    """All rounds of a part; returns a record for each cell and system."""
+def run_part(testbed: Testbed, part: Part, tell: Tell) -> list[dict[str, Any]]:
+    """Run all rounds of a part; returns a record for each cell and system."""
     samples: dict[tuple[int, str], list[Sample]] = defaultdict(list)
     for number in range(part.rounds):
         for place, cell in enumerate(part.cells):
-            systems = rig.systems(cell)
+            systems = testbed.systems(cell)
             for name, peer in systems if number % 2 == 0 else reversed(systems):
                 tell(f"{cell.work.name}, {name}", 0)
-                samples[place, name].append(rig.measure(peer, cell.work, cell.sync))
+                samples[place, name].append(testbed.measure(peer, cell.work, cell.sync))
                 tell(f"{cell.work.name}, {name}", 1)
     return [
-        record(rig, part.cells[place], name, samples[place, name])
+        record(testbed, part.cells[place], name, samples[place, name])
         for place, cell in enumerate(part.cells)
         for name in cell.systems
         if samples[place, name]
     ]
 
 
-def record(rig: Rig, cell: Cell, name: str, samples: list[Sample]) -> dict[str, Any]:
-    """What is kept of the rounds of one cell and system."""
-    peer = rig.peers[name, cell.major]
+def record(testbed: Testbed, cell: Cell, name: str, samples: list[Sample]) -> dict[str, Any]:
+    """Return the record of all rounds of one cell and system."""
+    peer = testbed.peers[name, cell.major]
     latencies = {
         label: statistics.median(found)
         for label, part in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))

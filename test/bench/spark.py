@@ -1,6 +1,7 @@
-"""Measures the Spark source and sink beside Spark's own JDBC ones, on the same table of one server, and COPY.
+"""Compares the Spark source and sink with Spark's JDBC ones on the same table and server, and measures enqueue_copy.
 
-README.md in this directory says what is measured, and how to read it. Each part replaces its own figures in the JSON.
+README.md in this directory describes what is measured, and how to read it. Each part replaces its own figures in the
+JSON file.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from bench import SETTINGS, cpu, output_of
+from environment import SETTINGS, cpu, output_of
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.types.json import Jsonb
 from rich.console import Console
@@ -32,7 +33,7 @@ import tools
 from spark_report import PARTS, plot, show
 
 RESULTS = Path(__file__).parent / "results/spark.json"
-WARM_UP = 5  # rounds, in which the JVM compiles
+WARM_UP = 5  # rounds before the measurement, in which the JVM compiles
 JAR = tools.CACHE / "debs/root/usr/share/java/postgresql.jar"
 DOCUMENT = """
     to_json(named_struct('order_id', id, 'event', 'created', 'customer', concat('customer-', id % 1000),
@@ -46,7 +47,7 @@ SCHEMA = """
 
 
 class Database:
-    """A server with one queue, and a session of Spark; both sides reach the server by TCP, as a cluster would."""
+    """A server with one queue, and a Spark session. All systems connect over TCP, as in a cluster."""
 
     def __init__(self, server: EmbeddedServer, spark: Any) -> None:
         self.spark = spark
@@ -64,13 +65,13 @@ class Database:
         }
 
     def empty(self) -> None:
-        """Leave nothing, and nothing to tidy up."""
+        """Empty all tables, and recreate the queue."""
         self.connection.execute("truncate pgqueue.messages, pgqueue.staged_messages, pgqueue.staged_attempts")
         self.connection.execute("select pgqueue.drop_queue('orders'), pgqueue.create_queue('orders')")
         self.connection.execute("checkpoint")
 
     def fill(self, messages: int) -> None:
-        """Start anew with that many messages."""
+        """Recreate the queue with this number of messages, vacuumed."""
         self.empty()
         self.connection.execute(
             "insert into pgqueue.messages (queue_name, max_attempts, payload) select 'orders', 5, jsonb_build_object("
@@ -82,7 +83,7 @@ class Database:
         self.connection.execute("checkpoint")
 
     def count(self) -> int:
-        """How many messages there are."""
+        """Return the number of messages."""
         ((number,),) = self.connection.execute("select count(*) from pgqueue.messages").fetchall()
         return int(number)
 
@@ -90,19 +91,19 @@ class Database:
 def take_turns(
     systems: dict[str, Callable[[], float]], rounds: int, console: Console, unit: int
 ) -> dict[str, list[float]]:
-    """Rows per second of each system by round, behind those that warm up; in the opposite order every other."""
+    """Return the rows per second of each system by round, after the warm-up; every second round in reverse order."""
     rates: dict[str, list[float]] = {name: [] for name in systems}
     for number in range(1 - WARM_UP, rounds + 1):
         for name in systems if number % 2 else reversed(systems):
             rate = unit / systems[name]()
             if number > 0:
                 rates[name].append(round(rate))
-            console.print(f"[dim]round {number if number > 0 else 'to warm up'}, {name}: {rate:,.0f}/s")
+            console.print(f"[dim]round {number if number > 0 else 'of warm-up'}, {name}: {rate:,.0f}/s")
     return rates
 
 
 def sink(database: Database, options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """From a cached DataFrame of two partitions into the table of messages."""
+    """Write a cached DataFrame of two partitions into the table of messages."""
     rows = options.rows
     data = database.spark.range(0, rows, 1, 2).selectExpr(DOCUMENT).cache()
     assert data.count() == rows
@@ -139,7 +140,7 @@ def sink(database: Database, options: argparse.Namespace, console: Console) -> d
         "pgqueue": lambda: timed(lambda: pgqueue_of(data)),
         "jdbc": lambda: timed(lambda: jdbc(batchsize="10000")),
         "jdbc, batches of 1,000": lambda: timed(jdbc),
-        # In a transaction, as ours is: of two partitions one may arrive, and the other not.
+        # One transaction, as in our sink. With two partitions, JDBC may write one and not the other.
         "jdbc, one partition": lambda: timed(lambda: jdbc(batchsize="10000", numPartitions="1")),
         "pgqueue, all columns": lambda: timed(lambda: pgqueue_of(objects)),
     }
@@ -150,7 +151,7 @@ def sink(database: Database, options: argparse.Namespace, console: Console) -> d
 
 
 def read(database: Database, options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """The same columns of the same messages in two partitions, to nowhere, from `spark.read` on."""
+    """Read the same columns of the same messages in two partitions, into sink `noop`."""
     rows = options.read_rows
     database.fill(rows)
     ((low, high),) = database.connection.execute("select min(id), max(id) from pgqueue.messages").fetchall()
@@ -163,7 +164,7 @@ def read(database: Database, options: argparse.Namespace, console: Console) -> d
         return time.monotonic() - start
 
     def ours() -> Any:
-        # By a schema, as Spark tells no source of Python's which columns a query is about.
+        # With a schema, as Spark does not prune columns of Python data sources.
         options = {"dsn": database.dsn, "queue": "orders", "numPartitions": "2"}
         return database.spark.read.format("pgqueue").schema(SCHEMA).options(**options).load()
 
@@ -182,7 +183,7 @@ def read(database: Database, options: argparse.Namespace, console: Console) -> d
 
 
 def stream(database: Database, options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """A backlog to Parquet files: all of it, in micro-batches; the rate of each, and by parts of the backlog."""
+    """Stream a backlog to Parquet; returns the rates of the micro-batches, and by parts of the backlog."""
     batches: list[list[float]] = []
     deciles: list[list[float]] = []
     thirds: list[list[float]] = []
@@ -210,11 +211,11 @@ def stream(database: Database, options: argparse.Namespace, console: Console) ->
         assert database.count() == 0, "the queue was not drained"
         took_each = [(one["numInputRows"], one["durationMs"]["triggerExecution"] / 1000) for one in progress]
         rates = [round(count / seconds) for count, seconds in took_each]
-        console.print(f"[dim]round {number or 'to warm up'}, stream: {messages / took:,.0f}/s, batches {rates}")
+        console.print(f"[dim]round {number or 'of warm-up'}, stream: {messages / took:,.0f}/s, batches {rates}")
         if number:
             totals.append(round(messages / took))
             batches.append(rates)
-            # The first micro-batch starts the query: it would hide that the last ones are slower.
+            # Without the first micro-batch, which includes the start of the query and would hide slow last batches.
             rest = took_each[1:] or took_each
             deciles.append(parts_of(rest, 10))
             thirds.append(parts_of(rest, 3))
@@ -223,7 +224,7 @@ def stream(database: Database, options: argparse.Namespace, console: Console) ->
 
 
 def parts_of(batches: list[tuple[float, float]], parts: int) -> list[float]:
-    """Messages per second in each of so many equal parts of a backlog, of the messages and seconds of its batches."""
+    """Return the messages per second in equal parts of a backlog, from (messages, seconds) of its batches."""
     share = sum(count for count, _ in batches) / parts
     seconds = [0.0] * parts
     done = 0.0
@@ -236,7 +237,7 @@ def parts_of(batches: list[tuple[float, float]], parts: int) -> list[float]:
 
 
 def copy(database: Database, options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """`enqueue_copy` from one process: text that is JSON already, and dictionaries."""
+    """Measure `enqueue_copy` from one process, with JSON text and with dictionaries."""
     rows = options.rows
     documents = [
         {
@@ -262,7 +263,7 @@ def copy(database: Database, options: argparse.Namespace, console: Console) -> d
 
 
 def jdbc_jar() -> Path:
-    """Debian's driver, which only this comparison needs."""
+    """Return the path of Debian's JDBC driver, which is fetched if it is missing."""
     if not JAR.exists():
         tools.fetch_debs({"libpostgresql-jdbc-java": None}, "to compare with JDBC")
     return JAR
@@ -270,7 +271,7 @@ def jdbc_jar() -> Path:
 
 @contextmanager
 def started() -> Iterator[Database]:
-    """A durable server, and a session that compiles as in production; the server comes anew for each part."""
+    """Start a durable server, and a Spark session with the JVM settings of production. Each part has a new server."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -288,7 +289,7 @@ def started() -> Iterator[Database]:
 
 
 def circumstances(database: Database) -> dict[str, Any]:
-    """What the figures of a part hold for."""
+    """Describe the commit, date, versions, settings and machine of a measurement."""
     import pyspark
 
     changed = output_of("git", "status", "--porcelain", "--", "sql", "extension", "python/src")
@@ -310,16 +311,16 @@ def circumstances(database: Database) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what the command line names, or print what was measured."""
+    """Measure the parts on the command line, or print earlier figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {PARTS}")
-    parser.add_argument("--rounds", type=int, default=5, help="besides those that warm up (5)")
-    parser.add_argument("--rows", type=int, default=300_000, help="written, copied in a round (300,000)")
-    parser.add_argument("--read-rows", type=int, default=1_000_000, help="read in a round (1,000,000)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"parts, of {PARTS}")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds after the warm-up (5)")
+    parser.add_argument("--rows", type=int, default=300_000, help="rows written or copied in a round (300,000)")
+    parser.add_argument("--read-rows", type=int, default=1_000_000, help="rows read in a round (1,000,000)")
     parser.add_argument("--backlog", type=int, default=400_000, help="messages of a stream (400,000)")
     parser.add_argument("--batch", type=int, default=20_000, help="messages of a micro-batch (20,000)")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="where the JSON goes")
-    parser.add_argument("--show", action="store_true", help="measure nothing, print and plot what the JSON holds")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file")
+    parser.add_argument("--show", action="store_true", help="do not measure; print and draw the last figures")
     options = parser.parse_args()
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if lacking := sparks.missing():

@@ -1,4 +1,4 @@
-"""The figures of spark.py as tables for a terminal, and as a plot."""
+"""Prints the figures of spark.py as tables, and draws them."""
 
 import statistics
 from collections.abc import Iterator
@@ -9,30 +9,30 @@ from rich.console import Console
 from rich.table import Table
 
 PARTS = ("sink", "read", "stream", "copy")
-# The least that each part must reach: a multiple of JDBC's rate, or messages a second.
+# The minimum for each part: a multiple of the rate of JDBC, or messages per second.
 TARGETS = {"sink": 1.0, "read": 0.8, "stream": 20_000, "copy": 250_000}
-# The least that the last third of a backlog must reach of the rate of the first.
+# The minimum rate in the last third of a backlog, as a fraction of that in the first.
 STEADY = 0.9
 
 
 def spread(rates: list[float]) -> str:
-    """The median, and the farthest from it."""
+    """Format the median, and the largest deviation from it."""
     median = statistics.median(rates)
     return f"{median:,.0f} ±{max(max(rates) - median, median - min(rates)) / median:.0%}"
 
 
 def ratio(ours: list[float], theirs: list[float]) -> list[float]:
-    """Of each round."""
+    """The ratio of the rates in each round."""
     return [one / other for one, other in zip(ours, theirs, strict=True)]
 
 
 def medians(rounds: list[list[float]]) -> list[float]:
-    """Of each part of the backlog, over the rounds."""
+    """The median over the rounds for each part of the backlog."""
     return [statistics.median(rates) for rates in zip(*rounds, strict=True)]
 
 
 def tables(report: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Titles, headings and rows of all tables."""
+    """Yield title, headings and rows of each table."""
     for part, title in (("sink", "Writing"), ("read", "Reading a batch")):
         if part not in report:
             continue
@@ -73,7 +73,7 @@ def tables(report: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[s
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print the tables for a terminal."""
+    """Print the tables."""
     for title, headings, rows in tables(report):
         table = Table(title=title, title_justify="left", title_style="bold")
         for place, heading in enumerate(headings):
@@ -87,7 +87,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def plot(report: dict[str, Any], path: Path) -> bool:
-    """Draw the rates, that of the stream as its backlog drains; False where matplotlib is missing, or a figure."""
+    """Draw the rates, and that of the stream by tenths of its backlog; False without matplotlib or all figures."""
     try:
         import matplotlib as mpl
     except ImportError:

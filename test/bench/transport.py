@@ -1,6 +1,6 @@
-"""Measures expose_transport beside a bare table of the transport's shape, and publish beside ten enqueues.
+"""Compares a queue with expose_transport to a bare table of the same shape, and publish to ten enqueues.
 
-A receive is what the transport does: a transaction, its delete, a commit; README.md in this directory says more.
+A receive is a transaction with the delete of the transport. README.md in this directory has the details.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from bench import SETTINGS, cpu, output_of
+from environment import SETTINGS, cpu, output_of
 
 from pgqueue.embedded import EmbeddedServer
 
@@ -35,13 +35,13 @@ PAYLOAD = '{"order_id": 1001, "event": "created", "total": 123.45}'
 
 
 def receive(dsn: str, address: str, number: int, prepared: bool) -> list[float]:
-    """Receive that many messages, each in a transaction of its own; returns how long each took, in microseconds."""
+    """Receive messages, each in a transaction of its own; returns the duration of each in microseconds."""
     times = []
     with psycopg.connect(dsn) as connection:
         connection.prepare_threshold = 1 if prepared else None
         transport = Transport(connection, address)
         for n in range(number):
-            if n % 100 == 0:  # the pump peeks between its batches
+            if n % 100 == 0:  # the message pump of the transport peeks between batches
                 transport.peek()
                 connection.commit()
             start = time.perf_counter()
@@ -52,7 +52,7 @@ def receive(dsn: str, address: str, number: int, prepared: bool) -> list[float]:
 
 
 def fill(connection: psycopg.Connection[Any], messages: int) -> None:
-    """Empty both, and send to both as a transport does."""
+    """Empty both tables, and send messages to both as the transport does."""
     connection.execute("truncate bare")
     connection.execute("select pgqueue.purge_queue('exposed')")
     for table in ("bare", "exposed"):
@@ -65,7 +65,7 @@ def fill(connection: psycopg.Connection[Any], messages: int) -> None:
 
 
 def measure_receives(dsn: str, rounds: int, messages: int, clients: int, sync: str, prepared: bool) -> dict[str, Any]:
-    """Rates of both, round by round, in turns."""
+    """Return the rates of both tables, which take turns within a round."""
     rates: dict[str, list[float]] = {"bare": [], "exposed": []}
     with (
         psycopg.connect(dsn, autocommit=True) as connection,
@@ -94,7 +94,7 @@ def measure_receives(dsn: str, rounds: int, messages: int, clients: int, sync: s
 
 
 def measure_publish(dsn: str, rounds: int, calls: int) -> dict[str, Any]:
-    """How long a publish to ten queues takes, and ten enqueues in one statement."""
+    """Return the duration of a publish to ten queues, and of ten enqueues in one statement."""
     enqueues = "select " + ", ".join(f"pgqueue.enqueue('subscriber{n}', %(payload)s::jsonb)" for n in range(10))
     statements = {
         "ten enqueues": enqueues,
@@ -118,11 +118,11 @@ def measure_publish(dsn: str, rounds: int, calls: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, print, and keep the figures; the exit status says whether the targets were met."""
+    """Measure, print and save the figures; returns 0 if the targets were met, otherwise 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--messages", type=int, default=20_000, help="in each table, each round")
-    parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds (5)")
+    parser.add_argument("--messages", type=int, default=20_000, help="messages in each table in each round (20,000)")
+    parser.add_argument("--clients", type=int, default=2, help="processes that receive (2)")
     arguments = parser.parse_args()
     report: dict[str, Any] = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,6 +1,6 @@
-"""Measures `pgqueue serve`, beside the same calls by psycopg, and how soon a brokered enqueue is done.
+"""Compares calls of `pgqueue serve` with the same calls by psycopg, and measures the time of a brokered enqueue.
 
-README.md in this directory says what is measured. Clients are processes that share the machine with both servers.
+README.md in this directory describes what is measured. Clients are processes on the machine of both servers.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from bench import SETTINGS, cpu, output_of
+from environment import SETTINGS, cpu, output_of
 from psycopg.conninfo import make_conninfo
 from rich.console import Console
 from rich.table import Table
@@ -32,16 +32,16 @@ import pgqueue
 from pgqueue.embedded import EmbeddedServer
 
 RESULTS = Path(__file__).parent / "results/web.json"
-CONTEXT = multiprocessing.get_context("forkserver")  # clients start at once: what they import is there already
-CONTEXT.set_forkserver_preload(["bench", "pgqueue"])
+CONTEXT = multiprocessing.get_context("forkserver")  # clients start fast, as the server has imported their modules
+CONTEXT.set_forkserver_preload(["environment", "pgqueue"])
 ORDER = {"order_id": 1001, "customer": "a name of some length", "items": [1, 2, 3], "total": "99.90"}
 QUEUE = "orders"
-TARGET_MS = 50  # of a brokered enqueue, median
+TARGET_MS = 50  # median of a brokered enqueue
 AUTHORIZATION = f"Basic {base64.b64encode(b'admin:password').decode()}"
 
 
 class Http:
-    """A client that keeps its connection."""
+    """An HTTP client with one connection."""
 
     def __init__(self, where: str) -> None:
         self._connection = http.client.HTTPConnection(where)
@@ -70,7 +70,7 @@ class Http:
 
 
 class Sql:
-    """The same by psycopg."""
+    """The same calls by psycopg."""
 
     def __init__(self, dsn: str) -> None:
         self._queue = pgqueue.Queue(psycopg.connect(dsn, autocommit=True), QUEUE)
@@ -91,7 +91,7 @@ class Sql:
 
 
 def client(kind: str, where: str, verb: str, number: int, seconds: float, start: Any, results: Any) -> None:
-    """Call again and again, and put how long each call took, in ms, into the results."""
+    """Call repeatedly, and put the durations in ms into `results`."""
     one = Http(where) if kind == "http" else Sql(where)
     call: Callable[[int], Any] = getattr(one, verb)
     took = []
@@ -106,7 +106,7 @@ def client(kind: str, where: str, verb: str, number: int, seconds: float, start:
 
 
 def measure(kind: str, where: str, verb: str, number: int, clients: int, seconds: float) -> list[float]:
-    """How long each call took in ms, in order."""
+    """Return the durations of all calls in ms, sorted."""
     start, results = CONTEXT.Barrier(clients), CONTEXT.Queue()
     arguments = (kind, where, verb, number, seconds, start, results)
     processes = [CONTEXT.Process(target=client, args=arguments) for _ in range(clients)]
@@ -119,7 +119,7 @@ def measure(kind: str, where: str, verb: str, number: int, clients: int, seconds
 
 
 def spread(values: list[float], digits: int = 0) -> dict[str, float]:
-    """The median of the rounds, and the lowest and highest of them."""
+    """Return the median, the lowest and the highest value of the rounds."""
     figures = {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
     return {name: round(value, digits) if digits else round(value) for name, value in figures.items()}
 
@@ -129,7 +129,7 @@ def p99(took: list[float]) -> float:
 
 
 def direct(dsn: str, where: str, options: argparse.Namespace, verb: str, number: int) -> dict[str, Any]:
-    """The same calls by HTTP and by psycopg, which take turns."""
+    """Measure the same calls by HTTP and by psycopg, in turns."""
     rates: dict[str, list[float]] = {"http": [], "psycopg": []}
     took: dict[str, list[list[float]]] = {"http": [], "psycopg": []}
     for _ in range(options.rounds):
@@ -161,7 +161,7 @@ def fill(dsn: str, number: int) -> None:
 
 
 def brokered(where: str, number: int, rounds: int) -> dict[str, Any]:
-    """From before the POST of an enqueue to the answer that says completed, one after another."""
+    """Measure the time from the POST of an enqueue to the answer with status completed, one at a time."""
     one = Http(where)
     path = f"/managed-services/bench/queues/{QUEUE}/messages"
     took: list[list[float]] = [[] for _ in range(rounds)]
@@ -182,7 +182,7 @@ def brokered(where: str, number: int, rounds: int) -> dict[str, Any]:
 
 @contextmanager
 def served() -> Iterator[tuple[str, str]]:
-    """A durable PostgreSQL and a server: how to connect to the queue's database, and where HTTP is served."""
+    """Start a durable PostgreSQL and `pgqueue serve`; yields the dsn of the queue's database and the HTTP address."""
     with EmbeddedServer(settings=SETTINGS) as server, tempfile.TemporaryDirectory() as directory:
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             connection.execute("create database control")
@@ -212,13 +212,13 @@ def served() -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    """Measure, write the JSON, print a table."""
+    """Measure, write the JSON file, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each cell in a round (1.5)")
-    parser.add_argument("--rounds", type=int, default=3, help="in which HTTP and psycopg take turns (3)")
-    parser.add_argument("--clients", type=int, default=4, help="processes that call (4)")
+    parser.add_argument("--seconds", type=float, default=1.5, help="seconds of each cell in a round (1.5)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; HTTP and psycopg take turns in each (3)")
+    parser.add_argument("--clients", type=int, default=4, help="client processes (4)")
     parser.add_argument("--tasks", type=int, default=300, help="brokered enqueues (300)")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="where the JSON goes")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file")
     options = parser.parse_args()
     load = [round(each, 2) for each in os.getloadavg()]
     with served() as (dsn, where):
@@ -249,7 +249,7 @@ def main() -> None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the figures: medians of the rounds, and the lowest and highest in brackets."""
+    """Print the figures: medians of the rounds, with the lowest and highest in parentheses."""
 
     def text(figures: dict[str, float]) -> str:
         return "{median:,} ({lowest:,}-{highest:,})".format_map(figures)

@@ -1,4 +1,4 @@
-"""A process with a worker: it notes when each handler begins, and answers to what is asked through a pipe."""
+"""A child process with a worker. It records when each handler starts, and answers questions over a pipe."""
 
 import multiprocessing
 import time
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("spawn")
-Seen = list[tuple[int, float]]  # the number of a message, when its handler began
+Seen = list[tuple[int, float]]  # the number of a message, and the time when its handler started
 
 
 class PythonWorker:
-    """Of a library of Python."""
+    """A process that runs a worker of a Python library."""
 
     def __init__(self, work: Callable[..., None], *given: Any) -> None:
         self.pipe, theirs = CONTEXT.Pipe()
@@ -20,21 +20,23 @@ class PythonWorker:
         assert self.pipe.recv() == "started"
 
     def ask(self, what: str) -> Any:
-        """`count`: how many handlers have begun, when, and the CPU seconds of its process. `stop`: (number, moment) of
-        each that has a number.
+        """Send a question and return the answer.
+
+        `count`: the number of handlers started, the time, and the CPU seconds of the process. `stop`: (number, time) of
+        each message that has a number; the process then ends.
         """
         self.pipe.send(what)
         return self.pipe.recv()
 
     def close(self) -> Any:
-        """Ask it to stop; returns its answer."""
+        """Stop the process; returns its answer to `stop`."""
         answer = self.ask("stop")
         self.process.join()
         return answer
 
 
 def answer(pipe: Any, seen: Seen) -> None:
-    """What that process answers until it is told to stop."""
+    """Answer questions until `stop`. Runs in the child process."""
     pipe.send("started")
     while pipe.recv() == "count":
         pipe.send((len(seen), time.monotonic(), time.process_time()))

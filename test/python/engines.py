@@ -1,6 +1,6 @@
-"""Spark's engine without Spark: the calls that a micro-batch makes on a source, in its order, and a checkpoint.
+"""A model of Spark's micro-batch engine: it makes the same calls on a source in the same order, with a checkpoint.
 
-What dies, dies between two steps; what is started again has the checkpoint, and nothing else.
+A driver can die between any two steps. A new driver only has the checkpoint.
 """
 
 import json
@@ -26,18 +26,18 @@ _TYPES = {
 
 
 def struct(columns: str) -> types.StructType:
-    """A schema from `id long, payload string`, which Spark itself reads only in a session."""
+    """Parse a schema such as `id long, payload string`. Spark's own parser needs a session."""
     pairs = [column.split() for column in columns.split(", ") if column]
     return types.StructType([types.StructField(name, _TYPES[kind]) for name, kind in pairs])
 
 
 class Died(Exception):
-    """The driver is dead."""
+    """The driver died."""
 
 
 @dataclass
 class Checkpoint:
-    """What Spark keeps: the offset of each batch that was planned, and how many of them are done."""
+    """The state that Spark keeps: the offset of each planned batch, and the number of finished batches."""
 
     offsets: list[str] = field(default_factory=list)
     done: int = 0
@@ -47,12 +47,12 @@ class Checkpoint:
 
 
 class Engine:
-    """A driver with a query, on a checkpoint. `sink` gets a batch's number and rows."""
+    """A driver with a query on a checkpoint. `sink` collects the number and the rows of each batch."""
 
     def __init__(self, dsn: str, queue: str, checkpoint: Checkpoint, schema: str | None = None, **options: str) -> None:
         source = PgQueueDataSource({"dsn": dsn, "queue": queue, "streamId": "s"} | options)
         self.reader: Any = source.streamReader(source.schema() if schema is None else struct(schema))
-        # Pickled before it is used: the workers' copy shares nothing with the driver's.
+        # The workers have a copy that was pickled before the driver used its own.
         self.worker: Any = pickle.loads(pickle.dumps(self.reader))
         self.checkpoint = checkpoint
         self.sink: list[tuple[int, Rows]] = []
@@ -63,11 +63,12 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # As Spark: the process is gone, and stop() was not called. Its connections and its heartbeat end with it.
+        # Spark does not call stop() when a driver dies. Here it ends the connections and the heartbeat, as the end of
+        # the process would.
         self.reader.stop()
 
     def begin(self) -> "Engine":
-        """Find out where to go on, and replay what was planned and not done."""
+        """Determine the start offset, and replay a batch that was planned but not finished."""
         offsets = self.checkpoint.offsets
         if not offsets:
             self.start = self.reader.initialOffset()
@@ -79,7 +80,7 @@ class Engine:
         return self
 
     def plan(self, dies: bool = False) -> Any:
-        """Ask for the next batch and write it down; None where there is none."""
+        """Plan the next batch and log its offset; returns None if there is none."""
         end = self.reader.latestOffset(self.start, self.limit)
         if dies:
             raise Died
@@ -97,24 +98,24 @@ class Engine:
         return [row for batch in self.worker.read(part) for row in batch.to_pylist()]
 
     def run(self, end: Any, dies: str = "") -> Rows:
-        """Read a batch, give it to the sink, and write down that it is done."""
+        """Read a batch, pass it to the sink, and log that it is finished."""
         if dies == "before the sink":
             raise Died
         rows = [row for part in self.parts(end) for row in self.read(part)]
         self.sink.append((len(self.checkpoint.offsets), rows))
-        if dies == "behind the sink":
+        if dies == "after the sink":
             raise Died
         self.checkpoint.done = len(self.checkpoint.offsets)
         self.start = end
         return rows
 
     def trigger(self, dies: str = "") -> Rows | None:
-        """A micro-batch; None where there is nothing to do."""
-        end = self.plan(dies == "behind the claim")
+        """Run a micro-batch; returns None if there is nothing to do."""
+        end = self.plan(dies == "after the claim")
         return None if end is None else self.run(end, dies)
 
     def drain(self) -> list[Rows]:
-        """Until there is nothing to do."""
+        """Run micro-batches until there is nothing to do."""
         found = []
         while (rows := self.trigger()) is not None:
             found.append(rows)

@@ -1,7 +1,6 @@
-"""A Spark of its own that runs four queries and fills an archive, each up to the point where it is to die, and waits
-there to be killed.
+"""A process with Spark that runs four queries and an archive run, each to a given point, and waits there to be killed.
 
-A stream is named after its point. It shares a checkpoint and an output with the query that goes on in its place.
+Each stream has the name of its point. Its checkpoint and output are also those of the query that continues it.
 """
 
 import json
@@ -23,19 +22,19 @@ PER_BATCH = 10
 
 
 def die(point: str) -> NoReturn:
-    """Say that the point is reached, and wait for the end."""
+    """Mark the point as reached, and wait to be killed."""
     Path(os.environ["PGQUEUE_TEST_DIR"], f"{point}.reached").touch()
     while True:
         time.sleep(60)
 
 
 class VictimReader(QueueStreamReader):
-    """Dies in the second batch, where its point is in latestOffset."""
+    """Stops in the second batch, for points in latestOffset."""
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's name
         point = self._options.stream_id
         if point == "behind-the-commit" and start["seq"] == 1:
-            # Called, so the first batch is in the commit log; and nothing is said to the database.
+            # Spark calls this once the first batch is in the commit log. The database does not know of it yet.
             die(point)
         end = super().latestOffset(start, limit)
         if point == "behind-the-claim" and start["seq"] == 1:
@@ -56,7 +55,7 @@ class VictimSource(PgQueueDataSource):
 def query(
     spark: Any, format: str, dsn: str, queue: str, point: str, home: Path, sink: Callable[[Any, int], None]
 ) -> Any:
-    """A query of all that there is, in batches."""
+    """Start a query that reads all present messages in batches."""
     stream = spark.readStream.format(format).options(dsn=dsn, queue=queue, streamId=point)
     stream = stream.option("maxMessagesPerTrigger", str(PER_BATCH)).option("leaseDuration", "1 hour")
     write = stream.load().writeStream.foreachBatch(sink).option("checkpointLocation", str(home / point))
@@ -64,7 +63,7 @@ def query(
 
 
 def note(home: Path, point: str, frame: Any, batch: int) -> None:
-    """What the sink has: it only ever appends."""
+    """Append a batch to the output of the sink."""
     found = sorted(row.id for row in frame.select("id").collect())
     with (home / f"{point}.out").open("a") as out:
         out.write(json.dumps([batch, found]) + "\n")
@@ -94,7 +93,7 @@ def main(dsn: str, archived: str, queues: list[str]) -> None:
         return sink
 
     for queue, point in zip(queues, POINTS, strict=True):
-        # One after the other: a worker that takes 10 s to start, among many, is given up by Spark.
+        # One after the other: Spark gives up a worker that needs more than 10 s to start.
         running = query(spark, "pgqueue_victim", dsn, queue, point, home, sink_of(point))
         while not (home / f"{point}.reached").exists():
             if running.awaitTermination(1):
@@ -104,7 +103,7 @@ def main(dsn: str, archived: str, queues: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # By its name, as the workers import it.
+    # Imported by name, so that workers can unpickle its classes.
     from spark_victim import main as run
 
     run(sys.argv[1], sys.argv[2], sys.argv[3:])

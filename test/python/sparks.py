@@ -1,4 +1,4 @@
-"""Spark for the tests: one session, as small as it gets, in one JVM for the whole run."""
+"""Spark for the tests: one small session, in one JVM for the whole run."""
 
 import os
 import secrets
@@ -19,9 +19,9 @@ from psycopg.conninfo import make_conninfo
 
 import pgqueue
 
-PATIENCE = 300  # seconds, for what takes a moment
-# Tasks are tried four times, as on a cluster: local[2] alone would try them once. Workers may take their time, as on
-# a machine that is busy.
+PATIENCE = 300  # seconds to wait for conditions that are normally fast
+# Tasks have four attempts, as on a cluster; local[2] would give them one. The long socket timeout allows for slow
+# starts of workers on a busy machine.
 SETTINGS = {
     "spark.master": "local[2,4]",
     "spark.ui.enabled": "false",
@@ -40,7 +40,7 @@ SETTINGS = {
 
 
 def missing() -> str | None:
-    """What Spark needs and this machine lacks."""
+    """Return what Spark needs and this machine lacks; None if nothing is missing."""
     try:
         from pgqueue.spark.java import JavaNotFoundError, use_java
     except ImportError as error:
@@ -53,10 +53,10 @@ def missing() -> str | None:
 
 
 def session(**settings: str) -> Any:
-    """A new session, in a process that has none."""
+    """Create a session, in a process that has none."""
     from pyspark.sql import SparkSession
 
-    # Before the JVM starts: its workers are this Python.
+    # Set before the JVM starts: the workers use this Python.
     os.environ["PYSPARK_PYTHON"] = sys.executable
     builder = SparkSession.builder.appName("pgqueue")
     for name, value in (SETTINGS | settings).items():
@@ -66,7 +66,7 @@ def session(**settings: str) -> Any:
 
 @pytest.fixture(scope="session")
 def jre() -> None:
-    """What Spark needs; tests are skipped where something is missing, but not in CI."""
+    """Skip the tests if Spark cannot run here; fail in CI."""
     if lacking := missing():
         if os.environ.get("CI"):
             pytest.fail(lacking)
@@ -75,7 +75,7 @@ def jre() -> None:
 
 @pytest.fixture(scope="session")
 def spark(jre: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:  # noqa: ARG001 - what it needs
-    """A session, for the whole run."""
+    """The session of the whole run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARK_LOCAL_DIRS", str(tmp_path_factory.mktemp("spark")))
         spark = session(**{"spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse"))})
@@ -84,7 +84,7 @@ def spark(jre: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def kill(pid: int) -> None:
-    """End a process and what it has started, all at once, as when the machine goes."""
+    """Kill a process and all its children at once."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         everything = [*process.children(recursive=True), process]
@@ -95,7 +95,7 @@ def kill(pid: int) -> None:
 
 
 class Killed(NamedTuple):
-    """What a driver that was killed has left: its files, what was sent, its streams, and a queue that it archived."""
+    """The state after a driver was killed: its files, the sent ids and the stream of each point, the archived queue."""
 
     home: Path
     sent: dict[str, list[int]]
@@ -105,7 +105,7 @@ class Killed(NamedTuple):
 
 @pytest.fixture(scope="session")
 def killed(database: str, tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    """A driver that was killed with its four queries and its archive each at another point."""
+    """Run a driver with four queries and an archive run, each stopped at another point, and kill it."""
     from spark_victim import ARCHIVE, POINTS
 
     home = tmp_path_factory.mktemp("killed")
@@ -130,11 +130,11 @@ def killed(database: str, tmp_path_factory: pytest.TempPathFactory) -> Killed:
         ):
             try:
 
-                def has_come_so_far() -> bool:
+                def has_reached_all_points() -> bool:
                     assert victim.poll() is None, (home / "log").read_text()
                     return all((home / f"{point}.reached").exists() for point in (*POINTS, ARCHIVE))
 
-                wait_for(has_come_so_far, PATIENCE)
+                wait_for(has_reached_all_points, PATIENCE)
             finally:
                 kill(victim.pid)
         streams = {point: queue.list_streams()[0] for point, queue in queues.items()}
@@ -143,7 +143,7 @@ def killed(database: str, tmp_path_factory: pytest.TempPathFactory) -> Killed:
 
 @pytest.fixture
 def role(database: str, name: str) -> Iterator[Callable[[str], str]]:
-    """Makes a role that has one access, and says how to connect as it."""
+    """A function that creates a role with one kind of access, and returns the dsn of the role."""
     made: list[sql.Identifier] = []
     with psycopg.connect(database, autocommit=True) as connection:
 

@@ -1,4 +1,4 @@
-"""The archive through the clients; and that looking after it all the time fails or loses no acknowledgement."""
+"""The archive through the clients, and that concurrent maintenance does not affect acknowledgements."""
 
 from datetime import UTC, datetime, timedelta
 from threading import Event, Thread
@@ -14,7 +14,7 @@ import pgqueue
 DAY = timedelta(days=1)
 
 
-def test_what_is_acknowledged_is_kept(client: Client, name: str) -> None:
+def test_acknowledged_and_received_messages_are_archived(client: Client, name: str) -> None:
     queue = client.queue(name)
     assert queue.create_queue(archive_for=7 * DAY).archive_for == 7 * DAY
     ids = queue.enqueue_batch([{"n": n} for n in range(4)])
@@ -39,7 +39,7 @@ def test_what_is_acknowledged_is_kept(client: Client, name: str) -> None:
     assert len(queue.browse_archived_messages()) == 2
 
 
-def test_a_stream_says_what_becomes_of_its_messages(queue: Any) -> None:
+def test_stream_open_sets_on_ack(queue: Any) -> None:
     assert queue.stream_open("s").on_ack is None
     assert queue.stream_open("s", on_ack="delete").on_ack == "delete"
     with pytest.raises(pgqueue.InvalidArgument, match="on_ack"):
@@ -49,7 +49,9 @@ def test_a_stream_says_what_becomes_of_its_messages(queue: Any) -> None:
     assert (stream.on_ack, queue.list_streams()[0].on_ack) == ("archive", "archive")
 
 
-def test_the_archive_is_maintained(client: Client, name: str, connection: psycopg.Connection[Any]) -> None:
+def test_maintain_archive_recreates_a_missing_day(
+    client: Client, name: str, connection: psycopg.Connection[Any]
+) -> None:
     client.queue(name).create_queue(archive_for=DAY)
     client.queues.maintain_archive()
     assert client.queues.maintain_archive() == []
@@ -58,10 +60,10 @@ def test_the_archive_is_maintained(client: Client, name: str, connection: psycop
     assert client.queues.maintain_archive() == [pgqueue.ArchiveChange(day, "made")]
 
 
-def test_nobody_who_acknowledges_minds_who_maintains(
+def test_acknowledgements_succeed_while_the_archive_is_maintained(
     database: str, name: str, connection: psycopg.Connection[Any]
 ) -> None:
-    """A day that is over is made and dropped again and again, while messages are acknowledged singly and in batches."""
+    """The partition of an old day is created and dropped repeatedly while messages are acknowledged."""
     sent = 3000
     done = Event()
     changes: list[pgqueue.ArchiveChange] = []

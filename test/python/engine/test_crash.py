@@ -1,4 +1,4 @@
-"""Killed servers and killed clients lose nothing: what enqueue returned is there, what ack removed stays away."""
+"""Killed servers and clients: enqueued messages are not lost, and acknowledged messages do not return."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from pgqueue.embedded import EmbeddedServer
 
 @pytest.fixture(scope="module")
 def durable() -> Iterator[EmbeddedServer]:
-    """A server as it comes: fsync and synchronous_commit are on."""
+    """A server with default durability: fsync and synchronous_commit are on."""
     with EmbeddedServer() as server:
         with connect(server.dsn) as connection:
             connection.execute("create extension pgqueue")
@@ -39,7 +39,7 @@ def durable() -> Iterator[EmbeddedServer]:
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
-def test_a_killed_server_loses_nothing_and_brings_nothing_back(
+def test_a_killed_server_loses_no_message_and_restores_no_acknowledged_one(
     durable: EmbeddedServer, name: str, tmp_path: Path, dedicated: bool
 ) -> None:
     dsn = durable.dsn
@@ -78,17 +78,17 @@ def test_a_killed_server_loses_nothing_and_brings_nothing_back(
             assert sent - acked - uncertain <= set(left)
             assert not acked & set(left)
             assert connection.execute("select dead_messages from pgqueue.stats(%s)", (name,)).fetchone() == (0,)
-        # An ack may have been done without its answer, and an enqueue too.
+        # An ack or an enqueue may have been committed without an answer.
         sent |= set(left)
         acked |= uncertain - set(left)
 
-    # What was in flight comes back when its claim ends.
+    # Claimed messages return when their claims expire.
     start = time.monotonic()
     assert sorted(drain(dsn, name, 100)) == sorted(sent - acked)
     assert time.monotonic() - start < 10
 
 
-def test_a_killed_consumer_s_messages_come_back_when_their_claim_ends(
+def test_messages_of_a_killed_consumer_are_redelivered_after_the_visibility_timeout(
     database: str, connection: psycopg.Connection[object], name: str, tmp_path: Path
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s, '1 s')", (name,))
@@ -118,7 +118,7 @@ def test_a_killed_consumer_s_messages_come_back_when_their_claim_ends(
     assert attempts.fetchall() == [(2,)]
 
 
-def test_a_killed_receiver_s_messages_are_back_at_once(
+def test_messages_of_a_killed_receiver_are_redelivered_at_once(
     database: str, connection: psycopg.Connection[object], name: str, tmp_path: Path
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s, '12 h')", (name,))
@@ -141,7 +141,7 @@ def test_a_killed_receiver_s_messages_are_back_at_once(
     assert not is_empty(connection, name)
 
 
-def test_a_standby_shows_what_the_primary_does_and_takes_nothing(tmp_path: Path) -> None:
+def test_a_standby_can_read_queues_but_not_claim(tmp_path: Path) -> None:
     standby = tmp_path / "standby"
     settings = {"wal_level": "replica", "max_wal_senders": "4"}
     with EmbeddedServer(durable=False, settings=settings) as primary:
@@ -167,7 +167,7 @@ def test_a_standby_shows_what_the_primary_does_and_takes_nothing(tmp_path: Path)
 
 @pytest.fixture
 def small_disk(durable: EmbeddedServer) -> Iterator[tuple[str, Path]]:
-    """A database whose tables lie on a disk of its own, and where that is mounted."""
+    """A database with its tables on a separate small disk, and the mount point."""
     disk = Path(tempfile.mkdtemp(dir="/tmp"))
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", disk], capture_output=True)
     if mounted.returncode != 0:
@@ -188,13 +188,13 @@ def small_disk(durable: EmbeddedServer) -> Iterator[tuple[str, Path]]:
 
 
 def resize(disk: Path, free_bytes: int) -> None:
-    """Leave so much room on a disk."""
+    """Resize a disk so that it has this much free space."""
     now = os.statvfs(disk)
     size = (now.f_blocks - now.f_bfree) * now.f_frsize + free_bytes
     subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)
 
 
-def test_a_full_disk_loses_nothing_and_lets_consumers_make_room(small_disk: tuple[str, Path]) -> None:
+def test_a_full_disk_loses_nothing_and_consumers_still_free_space(small_disk: tuple[str, Path]) -> None:
     dsn, disk = small_disk
     with connect(dsn) as connection:
         connection.execute("create extension pgqueue")
@@ -207,7 +207,7 @@ def test_a_full_disk_loses_nothing_and_lets_consumers_make_room(small_disk: tupl
             return [row[0] for row in rows]
 
         sent = send()
-        # One has spent its attempts, one comes due, and both want to go where there is no room.
+        # One message has no attempts left, and one becomes due. Moving either to another table needs disk space.
         spent, due = claim(connection, "full", 2)
         connection.execute(
             "update pgqueue.messages set attempt_count = 2, visible_at = clock_timestamp() where id = %s", spent[:1]

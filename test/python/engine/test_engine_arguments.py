@@ -1,4 +1,4 @@
-"""Every argument of every verb, given what nobody should give: it is taken, or refused by its name with a hint."""
+"""Every argument of every function with unusual values: accepted, or refused with the argument's name and a hint."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import psycopg
 import pytest
 
-# Where null has a meaning: that nothing is given, or nothing to be changed.
+# The arguments that accept null.
 MAY_BE_NULL = {
     "alter_queue": "visibility_timeout max_attempts dlq_enabled dead_letter_expired max_payload_bytes backoff_base"
     " backoff_factor backoff_max backoff_jitter archive_for expires_after_idle",
@@ -38,7 +38,7 @@ MAY_BE_NULL = {
     "stream_skip": "ids error epoch",
 }
 
-# What no verb was made for, by type. Names that nobody has are no concern here.
+# Unusual values by type. Unknown names are not tested here.
 HOSTILE = {
     "integer": ["-2147483648", "-1", "0", "2147483647"],
     "bigint": ["-9223372036854775808", "-1", "0", "9223372036854775807"],
@@ -67,7 +67,7 @@ REFUSALS = {"22023", "42704", "42P07", "42710", "42501"}
 
 
 class Verb(NamedTuple):
-    """A public function as the catalog has it."""
+    """A public function, from the catalog."""
 
     name: str
     arguments: dict[str, str]
@@ -82,7 +82,7 @@ class Verb(NamedTuple):
 
 
 def good(verb: str, argument: str, kind: str) -> str:
-    """A value that a verb takes for an argument of a type."""
+    """A valid value for an argument of a type."""
     of_stream = "(select {} from pgqueue.streams t where t.queue_name = 'arguments-read')"
     by_name = {
         "queue_name": "'arguments-new'"
@@ -131,7 +131,7 @@ def good(verb: str, argument: str, kind: str) -> str:
 
 @pytest.fixture(scope="module")
 def arguments(database: str) -> Iterator[psycopg.Connection[Any]]:
-    """A connection in a transaction, with a queue, and another one with a stream that has a batch."""
+    """A connection in a transaction, with a queue, and with another queue that has a stream with an open batch."""
     with psycopg.connect(database) as connection:
         connection.execute("create role pgqueue_test_arguments")
         connection.execute("select pgqueue.create_queue('arguments'), pgqueue.create_queue('arguments-read')")
@@ -161,7 +161,7 @@ def verbs(arguments: psycopg.Connection[Any]) -> list[Verb]:
 
 
 def outcome(connection: psycopg.Connection[Any], statement: str, argument: str) -> str:
-    """What becomes of a call, which leaves nothing behind: it is taken, or refused, well or badly."""
+    """Call a function and roll back; returns `taken`, `refused`, or the error if it is not a proper refusal."""
     try:
         with connection.transaction(force_rollback=True):
             connection.execute(statement)
@@ -170,18 +170,18 @@ def outcome(connection: psycopg.Connection[Any], statement: str, argument: str) 
         names = (argument, argument.removesuffix("s"), argument.removesuffix("_name"))
         state = error.sqlstate or ""
         is_named = state in REFUSALS and any(name in told for name in names)
-        # An error of our own says what is wrong by what it is about.
+        # Errors with a code PQ… need not name the argument.
         if (is_named or state.startswith("PQ")) and error.diag.message_hint:
             return "refused"
         return f"{state} {error}"
     return "taken"
 
 
-def test_what_is_good_is_taken(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+def test_valid_arguments_are_accepted(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
     assert {verb.name: seen for verb in verbs if (seen := outcome(arguments, verb.call(), "")) != "taken"} == {}
 
 
-def test_null_has_a_meaning_or_is_refused(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+def test_null_is_documented_or_refused(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
     seen = {
         (verb.name, argument): outcome(arguments, verb.call(**{argument: f"cast(null as {kind})"}), argument)
         for verb in verbs
@@ -192,7 +192,7 @@ def test_null_has_a_meaning_or_is_refused(arguments: psycopg.Connection[Any], ve
     assert taken == {(verb, argument) for verb, names in MAY_BE_NULL.items() for argument in names.split()}
 
 
-def test_no_value_is_taken_apart_from_its_name(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+def test_no_argument_breaks_out_of_its_value(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
     bad = {
         statement: what
         for verb in verbs
@@ -204,7 +204,7 @@ def test_no_value_is_taken_apart_from_its_name(arguments: psycopg.Connection[Any
     assert bad == {}
 
 
-def test_a_name_may_come_from_a_column_of_any_collation(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+def test_names_are_accepted_in_any_collation(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
     bad = {
         verb.name: what
         for verb in verbs

@@ -1,4 +1,4 @@
-"""Databases of other encodings than UTF8 take whatever their characters can say."""
+"""Databases with other encodings than UTF8."""
 
 import secrets
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ HEADERS = {
 
 @pytest.fixture(params=["LATIN1", "SQL_ASCII"])
 def other(server: str, request: pytest.FixtureRequest) -> Iterator[psycopg.Connection[Any]]:
-    """A session in a database of an encoding."""
+    """A session in a database with another encoding."""
     name = f"pgqueue_test_{secrets.token_hex(6)}"
     with connect(server) as maintenance:
         maintenance.execute(f"create database {name} template template0 encoding '{request.param}' locale 'C'")
@@ -31,7 +31,7 @@ def other(server: str, request: pytest.FixtureRequest) -> Iterator[psycopg.Conne
         maintenance.execute(f"drop database {name} with (force)")
 
 
-def test_a_message_goes_round(other: psycopg.Connection[Any]) -> None:
+def test_messages_work_in_other_encodings(other: psycopg.Connection[Any]) -> None:
     other.execute("select pgqueue.create_queue('q', archive_for => '1 day')")
     other.execute("select pgqueue.subscribe('orders.*', 'q')")
     other.execute("select pgqueue.publish('orders.paid', '{\"a\": 1}')")
@@ -41,7 +41,7 @@ def test_a_message_goes_round(other: psycopg.Connection[Any]) -> None:
     assert other.execute("select * from pgqueue.doctor()").fetchall() == []
 
 
-def test_headers_of_a_transport_that_the_encoding_lacks_stop_no_message(other: psycopg.Connection[Any]) -> None:
+def test_transport_headers_outside_the_encoding_do_not_block_messages(other: psycopg.Connection[Any]) -> None:
     other.execute("select pgqueue.create_queue('q'), pgqueue.create_queue('broken')")
     other.execute("select pgqueue.expose_transport('q'), pgqueue.expose_transport('broken')")
     for headers in HEADERS:

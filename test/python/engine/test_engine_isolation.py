@@ -1,4 +1,4 @@
-"""Above read committed: verbs work as ever, and where a snapshot is too old to see all, a retry gets there."""
+"""Isolation levels above read committed: all functions work; with too old a snapshot they fail, and a retry works."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ LEVELS = ["repeatable read", "serializable"]
 
 
 def orphans(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
-    """What is left of a queue that is gone."""
+    """The tables that still have rows of a dropped queue."""
     return connection.execute(
         """
         select o.table_name from (
@@ -29,7 +29,7 @@ def orphans(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dedicated", [False, True])
-def test_a_drop_that_could_not_see_all_is_tried_again(
+def test_a_drop_with_an_old_snapshot_fails_and_can_be_retried(
     database: str, connection: psycopg.Connection[Any], name: str, level: str, dedicated: bool
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s, dedicated => %s)", (name, dedicated))
@@ -48,7 +48,7 @@ def test_a_drop_that_could_not_see_all_is_tried_again(
         assert connection.execute("select pgqueue.peek(%s)", (name,)).fetchone() == (2,)
         dropped = None
         while dropped is None:
-            # Whoever commits anything between the beginning of the statement and its look is one time more.
+            # Any commit between the snapshot of the statement and its check requires another retry.
             try:
                 dropped = admin.execute("select pgqueue.drop_queue(%s)", (name,)).fetchone()
             except psycopg.errors.SerializationFailure:
@@ -59,7 +59,7 @@ def test_a_drop_that_could_not_see_all_is_tried_again(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_level_of_its_own_keeps_no_verb_from_its_work(database: str, name: str, level: str) -> None:
+def test_all_verbs_work_at_higher_isolation_levels(database: str, name: str, level: str) -> None:
     with connect(database) as client:
         client.execute(f"set default_transaction_isolation = '{level}'")
 
@@ -104,7 +104,7 @@ def test_a_level_of_its_own_keeps_no_verb_from_its_work(database: str, name: str
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_transaction_that_only_reads_is_told_of_a_queue_that_it_cannot_see(
+def test_an_unknown_queue_raises_queue_not_found_at_higher_isolation_levels(
     database: str, name: str, level: str
 ) -> None:
     with connect(database) as client:
@@ -123,7 +123,7 @@ def test_a_transaction_that_only_reads_is_told_of_a_queue_that_it_cannot_see(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_relation_archives_as_its_queue_says_whatever_a_snapshot_shows(
+def test_alter_queue_at_higher_isolation_levels_does_not_miss_a_concurrent_expose(
     database: str, connection: psycopg.Connection[Any], name: str, level: str
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s, dedicated => true, archive_for => '1 day')", (name,))

@@ -1,6 +1,6 @@
-"""What looks at all queues holds none of them: locks of thousands would fill the lock table of the server.
+"""Locks: functions over all queues hold no queue locks, as thousands of them would fill the server's lock table.
 
-Who had to wait for a lock goes by what there is then.
+After a lock wait, functions use the current state of the queue.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ import pgqueue
 
 
 @pytest.mark.parametrize("look", ["stats", "doctor", "list_queues"])
-def test_who_looks_at_all_queues_holds_none(
+def test_functions_over_all_queues_hold_no_queue_locks(
     connection: psycopg.Connection[Any], database: str, name: str, look: str
 ) -> None:
     queue = pgqueue.Queue(connection, name)
@@ -44,10 +44,11 @@ def waits(connection: psycopg.Connection[Any], other: psycopg.Connection[Any]) -
 
 
 @pytest.mark.parametrize(("first", "second"), [("1 day", "0"), ("0", "1 day")])
-def test_who_waited_to_alter_a_queue_sees_whether_it_archives_by_now(
+def test_alter_queue_sees_the_current_archive_setting_after_a_lock_wait(
     connection: psycopg.Connection[Any], database: str, name: str, first: str, second: str
 ) -> None:
-    # A session remembers what there was of a name, and hears of changes with its locks: it has all of those already.
+    # A session processes catalog invalidations when it takes a relation lock. Here it holds all its locks before the
+    # wait, so its catalog cache is stale.
     queue = pgqueue.Queue(connection, name)
     queue.create_queue()
     connection.execute("select pgqueue.create_queue(%s)", (f"{name}-2",))
@@ -70,7 +71,7 @@ def test_who_waited_to_alter_a_queue_sees_whether_it_archives_by_now(
 
 
 @pytest.mark.parametrize(("change", "address"), [("expose_transport", '"public"."{}"'), ("unexpose_transport", "{}")])
-def test_who_waited_to_subscribe_notes_the_address_that_the_queue_has_by_now(
+def test_subscribe_stores_the_current_address_after_a_lock_wait(
     connection: psycopg.Connection[Any], database: str, name: str, change: str, address: str
 ) -> None:
     other = f"{name}-2"
@@ -93,7 +94,7 @@ def test_who_waited_to_subscribe_notes_the_address_that_the_queue_has_by_now(
 
 @contextmanager
 def patient(connection: psycopg.Connection[Any]) -> Iterator[None]:
-    """Half a second is short for a test that looks on."""
+    """Raise the lock timeout of unexpose_transport, as half a second is too short for the test."""
     change = "alter function pgqueue.unexpose_transport(text) set lock_timeout = "
     connection.execute(f"{change} '1 min'")
     try:
@@ -102,7 +103,7 @@ def patient(connection: psycopg.Connection[Any]) -> Iterator[None]:
         connection.execute(f"{change} '500 ms'")
 
 
-def test_who_waited_to_take_a_relation_away_finds_it(
+def test_unexpose_transport_finds_a_relation_created_during_its_lock_wait(
     connection: psycopg.Connection[Any], database: str, name: str
 ) -> None:
     connection.execute("select pgqueue.create_queue(n) from unnest(%s::text[]) as n", ([name, f"{name}-2"],))

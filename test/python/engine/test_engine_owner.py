@@ -1,4 +1,4 @@
-"""An owner who is no superuser can do all that there is to do, and is told what he may not see."""
+"""An owner without superuser can install and use everything, and doctor reports what the owner cannot see."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "extension/pgqueue.sql"
 
 @pytest.fixture
 def owner(server: str) -> Iterator[str]:
-    """A role that may do nothing yet."""
+    """A role without privileges."""
     name = f"pgqueue_test_owner_{secrets.token_hex(4)}"
     with connect(server) as maintenance:
         maintenance.execute(sql.SQL("create role {}").format(sql.Identifier(name)))
@@ -28,7 +28,7 @@ def owner(server: str) -> Iterator[str]:
 
 @pytest.fixture
 def owned(empty_database: Callable[[], str], owner: str) -> Iterator[psycopg.Connection[Any]]:
-    """His session in a database in which he may create."""
+    """A session of the owner in a database with the privilege to create schemas."""
     dsn = empty_database()
     database = sql.Identifier(str(conninfo_to_dict(dsn)["dbname"]))
     with connect(dsn) as connection:
@@ -50,7 +50,7 @@ def install(connection: psycopg.Connection[Any], as_extension: bool) -> None:
 
 
 @pytest.mark.parametrize("as_extension", [True, False])
-def test_an_owner_without_privileges_does_everything(
+def test_an_owner_without_superuser_can_use_all_functions(
     owned: psycopg.Connection[Any], server: str, owner: str, as_extension: bool
 ) -> None:
     install(owned, as_extension)
@@ -76,7 +76,7 @@ def test_an_owner_without_privileges_does_everything(
 
 
 @pytest.mark.parametrize("as_extension", [True, False])
-def test_what_is_there_is_not_installed_over(owned: psycopg.Connection[Any], as_extension: bool) -> None:
+def test_an_installation_does_not_replace_an_existing_one(owned: psycopg.Connection[Any], as_extension: bool) -> None:
     install(owned, as_extension)
     owned.execute("select pgqueue.create_queue('kept'), pgqueue.enqueue('kept', '1')")
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_what_is_there_is_not_installed_over(owned: psycopg.Connection[Any], as_
     assert owned.execute("select payload from pgqueue.claim('kept')").fetchone() == (1,)
 
 
-def test_an_installation_that_fails_half_way_leaves_nothing(owned: psycopg.Connection[Any]) -> None:
+def test_a_failed_installation_leaves_nothing(owned: psycopg.Connection[Any]) -> None:
     script = SCRIPT.read_text()
     for place in (script.index("create function pgqueue.claim("), script.rindex("commit;")):
         with pytest.raises(psycopg.errors.DivisionByZero):
@@ -97,7 +97,7 @@ def test_an_installation_that_fails_half_way_leaves_nothing(owned: psycopg.Conne
     assert owned.execute("select * from pgqueue.list_queues()").fetchall() == []
 
 
-def test_the_schema_of_somebody_else_is_not_taken_over(owned: psycopg.Connection[Any]) -> None:
+def test_an_existing_schema_of_another_origin_is_not_adopted(owned: psycopg.Connection[Any]) -> None:
     owned.execute("create schema pgqueue create table messages (id int)")
     for _ in range(2):
         with pytest.raises(psycopg.errors.DuplicateSchema):
@@ -109,7 +109,7 @@ def test_the_schema_of_somebody_else_is_not_taken_over(owned: psycopg.Connection
     assert found == [("messages",)]
 
 
-def test_an_extension_with_queues_is_not_dropped_by_mistake(owned: psycopg.Connection[Any]) -> None:
+def test_an_extension_with_queues_is_not_dropped_without_cascade(owned: psycopg.Connection[Any]) -> None:
     install(owned, True)
     with pytest.raises(psycopg.errors.FeatureNotSupported):
         owned.execute("alter extension pgqueue set schema public")

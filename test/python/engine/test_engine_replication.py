@@ -1,4 +1,4 @@
-"""Logical replication hinders no verb, and who subscribes can take over. A standby counts as the primary does."""
+"""Logical replication: all functions work on a publisher, a subscriber can take over; and peek on a standby."""
 
 import subprocess
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def logical() -> Iterator[EmbeddedServer]:
 
 
 def sweep(connection: psycopg.Connection[Any], queue: str) -> None:
-    """Have a claim sweep, and learn."""
+    """Let a claim sweep, and record vacant ids."""
     connection.execute(
         "update pgqueue.sweep_state set recorded_at = '1970-01-01 00:00+00' where queue_name = %s", (queue,)
     )
@@ -29,7 +29,7 @@ def sweep(connection: psycopg.Connection[Any], queue: str) -> None:
 
 
 def use(connection: psycopg.Connection[Any], queue: str) -> list[int]:
-    """Send, settle, give back, archive and look; returns the ids that are left, of which none is claimed."""
+    """Use all write functions; returns the sent ids. No message is claimed at the end."""
     rows = connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[8]))", (queue,)).fetchall()
     for verb in ("ack", "nack", "reject", "ack"):
         number, token, _ = claim(connection, queue, 1)[0]
@@ -58,7 +58,7 @@ def left(connection: psycopg.Connection[Any]) -> set[Any]:
     )
 
 
-def test_all_tables_are_published_and_who_subscribes_takes_over(logical: EmbeddedServer) -> None:
+def test_a_subscriber_of_all_tables_can_take_over(logical: EmbeddedServer) -> None:
     publisher, subscriber = (make_conninfo(logical.dsn, dbname=name) for name in ("publisher", "subscriber"))
     with connect(logical.dsn) as maintenance:
         maintenance.execute("create database publisher")
@@ -105,7 +105,7 @@ def test_all_tables_are_published_and_who_subscribes_takes_over(logical: Embedde
         )
         connection.execute("select pg_drop_replication_slot('all_tables')")
 
-        # No sequence was replicated: first the ids are found to be behind, then the places in the relation.
+        # Sequences are not replicated. The first round of repairs is for message ids, the second for relations.
         for _ in range(2):
             findings = standby.execute("select distinct finding, repair from pgqueue.doctor() where severity = 'error'")
             for finding, repair in findings.fetchall():
@@ -125,7 +125,7 @@ def test_all_tables_are_published_and_who_subscribes_takes_over(logical: Embedde
             assert len(got) == len(set(got)) == sum(name == queue for name, _ in there) + 1
 
 
-def test_a_peek_at_a_standby_leaves_out_what_is_held_on_the_primary(logical: EmbeddedServer, tmp_path: Path) -> None:
+def test_peek_on_a_standby_omits_messages_claimed_on_the_primary(logical: EmbeddedServer, tmp_path: Path) -> None:
     standby = tmp_path / "standby"
     source = make_conninfo(logical.dsn, dbname="peeked")
     with connect(logical.dsn) as maintenance:
@@ -144,7 +144,7 @@ def test_a_peek_at_a_standby_leaves_out_what_is_held_on_the_primary(logical: Emb
         ):
 
             def peeked() -> Any:
-                """What a peek at the standby counts, when it has all that was committed."""
+                """The result of peek on the standby, after it has replayed all commits."""
                 connection.execute("create table if not exists peeks ()")
                 connection.execute("insert into peeks default values")
                 here = connection.execute("select pg_current_wal_lsn()").fetchone()

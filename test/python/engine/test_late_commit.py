@@ -1,5 +1,4 @@
-"""A message is delivered after its commit, however late that comes and whatever was consumed meanwhile: no id
-that may still be uncommitted is ever taken for dead."""
+"""Messages that are committed late are delivered: ids that may still be uncommitted never count as vacant."""
 
 import contextlib
 import time
@@ -22,7 +21,7 @@ names = (f"late-{number}" for number in count(1))
 
 @pytest.fixture(scope="module")
 def embedded() -> Iterator[EmbeddedServer]:
-    """A server of its own: writers to other queues would hold back what is to be seen moving, and it is restarted."""
+    """A separate server: writers to other queues would hold back the head, and a test restarts the server."""
     settings = {"max_prepared_transactions": "10"}
     with EmbeddedServer(durable=False, settings=settings) as server:
         with connect(server.dsn) as connection:
@@ -46,7 +45,7 @@ def late_queue(dsn: str) -> str:
 
 @contextlib.contextmanager
 def pinned_horizon(dsn: str) -> Iterator[None]:
-    """A session that is idle in a transaction with a snapshot and an xid."""
+    """Hold an idle transaction with a snapshot and an xid."""
     with psycopg.connect(dsn) as connection:
         connection.execute("set transaction isolation level repeatable read")
         connection.execute("select txid_current()")
@@ -99,7 +98,10 @@ def by_a_savepoint(connection: psycopg.Connection[Any], queue: str) -> list[int]
 def committed_late(
     dsn: str, queue: str, tmp_path: Path, send: Send, number: int, seconds: float, prepared: bool
 ) -> float:
-    """Commit late while later messages pass; returns how long the slowest late message took from then to its claim."""
+    """Commit messages late, after later ones were consumed.
+
+    Returns the longest time in seconds from the commit to the claim of a late message.
+    """
     stop = tmp_path / "stop"
     with connect(dsn) as observer, psycopg.connect(dsn) as producer, processes(3) as pool, pinned_horizon(dsn):
         ids = send(producer, queue)
@@ -134,7 +136,7 @@ def committed_late(
         assert sorted(row[0] for row in sightings()) == sorted(ids)
         slowest = max(row[1] for row in sightings()) - committed_at
 
-        # A head that had passed them would leave them in flight for good.
+        # If the head had passed these messages, they would never be claimed again.
         observer.execute(
             "update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s and id = any (%s)",
             (queue, ids),
@@ -169,14 +171,14 @@ def test_a_late_message_is_claimed_within_a_second_of_its_commit_after_100_000_l
         (by_a_savepoint, False),
     ],
 )
-def test_it_makes_no_difference_how_a_late_message_was_sent(
+def test_late_messages_of_every_way_to_send_are_delivered(
     dsn: str, late_queue: str, tmp_path: Path, send: Send, prepared: bool
 ) -> None:
     assert committed_late(dsn, late_queue, tmp_path, send, 20_000, 3, prepared) < 1
 
 
 def learn(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
-    """Claim, and let the claim learn what it otherwise learns once a second."""
+    """Claim, and let the claim record vacant ids, which it normally does once a second."""
     connection.execute(
         "update pgqueue.sweep_state set recorded_at = '1970-01-01 00:00+00' where queue_name = %s", (queue,)
     )
@@ -218,18 +220,18 @@ def test_a_prepared_message_is_delivered_after_a_crash_of_the_server(embedded: E
         wait_for(lambda: ids[0] in consume_all(consumer, late_queue), 5)
 
 
-def test_the_head_passes_what_is_settled_where_nobody_writes_for_long(dsn: str, late_queue: str) -> None:
+def test_the_head_advances_when_no_transaction_writes_for_long(dsn: str, late_queue: str) -> None:
     with connect(dsn) as connection:
         connection.execute(
             "select count(*) from pgqueue.enqueue_batch(%s, array_fill('0'::jsonb, array[1000]))", (late_queue,)
         )
         ids = consume_all(connection, late_queue)
         assert len(ids) == 1000
-        # By claims alone, at the pace that is theirs.
+        # Claims alone advance the head, at their normal rate.
         wait_for(lambda: claim(connection, late_queue, 1) == [] and head(connection, late_queue) > max(ids))
 
 
-def test_the_head_waits_for_a_writer_and_for_nobody_else(dsn: str, late_queue: str) -> None:
+def test_the_head_waits_only_for_writing_transactions(dsn: str, late_queue: str) -> None:
     other = next(names)
     with connect(dsn) as connection, psycopg.connect(dsn) as writer, pinned_horizon(dsn):
         connection.execute("select pgqueue.create_queue(%s)", (other,))
@@ -246,7 +248,7 @@ def test_the_head_waits_for_a_writer_and_for_nobody_else(dsn: str, late_queue: s
         assert head(connection, late_queue) > last
 
 
-def test_a_message_that_comes_back_below_the_head_is_delivered_until_it_is_settled(dsn: str, late_queue: str) -> None:
+def test_messages_that_return_below_the_head_are_delivered(dsn: str, late_queue: str) -> None:
     with connect(dsn) as connection:
         first = by_enqueue(connection, late_queue)[0]
         for _ in range(2):
@@ -290,7 +292,7 @@ STEPS = [
 
 @settings(max_examples=60)
 @given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 3)), min_size=10, max_size=60))
-def test_no_living_message_and_no_id_of_a_running_writer_is_ever_taken_for_dead(
+def test_live_messages_and_ids_of_running_writers_are_never_taken_for_vacant(
     dsn: str, steps: list[tuple[str, int]]
 ) -> None:
     queue = next(names)
@@ -325,7 +327,7 @@ def test_no_living_message_and_no_id_of_a_running_writer_is_ever_taken_for_dead(
                 case "send_leaf":
                     open_ids[who] |= set(by_insert_into_the_leaf(producer, queue))
                 case "send_delayed":
-                    # Its id is no promise: the message comes by way of returns.
+                    # The head may pass the id of a delayed message: it returns by another way when it is due.
                     row = producer.execute("select pgqueue.enqueue(%s, '1', '1 microsecond')", (queue,)).fetchone()
                     producer.commit()
                     committed.update(open_ids[who], row)

@@ -1,4 +1,4 @@
-"""The hot statements keep their plan and touch a bounded number of buffers, whatever the state of the table."""
+"""Frequent statements keep their plan and touch a bounded number of buffers in every state of the table."""
 
 import json
 import statistics
@@ -18,15 +18,15 @@ from pgqueue.embedded import EmbeddedServer
 DEPTH = 1_000_000
 IN_FLIGHT = 100_000
 DEAD_ROWS = 500_000
-# A case has a queue of its own, in the table of all: what it leaves behind is nobody else's.
+# Each case has its own queue in the shared table, so that cases do not affect each other.
 OWN_DEPTH = 20_000
 OWN_IN_FLIGHT = 2_000
 numbers = count(1)
 STATES = ("empty", "deep", "never_analysed", "bloated")
 
-# Buffers, read and hit, of one call in a warmed session: in most calls, and in any call, as now and then one sweeps.
-# About twice what was measured on PostgreSQL 18, which is given behind: the worst median and maximum over the states.
-# When a sweep comes is a matter of time: it has a case of its own, and is kept from all others.
+# Limits for the buffers (read and hit) of one call in a warmed session: the median, and the maximum over 20 calls.
+# The limits are about twice the values measured on PostgreSQL 18, which follow as comments: the worst median and
+# maximum over all states. Sweeps depend on time. They have a case of their own, and are prevented in all others.
 BOUNDS: dict[str, tuple[int, int]] = {
     "enqueue": (16, 20),  # 8 10
     "claim 1": (40, 56),  # 20 28
@@ -62,7 +62,7 @@ BOUNDS: dict[str, tuple[int, int]] = {
 
 @pytest.fixture(scope="module")
 def quiet_server() -> Iterator[EmbeddedServer]:
-    """A server where nobody vacuums or analyses behind the tests' back."""
+    """A server without autovacuum."""
     settings = {
         "autovacuum": "off",
         "shared_buffers": "512MB",
@@ -74,7 +74,7 @@ def quiet_server() -> Iterator[EmbeddedServer]:
 
 
 def fill(connection: psycopg.Connection[Any], queue: str, number: int) -> None:
-    """Send many messages in one statement, in the way that is open to everybody."""
+    """Send many messages in one plain insert statement."""
     connection.execute(
         "insert into pgqueue.messages (queue_name, payload) select %s, '{\"n\": 1}' from generate_series(1, %s)",
         (queue, number),
@@ -93,7 +93,7 @@ def consume(connection: psycopg.Connection[Any], queue: str, number: int) -> Non
 
 @pytest.fixture(scope="module")
 def states(quiet_server: EmbeddedServer) -> Iterator[dict[str, str]]:
-    """How to connect to a database in each state, whose queue is q."""
+    """The dsn of a database in each state. Its queue is named q."""
     dsns = {state: make_conninfo(quiet_server.dsn, dbname=state) for state in STATES}
 
     def build(state: str) -> psycopg.Connection[Any]:
@@ -132,7 +132,7 @@ def states(quiet_server: EmbeddedServer) -> Iterator[dict[str, str]]:
 
 @dataclass
 class Session:
-    """A warmed session with a queue that says what its statements cost, and by which plans. In them :q is the queue."""
+    """A warmed session that measures buffers and plans of statements. `:q` in a statement is the queue."""
 
     connection: psycopg.Connection[Any]
     queue: str
@@ -147,7 +147,7 @@ class Session:
         return 0
 
     def buffers(self, statement: str, *values: Any) -> int:
-        """The buffers that one call reads or finds, its nested statements included."""
+        """Return the buffers that one call reads or hits, including its nested statements."""
         explain = "explain (analyze, buffers, timing off, summary off, format json) "
         plan = self.execute(explain + statement, *values).fetchone()[0][0]["Plan"]
         return int(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"])
@@ -161,7 +161,7 @@ class Session:
         return [row[0] for row in rows], rows[0][1]
 
     def reserved(self) -> tuple[str, int, int, Any]:
-        """A stream of its own with a batch of 100: its name, epoch, and the number and token of the batch."""
+        """Open a new stream with a batch of 100; returns name, epoch, and the number and token of the batch."""
         fill(self.connection, self.queue, 200)
         return self.execute(
             "select s.stream_name, s.epoch, b.seq, b.claim_token from pgqueue.stream_open(:q, %s) s,"
@@ -170,19 +170,19 @@ class Session:
         ).fetchone()
 
     def begun(self) -> tuple[str, int, int, Any]:
-        """A batch that another one has begun to read."""
+        """Return a batch that an earlier epoch has begun."""
         name, epoch, seq, token = self.reserved()
         self.execute("select pgqueue.stream_begin(:q, %s, %s, %s, %s)", name, epoch, seq, token)
         epoch = self.execute("select epoch from pgqueue.stream_open(:q, %s)", name).fetchone()[0]
         return name, epoch, seq, token
 
     def without_returns(self, cost: int) -> int:
-        """Leave nothing that is due to the claims that come."""
+        """Delete scheduled messages, so that later claims find none that is due."""
         self.execute("delete from pgqueue.scheduled_messages where queue_name = :q")
         return cost
 
     def ready(self) -> int:
-        """The id of a message that nobody has claimed."""
+        """Insert a message that is not claimed; returns its id."""
         return int(
             self.execute("insert into pgqueue.messages (queue_name, payload) values (:q, '1') returning id").fetchone()[
                 0
@@ -190,13 +190,13 @@ class Session:
         )
 
     def sweeps(self) -> bool:
-        """Have the next claim sweep from the head, and learn."""
+        """Let the next claim sweep from the head, and record vacant ids."""
         self.execute("select setval(next_sweep_at, 1), setval(sweep_resume_id, 1) from pgqueue.queues where name = :q")
         self.execute("update pgqueue.sweep_state set recorded_at = '1970-01-01 00:00+00' where queue_name = :q")
         return True
 
     def prepare(self, state: str, archives: bool) -> None:
-        """Make the queue, and bring it into the state that its table is in."""
+        """Create the queue, and bring it into the given state."""
         self.execute("select pgqueue.create_queue(:q, '12 h', archive_for => %s)", "1 day" if archives else None)
         dead_id = 0
         if state == "bloated":
@@ -210,7 +210,10 @@ class Session:
         fill(self.connection, self.queue, OWN_DEPTH if state == "bloated" else 200)
 
     def learn(self, dead_id: int = 0) -> None:
-        """Have sweeps learn where nothing lives: once to note who writes, once to settle, and on beyond the dead."""
+        """Sweep until the ids up to `dead_id` are recorded as vacant.
+
+        One sweep records the running writers, the next one the ids below them, and further ones continue.
+        """
 
         def has_learnt() -> bool:
             self.sweeps()
@@ -222,11 +225,11 @@ class Session:
         wait_for(has_learnt)
 
     def last_id(self) -> int:
-        """The highest id of a message of the queue."""
+        """Return the highest id of a message of the queue."""
         return int(self.execute("select max(id) from pgqueue.messages where queue_name = :q").fetchone()[0])
 
     def rests(self) -> bool:
-        """Have no call sweep for the next seconds, however long it takes on a busy machine."""
+        """Prevent sweeps for the next 14 seconds, enough for a call on a busy machine."""
         self.execute(
             "select setval(next_sweep_at, pgqueue._to_micros(clock_timestamp() + interval '14 s'))"
             " from pgqueue.queues where name = :q"
@@ -234,7 +237,7 @@ class Session:
         return True
 
     def keep_plans(self) -> None:
-        """From now on keep the plan of every statement, nested ones too."""
+        """Record the plans of all later statements, including nested ones."""
         self.connection.add_notice_handler(
             lambda notice: self.plans.append(json.loads(notice.message_primary.split("plan:\n")[1]))
         )
@@ -280,20 +283,20 @@ CALLS: dict[str, Callable[[Session, Callable[..., int]], int]] = {
     "peek": lambda _, run: run("select pgqueue.peek(:q)"),
     "stats": lambda _, run: run("select * from pgqueue.stats(:q)"),
 }
-# What changes nothing looks at the deep queue itself.
+# Calls that change nothing use the deep queue itself.
 LOOKS = ("peek", "stats")
-# The same of queues that archive.
+# Calls that are also measured with an archive.
 ARCHIVED = ("ack", "ack_batch 100", "exchange 1", "exchange 100", "receive 1", "stream_ack 100")
 CALLS |= {f"{call}, archived": CALLS[call] for call in ARCHIVED}
 
 
 @pytest.fixture
 def session(states: dict[str, str], quiet_server: EmbeddedServer, state: str, call: str) -> Iterator[Session]:
-    """A session on a queue that is this case's own, but for those that only look: theirs is the one with the depth."""
+    """A session on the queue of this case. Calls that change nothing share the deep queue."""
     dsn = states[state]
     with connect(quiet_server.dsn) as maintenance, ExitStack() as stack:
         if state == "empty":
-            # Where others have been it is not empty.
+            # Other cases leave rows in their database, so this one gets a copy of the empty database.
             own = f"empty_{next(numbers)}"
             maintenance.execute(f"create database {own} template empty")
             stack.callback(maintenance.execute, f"drop database {own} with (force)")
@@ -313,7 +316,7 @@ def nodes(plan: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("call", BOUNDS)
-def test_a_call_touches_few_buffers_and_reaches_messages_by_the_primary_key_alone(session: Session, call: str) -> None:
+def test_calls_touch_few_buffers_and_use_the_primary_key_of_messages(session: Session, call: str) -> None:
     CALLS[call](session, session.buffers)
     counts = [CALLS[call](session, session.buffers) for _ in range(20) if session.rests()]
     print(f"{call:24} {statistics.median(counts):7} {max(counts):7}")
@@ -323,7 +326,7 @@ def test_a_call_touches_few_buffers_and_reaches_messages_by_the_primary_key_alon
     if call in ("stats", "enqueue"):
         return
 
-    # By now each statement has the plan that is kept: a plan of the first executions could be another.
+    # Each statement has its generic plan by now. The first executions may have used another plan.
     session.keep_plans()
     session.sweeps()
     session.plans.clear()
@@ -356,9 +359,7 @@ def test_a_call_touches_few_buffers_and_reaches_messages_by_the_primary_key_alon
 
 
 @pytest.mark.parametrize("state", ["deep", "never_analysed"])
-def test_the_statistics_of_a_deep_queue_are_near_the_truth_and_say_that_they_are_estimates(
-    states: dict[str, str], state: str
-) -> None:
+def test_statistics_of_a_deep_queue_are_close_and_marked_as_estimates(states: dict[str, str], state: str) -> None:
     with connect(states[state]) as connection:
         truth = connection.execute(
             "select count(*) filter (where visible_at <= now()), count(*) filter (where visible_at > now())"
@@ -391,7 +392,7 @@ def test_the_statistics_of_a_small_queue_are_exact(connection: psycopg.Connectio
 def test_claims_are_hot_updates(
     connection: psycopg.Connection[Any], name: str, exposed: bool, number: int, least: float
 ) -> None:
-    # Of small messages a page has room for three claimed versions out of four before the first is removed.
+    # A page of small messages has room for new versions of three quarters of them before it is pruned.
     connection.execute("select pgqueue.create_queue(%s, dedicated => true)", (name,))
     if exposed:
         connection.execute("select pgqueue.expose_transport(%s)", (name,))

@@ -1,4 +1,4 @@
-"""Eight processes at once: every message leaves exactly once, and queues may come and go under traffic."""
+"""Eight concurrent processes: every message leaves exactly once, and queues can be created and dropped meanwhile."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ def test_eight_processes_acknowledge_each_of_100_000_messages_exactly_once(
     assert sorted(acked) == sent
 
 
-def test_what_is_sent_and_settled_in_every_way_leaves_exactly_once(
+def test_messages_sent_and_settled_in_every_way_leave_exactly_once(
     database: str, connection: psycopg.Connection[Any], name: str, tmp_path: Path
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s, visibility_timeout => '1 h', max_attempts => 100)", (name,))
@@ -43,7 +43,7 @@ def test_what_is_sent_and_settled_in_every_way_leaves_exactly_once(
     assert connection.execute("select dead_messages from pgqueue.stats(%s)", (name,)).fetchone() == (0,)
 
 
-def test_a_claim_that_had_to_wait_is_not_over_when_it_begins(
+def test_the_visibility_timeout_starts_after_a_lock_wait_of_claim(
     database: str, connection: psycopg.Connection[Any], name: str
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s)", (name,))
@@ -70,7 +70,7 @@ def test_a_claim_that_had_to_wait_is_not_over_when_it_begins(
         assert claimed.result() == (True,)
 
 
-def test_who_holds_a_thousand_messages_that_came_back_does_not_hide_the_others(
+def test_a_thousand_locked_returned_messages_do_not_hide_the_others(
     database: str, connection: psycopg.Connection[Any], name: str
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s, visibility_timeout => '1 h')", (name,))
@@ -79,7 +79,7 @@ def test_who_holds_a_thousand_messages_that_came_back_does_not_hide_the_others(
     )
     assert len(connection.execute("select pgqueue.claim(%s, 1100)", (name,)).fetchall()) == 1100
     connection.execute("update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s", (name,))
-    # As if claims had gone on, and sweeps had learnt, before the messages came back, that nothing lies here.
+    # As if sweeps had recorded all these ids as vacant before the messages returned.
     connection.execute("select setval(fresh_from_id, 1000000000) from pgqueue.queues where name = %s", (name,))
     connection.execute("update pgqueue.sweep_state set vacant_ids = '{(,1000000000)}' where queue_name = %s", (name,))
     with connect(database) as hoarder, hoarder.transaction():
@@ -87,7 +87,7 @@ def test_who_holds_a_thousand_messages_that_came_back_does_not_hide_the_others(
         assert len(connection.execute("select pgqueue.claim(%s, 200)", (name,)).fetchall()) == 100
 
 
-def test_queues_that_are_purged_dropped_and_created_under_traffic_leave_no_orphans(
+def test_purging_dropping_and_creating_queues_under_traffic_leaves_no_orphans(
     empty_database: Any, tmp_path: Path
 ) -> None:
     dsn = empty_database()

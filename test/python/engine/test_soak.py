@@ -1,4 +1,4 @@
-"""The soak, short: what it is and does is in test/soak.py. And its checker, on histories made by hand, good and bad."""
+"""Short runs of the soak (test/soak.py), and its checker on correct and incorrect histories."""
 
 import os
 import random
@@ -32,12 +32,12 @@ def traceback(key: int) -> str:
 
 
 def good(exactly_once: bool = True) -> History:
-    """A history with one message of every fate."""
+    """A correct history with messages of all outcomes."""
     sends = [
         Send(1),
         Send(2),
-        Send(3),  # not confirmed, not there
-        Send(4),  # not confirmed, there
+        Send(3),  # not confirmed, does not exist
+        Send(4),  # not confirmed, exists
         Send(5),  # withdrawn
         Send(6, outbox=True),  # not confirmed, committed
         Send(7, outbox=True),  # not confirmed, not committed
@@ -47,7 +47,7 @@ def good(exactly_once: bool = True) -> History:
         Send(11, kind="killer"),
         Send(12, kind="poison", calm=True),
         Send(13, calm=True),
-        Send(14),  # received while its first claim was late, by somebody who was cut off
+        Send(14),  # received after its first claim expired, by a consumer that was disconnected
     ]
     history = History(
         exactly_once,
@@ -80,11 +80,11 @@ def good(exactly_once: bool = True) -> History:
 
 
 @pytest.mark.parametrize("exactly_once", [True, False])
-def test_the_checker_accepts_a_history_in_which_every_promise_was_kept(exactly_once: bool) -> None:
+def test_the_checker_accepts_a_correct_history(exactly_once: bool) -> None:
     assert check(good(exactly_once)) == []
 
 
-def test_the_checker_accepts_two_acknowledgements_of_a_claim_that_a_crash_forgot() -> None:
+def test_the_checker_accepts_a_second_acknowledgement_after_a_crash() -> None:
     history = good(exactly_once=False)
     forgotten(history)
     history.crashes = 1
@@ -92,7 +92,7 @@ def test_the_checker_accepts_two_acknowledgements_of_a_claim_that_a_crash_forgot
 
 
 def forgotten(h: History) -> None:
-    """A claim of message 1, whose next owner acknowledges it before the first one asks what became of it."""
+    """A claim of message 1 that a crash lost. The next consumer acknowledges it before the first repeats its ack."""
     h.starts.append(Start(1, 1, "b"))
     h.finished[1] += 1
     h.acked[1] += 1
@@ -108,11 +108,11 @@ def lost_without_a_start(h: History) -> None:
     h.starts.remove(Start(1, 1, "a"))
 
 
-def lost_by_a_server_that_forgot_a_commit(h: History) -> None:
+def lost_after_a_confirmed_commit(h: History) -> None:
     h.confirmed.add(7)
 
 
-def lost_though_nobody_knew_of_its_commit(h: History) -> None:
+def lost_after_an_unconfirmed_commit(h: History) -> None:
     h.attempted[15] = Send(15, outbox=True)
     h.sent.add(15)
 
@@ -130,7 +130,7 @@ def effect_without_start(h: History) -> None:
     h.effects[0] = replace(h.effects[0], token="c")
 
 
-def effect_of_a_failure(h: History) -> None:
+def effect_of_a_failed_attempt(h: History) -> None:
     h.effects[h.effects.index(Effect(10, 2, "b"))] = Effect(10, 1, "a")
     h.starts.remove(Start(10, 2, "b"))
 
@@ -150,7 +150,7 @@ def unsettled(h: History) -> None:
     h.left.append(15)
 
 
-def in_two_rooms(h: History) -> None:
+def in_two_tables(h: History) -> None:
     h.left.append(8)
 
 
@@ -158,12 +158,12 @@ def dead_too_early(h: History) -> None:
     h.dead[0] = replace(h.dead[0], attempt_count=1)
 
 
-def dead_too_early_by_attempts_nobody_made(h: History) -> None:
+def dead_too_early_without_all_attempts(h: History) -> None:
     h.starts.remove(Start(12, 1, "a"))
     h.dead[3] = replace(h.dead[3], headers=FINAL | failures(12, 2))
 
 
-def dead_for_no_reason(h: History) -> None:
+def dead_without_a_reason(h: History) -> None:
     h.dead[2] = replace(h.dead[2], reason="rejected", headers=FINAL, last_error="killer 11")
 
 
@@ -175,7 +175,7 @@ def too_many_attempts(h: History) -> None:
     h.starts.append(Start(8, 3, "c"))
 
 
-def survived(h: History) -> None:
+def did_not_become_a_dead_letter(h: History) -> None:
     del h.dead[0]
     h.effects.append(Effect(8, 2, "b"))
     h.counted += 1
@@ -193,7 +193,7 @@ def never_committed_with_its_outbox(h: History) -> None:
     h.starts.append(Start(7, 1, "a"))
 
 
-def repeated_in_peace(h: History) -> None:
+def repeated_without_a_failure(h: History) -> None:
     h.starts.append(Start(13, 2, "b"))
     h.effects[h.effects.index(Effect(13, 1, "a"))] = Effect(13, 2, "b")
 
@@ -218,11 +218,11 @@ def rejected_without_the_reason(h: History) -> None:
     h.dead[1] = replace(h.dead[1], headers=None)
 
 
-def dead_in_peace_without_last_words(h: History) -> None:
+def calm_dead_letter_without_final_headers(h: History) -> None:
     h.dead[3] = replace(h.dead[3], headers=failures(12, 1, 2))
 
 
-def dead_in_peace_with_a_gap_in_its_failures(h: History) -> None:
+def calm_dead_letter_with_a_gap_in_its_failures(h: History) -> None:
     h.dead[3] = replace(h.dead[3], headers=FINAL | failures(12, 2))
 
 
@@ -230,7 +230,7 @@ def unfinished(h: History) -> None:
     del h.finished[4]
 
 
-def acknowledged_undone(h: History) -> None:
+def acknowledged_without_effect(h: History) -> None:
     del h.finished[1]
 
 
@@ -251,7 +251,7 @@ def acknowledged_under_more_claims_than_the_server_crashed(h: History) -> None:
     h.crashes = 1
 
 
-def acknowledged_in_vain(h: History) -> None:
+def acknowledged_but_dead(h: History) -> None:
     h.acked[8] += 1
 
 
@@ -262,52 +262,54 @@ def acknowledged_but_left(h: History) -> None:
 BAD: list[tuple[bool, Callable[[History], None], set[str]]] = [
     (True, lost, {"lost"}),
     (True, lost_without_a_start, {"lost"}),
-    (True, lost_by_a_server_that_forgot_a_commit, {"lost"}),
-    (True, lost_though_nobody_knew_of_its_commit, {"lost"}),
+    (True, lost_after_a_confirmed_commit, {"lost"}),
+    (True, lost_after_an_unconfirmed_commit, {"lost"}),
     (True, double_effect, {"double effect"}),
     (True, stale_effect, {"stale effect"}),
     (True, effect_without_start, {"effect without start"}),
-    (True, effect_of_a_failure, {"effect of a failure"}),
+    (True, effect_of_a_failed_attempt, {"effect of a failed attempt"}),
     (True, effect_of_a_dead_letter, {"effect of a dead letter", "stale effect"}),
     (True, miscounted, {"miscounted"}),
     (True, unsettled, {"unsettled"}),
-    (True, in_two_rooms, {"unsettled", "multiplied"}),
+    (True, in_two_tables, {"unsettled", "duplicated"}),
     (True, dead_too_early, {"dead too early"}),
-    (True, dead_too_early_by_attempts_nobody_made, {"dead too early"}),
-    (True, dead_for_no_reason, {"dead for no reason"}),
-    (True, expired, {"dead for no reason"}),
+    (True, dead_too_early_without_all_attempts, {"dead too early"}),
+    (True, dead_without_a_reason, {"dead without a reason"}),
+    (True, expired, {"dead without a reason"}),
     (True, too_many_attempts, {"too many attempts"}),
-    (True, survived, {"survived"}),
+    (True, did_not_become_a_dead_letter, {"did not become a dead letter"}),
     (True, never_sent, {"never sent"}),
     (True, never_committed, {"never committed"}),
     (True, never_committed_with_its_outbox, {"never committed"}),
-    (True, repeated_in_peace, {"repeated in peace"}),
-    (True, dead_without_the_error, {"no evidence"}),
-    (True, dead_without_the_traceback, {"no evidence"}),
-    (True, dead_with_the_failures_of_another, {"no evidence"}),
-    (True, dead_without_its_failures, {"no evidence"}),
-    (True, rejected_without_the_reason, {"no evidence"}),
-    (True, dead_in_peace_without_last_words, {"no evidence"}),
-    (True, dead_in_peace_with_a_gap_in_its_failures, {"no evidence"}),
+    (True, repeated_without_a_failure, {"repeated without a failure"}),
+    (True, dead_without_the_error, {"incomplete error details"}),
+    (True, dead_without_the_traceback, {"incomplete error details"}),
+    (True, dead_with_the_failures_of_another, {"incomplete error details"}),
+    (True, dead_without_its_failures, {"incomplete error details"}),
+    (True, rejected_without_the_reason, {"incomplete error details"}),
+    (True, calm_dead_letter_without_final_headers, {"incomplete error details"}),
+    (True, calm_dead_letter_with_a_gap_in_its_failures, {"incomplete error details"}),
     (False, unfinished, {"lost"}),
-    (False, acknowledged_undone, {"lost", "acknowledged undone"}),
+    (False, acknowledged_without_effect, {"lost", "acknowledged without effect"}),
     (False, acknowledged_twice, {"acknowledged twice"}),
     (False, forgotten, {"acknowledged twice"}),
     (False, acknowledged_once_more_than_claims_were_forgotten, {"acknowledged twice"}),
     (False, acknowledged_under_more_claims_than_the_server_crashed, {"acknowledged twice"}),
-    (False, acknowledged_in_vain, {"acknowledged in vain", "acknowledged undone"}),
-    (False, acknowledged_but_left, {"unsettled", "acknowledged in vain"}),
+    (False, acknowledged_but_dead, {"acknowledged but not removed", "acknowledged without effect"}),
+    (False, acknowledged_but_left, {"unsettled", "acknowledged but not removed"}),
 ]
 
 
 @pytest.mark.parametrize(("exactly_once", "spoil", "kinds"), [pytest.param(*bad, id=bad[1].__name__) for bad in BAD])
-def test_the_checker_sees(exactly_once: bool, spoil: Callable[[History], None], kinds: set[str]) -> None:
+def test_the_checker_reports_each_kind_of_violation(
+    exactly_once: bool, spoil: Callable[[History], None], kinds: set[str]
+) -> None:
     history = good(exactly_once)
     spoil(history)
     assert {violation.kind for violation in check(history)} == kinds
 
 
-def test_a_line_that_its_writer_did_not_live_to_end_is_not_taken_for_history(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_of_a_history_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "log"
     log = soak.Log(str(path))
     log.write("start", 1)
@@ -317,7 +319,7 @@ def test_a_line_that_its_writer_did_not_live_to_end_is_not_taken_for_history(tmp
 
 
 @pytest.mark.parametrize("flavour", ["sync", "async"])
-def test_a_process_that_does_not_stop_shows_what_its_threads_and_tasks_do(
+def test_a_process_that_does_not_stop_prints_the_stacks_of_its_threads_and_tasks(
     flavour: str, database: str, name: str, tmp_path: Path
 ) -> None:
     with psycopg.connect(database, autocommit=True) as connection:
@@ -343,14 +345,14 @@ def test_a_process_that_does_not_stop_shows_what_its_threads_and_tasks_do(
 
 @pytest.fixture
 def seed() -> int:
-    """What is done to whom; printed with a failure."""
+    """The seed of the failures; printed if the test fails."""
     seed = int(os.environ.get("PGQUEUE_TEST_SEED") or random.SystemRandom().randrange(1_000_000))
     print(f"PGQUEUE_TEST_SEED={seed}")
     return seed
 
 
 def proven(plan: Plan, home: Path) -> dict[str, Any]:
-    """Run a soak that must find nothing; returns what it saw."""
+    """Run a soak that must find no violations; returns its figures."""
     outcome = soak.run(plan, home)
     assert not outcome.violations, f"PGQUEUE_TEST_SEED={plan.seed}\n{outcome}"
     figures = outcome.figures
@@ -361,17 +363,17 @@ def proven(plan: Plan, home: Path) -> dict[str, Any]:
     return figures
 
 
-def test_nothing_is_lost_and_every_message_ends_processed_or_dead(seed: int, tmp_path: Path) -> None:
+def test_every_message_is_processed_or_becomes_a_dead_letter(seed: int, tmp_path: Path) -> None:
     figures = proven(soak.everything(seed, seconds=10), tmp_path)
     assert figures["restarts"] == 1
     assert figures["pins"] >= 1
     assert figures["pauses"] >= 1
     assert figures["dead"] > 0
-    assert figures["innocent dead"] == 0
+    assert figures["unexpected dead"] == 0
 
 
 @pytest.mark.parametrize("mode", ["transactional", "receive"])
-def test_effects_happen_exactly_once_under_kills(mode: str, seed: int, tmp_path: Path) -> None:
+def test_effects_happen_exactly_once_although_processes_are_killed(mode: str, seed: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"mode": "receive"} if mode == "receive" else {"transactional": True}
     options |= {"concurrency": 4, "peek_delay": 0.2}
     plan = Plan(
@@ -384,7 +386,7 @@ def test_effects_happen_exactly_once_under_kills(mode: str, seed: int, tmp_path:
         terminate=(0, 0.4),
         pin=(0, 0),
         restart_at=None,
-        # Claims run out while their owner is stopped, and while the next owner is at work.
+        # Claims expire while their consumer is paused, and while the next consumer works.
         visibility_timeout=1,
         pause=(0.3, 1),
         pause_seconds=(1.1, 1.6),
@@ -395,8 +397,8 @@ def test_effects_happen_exactly_once_under_kills(mode: str, seed: int, tmp_path:
     assert figures["counted"] == figures["effects"] >= figures["messages"]
 
 
-def test_a_consumer_that_commits_its_work_before_the_acknowledgement_is_found_out(seed: int, tmp_path: Path) -> None:
-    # Whether a run cuts it off between the two is chance: in one of a few it does, or soaks prove nothing.
+def test_the_soak_detects_a_consumer_that_commits_before_the_acknowledgement(seed: int, tmp_path: Path) -> None:
+    # A disconnection between commit and acknowledgement is random, so several runs are made.
     for attempt in range(5):
         plan = Plan(
             seed + attempt,

@@ -1,4 +1,4 @@
-"""A stream through the clients: read, replayed, fenced, refused; and killed in the middle of each call."""
+"""Streams through the clients: reads, replays, fencing, errors, and sessions killed during each call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +51,7 @@ def test_a_stream_is_read_batch_by_batch(queue: Any) -> None:
         queue.drop_stream("s")
 
 
-def test_a_batch_that_was_lost_or_never_ends_is_named(queue: Any) -> None:
+def test_errors_name_lost_and_poisoned_batches(queue: Any) -> None:
     ids = queue.enqueue_batch([1, 2])
     stream = queue.stream_open("s")
     (batch,) = queue.stream_claim("s", stream.epoch, 0, None)
@@ -69,7 +69,7 @@ def test_a_batch_that_was_lost_or_never_ends_is_named(queue: Any) -> None:
 
 
 def rows(connection: psycopg.Connection[Any], name: str) -> list[Any]:
-    """All that streams write."""
+    """All rows that streams write."""
     return [
         connection.execute(f"select * from pgqueue.{table} where queue_name = %s order by 1, 2", [name]).fetchall()
         for table in ("streams", "messages", "dead_messages", "scheduled_messages")
@@ -89,7 +89,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_is_killed_has_done_nothing_and_can_be_made_again(
+def test_a_killed_call_has_no_effect_and_can_be_repeated(
     client: Client,
     database: str,
     connection: psycopg.Connection[Any],

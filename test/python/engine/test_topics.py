@@ -1,4 +1,4 @@
-"""Publish and subscribe by the clients and the command line, and what a publish costs among many subscriptions."""
+"""Publish and subscribe through the clients and the command line, and the cost of publish with many subscriptions."""
 
 import json
 import random
@@ -45,7 +45,7 @@ def test_every_subscriber_gets_a_copy(client: Any, subscribers: list[Any], name:
     assert client.queues.publish(f"{name}.paid", 2) == 1
 
 
-def test_consumers_that_share_a_queue_share_the_copy(client: Any, subscribers: list[Any], name: str) -> None:
+def test_consumers_of_one_queue_share_one_copy(client: Any, subscribers: list[Any], name: str) -> None:
     for queue in subscribers:
         queue.subscribe(f"{name}.done")
     assert client.queues.publish(f"{name}.done", 1) == 2
@@ -54,7 +54,7 @@ def test_consumers_that_share_a_queue_share_the_copy(client: Any, subscribers: l
         assert sorted(len(instance.claim(10)) for instance in instances) == [0, 1]
 
 
-def test_a_rollback_takes_every_copy_back(client: Any, subscribers: list[Any], name: str) -> None:
+def test_a_rollback_removes_every_copy(client: Any, subscribers: list[Any], name: str) -> None:
     for queue in subscribers:
         queue.subscribe(name)
     client.connection.execute("begin")
@@ -63,7 +63,7 @@ def test_a_rollback_takes_every_copy_back(client: Any, subscribers: list[Any], n
     assert [queue.claim() for queue in subscribers] == [[], []]
 
 
-def test_what_is_refused(client: Any, subscribers: list[Any], name: str) -> None:
+def test_invalid_topics_and_patterns_are_refused(client: Any, subscribers: list[Any], name: str) -> None:
     with pytest.raises(pgqueue.InvalidArgument, match="topic"):
         client.queues.publish("a.*", 1)
     with pytest.raises(pgqueue.InvalidArgument, match="topic"):
@@ -76,7 +76,7 @@ def test_what_is_refused(client: Any, subscribers: list[Any], name: str) -> None
         client.queues.publish(name, "x" * 10)
 
 
-def test_a_subscriber_that_waits_is_notified(client: Any, database: str, subscribers: list[Any], name: str) -> None:
+def test_a_waiting_subscriber_is_notified(client: Any, database: str, subscribers: list[Any], name: str) -> None:
     queue = subscribers[0]
     queue.subscribe(name)
     with psycopg.connect(database, autocommit=True) as listener:
@@ -86,7 +86,7 @@ def test_a_subscriber_that_waits_is_notified(client: Any, database: str, subscri
         assert [notice.channel for notice in listener.notifies(timeout=30, stop_after=1)] == [queue.channel()]
 
 
-def test_who_publishes_and_who_drops_never_wait_for_each_other_in_a_circle(database: str, name: str) -> None:
+def test_publish_and_drop_queue_do_not_deadlock(database: str, name: str) -> None:
     names = [f"{name}-{number}" for number in range(6)]
 
     def publish(seed: int) -> None:
@@ -114,7 +114,7 @@ def test_who_publishes_and_who_drops_never_wait_for_each_other_in_a_circle(datab
     with ThreadPoolExecutor(4) as pool:
         work = [pool.submit(publish, 1), pool.submit(publish, 2), *(pool.submit(come_and_go, n) for n in (3, 4))]
         for each in work:
-            each.result()  # a deadlock would be an error of its victim
+            each.result()  # a deadlock would raise an error
     with psycopg.connect(database) as connection:
         left = connection.execute(
             "select count(*) from pgqueue.subscriptions s"
@@ -126,7 +126,7 @@ def test_who_publishes_and_who_drops_never_wait_for_each_other_in_a_circle(datab
 
 @pytest.fixture
 def crowd(empty_database: Callable[[], str]) -> psycopg.Connection[Any]:
-    """A database with one subscriber among many subscriptions, of all kinds, that do not match."""
+    """A database with one matching subscription among many of all kinds that do not match."""
     connection = psycopg.connect(empty_database(), autocommit=True)
     pgqueue.install(connection)
     connection.execute("select pgqueue.create_queue('q'), pgqueue.subscribe('orders.paid.*', 'q')")
@@ -140,9 +140,7 @@ def crowd(empty_database: Callable[[], str]) -> psycopg.Connection[Any]:
 
 
 @pytest.mark.parametrize("analysed", [False, True])
-def test_a_publish_is_found_by_index_among_100_000_subscriptions(
-    crowd: psycopg.Connection[Any], analysed: bool
-) -> None:
+def test_publish_uses_an_index_with_100_000_subscriptions(crowd: psycopg.Connection[Any], analysed: bool) -> None:
     with crowd:
         crowd.execute("vacuum analyze pgqueue.subscriptions" if analysed else "vacuum pgqueue.subscriptions")
         cost = []
@@ -157,7 +155,7 @@ def test_a_publish_is_found_by_index_among_100_000_subscriptions(
     assert min(cost) <= BUFFERS, cost
 
 
-def test_the_command_line(database: str, connection: psycopg.Connection[Any], name: str) -> None:
+def test_the_topic_commands_work(database: str, connection: psycopg.Connection[Any], name: str) -> None:
     queue = pgqueue.Queue(connection, name)
     queue.create_queue()
     done = in_process(database, "subscribe", f"{name}.*", name)

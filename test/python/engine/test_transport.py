@@ -22,7 +22,7 @@ HEADERS = '{"NServiceBus.CorrelationId":"c","NServiceBus.ReplyToAddress":"\\"pub
 
 
 def is_at_rest(connection: psycopg.Connection[Any]) -> bool:
-    """Whether nobody is at work on messages: to expose a queue waits half a second for those who are."""
+    """Whether no other session locks the table of messages. expose_transport waits only half a second for them."""
     ((is_held,),) = connection.execute(
         "select exists (select from pg_locks l join pg_database d on d.oid = l.database"
         " where d.datname = current_database() and l.pid <> pg_backend_pid()"
@@ -33,7 +33,7 @@ def is_at_rest(connection: psycopg.Connection[Any]) -> bool:
 
 @pytest.fixture
 def exposed(client: Any, connection: psycopg.Connection[Any], name: str) -> Iterator[Any]:
-    """A new queue with its relation, through each client in turn."""
+    """A new queue with a relation, through each client."""
     queue = client.queue(name)
     queue.create_queue()
     wait_for(lambda: is_at_rest(connection))
@@ -54,7 +54,7 @@ def relation(connection: psycopg.Connection[Any], name: str) -> Iterator[str]:
 
 @pytest.fixture
 def others(database: str) -> Iterator[Callable[[], psycopg.Connection[Any]]]:
-    """More connections, closed at the end."""
+    """A function that opens more connections, which are closed at the end."""
     made = []
 
     def connect(**settings: Any) -> psycopg.Connection[Any]:
@@ -66,7 +66,7 @@ def others(database: str) -> Iterator[Callable[[], psycopg.Connection[Any]]]:
         each.close()
 
 
-def test_what_a_transport_sends_a_consumer_receives(
+def test_a_consumer_receives_messages_sent_by_a_transport(
     exposed: Any, connection: psycopg.Connection[Any], name: str
 ) -> None:
     transport = Transport(connection, f'"public"."{name}"')
@@ -80,7 +80,7 @@ def test_what_a_transport_sends_a_consumer_receives(
     assert (message.body, message.headers) == (b"", {})
 
 
-def test_what_is_enqueued_a_transport_receives(exposed: Any, connection: psycopg.Connection[Any], name: str) -> None:
+def test_a_transport_receives_enqueued_messages(exposed: Any, connection: psycopg.Connection[Any], name: str) -> None:
     transport = Transport(connection, f'"public"."{name}"')
     exposed.enqueue({"n": 1}, headers=json.loads(HEADERS))
     exposed.enqueue_copy([pgqueue.NewMessage(body=bytes(range(256)), message_id=uuid.UUID(int=1))])
@@ -128,7 +128,7 @@ def test_one_consumer_receives_in_the_order_of_seq(
     assert order == list(range(500))
 
 
-def test_a_rollback_puts_a_message_back_in_its_place(
+def test_a_rolled_back_message_keeps_its_position(
     connection: psycopg.Connection[Any], relation: str, database: str
 ) -> None:
     send_numbered(database, relation, 0, 3)
@@ -144,7 +144,7 @@ def test_a_rollback_puts_a_message_back_in_its_place(
     assert transport.peek() == 2
 
 
-def test_a_long_receive_blocks_nobody(
+def test_a_long_receive_does_not_block_other_sessions(
     connection: psycopg.Connection[Any], relation: str, name: str, database: str, others: Callable[..., Any]
 ) -> None:
     send_numbered(database, relation, 0, 2)
@@ -152,12 +152,12 @@ def test_a_long_receive_blocks_nobody(
     holder = others()
     held = Transport(holder, relation).receive()
     assert held is not None
-    connection.execute("set lock_timeout = '10 s'")  # the holder never ends
+    connection.execute("set lock_timeout = '10 s'")  # the holder's transaction stays open
     transport = Transport(connection, relation)
     queue = pgqueue.Queue(connection, name)
     assert transport.peek() == 1
     assert queue.peek() == 1
-    # Beyond the second in which the relation looks after itself, too.
+    # Also when the maintenance of the relation is due, which happens once a second.
     connection.execute("update pgqueue.transports set next_at = '-infinity' where queue_name = %s", (name,))
     assert transport.peek() == 1
     transport.send("{}", b"sent meanwhile")
@@ -171,10 +171,10 @@ def test_a_long_receive_blocks_nobody(
     assert transport.receive() == held
 
 
-def test_the_head_of_a_relation_passes_nothing(
+def test_the_head_of_a_relation_never_passes_a_message(
     connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any]
 ) -> None:
-    # What one sends and commits late is found below what others sent and received meanwhile.
+    # A message that is committed late has a lower position than messages that others have received meanwhile.
     late, transport = others(), Transport(connection, relation)
     Transport(late, relation).send("{}", b"late")
     taken = others()
@@ -202,21 +202,21 @@ def test_the_head_of_a_relation_passes_nothing(
     assert row == (True,)
 
 
-def test_who_looks_while_another_looks_sees_as_much(
+def test_peek_sees_all_messages_while_another_session_advances_the_head(
     connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any], database: str
 ) -> None:
     send_numbered(database, relation, 0, 2)
     transport, first = Transport(connection, relation), others()
     connection.execute("update pgqueue.transports set next_at = '-infinity' where queue_name = %s", (name,))
     assert first.execute("select pgqueue.advance_transport(%s)", (name,)).fetchone() == (1,)
-    # It moves the head, and has not committed.
+    # The other session has advanced the head, and has not committed.
     assert transport.peek() == 2
     received = transport.receive()
     assert received is not None
     assert json.loads(received.headers)["n"] == "0"
 
 
-def test_who_only_receives_moves_the_head(
+def test_receiving_alone_advances_the_head(
     connection: psycopg.Connection[Any], relation: str, name: str, database: str
 ) -> None:
     send_numbered(database, relation, 0, 10)
@@ -236,13 +236,13 @@ def test_who_only_receives_moves_the_head(
         assert row is not None
         return row
 
-    assert receive_after(0)[0] == 1  # this is for those who look
+    assert receive_after(0)[0] == 1  # a peek would advance it at this time, a receive does not
     heads = [receive_after(3600) for _ in range(4)]
     assert [is_later for _, is_later in heads] == [True] * 4
     assert heads[-1][0] > 1
 
 
-def test_a_delayed_message_shows_up_when_it_is_due(
+def test_a_delayed_message_becomes_visible_when_it_is_due(
     connection: psycopg.Connection[Any], relation: str, name: str
 ) -> None:
     queue, transport = pgqueue.Queue(connection, name), Transport(connection, relation)
@@ -258,7 +258,7 @@ def test_a_delayed_message_shows_up_when_it_is_due(
     assert queue.stats().scheduled_messages == 1
 
 
-def test_a_delayed_message_shows_up_to_who_only_receives(
+def test_a_delayed_message_becomes_visible_to_receivers(
     connection: psycopg.Connection[Any], relation: str, name: str
 ) -> None:
     transport = Transport(connection, relation)
@@ -266,7 +266,7 @@ def test_a_delayed_message_shows_up_to_who_only_receives(
     assert wait_for(transport.receive).body == b"1"
 
 
-def test_a_killed_receiver_s_message_is_back_at_once(
+def test_the_message_of_a_killed_receiver_is_redelivered_at_once(
     database: str, connection: psycopg.Connection[Any], relation: str, tmp_path: Path
 ) -> None:
     send_numbered(database, relation, 0, 2)
@@ -284,7 +284,7 @@ def test_a_killed_receiver_s_message_is_back_at_once(
     assert str(received.id) == log.read_text()
 
 
-def test_consumers_of_both_kinds_share_a_queue(
+def test_transports_and_consumers_share_a_queue(
     database: str, connection: psycopg.Connection[Any], relation: str, name: str, tmp_path: Path
 ) -> None:
     stop = tmp_path / "stop"
@@ -308,7 +308,7 @@ def test_consumers_of_both_kinds_share_a_queue(
     assert sorted(claimed + pumped, key=int) == [str(n) for n in range(1000)]
 
 
-def test_serializable_callers_lose_nothing(database: str, relation: str) -> None:
+def test_serializable_transactions_lose_no_message(database: str, relation: str) -> None:
     send_numbered(database, relation, 0, 200)
     seen: list[str] = []
 
@@ -321,7 +321,7 @@ def test_serializable_callers_lose_nothing(database: str, relation: str) -> None
                 try:
                     received = transport.receive()
                     own.commit()
-                except psycopg.errors.SerializationFailure:  # as documented: once more
+                except psycopg.errors.SerializationFailure:  # the caller has to retry
                     own.rollback()
                     continue
                 if received is None:
@@ -335,10 +335,10 @@ def test_serializable_callers_lose_nothing(database: str, relation: str) -> None
     assert len(seen) == len(set(seen)) == 200
 
 
-def test_moments_are_utc_in_every_time_zone(
+def test_timestamps_are_utc_in_every_time_zone(
     connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any]
 ) -> None:
-    # In Berlin there is no such time of day on that date.
+    # This local time does not exist in Berlin on that date.
     moment = "2030-03-31 02:30:00"
     for zone in ("UTC", "America/St_Johns", "Pacific/Apia", "Europe/Berlin"):
         other = others(autocommit=True)
@@ -360,13 +360,13 @@ def test_moments_are_utc_in_every_time_zone(
         assert shown == (moment, moment), zone
 
 
-def test_a_receive_reads_as_little_however_much_was_received(
+def test_a_receive_reads_few_buffers_after_many_receives(
     connection: psycopg.Connection[Any], relation: str, name: str, others: Callable[..., Any]
 ) -> None:
     connection.execute(
         f"insert into {relation} (headers, body) select '{{}}', 'x' from generate_series(1, 6000) i".encode()
     )
-    with others() as pin:  # nothing that is received can be vacuumed
+    with others() as pin:  # prevents vacuum of received messages
         pin.execute("select pg_current_xact_id()")
         transport = Transport(connection, relation)
         cost = []
@@ -394,7 +394,7 @@ def test_a_receive_reads_as_little_however_much_was_received(
 
 
 @pytest.mark.parametrize("known", [0, 1, 2, 3, 4, 10])
-def test_a_receive_reads_little_of_a_backlog_that_no_statistics_know(
+def test_a_receive_reads_few_buffers_of_a_backlog_without_statistics(
     connection: psycopg.Connection[Any], relation: str, name: str, known: int
 ) -> None:
     send = f"insert into {relation} (headers, body) select '{{}}', 'x' from generate_series(1, 12000) i".encode()
@@ -413,7 +413,7 @@ def test_a_receive_reads_little_of_a_backlog_that_no_statistics_know(
     )
     look = f"select Seq from {relation} order by Seq desc limit 1 for update skip locked"
     for statement in (look, receive):
-        Transport(connection, relation).peek()  # looks after the relation, where that is due
+        Transport(connection, relation).peek()  # maintains the relation if that is due
         connection.execute(
             "update pgqueue.transports set next_at = clock_timestamp() + interval '30 s' where queue_name = %s", (name,)
         )
@@ -424,13 +424,13 @@ def test_a_receive_reads_little_of_a_backlog_that_no_statistics_know(
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
-def test_a_snapshot_that_misses_what_plain_sql_has_sent_exposes_nothing(
+def test_expose_transport_fails_if_its_snapshot_misses_messages(
     connection: psycopg.Connection[Any], others: Callable[..., Any], name: str, dedicated: bool
 ) -> None:
     pgqueue.Queue(connection, name).create_queue(dedicated=dedicated)
     admin = others()
     admin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-    # It goes no further than to the lock of the table, behind its look at who has committed.
+    # expose_transport takes its snapshot, and then waits for the lock of the table.
     sender = others()
     sender.execute("insert into pgqueue.messages (queue_name, payload) values (%s, '1')", (name,))
     with ThreadPoolExecutor(1) as pool:
@@ -446,7 +446,7 @@ def test_a_snapshot_that_misses_what_plain_sql_has_sent_exposes_nothing(
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
-def test_a_queue_is_exposed_while_plain_sql_sends_to_it(
+def test_a_queue_can_be_exposed_while_plain_sql_sends_to_it(
     database: str, connection: psycopg.Connection[Any], name: str, dedicated: bool
 ) -> None:
     queue = pgqueue.Queue(connection, name)
@@ -468,7 +468,7 @@ def test_a_queue_is_exposed_while_plain_sql_sends_to_it(
     queue.drop_queue()
 
 
-def test_a_reply_goes_to_the_instance_that_asked(connection: psycopg.Connection[Any], relation: str, name: str) -> None:
+def test_a_reply_goes_to_the_requesting_instance(connection: psycopg.Connection[Any], relation: str, name: str) -> None:
     addresses = {}
     for instance in ("41", "42"):
         queue = pgqueue.Queue(connection, f"{name}-instance-{instance}")
@@ -508,7 +508,7 @@ def test_expiry_lasts_longer_than_an_integer_of_milliseconds(
     assert (received.body, received.expired) == (b"ten years", 0)
 
 
-def test_a_purge_of_the_expired_takes_batches_and_leaves_the_living(
+def test_a_purge_of_expired_messages_works_in_batches_and_keeps_the_others(
     connection: psycopg.Connection[Any], relation: str, others: Callable[..., Any]
 ) -> None:
     transport = Transport(connection, relation)
@@ -526,7 +526,7 @@ def test_a_purge_of_the_expired_takes_batches_and_leaves_the_living(
     assert transport.purge() == 21
 
 
-def test_purge_expired_goes_by_the_index_of_the_relation(
+def test_purge_expired_uses_the_index_of_the_relation(
     connection: psycopg.Connection[Any], relation: str, name: str
 ) -> None:
     partition = connection.execute(
@@ -548,7 +548,7 @@ def test_purge_expired_goes_by_the_index_of_the_relation(
     assert 3 <= read[0] < 100
 
 
-def test_the_relation_of_an_instance_that_is_gone_goes_with_the_next_one(
+def test_the_relation_of_a_gone_instance_is_dropped_with_the_next_one(
     connection: psycopg.Connection[Any], name: str
 ) -> None:
     gone, new = (pgqueue.Queue(connection, f"{name}-{n}") for n in range(2))
@@ -565,7 +565,7 @@ def test_the_relation_of_an_instance_that_is_gone_goes_with_the_next_one(
     wait_for(lambda: not is_left())
 
 
-def test_a_queue_for_a_while_goes_without_a_daemon(
+def test_queues_with_expires_after_idle_are_dropped_by_later_calls(
     connection: psycopg.Connection[Any], name: str, others: Callable[..., Any]
 ) -> None:
     first, second, third, last = (pgqueue.Queue(connection, f"{name}-{n}") for n in range(4))
@@ -574,7 +574,7 @@ def test_a_queue_for_a_while_goes_without_a_daemon(
         queue.claim()
     second.enqueue(1)
     user = others()
-    pgqueue.Queue(user, third.name).claim()  # and stays in its transaction
+    pgqueue.Queue(user, third.name).claim()  # its transaction stays open
     for queue in (first, second, third):
         queue.alter_queue(expires_after_idle=timedelta(seconds=1))
 

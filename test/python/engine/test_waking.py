@@ -1,4 +1,4 @@
-"""Who waits is notified of what is committed, whatever became of other transactions that meant to."""
+"""Waiting sessions are notified of committed messages, also if other transactions fail or stay open."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +12,7 @@ Session = psycopg.Connection[Any]
 
 @pytest.fixture
 def waiting(connection: Session, database: str, name: str) -> Iterator[Session]:
-    """A session that listens to a queue, and is going to wait."""
+    """A session that listens to a queue and has called prepare_wait."""
     connection.execute("select pgqueue.create_queue(%s)", [name])
     with connect(database) as session:
         session.execute(f'listen "pgqueue_{name}"')
@@ -25,7 +25,7 @@ def is_notified(session: Session) -> bool:
 
 
 @pytest.mark.parametrize("parameters", [True, False])
-def test_a_statement_that_fails_swallows_no_notification(
+def test_a_failed_statement_suppresses_no_later_notification(
     waiting: Session, connection: Session, name: str, parameters: bool
 ) -> None:
     def send(rest: str) -> None:
@@ -40,7 +40,9 @@ def test_a_statement_that_fails_swallows_no_notification(
     assert is_notified(waiting)
 
 
-def test_a_transaction_that_goes_on_swallows_no_notification(waiting: Session, connection: Session, name: str) -> None:
+def test_an_open_transaction_suppresses_no_notification_of_others(
+    waiting: Session, connection: Session, name: str
+) -> None:
     with connect(waiting.info.dsn) as long:
         long.execute("begin")
         long.execute("select pgqueue.enqueue(%s, '1')", [name])
@@ -65,14 +67,14 @@ def redrive(session: Session, name: str) -> None:
 
 
 @pytest.mark.parametrize("send", [enqueue, enqueue_later, publish_later, redrive])
-def test_a_wait_is_short_while_somebody_sends(
+def test_prepare_wait_returns_a_short_wait_while_a_send_is_uncommitted(
     connection: Session, database: str, name: str, send: Callable[[Session, str], None]
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s)", [name])
     connection.execute("select pgqueue.subscribe(%s, %s)", [f"to.{name}", name])
     connection.execute("select pgqueue.enqueue(%s, '1')", [name])
     connection.execute("select pgqueue.reject(%s, c.id, c.claim_token) from pgqueue.claim(%s) c", [name, name])
-    # Nobody waits yet, so that nobody will be notified.
+    # No session waits when the message is sent, so no notification is sent.
     with connect(database) as sender:
         sender.execute("begin")
         send(sender, name)

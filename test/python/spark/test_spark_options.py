@@ -1,4 +1,4 @@
-"""What the options of the data source take and refuse, and what they never show."""
+"""The options of the data source: parsing, errors, connection strings, and that passwords are never shown."""
 
 import time
 from datetime import UTC, datetime, timedelta
@@ -17,13 +17,13 @@ NEEDED = {READ: {"queue": "q"}, STREAM: {"queue": "q", "streamId": "s"}, WRITE: 
 
 
 def refused(use: str, **given: str) -> str:
-    """What is said of options."""
+    """The error for these options."""
     with pytest.raises(OptionError) as raised:
         parse(NEEDED[use] | given, use)
     return str(raised.value)
 
 
-def test_what_is_not_given_has_its_default() -> None:
+def test_omitted_options_have_their_defaults() -> None:
     options = parse(NEEDED[STREAM], STREAM)
     assert (options.queue, options.stream_id) == ("q", "s")
     assert options.max_messages_per_trigger == 10000
@@ -32,19 +32,19 @@ def test_what_is_not_given_has_its_default() -> None:
     assert parse(NEEDED[READ], READ).source == "ready"
 
 
-def test_names_are_case_insensitive_as_spark_s_are() -> None:
+def test_option_names_are_case_insensitive() -> None:
     options = parse({"QUEUE": "q", "streamid": "s", "MAXmessagesPERtrigger": "7"}, STREAM)
     assert (options.stream_id, options.max_messages_per_trigger) == ("s", 7)
 
 
-def test_an_unknown_option_is_refused_and_the_one_that_was_meant_is_named() -> None:
+def test_unknown_options_are_refused_with_a_suggestion() -> None:
     assert "unknown option maxMessagesPerTriger for streaming reads" in refused(STREAM, maxMessagesPerTriger="1")
     assert "did you mean maxMessagesPerTrigger?" in refused(STREAM, maxmessagespertriger="1")
     assert "did you mean" not in refused(STREAM, zebra="1")
     assert "there are dsn, queue, numPartitions" in refused(STREAM, zebra="1")
 
 
-def test_an_option_of_something_else_is_refused_and_told_of_what() -> None:
+def test_options_of_another_use_are_refused() -> None:
     assert (
         refused(READ, streamId="s")
         == "option streamId is not for batch reads (spark.read) but for streaming reads (spark.readStream)"
@@ -53,21 +53,21 @@ def test_an_option_of_something_else_is_refused_and_told_of_what() -> None:
     assert "option source is not for writes" in refused(WRITE, source="dead")
 
 
-def test_a_path_is_refused_and_told_what_to_name() -> None:
+def test_a_path_is_refused() -> None:
     assert "set option queue" in refused(READ, path="/tmp/x")
 
 
-def test_what_spark_adds_to_a_query_s_options_is_passed_over() -> None:
+def test_options_that_spark_adds_to_a_sink_are_ignored() -> None:
     parse({"queue": "q", "checkpointLocation": "/tmp/c", "queryName": "x"}, WRITE)
 
 
 @pytest.mark.parametrize("use", [READ, STREAM])
-def test_a_queue_must_be_named(use: str) -> None:
+def test_option_queue_is_required_for_reads(use: str) -> None:
     with pytest.raises(OptionError, match="option queue is missing: 1 to 128 lowercase letters"):
         parse({"streamId": "s"} if use == STREAM else {}, use)
 
 
-def test_a_stream_must_be_named() -> None:
+def test_option_stream_id_is_required_for_streams() -> None:
     with pytest.raises(OptionError, match="option streamId is missing"):
         parse({"queue": "q"}, STREAM)
 
@@ -101,7 +101,7 @@ def test_a_stream_must_be_named() -> None:
         (WRITE, "txnAppId", "", "a text of 1 to 256 characters"),
     ],
 )
-def test_a_malformed_value_is_refused_with_name_value_and_what_is_allowed(
+def test_malformed_values_are_refused_with_name_value_and_allowed_values(
     use: str, name: str, value: str, allowed: str
 ) -> None:
     said = refused(use, **{name: value})
@@ -124,7 +124,7 @@ def test_a_malformed_value_is_refused_with_name_value_and_what_is_allowed(
         ("1500 milliseconds", timedelta(seconds=1.5)),
     ],
 )
-def test_durations_are_written_as_people_write_them(written: str, meant: timedelta) -> None:
+def test_durations_are_parsed_with_and_without_units(written: str, meant: timedelta) -> None:
     assert parse(NEEDED[STREAM] | {"leaseDuration": written}, STREAM).lease_duration == meant
 
 
@@ -137,7 +137,7 @@ def test_durations_are_written_as_people_write_them(written: str, meant: timedel
         ("2026-01-31T12:00:00+02:00", datetime(2026, 1, 31, 10, tzinfo=UTC)),
     ],
 )
-def test_moments_are_in_utc_unless_they_say_otherwise(
+def test_timestamps_without_a_time_zone_are_in_utc(
     monkeypatch: pytest.MonkeyPatch, written: str, meant: datetime
 ) -> None:
     try:
@@ -150,7 +150,7 @@ def test_moments_are_in_utc_unless_they_say_otherwise(
     assert (options.since, options.since.tzinfo) == (meant, UTC)
 
 
-def test_values_that_contradict_each_other_are_refused() -> None:
+def test_contradicting_values_are_refused() -> None:
     assert "heartbeatInterval: 60 s is not shorter than leaseDuration, 60 s" in refused(
         STREAM, leaseDuration="1 min", heartbeatInterval="60s"
     )
@@ -158,7 +158,7 @@ def test_values_that_contradict_each_other_are_refused() -> None:
     assert "since, until" in refused(READ, since="2026-02-01", until="2026-01-01")
 
 
-def test_every_option_says_what_it_is_and_its_default_is_one_it_would_take() -> None:
+def test_every_option_is_documented_and_accepts_its_own_default() -> None:
     assert len({option.name.lower() for option in OPTIONS}) == len(OPTIONS)
     for option in OPTIONS:
         assert option.doc.endswith(".")
@@ -172,7 +172,7 @@ DSN = "postgresql://user:s3cret@db.example:7777/app"
 
 def test_a_password_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = "host=db password=s3cret oops"
-    # Spark hides it in plans where it has the word beside it, and only there.
+    # Spark only hides options whose text contains the word password.
     assert "s3cret" not in repr(parse({"queue": "q", "dsn": "host=db password=s3cret"}, READ))
     for given in (broken, DSN):
         assert refused(READ, dsn=given) == (
@@ -204,7 +204,7 @@ def named(dsn: str | None) -> dict[str, Any]:
     }
 
 
-def test_the_database_is_that_of_the_option_else_of_the_environment(environment: pytest.MonkeyPatch) -> None:
+def test_the_dsn_comes_from_the_option_or_the_environment(environment: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="option dsn is missing, and so are PGQUEUE_DSN and the libpq variables"):
         resolve_conninfo(None)
     environment.setenv("PGHOST", "from-variable")
@@ -215,7 +215,7 @@ def test_the_database_is_that_of_the_option_else_of_the_environment(environment:
     assert named("host=from-option") == {"host": "from-option", "password": "s3cret"}
 
 
-def test_a_service_is_looked_up_where_the_connection_is_made(environment: pytest.MonkeyPatch) -> None:
+def test_a_service_takes_precedence_over_libpq_variables(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("PGHOST", "from-variable")
     assert named("service=app") == {"service": "app"}
     environment.setenv("PGSERVICE", "other")
@@ -231,9 +231,7 @@ def test_a_service_is_looked_up_where_the_connection_is_made(environment: pytest
         (" client_encoding=latin1", {"client_encoding": "utf8"}),
     ],
 )
-def test_connections_have_a_name_and_notice_that_a_server_is_gone(
-    database: str, given: str, meant: dict[str, str]
-) -> None:
+def test_connections_have_an_application_name_and_keepalives(database: str, given: str, meant: dict[str, str]) -> None:
     with connect(resolve_conninfo(f"{database}{given}")) as connection:
         found = {option.keyword.decode(): (option.val or b"").decode() for option in connection.pgconn.info}
     assert meant.items() <= found.items()

@@ -1,4 +1,4 @@
-"""Finished messages to Parquet: each once, by queue and UTC day, whatever crashes, commits late or runs twice."""
+"""archive_to_parquet: each message once, by queue and UTC day, with crashes, late commits and concurrent runs."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from pgqueue import Queue
 from pgqueue.spark.pipelines import ArchiveBusyError, StandbyError, archive, archive_to_parquet, read_archive
 
 Connection = psycopg.Connection[Any]
-# Filed by the verb into the days that these moments lie in, however long ago.
+# maintain_archive moves these rows to the partitions of their days.
 FINISH = """
 insert into pgqueue.unfiled_messages
     (id, queue_name, payload, headers, message_id, attempt_count, max_attempts, enqueued_at, claimed_at, finished_at)
@@ -44,7 +44,7 @@ def queue(connection: Connection, name: str) -> Queue:
 
 @pytest.fixture(autouse=True)
 def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acknowledgements count as over at once: else a minute would hide what a run forgets."""
+    """Without the margin of a minute, which would hide messages that a run misses."""
     monkeypatch.setattr(archive, "_MARGIN", timedelta(0))
     monkeypatch.setattr(archive, "_WRITER_TIMEOUT", 0.3)
 
@@ -55,7 +55,7 @@ def finish(connection: Connection, queue: Queue, *moments: datetime) -> None:
 
 
 def work(queue: Queue, messages: int = 1) -> None:
-    """Messages through the queue to the archive, by the verbs."""
+    """Enqueue, claim and acknowledge messages."""
     queue.enqueue_batch([{"n": n} for n in range(messages)])
     claimed = queue.claim(messages)
     assert queue.ack_batch([message.id for message in claimed], claimed[0].claim_token) == messages
@@ -67,7 +67,7 @@ def in_archive(connection: Connection, queue: Queue) -> list[tuple[Any, ...]]:
 
 
 def in_parquet(path: Path) -> list[tuple[Any, ...]]:
-    """What any reader of Parquet finds, without Spark."""
+    """Read the Parquet files without Spark."""
     import pyarrow.dataset
 
     files = [str(file) for file in path.glob("queue_name=*/day=*/*.parquet")]
@@ -79,12 +79,12 @@ def in_parquet(path: Path) -> list[tuple[Any, ...]]:
 
 
 def run(spark: Any, database: str, queue: Queue, path: Path) -> int:
-    """How many a run wrote."""
+    """Run archive_to_parquet; returns the number of messages written."""
     (done,) = archive_to_parquet(spark, str(path), dsn=database, queues=[queue.name])
     return done.written
 
 
-def test_each_run_adds_what_is_new(
+def test_each_run_adds_only_new_messages(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
     path = tmp_path / "ä %20 b [c] {d,e} *?"
@@ -97,7 +97,7 @@ def test_each_run_adds_what_is_new(
     work(queue, 3)
     (done,) = archive_to_parquet(spark, str(path), dsn=database, queues=[queue.name])
     assert done.written == 3
-    # It looked at nothing that was settled before.
+    # It read only messages after the settled time.
     assert done.since is not None
     assert began < done.since < datetime.now(UTC)
     assert in_parquet(path) == in_archive(connection, queue)
@@ -105,7 +105,7 @@ def test_each_run_adds_what_is_new(
     assert [folder.name for folder in path.glob(f"queue_name={queue.name}/*")] == [f"day={day}"]
 
 
-def test_all_that_a_message_has_arrives(
+def test_all_columns_of_a_message_are_archived(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
     queue.enqueue({"text": "Grüße, „Welt“ \u2028 \\ \" '"}, headers={"a": None}, expires_in=timedelta(days=9))
@@ -120,7 +120,7 @@ def test_all_that_a_message_has_arrives(
     assert rows[1][2] == b"\0\xff raw"
 
 
-def test_what_commits_late_is_found_though_younger_ones_were_written(
+def test_a_late_commit_is_found_after_later_messages_were_written(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
     work(queue)
@@ -129,7 +129,7 @@ def test_what_commits_late_is_found_though_younger_ones_were_written(
     with psycopg.connect(database) as other:
         assert Queue(other, queue.name).ack(late[0].id, late[0].claim_token)
         queue.ack(early[0].id, early[0].claim_token)
-        # The late one is acknowledged before the early one, and not to be seen yet: twice, to let the notes move on.
+        # The late message has the earlier finished_at, but is not visible yet. Two runs let the progress advance.
         assert run(spark, database, queue, tmp_path) == 2
         work(queue)
         assert run(spark, database, queue, tmp_path) == 1
@@ -139,7 +139,7 @@ def test_what_commits_late_is_found_though_younger_ones_were_written(
     assert in_parquet(tmp_path) == in_archive(connection, queue)
 
 
-def test_what_a_queue_left_that_was_dropped_is_written_too(
+def test_messages_of_a_dropped_queue_are_written(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
     work(queue, 2)
@@ -149,14 +149,14 @@ def test_what_a_queue_left_that_was_dropped_is_written_too(
     assert in_parquet(tmp_path) == in_archive(connection, queue)
 
 
-def test_settings_of_a_role_change_nothing(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
+def test_settings_of_a_role_do_not_affect_a_run(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
     work(queue, 2)
-    # Spark takes its time, and the session that keeps others away waits for it.
+    # The session with the lock is idle while Spark works.
     settings = "-c datestyle=German -c intervalstyle=sql_standard -c idle_session_timeout=50ms"
     assert run(spark, make_conninfo(database, options=settings), queue, tmp_path) == 2
 
 
-def test_what_is_not_filed_yet_is_written_too_and_once(
+def test_messages_without_a_day_partition_are_written_once(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
     connection.execute(FINISH, [queue.name, [datetime.now(UTC) - timedelta(minutes=5)]])
@@ -187,7 +187,7 @@ def test_days_end_at_midnight_in_utc(
 
 @pytest.fixture
 def elsewhere(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The session and the process are in two time zones, neither of them UTC, and half an hour off at that."""
+    """Set the session and the process to different time zones with half-hour offsets."""
     import time
 
     before = spark.conf.get("spark.sql.session.timeZone")
@@ -200,7 +200,7 @@ def elsewhere(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-def test_names_that_look_like_something_else_stay(
+def test_queue_names_that_look_like_numbers_or_dates_are_kept(
     spark: Any, database: str, connection: Connection, tmp_path: Path
 ) -> None:
     names = ["007", "2026-01-01", "1e5"]
@@ -218,14 +218,14 @@ def test_names_that_look_like_something_else_stay(
         Queue(connection, name).drop_queue()
 
 
-def test_what_a_crash_leaves_is_not_written_twice(
+def test_files_left_by_a_crash_are_not_written_twice(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
     today = datetime.now(UTC)
     finish(connection, queue, today - timedelta(days=2), today - timedelta(days=1))
     run(spark, database, queue, tmp_path)
     rows = in_parquet(tmp_path)
-    # What a run had written that was killed before it published it.
+    # A draft of a run that was killed before it published.
     (first, second) = sorted(tmp_path.glob("queue_name=*/day=*/*.parquet"))
     left = tmp_path / "_pgqueue/drafts/killed" / second.relative_to(tmp_path)
     left.parent.mkdir(parents=True)
@@ -234,14 +234,14 @@ def test_what_a_crash_leaves_is_not_written_twice(
     assert run(spark, database, queue, tmp_path) == 1
     assert in_parquet(tmp_path)[:2] == rows
     assert [*tmp_path.glob("_pgqueue/drafts/*")] == []
-    # A run that was killed while it published: a day is there, the other is not, and nothing is noted.
+    # A run that was killed while it published: one day is missing, and there is no progress file.
     first.unlink()
     (tmp_path / f"_pgqueue/{queue.name}.json").unlink()
     assert run(spark, database, queue, tmp_path) == 1
     assert in_parquet(tmp_path) == in_archive(connection, queue)
 
 
-def test_a_run_that_is_killed_once_it_has_written_is_repeated(
+def test_a_run_after_a_killed_one_writes_nothing_twice(
     spark: Any, killed: Killed, database: str, connection: Connection
 ) -> None:
     queue, path = Queue(connection, killed.archived), killed.home / ARCHIVE
@@ -251,7 +251,7 @@ def test_a_run_that_is_killed_once_it_has_written_is_repeated(
     assert in_parquet(path) == in_archive(connection, queue)
 
 
-def test_one_run_at_a_time(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
+def test_a_second_run_on_the_same_path_is_refused(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
     with (
         psycopg.connect(database, autocommit=True) as other,
         archive._locked(other, f"file:{tmp_path}"),
@@ -260,7 +260,7 @@ def test_one_run_at_a_time(spark: Any, database: str, queue: Queue, tmp_path: Pa
         run(spark, database, queue, tmp_path)
 
 
-def test_the_hold_ends_with_the_run_however_long_the_server_keeps_its_connection(
+def test_the_lock_is_released_at_the_end_of_the_run(
     spark: Any, database: str, connection: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with psycopg.connect(database, autocommit=True) as kept:
@@ -271,7 +271,7 @@ def test_the_hold_ends_with_the_run_however_long_the_server_keeps_its_connection
 
 
 @pytest.mark.parametrize("how", ["cut", "lent"])
-def test_a_run_that_has_lost_its_hold_publishes_nothing(
+def test_a_run_that_lost_its_lock_publishes_nothing(
     spark: Any,
     database: str,
     connection: Connection,
@@ -285,11 +285,11 @@ def test_a_run_that_has_lost_its_hold_publishes_nothing(
     held: list[Connection] = []
 
     def overtaken(spark: Any) -> Any:
-        """Another run comes and goes, between what the first one finds in Parquet and what it writes there."""
+        """Complete another run after the first one has read Parquet and before it writes."""
         monkeypatch.setattr(archive, "utc_parquet_timestamps", moments)
         if how == "cut":
             connection.execute("select pg_terminate_backend(%s, 5000)", [held[0].info.backend_pid])
-        else:  # as by a pooler, with another connection for each statement
+        else:  # as with a pooler that uses another connection for each statement
             held[0].execute("select pg_advisory_unlock_all()")
         assert run(spark, database, queue, tmp_path) == 5
         return moments(spark)
@@ -302,7 +302,7 @@ def test_a_run_that_has_lost_its_hold_publishes_nothing(
 
 
 def test_a_standby_is_refused(spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path) -> None:
-    # It knows no transaction of the primary that has finished messages and may still commit. One is played here.
+    # A standby is simulated by a function of the same name in the search path.
     connection.execute(
         f'create schema "{queue.name}";'
         f" create function \"{queue.name}\".pg_is_in_recovery() returns bool language sql as 'select true'"
@@ -313,7 +313,7 @@ def test_a_standby_is_refused(spark: Any, database: str, connection: Connection,
     assert not (tmp_path / "parquet").exists()
 
 
-def test_a_note_about_another_database_is_not_believed(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
+def test_progress_of_another_database_is_ignored(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
     work(queue)
     run(spark, database, queue, tmp_path)
     note = tmp_path / f"_pgqueue/{queue.name}.json"
@@ -323,9 +323,7 @@ def test_a_note_about_another_database_is_not_believed(spark: Any, database: str
     assert (done.since, done.written) == (None, 0)
 
 
-def test_a_note_of_a_clock_that_was_set_back_since_is_not_believed(
-    spark: Any, database: str, queue: Queue, tmp_path: Path
-) -> None:
+def test_progress_later_than_the_clock_is_ignored(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
     work(queue)
     run(spark, database, queue, tmp_path)
     note = tmp_path / f"_pgqueue/{queue.name}.json"
@@ -338,12 +336,12 @@ def test_a_note_of_a_clock_that_was_set_back_since_is_not_believed(
         assert run(spark, database, queue, tmp_path) == expected
 
 
-def test_a_path_that_cannot_be_made_is_named(spark: Any, database: str, queue: Queue) -> None:
+def test_a_path_that_cannot_be_created_raises_an_error(spark: Any, database: str, queue: Queue) -> None:
     with pytest.raises(OSError, match="file:/proc/nowhere cannot be made"):
         run(spark, database, queue, Path("/proc/nowhere"))
 
 
-def test_a_note_that_a_crash_left_with_the_checksum_of_another_is_none(
+def test_a_progress_file_with_a_wrong_checksum_is_ignored(
     spark: Any, database: str, queue: Queue, tmp_path: Path
 ) -> None:
     work(queue)
@@ -368,7 +366,7 @@ def test_a_note_that_a_crash_left_with_the_checksum_of_another_is_none(
         '{"database": "db", "settled": null, "noted": null, "writers": null}',
     ],
 )
-def test_a_note_that_says_nothing_is_none(text: str | None) -> None:
+def test_an_invalid_progress_file_is_ignored(text: str | None) -> None:
     class Folder:
         def read(self, name: str) -> str | None:
             assert name == "_pgqueue/q.json"
@@ -377,12 +375,12 @@ def test_a_note_that_says_nothing_is_none(text: str | None) -> None:
     assert archive._Progress.read(Folder(), "q", "db") == archive._Progress("db")
 
 
-def test_notes_move_on_only_past_those_who_ended() -> None:
+def test_progress_advances_only_past_transactions_that_ended() -> None:
     at = [datetime(2026, 1, day, tzinfo=UTC) for day in range(1, 6)]
     note = archive._Progress("db")
     note = note.after(at[0], {"a"})
     assert (note.settled, note.noted, note.writers) == (None, at[0], {"a"})
-    # Somebody else is writing now, but a has ended: all up to the first run was to be seen by the second.
+    # a has ended, so the second run saw everything up to the first run.
     note = note.after(at[1], {"b", "c"})
     assert (note.settled, note.noted, note.writers) == (at[0], at[1], {"b", "c"})
     note = note.after(at[2], {"b", "d"})

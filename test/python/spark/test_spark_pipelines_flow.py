@@ -1,4 +1,4 @@
-"""How messages flow: the figures against those of PostgreSQL, days in UTC, and a page that is whole in itself."""
+"""The metrics and the report of message flow: compared with PostgreSQL, in UTC, and as a self-contained page."""
 
 import html.parser
 import re
@@ -19,13 +19,13 @@ from pgqueue import Queue
 from pgqueue.spark.options import OptionError
 from pgqueue.spark.pipelines import (
     archive_to_parquet,
-    charts,
     dead_letter_report,
     flow_metrics,
     flow_report,
     read_dead_letters,
     read_finished,
     report_page,
+    svg_charts,
 )
 from pgqueue.spark.pipelines.png_charts import draw
 from pgqueue.spark.pipelines.report_page import Flow, Letters, Measure, render
@@ -33,7 +33,7 @@ from pgqueue.spark.pipelines.times import utc_day, utc_floor, window_of
 
 Connection = psycopg.Connection[Any]
 
-# Two hours around midnight in UTC, skewed, with ties, and some that were received: never claimed.
+# Messages in two hours around midnight UTC, with skewed durations and ties. Some were received and never claimed.
 FINISH = """
 insert into pgqueue.unfiled_messages
     (id, queue_name, payload, attempt_count, max_attempts, enqueued_at, claimed_at, finished_at)
@@ -65,7 +65,7 @@ MIDNIGHT = datetime(2026, 7, 1, tzinfo=UTC)
 
 @pytest.fixture
 def elsewhere(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The session and the process are in two time zones, neither of them UTC, and half an hour off at that."""
+    """Set the session and the process to different time zones with half-hour offsets."""
     before = spark.conf.get("spark.sql.session.timeZone")
     spark.conf.set("spark.sql.session.timeZone", "Asia/Kolkata")
     monkeypatch.setenv("TZ", "America/St_Johns")
@@ -78,7 +78,7 @@ def elsewhere(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def busy(database: str) -> Iterator[str]:
-    """A queue that has finished 3,000 messages."""
+    """A queue with 3,000 finished messages."""
     with psycopg.connect(database, autocommit=True) as connection:
         Queue(connection, "flow").create_queue(archive_for=timedelta(days=3000))
         connection.execute(FINISH, {"queue": "flow", "messages": 3000})
@@ -89,7 +89,9 @@ def busy(database: str) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_percentiles_are_those_of_percentile_cont(spark: Any, database: str, connection: Connection, busy: str) -> None:
+def test_percentiles_equal_those_of_percentile_cont(
+    spark: Any, database: str, connection: Connection, busy: str
+) -> None:
     window = timedelta(minutes=30)
     expected = connection.execute(EXPECTED, {"queue": busy, "window": window}).fetchall()
     assert len(expected) > 4
@@ -104,7 +106,7 @@ def test_percentiles_are_those_of_percentile_cont(spark: Any, database: str, con
         assert processed == pytest.approx(processing, rel=1e-9)
 
 
-def test_approximate_percentiles_are_as_close_as_they_say(
+def test_approximate_percentiles_are_within_their_accuracy(
     spark: Any, database: str, connection: Connection, busy: str
 ) -> None:
     finished = read_finished(spark, queues=[busy], dsn=database)
@@ -118,7 +120,7 @@ def test_approximate_percentiles_are_as_close_as_they_say(
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_the_dead_count_in_their_own_window(spark: Any) -> None:
+def test_dead_letters_count_in_the_window_of_their_death(spark: Any) -> None:
     finished = spark.sql(
         "select 'q' as queue_name, timestamp'2026-06-30 23:10:00Z' as finished_at, null as claimed_at,"
         " 1 as attempt_count,"
@@ -133,13 +135,13 @@ def test_the_dead_count_in_their_own_window(spark: Any) -> None:
     told = [(row["window_start"], row["finished"], row["dead"], row["failure_rate"], row["wait_p50"]) for row in rows]
     before, after = (round((MIDNIGHT + timedelta(hours=hours)).timestamp() * 1e6) for hours in (-1, 0))
     assert told == [(before, 1, 1, 0.5, None), (after, 0, 2, 1.0, None)]
-    # And all of them in one window, which has no start.
+    # One window for all messages has no start.
     (row,) = flow_metrics(finished, dead, window=None).collect()
     assert (row["window_start"], row["finished"], row["dead"], row["failure_rate"]) == (None, 1, 3, 0.75)
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_days_and_windows_are_cut_in_utc(spark: Any) -> None:
+def test_days_and_windows_are_in_utc(spark: Any) -> None:
     moments = spark.sql(
         "select explode(array(timestamp'2026-06-30 23:59:59.999999Z', timestamp'2026-07-01 00:00:00Z',"
         " timestamp'1969-12-31 23:59:59.999999Z')) as at"
@@ -154,7 +156,7 @@ def test_days_and_windows_are_cut_in_utc(spark: Any) -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_report_counts_what_is_in_the_archive_and_in_parquet_once(
+def test_a_report_counts_messages_in_both_archive_and_parquet_once(
     spark: Any, database: str, busy: str, tmp_path: Path
 ) -> None:
     archive_to_parquet(spark, str(tmp_path / "parquet"), dsn=database, queues=[busy])
@@ -164,7 +166,7 @@ def test_a_report_counts_what_is_in_the_archive_and_in_parquet_once(
         [busy],
         dsn=database,
         path=str(tmp_path / "parquet"),
-        # Without a time zone it is in UTC, and not in that of the process.
+        # A time without a time zone is in UTC, not in the time zone of the process.
         since=(MIDNIGHT - timedelta(hours=1)).replace(tzinfo=None),
         until=MIDNIGHT,
         window=timedelta(hours=1),
@@ -182,16 +184,14 @@ def test_a_report_counts_what_is_in_the_archive_and_in_parquet_once(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_windows_beyond_number_are_refused_before_they_are_drawn(
-    spark: Any, database: str, busy: str, tmp_path: Path
-) -> None:
+def test_more_than_10_000_windows_are_refused(spark: Any, database: str, busy: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"invalid window: 2:\d\d:.* has more than 10,000 windows of 0:00:00.5"):
         flow_report(spark, tmp_path, [busy], dsn=database, window=timedelta(seconds=0.5))
     assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("window", [timedelta(0), timedelta(seconds=-1)])
-def test_a_window_is_longer_than_nothing(
+def test_a_window_must_be_longer_than_zero(
     spark: Any, database: str, busy: str, tmp_path: Path, window: timedelta
 ) -> None:
     with pytest.raises(OptionError, match="invalid window: "):
@@ -202,7 +202,7 @@ def test_a_window_is_longer_than_nothing(
 
 
 class Page(html.parser.HTMLParser):
-    """What a page would ask for, and the tags that are not closed."""
+    """Collects the addresses that a page requests, and its unclosed tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def measure(queue: str, start: datetime | None, finished: int = 10, wait: float 
     return Measure(queue, start, finished, 1, 2, 3, 1 / (finished + 1), wait, wait, wait, 0.001, 0.5, 60.0)
 
 
-def test_the_page_asks_nobody_and_believes_no_message() -> None:
+def test_the_page_makes_no_requests_and_escapes_messages() -> None:
     queue = "<script>alert(1)</script>"
     hour = timedelta(hours=1)
     windows = [measure(queue, MIDNIGHT), measure(queue, MIDNIGHT + 3 * hour, 0, None)]
@@ -240,36 +240,40 @@ def test_the_page_asks_nobody_and_believes_no_message() -> None:
     assert found.asked == []
     assert not {"script", "img", "link", "iframe", "object"} & set(found.tags)
     assert not re.search(r"url\(|@import|https?://", text)
-    # Nothing that HTML has no character for; and what reverses a text ends with its cell.
+    # Control characters are replaced, and characters that reverse text only affect their own cell.
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
     assert "�[2J� \u202e</td>" in text
     assert "td.text { unicode-bidi: isolate;" in text
     assert "prefers-color-scheme: dark" in text
     assert 'name="viewport"' in text
-    # The hours between, in which nothing happened, are there.
+    # Empty windows between others are included.
     assert text.count("2026-07-01 0") >= 4
     assert text.count('<rect class="hint"') == 4 * 4
 
 
-def test_a_chart_has_room_for_its_labels_and_for_what_took_less_than_no_time() -> None:
-    assert [charts.share(5.0), charts.share(12.3456), charts.seconds(2e8), charts.count(999.6)] == [
+def test_charts_have_room_for_labels_and_accept_negative_durations() -> None:
+    assert [svg_charts.share(5.0), svg_charts.share(12.3456), svg_charts.seconds(2e8), svg_charts.count(999.6)] == [
         "500 %",
         "1,235 %",
         "2,315 d",
         "1,000",
     ]
-    # An em is 11 pixels, and a digit less than two thirds of it, in any face.
-    labels = [show(10.0**power) for show in (charts.count, charts.share, charts.seconds) for power in range(-6, 3)]
-    assert max(map(len, labels)) * 11 * 0.64 + 5 <= charts.LEFT
+    # The font size is 11 pixels, and a digit is less than 0.64 of that wide in any font.
+    labels = [
+        show(10.0**power) for show in (svg_charts.count, svg_charts.share, svg_charts.seconds) for power in range(-6, 3)
+    ]
+    assert max(map(len, labels)) * 11 * 0.64 + 5 <= svg_charts.LEFT
     hour = timedelta(hours=1)
-    late = charts.Series("p50", "low", [-5.0, 1.0])
-    (points,) = re.findall('points="([^"]*)"', charts.lines([MIDNIGHT, MIDNIGHT + hour], hour, [late], charts.seconds))
-    base = charts.HEIGHT - charts.BOTTOM
-    assert [float(point.split(",")[1]) for point in points.split()] == [base, charts.TOP]
+    late = svg_charts.Series("p50", "low", [-5.0, 1.0])
+    (points,) = re.findall(
+        'points="([^"]*)"', svg_charts.lines([MIDNIGHT, MIDNIGHT + hour], hour, [late], svg_charts.seconds)
+    )
+    base = svg_charts.HEIGHT - svg_charts.BOTTOM
+    assert [float(point.split(",")[1]) for point in points.split()] == [base, svg_charts.TOP]
 
 
-def test_a_picture_has_no_thing_for_each_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # 10,000 would take a minute, of which a part is spent on the best place for a legend, and a warning of that.
+def test_png_charts_have_no_object_for_each_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # With an object for each, 10,000 windows would take a minute. Finding the best place for a legend is also slow.
     figures = pytest.importorskip("matplotlib.figure")
     drawn: list[Any] = []
     monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
@@ -281,7 +285,7 @@ def test_a_picture_has_no_thing_for_each_window(tmp_path: Path, monkeypatch: pyt
     assert all(axes.get_legend().get_bbox_to_anchor().y0 == axes.bbox.y1 for axes in figure.axes)
 
 
-def test_a_picture_shows_its_time_from_nothing_on_and_its_whole_name(
+def test_png_charts_start_at_zero_and_show_the_whole_queue_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = pytest.importorskip("matplotlib.figure")
@@ -289,7 +293,7 @@ def test_a_picture_shows_its_time_from_nothing_on_and_its_whole_name(
     drawn: list[Any] = []
     monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     hour = timedelta(hours=1)
-    # One window; none but dead letters; what was claimed before it was sent, by clocks that differ.
+    # One window; only dead letters; a negative wait, as clocks can differ.
     for finished, wait, lowest in ((10, 0.5, 0), (0, None, 0), (10, -2.0, -2)):
         draw(
             Flow(
@@ -304,7 +308,7 @@ def test_a_picture_shows_its_time_from_nothing_on_and_its_whole_name(
         assert (title.replace("\n", ""), max(map(len, title.splitlines()))) == ("q" * 128, 90)
 
 
-def test_of_very_many_queues_the_busiest_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_busiest_queues_have_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hour = timedelta(hours=1)
     names = [f"q{number}" for number in range(1000)]
     totals = [measure(name, None, finished) for finished, name in enumerate(names)]
@@ -312,18 +316,18 @@ def test_of_very_many_queues_the_busiest_are_drawn(tmp_path: Path, monkeypatch: 
     text = render(flow)
     assert [name for name in names if f"<h2>{name}</h2>" in text] == names[-100:]
     assert all(f">{name}</td>" in text for name in names)
-    assert "The 100 busiest of 1,000 queues have charts." in text
+    assert "The 100 busiest of 1,000 queues have svg_charts." in text
     figures = pytest.importorskip("matplotlib.figure")
     monkeypatch.setattr(figures.Figure, "savefig", lambda *_, **__: None)
     monkeypatch.setattr(report_page, "_MAX_CHARTED", 2)
     assert [picture.stem for picture in draw(flow, tmp_path)] == names[-2:]
 
 
-def test_a_page_about_nothing_says_so() -> None:
+def test_a_page_without_messages_says_so() -> None:
     assert "no message was finished, and none died" in render(Flow(timedelta(hours=1), [], [], [], MIDNIGHT, "Read"))
 
 
-def test_windows_are_round_and_not_too_many() -> None:
+def test_default_windows_are_round_and_at_most_120() -> None:
     for whole in (timedelta(0), timedelta(seconds=90), timedelta(hours=7), timedelta(days=40), timedelta(days=800)):
         assert whole / window_of(whole) <= 120
     assert window_of(timedelta(hours=2)) == timedelta(minutes=1)

@@ -1,4 +1,4 @@
-"""Predicates, dead letters by what they died of, and messages once more: chosen clearly, and sent once."""
+"""Predicates, the report on dead letters, redrive_where and replay."""
 
 import importlib
 import threading
@@ -43,7 +43,7 @@ def queue(connection: Connection, name: str) -> Queue:
 
 
 def die(queue: Queue, *errors: str) -> list[int]:
-    """Dead letters, one for each error."""
+    """Create a dead letter for each error; returns their ids."""
     for error in errors:
         queue.enqueue({"error": error})
         (message,) = queue.claim()
@@ -82,7 +82,7 @@ def dead(queue: Queue) -> list[int]:
         ("x" * 10_001, "it has 10,001 characters, and may have 10,000"),
     ],
 )
-def test_what_is_no_predicate_is_refused_in_a_line(spark: Any, where: str, reason: str) -> None:
+def test_invalid_predicates_are_refused_in_one_line(spark: Any, where: str, reason: str) -> None:
     frame = spark.range(3).withColumn("at", F.current_timestamp())
     with pytest.raises(PredicateError) as refused:
         matching(frame, where)
@@ -93,13 +93,13 @@ def test_what_is_no_predicate_is_refused_in_a_line(spark: Any, where: str, reaso
     assert "SQLSTATE" not in said
 
 
-def test_a_predicate_is_what_it_says(spark: Any) -> None:
+def test_predicates_with_comments_and_lambdas_work(spark: Any) -> None:
     frame = spark.range(10).withColumn("text", F.lit("it's; -- ok"))
     assert matching(frame, "id % 2 = 0 and text = 'it\\'s; -- ok' -- the even ones").count() == 5
     assert matching(frame, "exists(array(id), x -> x > 7)").count() == 2
 
 
-# What they died of.
+# Normalized errors.
 
 
 NORMALIZED: list[tuple[str | None, str | None]] = [
@@ -121,7 +121,7 @@ NORMALIZED: list[tuple[str | None, str | None]] = [
 ]
 
 
-def test_errors_lose_what_differs(spark: Any) -> None:
+def test_normalized_errors_omit_the_parts_that_differ(spark: Any) -> None:
     frame = spark.createDataFrame(
         [(place, error) for place, (error, _) in enumerate(NORMALIZED)], "n int, error string"
     )
@@ -129,10 +129,10 @@ def test_errors_lose_what_differs(spark: Any) -> None:
     assert [tuple(row) for row in found] == NORMALIZED
 
 
-def test_a_line_is_read_once_however_long_it_is(spark: Any) -> None:
+def test_normalizing_a_long_line_takes_linear_time(spark: Any) -> None:
     error = f"Traceback (most recent call last):\n{'x' * 65_000}\nKeyError: 'b'{' ' * 400}"
     frame = spark.createDataFrame([(error,)] * 30, "error string")
-    # A moment, or a quarter of an hour where each character of the line is a new beginning.
+    # A pattern that is tried from each character of the line would take a quarter of an hour.
     given_up = threading.Timer(60, spark.sparkContext.cancelAllJobs)
     given_up.start()
     try:
@@ -142,7 +142,7 @@ def test_a_line_is_read_once_however_long_it_is(spark: Any) -> None:
     assert {row[0] for row in found} == {"KeyError: <text>"}
 
 
-def test_dead_letters_are_counted_by_what_they_died_of(spark: Any, database: str, queue: Queue) -> None:
+def test_dead_letters_are_counted_by_normalized_error(spark: Any, database: str, queue: Queue) -> None:
     ids = die(queue, "order 17 is late", "order 4 is late", "boom", "order 99 is late")
     rows = dead_letter_report(read_dead_letters(spark, [queue.name], dsn=database)).collect()
     told = [(row["error"], row["letters"], row["attempts"], row["first_id"], row["last_id"]) for row in rows]
@@ -154,7 +154,7 @@ def test_dead_letters_are_counted_by_what_they_died_of(spark: Any, database: str
 # Redrive.
 
 
-def test_a_redrive_by_predicate_is_done_once(spark: Any, database: str, queue: Queue) -> None:
+def test_redrive_where_redrives_matching_dead_letters_once(spark: Any, database: str, queue: Queue) -> None:
     late, boom, other = die(queue, "timeout after 5 s", "boom", "timeout after 7 s")
     where = "last_error like 'timeout%' and get_json_object(payload, '$.error') <> 'x'"
     done = redrive_where(spark, queue.name, where, dsn=database)
@@ -165,10 +165,10 @@ def test_a_redrive_by_predicate_is_done_once(spark: Any, database: str, queue: Q
     assert (done.chosen, done.redriven, done.was_done) == (0, 0, False)
 
 
-def test_a_version_of_a_redrive_is_done_once_though_letters_die_again(
+def test_a_version_of_a_redrive_is_done_once_even_if_messages_die_again(
     spark: Any, database: str, connection: Connection, queue: Queue
 ) -> None:
-    # A write, or a replay, that goes by the same name is something else.
+    # Writes and replays with the same name do not count as this redrive.
     for other in (queue.name, *(commit_name(app, queue.name) for app in (queue.name, f"redrive {queue.name}"))):
         connection.execute("select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', %s, 1)", [other])
     (first,) = die(queue, "boom")
@@ -180,7 +180,7 @@ def test_a_version_of_a_redrive_is_done_once_though_letters_die_again(
     assert (done.chosen, done.redriven, done.was_done) == (1, 0, True)
     assert dead(queue) == [first]
     assert redrive_where(spark, queue.name, "true", dsn=database, app_id=queue.name, version=2).redriven == 1
-    # And for each queue by itself.
+    # Versions are separate for each queue.
     second = Queue(connection, f"{queue.name}-other")
     second.create_queue(max_attempts=1)
     die(second, "boom")
@@ -188,7 +188,7 @@ def test_a_version_of_a_redrive_is_done_once_though_letters_die_again(
 
 
 @pytest.mark.parametrize(("app_id", "version"), [("", 1), ("x" * 257, 1), ("a\0b", 1), ("a", -1), ("a", 2**63)])
-def test_what_names_no_version_is_refused_before_anything_is_read(
+def test_invalid_app_ids_and_versions_are_refused_before_reading(
     spark: Any, database: str, queue: Queue, app_id: str, version: int
 ) -> None:
     for call in (
@@ -199,14 +199,14 @@ def test_what_names_no_version_is_refused_before_anything_is_read(
             call()
 
 
-def test_a_letter_that_died_anew_since_it_was_read_was_chosen_by_nobody(
+def test_a_dead_letter_that_died_again_after_the_read_is_not_redriven(
     spark: Any, database: str, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (first,) = die(queue, "timeout")
     choose = replay_module.matching
 
     def late(frame: Any, where: str) -> Any:
-        """Somebody redrives the letter, and it dies of something else, once it was read."""
+        """After the read, redrive the message and let it die of another error."""
         rows = choose(frame, where).persist()
         rows.count()
         queue.redrive()
@@ -220,7 +220,7 @@ def test_a_letter_that_died_anew_since_it_was_read_was_chosen_by_nobody(
     assert dead(queue) == [first]
 
 
-def test_a_predicate_that_fails_as_it_is_asked_redrives_nothing(spark: Any, database: str, queue: Queue) -> None:
+def test_a_predicate_that_fails_at_run_time_redrives_nothing(spark: Any, database: str, queue: Queue) -> None:
     die(queue, "a", "b")
     with pytest.raises(PySparkException, match="cannot be cast"):
         redrive_where(spark, queue.name, "cast(last_error as int) = 1", dsn=database)
@@ -232,7 +232,7 @@ def test_a_predicate_that_fails_as_it_is_asked_redrives_nothing(spark: Any, data
 
 @pytest.fixture
 def parquet(spark: Any, database: str, queue: Queue, tmp_path: Path) -> str:
-    """Ten messages and one of raw bytes that are done, in Parquet."""
+    """Parquet with ten finished messages and one with a body."""
     queue.enqueue_batch([{"n": n, "text": "ü"} for n in range(10)], headers=[{"kind": "test"}] * 10)
     queue.enqueue_batch(bodies=[BODY])
     claimed = queue.claim(11)
@@ -255,12 +255,12 @@ def test_a_replay_is_sent_once(spark: Any, database: str, connection: Connection
     ]
     assert [message.headers for message in sent if message.body is None] == [{"kind": "test"}] * 3
     assert [message.body for message in sent if message.body is not None] == [BODY]
-    # Another version is meant.
+    # A new version sends the messages again.
     assert replay(spark, parquet, target.name, where, dsn=database, version=2).was_done is False
     assert len(target.claim(100)) == 4
 
 
-def test_of_replays_at_the_same_time_one_sends(spark: Any, database: str, queue: Queue, parquet: str) -> None:
+def test_concurrent_replays_send_once(spark: Any, database: str, queue: Queue, parquet: str) -> None:
     with ThreadPoolExecutor(2) as threads:
         calls = [threads.submit(replay, spark, parquet, queue.name, "id > 0", dsn=database) for _ in range(2)]
         found = [call.result() for call in calls]
@@ -268,7 +268,7 @@ def test_of_replays_at_the_same_time_one_sends(spark: Any, database: str, queue:
     assert {one.sent for one in found} == {found[0].chosen}
 
 
-def test_the_same_choice_in_other_words_is_the_same_replay(
+def test_equal_filters_give_the_same_replay_name(
     spark: Any, database: str, queue: Queue, parquet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moment = datetime(2020, 1, 1, 12, tzinfo=UTC)
@@ -295,7 +295,7 @@ def test_a_replay_that_fails_sends_nothing(spark: Any, database: str, queue: Que
         replay(spark, parquet, queue.name, "payload = ", dsn=database)
     with pytest.raises(PySparkException, match="cannot be cast"):
         replay(spark, parquet, queue.name, "cast(payload as int) = 1", dsn=database)
-    # A path that is misspelt is not made, nor noted as a version that was sent.
+    # A misspelt path is not created, and its version is not recorded.
     nowhere = Path(parquet, "nowhere")
     with pytest.raises(PySparkException, match="Path does not exist"):
         replay(spark, str(nowhere), queue.name, dsn=database, app_id=queue.name)
@@ -303,7 +303,7 @@ def test_a_replay_that_fails_sends_nothing(spark: Any, database: str, queue: Que
     assert queue.peek() == 0
 
 
-def test_a_replay_of_json_and_bodies_is_all_or_nothing(
+def test_a_replay_with_a_payload_over_the_limit_sends_nothing(
     spark: Any, database: str, connection: Connection, queue: Queue, parquet: str
 ) -> None:
     narrow = Queue(connection, f"{queue.name}-narrow")

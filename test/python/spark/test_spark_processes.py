@@ -1,6 +1,4 @@
-"""Spark and its Java in processes of their own: what is said where there is none, or an old one, or where Spark fails,
-and what a command leaves behind that is ended. In a line, and no stack trace of any kind.
-"""
+"""Finding Java, and commands in processes of their own: errors in one line, and no files left after a signal."""
 
 import os
 import signal
@@ -25,7 +23,7 @@ from pgqueue.spark.java import JavaNotFoundError, find_java
 
 @pytest.fixture
 def queue(database: str, name: str) -> Iterator[Queue]:
-    """With a message that is done."""
+    """A queue with a finished message."""
     with psycopg.connect(database, autocommit=True) as connection:
         queue = Queue(connection, name)
         queue.create_queue(archive_for=timedelta(days=1))
@@ -37,7 +35,7 @@ def queue(database: str, name: str) -> Iterator[Queue]:
 
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine without Java, as far as can be seen."""
+    """Hide all Java installations of the machine."""
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(java, "_PLACES", ((tmp_path / "jvm", "*"),))
@@ -56,27 +54,27 @@ def says(version: str) -> str:
     return f"echo 'openjdk version \"{version}\" 2026-01-20' >&2"
 
 
-def test_java_is_found_where_it_is_usually(nowhere: Path) -> None:
+def test_java_is_found_in_the_usual_directories(nowhere: Path) -> None:
     program(nowhere / "jvm/java-11", says("11.0.2"))
     home = program(nowhere / "jvm/java-21", f"echo Picked up JAVA_TOOL_OPTIONS: -Xmx1g >&2; {says('21.0.1')}")
     found = find_java()
     assert (found.home, found.major, found.version) == (home, 21, 'openjdk version "21.0.1" 2026-01-20')
 
 
-def test_of_several_the_latest_is_taken(nowhere: Path) -> None:
+def test_the_latest_of_several_javas_is_used(nowhere: Path) -> None:
     for major in (17, 25, 21):
         program(nowhere / f"jvm/java-{major}", says(f"{major}.0.1"))
     assert find_java().major == 25
 
 
-def test_a_java_that_does_not_run_is_passed_over(nowhere: Path) -> None:
+def test_a_java_that_does_not_run_is_skipped(nowhere: Path) -> None:
     program(nowhere / "jvm/java-25", f"{says('25.0.1')}; exit 1")
     (program(nowhere / "jvm/java-24", says("24.0.1")) / "bin/java").chmod(0o644)
     usual = program(nowhere / "jvm/java-17", says("17.0.9"))
     assert find_java().home == usual
 
 
-def test_java_on_path_may_be_a_link(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_java_on_path_can_be_a_symbolic_link(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = program(nowhere / "elsewhere/java-21", says("21.0.1"))
     (nowhere / "usr/bin").mkdir(parents=True)
     (nowhere / "usr/bin/java").symlink_to(home / "bin/java")
@@ -84,9 +82,7 @@ def test_java_on_path_may_be_a_link(nowhere: Path, monkeypatch: pytest.MonkeyPat
     assert find_java().home == home
 
 
-def test_java_home_comes_first_and_is_passed_over_where_it_will_not_do(
-    nowhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_java_home_comes_first_and_is_skipped_if_it_is_invalid(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = program(nowhere / "jvm/java-17", says("17.0.9"))
     monkeypatch.setenv("JAVA_HOME", str(program(nowhere / "mine", says("25"))))
     assert find_java().major == 25
@@ -94,9 +90,7 @@ def test_java_home_comes_first_and_is_passed_over_where_it_will_not_do(
     assert find_java().home == usual
 
 
-def test_where_there_is_no_java_one_message_says_what_to_install(
-    nowhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_java_the_error_says_what_to_install(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(JavaNotFoundError, match=r"17 or later: there is none in JAVA_HOME, on PATH") as refused:
         find_java()
     assert "Install one" in str(refused.value)
@@ -123,7 +117,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("words", [("spark", "archive-to-parquet", "x"), ("demo",), ("demo", "--out", "x")])
-def test_commands_without_java_say_it_and_begin_nothing(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_commands_without_java_fail_before_they_start_anything(words: tuple[str, ...], tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "JAVA", "PATH"))}
     done = subprocess.run(
         [sys.executable, "-c", HIDDEN, *words],
@@ -146,7 +140,7 @@ with local_session("local[2]") as spark:
 """
 
 
-def test_spark_that_does_not_start_is_one_message(tmp_path: Path) -> None:
+def test_a_failed_start_of_spark_raises_spark_failure(tmp_path: Path) -> None:
     home = program(tmp_path / "half", f'{says("17.0.1")}; test "$1" = -version || {{ echo "no memory" >&2; exit 1; }}')
     done = subprocess.run(
         [sys.executable, "-c", SESSION],
@@ -162,9 +156,9 @@ def test_spark_that_does_not_start_is_one_message(tmp_path: Path) -> None:
 HURRY = "-XX:TieredStopAtLevel=1"
 
 
-# In a process of its own, whose JVM is gone by the time that the error is told.
+# In a process of its own, as the JVM has ended when the error is printed.
 @pytest.mark.usefixtures("jre")
-def test_what_spark_says_outlives_its_jvm(database: str, queue: Queue, tmp_path: Path) -> None:
+def test_the_log_of_a_failed_command_is_kept(database: str, queue: Queue, tmp_path: Path) -> None:
     words = ("archive-to-parquet", "nosuch://x", "--queue", queue.name)
     done = subprocess.run(
         [*commands.COMMAND, "spark", *words],
@@ -179,7 +173,7 @@ def test_what_spark_says_outlives_its_jvm(database: str, queue: Queue, tmp_path:
 
 
 @pytest.mark.usefixtures("jre")
-def test_a_command_that_is_terminated_leaves_nothing(database: str, queue: Queue, tmp_path: Path) -> None:
+def test_a_terminated_command_leaves_no_files(database: str, queue: Queue, tmp_path: Path) -> None:
     with subprocess.Popen(
         [*commands.COMMAND, "spark", "archive-to-parquet", str(tmp_path / "out"), "--queue", queue.name],
         env=commands.environment(PGQUEUE_DSN=database, TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
@@ -194,7 +188,7 @@ def test_a_command_that_is_terminated_leaves_nothing(database: str, queue: Queue
 
 
 @pytest.mark.usefixtures("jre")
-def test_a_command_that_is_interrupted_before_spark_is_there_leaves_nothing(database: str, tmp_path: Path) -> None:
+def test_a_command_interrupted_during_the_start_of_spark_leaves_no_files(database: str, tmp_path: Path) -> None:
     with subprocess.Popen(
         [*commands.COMMAND, "spark", "dead-letter-report"],
         env=commands.environment(PGQUEUE_DSN=database, TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),
@@ -208,8 +202,8 @@ def test_a_command_that_is_interrupted_before_spark_is_there_leaves_nothing(data
     assert [*tmp_path.glob("*pgqueue*")] == []
 
 
-# In the midst of a call of the JVM, which goes on there: as it makes its context, or runs a job. Each leaves the
-# process fit for another session.
+# The interrupts arrive during calls of the JVM: when it creates its context, and when it runs a job. After each, the
+# process can start another session.
 SESSIONS = """
 import os, signal, threading
 from pgqueue.spark.pipelines import SparkFailure, session
@@ -240,7 +234,7 @@ except SparkFailure as error:
 
 
 @pytest.mark.usefixtures("jre")
-def test_sessions_that_are_interrupted_or_do_not_start_end_at_once_and_are_not_heard(tmp_path: Path) -> None:
+def test_interrupted_and_failed_sessions_end_at_once_without_output(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SESSIONS],
         env=commands.environment(TMPDIR=tmp_path, JAVA_TOOL_OPTIONS=HURRY),

@@ -1,4 +1,4 @@
-"""Batch reads: what they return, in which types, how they are cut, and that they change nothing."""
+"""Batch reads: columns, types, sources, partitions and filters, and that they change nothing."""
 
 import datetime
 import json
@@ -42,14 +42,14 @@ def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
 
 
 def reader_of(database: str, queue: str, schema: str | None = None, **options: str) -> Any:
-    """A reader as the workers have it."""
+    """A reader that was pickled, as in the workers."""
     source = PgQueueDataSource({"dsn": database, "queue": queue} | options)
     kind = source.schema() if schema is None else struct(schema)
     return pickle.loads(pickle.dumps(source.reader(kind)))
 
 
 def read(reader: Any) -> Rows:
-    """All rows, by partition."""
+    """All rows, partition by partition."""
     partitions = pickle.loads(pickle.dumps(reader.partitions()))
     return [row for partition in partitions for batch in reader.read(partition) for row in batch.to_pylist()]
 
@@ -63,7 +63,7 @@ def ids(rows: Rows) -> list[int]:
     return [row["id"] for row in rows]
 
 
-def test_a_message_is_read_as_it_is(
+def test_all_columns_of_a_message_are_read_unchanged(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], rows: Callable[..., Rows]
 ) -> None:
     hostile = {"text": "né\n\t\"\\ \x01 \x02 ,;'{}", "n": 1.5, "none": None}
@@ -82,12 +82,12 @@ def test_a_message_is_read_as_it_is(
     assert (message["enqueued_at"], message["expires_at"]) == (sent.enqueued_at, sent.expires_at)
     assert (message["attempt_count"], message["max_attempts"], message["message_id"]) == (0, 5, None)
     assert (raw["id"], raw["payload"], raw["body"]) == (second, None, b"\x00\xff raw \n")
-    # An empty text is not null.
+    # An empty string is not null.
     assert (empty["payload"], empty["claimed_by"], empty["last_error"]) == ('""', "", '\x01\x02\n""\\.\n\\.')
     assert (message["claimed_by"], message["last_error"]) == (None, None)
 
 
-def test_moments_that_only_postgresql_knows_are_null(
+def test_timestamps_outside_years_1_to_9999_are_null(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], rows: Callable[..., Rows]
 ) -> None:
     orders.enqueue(1)
@@ -99,7 +99,7 @@ def test_moments_that_only_postgresql_knows_are_null(
     assert row == {"enqueued_at": None, "expires_at": None}
 
 
-def test_the_first_and_the_last_moment_have_a_name(
+def test_the_first_and_last_supported_timestamps_are_read(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], rows: Callable[..., Rows]
 ) -> None:
     sent = orders.enqueue_batch(list(range(5)))
@@ -133,16 +133,14 @@ KINDS |= {"attempt_count": "int", "max_attempts": "int", "enqueued_at": "timesta
 
 
 @given(data=st.data(), names=st.lists(st.sampled_from(list(VALUES)), min_size=1, unique=True))
-def test_any_columns_of_any_rows_are_what_the_database_has(
-    database: str, data: st.DataObject, names: list[str]
-) -> None:
+def test_any_rows_are_read_as_the_database_returns_them(database: str, data: st.DataObject, names: list[str]) -> None:
     table = data.draw(st.lists(st.fixed_dictionaries({name: VALUES[name] for name in names}), max_size=7))
     schema = StructType([field for name in names for field in source_schema("ready") if field.name == name])
     typed = sql.SQL(", ").join(
         sql.SQL(f"{{}} {KINDS.get(name, 'text')}").format(sql.Identifier(name)) for name in names
     )
     relation = sql.SQL("jsonb_to_recordset(%(rows)s) as found ({})").format(typed)
-    # Bytes have no form in JSON but the one in which the database reads them.
+    # Bytes are passed in the text format of bytea.
     given_rows = json.dumps(
         table, default=lambda value: "\\x" + value.hex() if isinstance(value, bytes) else str(value)
     )
@@ -160,17 +158,17 @@ def test_any_columns_of_any_rows_are_what_the_database_has(
 
 
 @pytest.mark.parametrize("number", ["n::smallint", "case when n <> 2 then n end::bigint"])
-def test_a_column_of_another_size_is_an_error_and_not_another_number(database: str, number: str) -> None:
+def test_a_fixed_size_column_of_another_size_raises_an_error(database: str, number: str) -> None:
     other = sql.SQL(f"(select {number} as id, 'text' as payload from generate_series(1, 3) as n) as numbers")
     with psycopg.connect(database) as connection, pytest.raises(TypeError, match="column id has values that are null"):
         list(read_batches(connection, other, QUEUE, struct("id long, payload string")))
 
 
-def test_settings_of_the_session_change_nothing(
+def test_session_settings_do_not_affect_a_read(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], database: str, name: str
 ) -> None:
     orders.enqueue(body=b"\x00\\a")
-    # Monrovia was 44 minutes and 30 seconds behind then, which Arrow would not read.
+    # The offset of Monrovia was then 44 minutes and 30 seconds, which Arrow cannot parse.
     moment = datetime.datetime(1960, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
     connection.execute("update pgqueue.messages set enqueued_at = %s where queue_name = %s", [moment, name])
     settings = "-c timezone=Africa/Monrovia -c datestyle=German -c bytea_output=escape"
@@ -178,7 +176,7 @@ def test_settings_of_the_session_change_nothing(
     assert row == {"body": b"\x00\\a", "enqueued_at": moment}
 
 
-def test_a_row_of_nothing_is_a_row(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
+def test_a_row_whose_only_column_is_null_is_read(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
     orders.enqueue_batch([1, 2, 3])
     assert rows("last_error string", **SINGLE) == [{"last_error": None}] * 3
 
@@ -188,7 +186,7 @@ NUMBERS = sql.SQL("(select n::bigint as id from generate_series(1, 1000) n) as n
 
 
 @pytest.mark.parametrize(("limit", "most"), [("_BATCH_ROWS", 40), ("_BATCH_BYTES", 40)])
-def test_batches_are_bounded_in_rows_and_in_bytes(
+def test_arrow_batches_are_limited_in_rows_and_bytes(
     database: str, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
     monkeypatch.setattr(copy_to_arrow, limit, most)
@@ -197,7 +195,7 @@ def test_batches_are_bounded_in_rows_and_in_bytes(
     assert (sum(sizes), max(sizes) <= most) == (1000, True)
 
 
-def test_a_reader_that_has_enough_ends_the_query(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_stops_early_closes_the_connection(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_to_arrow, "_BATCH_ROWS", 10)
     with psycopg.connect(database) as connection:
         batches = read_batches(connection, NUMBERS, QUEUE, struct("id long"))
@@ -206,13 +204,13 @@ def test_a_reader_that_has_enough_ends_the_query(database: str, monkeypatch: pyt
         assert connection.closed
 
 
-def test_a_query_that_fails_in_the_middle_is_an_error(database: str) -> None:
+def test_a_query_that_fails_during_the_copy_raises_its_error(database: str) -> None:
     broken = sql.SQL("(select 1000 / (500 - n)::bigint as id from generate_series(1, 1000) n) as numbers")
     with psycopg.connect(database) as connection, pytest.raises(psycopg.errors.DivisionByZero):
         list(read_batches(connection, broken, QUEUE, struct("id long")))
 
 
-def test_a_server_that_goes_in_the_middle_is_heard(database: str) -> None:
+def test_a_terminated_backend_raises_its_error_during_the_copy(database: str) -> None:
     dies = sql.SQL(
         "(select pg_terminate_backend(pg_backend_pid())::int::bigint as id from generate_series(1, 1000)) as dies"
     )
@@ -220,14 +218,14 @@ def test_a_server_that_goes_in_the_middle_is_heard(database: str) -> None:
         list(read_batches(connection, dies, QUEUE, struct("id long")))
 
 
-def test_a_connection_that_is_gone_is_no_matter_of_data(database: str, connection: psycopg.Connection[Any]) -> None:
+def test_a_lost_connection_raises_an_operational_error(database: str, connection: psycopg.Connection[Any]) -> None:
     with psycopg.connect(database, autocommit=True) as lost:
         connection.execute("select pg_terminate_backend(%s, 5000)", [lost.info.backend_pid])
         with pytest.raises(psycopg.OperationalError):
             list(copy_to_arrow._copy_rows(lost, b"copy (select 1) to stdout with (format binary)"))
 
 
-def test_a_payload_may_be_larger_than_a_batch(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
+def test_a_payload_can_be_larger_than_an_arrow_batch(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
     orders.alter_queue(max_payload_bytes=20_000_000)
     orders.enqueue("x" * 10_000_000)
     orders.enqueue(body=b"y" * 5_000_000)
@@ -237,7 +235,7 @@ def test_a_payload_may_be_larger_than_a_batch(orders: pgqueue.Queue, rows: Calla
 
 @pytest.fixture
 def everywhere(orders: pgqueue.Queue, connection: psycopg.Connection[Any]) -> dict[str, int]:
-    """A message in every state, by state."""
+    """The id of a message in each state."""
     orders.alter_queue(archive_for=datetime.timedelta(days=1))
     sent = {"dead": orders.enqueue("dead"), "archived": orders.enqueue("archived"), "inflight": orders.enqueue(1)}
     claimed = {message.id: message for message in orders.claim(3)}
@@ -263,19 +261,19 @@ def everywhere(orders: pgqueue.Queue, connection: psycopg.Connection[Any]) -> di
         ("all", ["dead", "archived", "inflight", "ready", "scheduled", "due", "expired"]),
     ],
 )
-def test_a_source_is_the_messages_in_a_state(
+def test_each_source_returns_the_messages_in_its_states(
     everywhere: dict[str, int], rows: Callable[..., Rows], source: str, states: list[str]
 ) -> None:
     assert sorted(ids(rows(source=source))) == sorted(everywhere[state] for state in states)
 
 
-def test_all_is_told_apart_by_state(everywhere: dict[str, int], rows: Callable[..., Rows]) -> None:
+def test_source_all_returns_the_state_of_each_message(everywhere: dict[str, int], rows: Callable[..., Rows]) -> None:
     expected = {number: state.replace("due", "ready") for state, number in everywhere.items()}
     assert {row["id"]: row["state"] for row in rows(source="all")} == expected
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_a_dead_letter_has_a_reason_and_the_archive_a_moment(rows: Callable[..., Rows]) -> None:
+def test_dead_letters_and_archived_messages_have_their_own_columns(rows: Callable[..., Rows]) -> None:
     (dead,) = rows(source="dead")
     assert (dead["reason"], dead["last_error"], dead["payload"]) == ("rejected", "broken", '"dead"')
     assert dead["died_at"] > dead["enqueued_at"]
@@ -295,14 +293,16 @@ def everything(connection: psycopg.Connection[Any], name: str) -> list[Any]:
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_a_read_changes_nothing(connection: psycopg.Connection[Any], rows: Callable[..., Rows], name: str) -> None:
+def test_a_batch_read_changes_nothing(
+    connection: psycopg.Connection[Any], rows: Callable[..., Rows], name: str
+) -> None:
     before = everything(connection, name)
     assert len(rows(source="all")) == 7
     assert everything(connection, name) == before
 
 
 @pytest.mark.parametrize("source", ["ready", "inflight", "scheduled", "dead", "archive", "all"])
-def test_a_reader_s_access_is_enough(
+def test_access_reader_is_sufficient_for_batch_reads(
     everywhere: dict[str, int], role: Callable[[str], str], name: str, source: str
 ) -> None:
     found = read(reader_of(role("reader"), name, source=source))
@@ -311,7 +311,7 @@ def test_a_reader_s_access_is_enough(
 
 
 @pytest.mark.parametrize("partitions", [1, 2, 3, 10, 1000])
-def test_a_read_is_cut_into_ranges_of_ids_that_have_each_message_once(
+def test_partitions_are_id_ranges_that_cover_each_message_once(
     orders: pgqueue.Queue, database: str, name: str, partitions: int
 ) -> None:
     sent = orders.enqueue_batch(list(range(10)))
@@ -322,7 +322,7 @@ def test_a_read_is_cut_into_ranges_of_ids_that_have_each_message_once(
     assert all(before.last + 1 == after.first for before, after in pairwise(ranges))
 
 
-def test_what_is_sent_after_planning_is_left_out(orders: pgqueue.Queue, database: str, name: str) -> None:
+def test_messages_sent_after_planning_are_not_read(orders: pgqueue.Queue, database: str, name: str) -> None:
     sent = orders.enqueue_batch([1, 2, 3])
     reader = reader_of(database, name, "id long", **SINGLE)
     (planned,) = reader.partitions()
@@ -330,28 +330,28 @@ def test_what_is_sent_after_planning_is_left_out(orders: pgqueue.Queue, database
     assert [row["id"] for batch in reader.read(planned) for row in batch.to_pylist()] == sent
 
 
-def test_what_moves_while_it_is_read_is_seen_once(orders: pgqueue.Queue, database: str, name: str) -> None:
+def test_a_message_that_changes_state_during_a_read_is_read_once(
+    orders: pgqueue.Queue, database: str, name: str
+) -> None:
     sent = orders.enqueue_batch([1, 2])
     reader = reader_of(database, name, "id long, state string", source="all", **SINGLE)
     (planned,) = reader.partitions()
     batches = reader.read(planned)
     found = next(batches).to_pylist()
-    # The table that they lie in now is read behind the one that they lay in.
+    # The messages move to a table that is read later.
     assert [orders.reject(one.id, one.claim_token) for one in orders.claim(2)] == [True, True]
     found += [row for batch in batches for row in batch.to_pylist()]
     assert [(row["id"], row["state"]) for row in found] == [(number, "ready") for number in sent]
 
 
 @pytest.mark.usefixtures("orders")
-def test_an_empty_queue_is_read_as_nothing_and_an_unknown_one_is_an_error(
-    database: str, rows: Callable[..., Rows]
-) -> None:
+def test_an_empty_queue_returns_no_rows_and_an_unknown_one_raises(database: str, rows: Callable[..., Rows]) -> None:
     assert rows() == []
     with pytest.raises(pgqueue.QueueNotFound, match="nobody"):
         reader_of(database, "nobody").partitions()
 
 
-def test_what_a_dropped_queue_has_left_is_read(
+def test_messages_left_by_a_dropped_queue_are_read(
     everywhere: dict[str, int], orders: pgqueue.Queue, rows: Callable[..., Rows]
 ) -> None:
     orders.drop_queue()
@@ -361,7 +361,7 @@ def test_what_a_dropped_queue_has_left_is_read(
         rows()
 
 
-def test_ids_and_moments_bound_a_read(
+def test_id_and_time_options_limit_a_read(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], rows: Callable[..., Rows]
 ) -> None:
     sent = orders.enqueue_batch(list(range(5)))
@@ -374,13 +374,13 @@ def test_ids_and_moments_bound_a_read(
             "update pgqueue.messages set enqueued_at = %s where id = %s",
             [datetime.datetime(2026, 1, day, tzinfo=datetime.UTC), number],
         )
-    # From the first moment on, up to but without the last: days fit together.
+    # since is inclusive, until is exclusive.
     assert ids(rows("id long", since="2026-01-02", until="2026-01-04")) == sent[1:3]
     assert ids(rows("id long", since="2026-01-04")) == sent[3:]
     assert ids(rows("id long", until="2026-01-02T01:00:00+01:00")) == sent[:1]
 
 
-def test_ranges_are_cut_within_the_bounds(
+def test_partitions_divide_only_the_selected_time_range(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], database: str, name: str
 ) -> None:
     sent = orders.enqueue_batch(list(range(100)))
@@ -390,7 +390,7 @@ def test_ranges_are_cut_within_the_bounds(
     assert ids(read(reader)) == sent[90:]
 
 
-def test_what_waits_for_its_day_is_in_the_archive(
+def test_archived_messages_without_a_day_partition_are_read(
     everywhere: dict[str, int], connection: psycopg.Connection[Any], rows: Callable[..., Rows], name: str
 ) -> None:
     connection.execute(
@@ -402,7 +402,7 @@ def test_what_waits_for_its_day_is_in_the_archive(
     assert everywhere["archived"] in ids(rows(source="all"))
 
 
-def test_since_is_when_a_letter_died_and_when_an_archived_message_was_finished(
+def test_since_and_until_use_died_at_and_finished_at(
     everywhere: dict[str, int], connection: psycopg.Connection[Any], rows: Callable[..., Rows]
 ) -> None:
     long_ago = "2020-01-01T00:00:00Z"
@@ -418,20 +418,22 @@ def test_since_is_when_a_letter_died_and_when_an_archived_message_was_finished(
     assert everywhere["dead"] not in ids(rows(source="all", since="2021-01-01"))
 
 
-def test_the_user_s_schema_chooses_columns(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
+def test_a_user_schema_selects_columns(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
     number = orders.enqueue({"a": 1})
     assert rows("payload string, id long") == [{"payload": '{"a": 1}', "id": number}]
     assert list(rows("payload string, id long")[0]) == ["payload", "id"]
 
 
-def test_only_what_is_never_null_may_be_declared_so(orders: pgqueue.Queue, load: Callable[..., Any]) -> None:
+def test_only_columns_that_are_never_null_can_be_declared_not_null(
+    orders: pgqueue.Queue, load: Callable[..., Any]
+) -> None:
     orders.enqueue(1)
     assert [row.attempt_count for row in load("attempt_count int not null").collect()] == [0]
     with pytest.raises(AnalysisException, match="column payload may be null, so it cannot be declared not null"):
         load("id long not null, payload string not null").collect()
 
 
-def test_a_text_that_begins_with_a_byte_order_mark_keeps_it(
+def test_a_leading_byte_order_mark_is_kept(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], rows: Callable[..., Rows]
 ) -> None:
     orders.enqueue(1)
@@ -439,9 +441,7 @@ def test_a_text_that_begins_with_a_byte_order_mark_keeps_it(
     assert rows("last_error string") == [{"last_error": "\ufeffx"}]
 
 
-def test_the_columns_are_those_of_the_source_however_it_is_written(
-    orders: pgqueue.Queue, rows: Callable[..., Rows]
-) -> None:
+def test_option_source_ignores_case_and_spaces(orders: pgqueue.Queue, rows: Callable[..., Rows]) -> None:
     orders.enqueue(1)
     assert rows(source=" Dead ") == []
 
@@ -449,22 +449,24 @@ def test_the_columns_are_those_of_the_source_however_it_is_written(
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ("id long, colour string", "no column colour in source ready; there are id bigint, queue_name string"),
+        ("id long, colour string", "source ready has no column colour; its columns are id bigint, queue_name string"),
         ("id int", "column id is bigint, not int; cast it in the query"),
         ("headers map", "column headers is string, not map<string,string>"),
-        ("reason string", "no column reason in source ready"),
+        ("reason string", "source ready has no column reason"),
         ("", "name at least one column"),
         ("id long, payload string, id long", "column id is named twice"),
     ],
 )
-def test_a_schema_that_does_not_fit_is_refused(database: str, name: str, schema: str, message: str) -> None:
+def test_a_schema_that_does_not_match_the_source_is_refused(
+    database: str, name: str, schema: str, message: str
+) -> None:
     with pytest.raises(OptionError) as raised:
         reader_of(database, name, schema)
     assert message in str(raised.value)
 
 
 def pushed(database: str, name: str, *wanted: Any, source: str = "ready") -> tuple[Rows, list[Any]]:
-    """The rows that the database returns under filters, and the filters that it left to Spark."""
+    """The rows that the database returns with these filters, and the filters that are left to Spark."""
     source_ = PgQueueDataSource({"dsn": database, "queue": name, "pushdown": "true", "source": source})
     reader = source_.reader(source_.schema())
     assert isinstance(reader, PushdownSnapshotReader)
@@ -472,7 +474,7 @@ def pushed(database: str, name: str, *wanted: Any, source: str = "ready") -> tup
     return read(pickle.loads(pickle.dumps(reader))), left
 
 
-def test_filters_that_mean_the_same_in_the_database_are_applied_there(
+def test_supported_filters_are_applied_in_the_database(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], database: str, name: str
 ) -> None:
     sent = orders.enqueue_batch(list(range(6)))
@@ -505,7 +507,7 @@ def test_filters_that_mean_the_same_in_the_database_are_applied_there(
     assert ids(pushed(database, name, *both)[0]) == [sent[1]]
 
 
-def test_other_filters_are_left_to_spark(orders: pgqueue.Queue, database: str, name: str) -> None:
+def test_unsupported_filters_are_left_to_spark(orders: pgqueue.Queue, database: str, name: str) -> None:
     sent = orders.enqueue_batch([1, 2])
     for condition in (
         filters.EqualTo(("payload",), "1"),
@@ -551,7 +553,7 @@ def test_register_makes_the_format_known(
     spark: Any, orders: pgqueue.Queue, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class ByHand(PgQueueDataSource):
-        """Under a name that Spark has not found by itself."""
+        """The source with a name that Spark does not find by itself."""
 
         @classmethod
         def name(cls) -> str:
@@ -577,7 +579,9 @@ def test_spark_reads_every_source(load: Callable[..., Any]) -> None:
     }
 
 
-def test_spark_pushes_filters_where_it_is_asked_to(spark: Any, orders: pgqueue.Queue, load: Callable[..., Any]) -> None:
+def test_filters_are_pushed_down_with_option_pushdown(
+    spark: Any, orders: pgqueue.Queue, load: Callable[..., Any]
+) -> None:
     sent = orders.enqueue_batch(list(range(10)))
     wanted = f"id >= {sent[3]} and enqueued_at > timestamp'2020-01-01 00:00:00' and payload <> '5'"
     with pytest.raises(AnalysisException, match="filterPushdown"):
@@ -592,7 +596,7 @@ def test_spark_pushes_filters_where_it_is_asked_to(spark: Any, orders: pgqueue.Q
 
 
 @pytest.mark.usefixtures("orders")
-def test_spark_shows_what_is_wrong_but_never_a_password(
+def test_spark_shows_option_errors_but_never_a_password(
     database: str, load: Callable[..., Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     for options, message in (
@@ -608,8 +612,8 @@ def test_spark_shows_what_is_wrong_but_never_a_password(
     assert "s3cret" not in str(raised.value) + "".join(capfd.readouterr())
 
 
-def test_a_partition_is_read_by_its_bounds_alone(orders: pgqueue.Queue, database: str, name: str) -> None:
-    # What partitions() leaves on the reader does not reach the workers.
+def test_a_partition_needs_only_its_id_range(orders: pgqueue.Queue, database: str, name: str) -> None:
+    # The workers do not have the state that partitions() leaves in the reader.
     sent = orders.enqueue_batch([1, 2, 3])
     fresh = reader_of(database, name, "id long")
     at = datetime.datetime.now(datetime.UTC) + HOUR

@@ -1,4 +1,4 @@
-"""The Spark sink: all rows or none, once. Most of it with the writers as plain objects, the rest in a session."""
+"""The Spark sink: all rows or none, and once. Most tests call the writers directly, the others use a session."""
 
 import json
 import pickle
@@ -54,7 +54,7 @@ def payloads(*values: str | None) -> pa.RecordBatch:
 
 
 class Sink:
-    """Writers of one queue, and what is in it."""
+    """Creates writers for one queue, and reads its messages."""
 
     def __init__(self, dsn: str, name: str, connection: psycopg.Connection[Any], patch: pytest.MonkeyPatch) -> None:
         self.dsn = dsn
@@ -65,7 +65,7 @@ class Sink:
         self._patch = patch
 
     def writer(self, kinds: t.StructType = PAYLOAD, kind: type = QueueArrowWriter, **options: str) -> Any:
-        """As a task has it: pickled."""
+        """A writer that was pickled, as in a task."""
         given = {"dsn": self.dsn, "queue": self.name, "retryTimeout": "5s"} | options
         writer = kind(parse({name: value for name, value in given.items() if value}, WRITE), kinds)
         return pickle.loads(pickle.dumps(writer))
@@ -74,18 +74,18 @@ class Sink:
         return self.writer(kinds, QueueStreamArrowWriter, **options)
 
     def write(self, writer: Any, *batches: pa.RecordBatch, task: tuple[int, int, str | None] = (0, 0, None)) -> Staged:
-        """Run a task: partition, attempt, query."""
+        """Run a task. `task` is its partition, attempt, and query id."""
         self._patch.setattr(sink_module, "_task", lambda: task)
         message = writer.write(iter(batches))
         return pickle.loads(pickle.dumps(message))
 
     def send(self, *batches: pa.RecordBatch, kinds: t.StructType = PAYLOAD, **options: str) -> None:
-        """A whole job of one task."""
+        """Run a job with one task."""
         writer = self.writer(kinds, **options)
         writer.commit([self.write(writer, *batches)])
 
     def sent(self) -> list[Any]:
-        """Every payload, by id."""
+        """All payloads, in order of id."""
         rows = self.connection.execute(
             "select payload from pgqueue.messages where queue_name = %s order by id", (self.name,)
         )
@@ -105,10 +105,10 @@ def sink(database: str, name: str, connection: psycopg.Connection[Any], monkeypa
     return Sink(database, name, connection, monkeypatch)
 
 
-# What becomes of rows.
+# How rows become messages.
 
 
-def test_rows_are_sent_in_their_order_by_the_commit(sink: Sink) -> None:
+def test_the_commit_sends_rows_in_order(sink: Sink) -> None:
     writer = sink.writer()
     second = sink.write(writer, payloads("3", "4"), task=(1, 8, None))
     first = sink.write(writer, payloads(*map(str, range(2))), payloads("2"), task=(0, 9, None))
@@ -119,18 +119,18 @@ def test_rows_are_sent_in_their_order_by_the_commit(sink: Sink) -> None:
     assert sink.staged() == 0
 
 
-def test_hostile_texts_arrive_as_they_are(sink: Sink) -> None:
+def test_special_characters_arrive_unchanged(sink: Sink) -> None:
     texts = ["", "\\", '"', "\t\n\r", "\\N", "\\.", "é😀\u2028", "a\\tb", "{}", "null", "\x01\x1f", "'; drop table"]
     sink.send(payloads(*(json.dumps(text, ensure_ascii=escaped) for text in texts for escaped in (True, False))))
     assert sink.sent() == [text for text in texts for _ in range(2)]
 
 
-def test_json_may_be_spread_over_lines(sink: Sink) -> None:
+def test_json_can_span_several_lines(sink: Sink) -> None:
     sink.send(payloads('{\n\t"a": [1,\r\n2]\n}'))
     assert sink.sent() == [{"a": [1, 2]}]
 
 
-def test_every_column_arrives(sink: Sink) -> None:
+def test_all_columns_of_a_message_are_written(sink: Sink) -> None:
     kinds = schema(
         payload=t.StringType(),
         body=t.BinaryType(),
@@ -162,7 +162,7 @@ def test_every_column_arrives(sink: Sink) -> None:
     assert scheduled == (None, {}, timedelta(days=2, microseconds=1), timedelta(days=3600))
 
 
-def test_of_a_slice_only_the_slice_is_sent(sink: Sink) -> None:
+def test_only_the_rows_of_a_sliced_batch_are_sent(sink: Sink) -> None:
     kinds = schema(payload=t.StringType(), message_id=t.StringType(), delay=t.DayTimeIntervalType())
     rows = [(str(number), str(UUID(int=number)), timedelta(hours=number)) for number in range(1, 6)]
     sink.send(batch(kinds, *rows).slice(1, 3), kinds=kinds)
@@ -174,7 +174,7 @@ def test_of_a_slice_only_the_slice_is_sent(sink: Sink) -> None:
     assert found.fetchall() == rows[1:4]
 
 
-def test_a_binary_payload_is_a_body(sink: Sink) -> None:
+def test_a_binary_payload_is_sent_as_body(sink: Sink) -> None:
     kinds = schema(payload=t.BinaryType())
     sink.send(batch(kinds, (b"\x00\x01",), (b"",)), kinds=kinds)
     assert [message.body for message in sink.queue.receive(2)] == [b"\x00\x01", b""]
@@ -228,7 +228,7 @@ OBJECT = {
 
 
 def stored(sink: Sink) -> list[Any]:
-    """Payloads with their decimals exact."""
+    """Payloads with exact decimals."""
     rows = sink.connection.execute(
         "select payload::text from pgqueue.messages where queue_name = %s order by id", (sink.name,)
     )
@@ -236,7 +236,7 @@ def stored(sink: Sink) -> list[Any]:
 
 
 @pytest.mark.parametrize("sliced", [False, True])
-def test_without_a_payload_all_columns_are_one_object(sink: Sink, sliced: bool) -> None:
+def test_without_a_column_payload_all_columns_form_one_object(sink: Sink, sliced: bool) -> None:
     nothing = tuple(None for _ in ROW)
     rows = batch(NESTED, ROW, nothing, ROW)
     sink.send(rows.slice(1) if sliced else rows, kinds=NESTED)
@@ -244,14 +244,14 @@ def test_without_a_payload_all_columns_are_one_object(sink: Sink, sliced: bool) 
     assert stored(sink) == [full, dict.fromkeys(OBJECT), full][sliced:]
 
 
-def test_a_struct_is_a_payload(sink: Sink) -> None:
+def test_a_struct_can_be_the_payload(sink: Sink) -> None:
     kinds = schema(payload=NESTED)
     value = dict(zip(NESTED.fieldNames(), ROW, strict=True))
     sink.send(batch(kinds, (value,), (value,)).slice(1), kinds=kinds)
     assert stored(sink) == [OBJECT | {"real": Decimal("1e-7")}]
 
 
-def test_rows_without_option_queue_name_their_own(sink: Sink) -> None:
+def test_without_option_queue_each_row_goes_to_its_queue_name(sink: Sink) -> None:
     other = pgqueue.Queue(sink.connection, f"{sink.name}-other")
     other.create_queue(max_attempts=9)
     kinds = schema(queue_name=t.StringType(), number=t.IntegerType())
@@ -274,7 +274,7 @@ def test_a_listening_consumer_is_woken(sink: Sink) -> None:
         assert [notify.channel for notify in listener.notifies(timeout=60, stop_after=1)] == [channel]
 
 
-# What is wrong with rows: one error that names the row, and nothing sent.
+# Invalid rows: the error has the row, and nothing is sent.
 
 
 @pytest.mark.parametrize(
@@ -288,13 +288,13 @@ def test_a_listening_consumer_is_woken(sink: Sink) -> None:
     ],
     ids=["nul escaped", "nul", "cut off", "empty", "deep"],
 )
-def test_what_is_no_json_names_its_row(sink: Sink, value: str, message: str) -> None:
+def test_invalid_json_is_refused_with_its_row(sink: Sink, value: str, message: str) -> None:
     with pytest.raises(pgqueue.InvalidArgument, match=message):
         sink.write(sink.writer(), payloads("1", "2"), payloads(value, "4"), task=(2, 0, None))
     assert sink.staged() == 0
 
 
-def test_rows_are_counted_through_all_batches(sink: Sink) -> None:
+def test_row_numbers_in_errors_count_all_batches(sink: Sink) -> None:
     kinds = schema(queue_name=t.StringType(), payload=t.StringType())
     good, bad = batch(kinds, (sink.name, "1"), (sink.name, "2")), batch(kinds, (sink.name, "{"))
     with pytest.raises(pgqueue.InvalidArgument, match="row 3 of partition 0: invalid payload"):
@@ -302,7 +302,7 @@ def test_rows_are_counted_through_all_batches(sink: Sink) -> None:
 
 
 @pytest.mark.parametrize("target", ["payload", "headers"])
-def test_of_a_hundred_texts_the_one_that_is_no_json_is_named(sink: Sink, target: str) -> None:
+def test_the_row_of_invalid_json_is_found_within_a_staged_row(sink: Sink, target: str) -> None:
     kinds = schema(payload=t.StringType(), headers=t.StringType())
     rows = [["1", None] for _ in range(350)]
     rows[277][0 if target == "payload" else 1] = "[1}"
@@ -315,7 +315,7 @@ def test_of_a_hundred_texts_the_one_that_is_no_json_is_named(sink: Sink, target:
 @pytest.mark.parametrize(
     ("length", "expected"), [(1, [100, 100, 50]), (30_000, [2, 2, 1]), (70_000, [1, 1, 1])], ids=["1", "30K", "70K"]
 )
-def test_messages_are_staged_many_a_row_within_bounds(sink: Sink, length: int, expected: list[int]) -> None:
+def test_many_messages_are_staged_in_a_row_within_limits(sink: Sink, length: int, expected: list[int]) -> None:
     staged = sink.write(sink.writer(), payloads(*[json.dumps("x" * length)] * sum(expected)))
     rows = sink.connection.execute(
         "select row_number, messages from pgqueue.staged_messages where token = %s order by row_number",
@@ -324,7 +324,7 @@ def test_messages_are_staged_many_a_row_within_bounds(sink: Sink, length: int, e
     assert rows == [(1 + sum(expected[:place]), messages) for place, messages in enumerate(expected)]
 
 
-def test_large_rows_travel_in_small_pieces(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_rows_are_sent_in_small_pieces(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[int] = []
     values = sink_module.ColumnMapping.values
 
@@ -340,7 +340,7 @@ def test_large_rows_travel_in_small_pieces(sink: Sink, monkeypatch: pytest.Monke
     assert sum(pieces) == 101
 
 
-def test_a_message_id_that_is_none_names_its_row(sink: Sink) -> None:
+def test_an_invalid_message_id_is_refused_with_its_row(sink: Sink) -> None:
     kinds = schema(payload=t.StringType(), message_id=t.StringType())
     good, bad = batch(kinds, ("1", str(uuid4()))), batch(kinds, ("2", None), ("3", "x"))
     with pytest.raises(pgqueue.InvalidArgument, match=r'row 3 of partition 0: invalid message_id: .*uuid: "x"'):
@@ -348,10 +348,10 @@ def test_a_message_id_that_is_none_names_its_row(sink: Sink) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_what_json_has_no_number_for_is_refused_with_its_row(sink: Sink, value: float) -> None:
+def test_nan_and_infinity_are_refused_with_their_row(sink: Sink, value: float) -> None:
     kinds = schema(inner=schema(a=t.ArrayType(t.DoubleType())))
     good, bad = ({"a": [1.0, 2.0]},), ({"a": [1.0, value]},)
-    said = r"row 15 of partition 0: invalid inner\.a: (nan|-inf), for which JSON has no number"
+    said = r"row 15 of partition 0: invalid inner\.a: (nan|-inf) is not a JSON number"
     with pytest.raises(pgqueue.InvalidArgument, match=said):
         sink.write(sink.writer(kinds), batch(kinds, *[good] * 5), batch(kinds, *[good] * 9, bad, good, bad))
     assert sink.staged() == 0
@@ -362,9 +362,7 @@ def test_what_json_has_no_number_for_is_refused_with_its_row(sink: Sink, value: 
     [(t.DateType(), 1), (t.TimestampType(), 86_400_000_000), (t.TimestampNTZType(), 86_400_000_000)],
     ids=["day", "moment", "local"],
 )
-def test_a_moment_that_iso_8601_has_no_year_for_is_refused_with_its_row(
-    sink: Sink, kind: t.DataType, size: int
-) -> None:
+def test_dates_outside_years_1_to_9999_are_refused_with_their_row(sink: Sink, kind: t.DataType, size: int) -> None:
     kinds = schema(inner=schema(at=kind))
     (struct,) = to_arrow_schema(kinds, timezone="Asia/Tokyo").types
     first, last = -719162 * size, 2932897 * size - 1  # from 1970 on, to the year 1 and beyond the year 9999
@@ -383,7 +381,7 @@ def test_a_moment_that_iso_8601_has_no_year_for_is_refused_with_its_row(
     assert sink.staged() == 0
 
 
-def test_of_a_slice_only_the_slice_is_written_out(sink: Sink) -> None:
+def test_only_the_elements_of_sliced_lists_and_maps_are_encoded(sink: Sink) -> None:
     kinds = schema(many=t.ArrayType(t.DoubleType()), named=t.MapType(t.StringType(), t.DoubleType()))
     bad = ([float("nan")], [("k", float("nan"))])
     rows = batch(kinds, bad, ([1.0], [("a", 2.0)]), ([], None), (None, []), ([3.0, 4.0], [("b", 5.0)]), bad)
@@ -407,8 +405,8 @@ def test_of_a_slice_only_the_slice_is_written_out(sink: Sink) -> None:
         ("quoted", "invalid quoted: .*can't decode byte 0xff"),
     ],
 )
-def test_a_text_that_is_none_names_its_row(sink: Sink, column: str, said: str) -> None:
-    # As cast(binary as string) makes it; what has a control character goes another way.
+def test_invalid_utf_8_is_refused_with_its_row(sink: Sink, column: str, said: str) -> None:
+    # As cast(binary as string) produces it. Text with a control character has another code path.
     hostile = b"\xff\t" if column == "quoted" else b"\xff"
     given: dict[str, list[bytes | None]] = {column: [None, None, hostile]}
     if column in ("payload", "headers", "message_id"):
@@ -422,7 +420,7 @@ def test_a_text_that_is_none_names_its_row(sink: Sink, column: str, said: str) -
     assert sink.staged() == 0
 
 
-def test_an_unknown_queue_is_found_out_before_the_rows_are_copied(sink: Sink) -> None:
+def test_an_unknown_queue_is_refused_before_rows_are_copied(sink: Sink) -> None:
     def rows() -> Iterator[pa.RecordBatch]:
         yield payloads("1")
         raise AssertionError("a second batch was asked for")
@@ -434,7 +432,7 @@ def test_an_unknown_queue_is_found_out_before_the_rows_are_copied(sink: Sink) ->
 @pytest.mark.parametrize(
     ("given", "error"), [(None, "row 3 of partition 0: invalid queue_name: null"), ("x", "queue 'x' does not exist")]
 )
-def test_a_row_names_a_queue_that_is_there(sink: Sink, given: str | None, error: str) -> None:
+def test_rows_with_a_null_or_unknown_queue_name_are_refused(sink: Sink, given: str | None, error: str) -> None:
     kinds = schema(queue_name=t.StringType(), payload=t.StringType())
     good, bad = batch(kinds, (sink.name, "1")), batch(kinds, (sink.name, "2"), (given, "3"))
     with pytest.raises((pgqueue.InvalidArgument, pgqueue.QueueNotFound), match=error):
@@ -442,7 +440,7 @@ def test_a_row_names_a_queue_that_is_there(sink: Sink, given: str | None, error:
     assert sink.staged() == 0
 
 
-def test_a_queue_s_name_that_is_no_text_is_shown(sink: Sink) -> None:
+def test_a_queue_name_with_invalid_utf_8_is_shown_escaped(sink: Sink) -> None:
     names = pa.Array.from_buffers(pa.string(), 2, pa.array([sink.name.encode(), b"\xff"], pa.binary()).buffers())
     rows = pa.record_batch([names, pa.array(["1", "2"])], ["queue_name", "payload"])
     kinds = schema(queue_name=t.StringType(), payload=t.StringType())
@@ -451,13 +449,13 @@ def test_a_queue_s_name_that_is_no_text_is_shown(sink: Sink) -> None:
     assert sink.staged() == 0
 
 
-def test_a_message_without_payload_is_refused_when_it_is_staged(sink: Sink) -> None:
+def test_a_null_payload_is_refused_when_it_is_staged(sink: Sink) -> None:
     with pytest.raises(pgqueue.InvalidArgument, match="row 102 of partition 3: invalid payload: null"):
         sink.write(sink.writer(), payloads(*["1"] * 101), payloads(None, "1"), task=(3, 0, None))
     assert sink.staged() == 0
 
 
-def test_a_payload_over_the_limit_of_its_queue_is_refused_by_the_commit(sink: Sink) -> None:
+def test_a_payload_over_the_queue_limit_is_refused_by_the_commit(sink: Sink) -> None:
     writer = sink.writer()
     staged = sink.write(writer, payloads("1", json.dumps("x" * 300000)))
     with pytest.raises(pgqueue.PayloadTooLarge, match="row 2 of partition 0: payload of 300002 bytes is over"):
@@ -466,10 +464,10 @@ def test_a_payload_over_the_limit_of_its_queue_is_refused_by_the_commit(sink: Si
     assert (sink.sent(), sink.staged()) == ([], 0)
 
 
-# What fails, and what happens twice.
+# Failures and repetitions.
 
 
-def test_a_task_that_fails_inside_the_copy_leaves_nothing(sink: Sink) -> None:
+def test_a_task_that_fails_during_the_copy_leaves_no_staged_rows(sink: Sink) -> None:
     def broken() -> Iterator[pa.RecordBatch]:
         yield payloads("1")
         raise RuntimeError("injected")
@@ -482,7 +480,7 @@ def test_a_task_that_fails_inside_the_copy_leaves_nothing(sink: Sink) -> None:
     assert (sink.sent(), sink.staged()) == ([1], 0)
 
 
-def test_of_two_attempts_that_both_finish_one_counts(sink: Sink) -> None:
+def test_only_one_of_two_finished_attempts_is_published(sink: Sink) -> None:
     writer = sink.writer()
     sink.write(writer, payloads("1", "2"), task=(0, 1, None))
     winner = sink.write(writer, payloads("1", "2"), task=(0, 2, None))
@@ -491,7 +489,7 @@ def test_of_two_attempts_that_both_finish_one_counts(sink: Sink) -> None:
     assert (sink.sent(), sink.staged()) == ([1, 2, 3], 0)
 
 
-def test_a_job_that_is_given_up_leaves_nothing(sink: Sink) -> None:
+def test_an_aborted_job_leaves_no_staged_rows(sink: Sink) -> None:
     writer = sink.writer()
     staged = sink.write(writer, payloads("1"))
     sink.write(writer, payloads("2"), task=(1, 1, None))
@@ -499,17 +497,17 @@ def test_a_job_that_is_given_up_leaves_nothing(sink: Sink) -> None:
     assert (sink.sent(), sink.staged()) == ([], 0)
 
 
-def test_giving_up_leaves_to_the_sweep_what_it_cannot_reach(sink: Sink, role: Callable[[str], str]) -> None:
+def test_abort_raises_nothing_if_it_cannot_delete_staged_rows(sink: Sink, role: Callable[[str], str]) -> None:
     writer = sink.writer()
     sink.write(writer, payloads("1"))
-    # Who may not write has failed of that, and not of giving up.
+    # A role without access to the sink has already failed to write.
     for conninfo in (make_conninfo(writer.conninfo, dbname="nowhere"), role("consumer")):
         writer.conninfo = conninfo
         writer.abort([None])
     assert sink.staged(writer.run) == 1
 
 
-def test_the_same_version_of_an_app_is_sent_once(sink: Sink, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_version_is_sent_once(sink: Sink, caplog: pytest.LogCaptureFixture) -> None:
     app = {"txnAppId": sink.name, "txnVersion": "20260131"}
     sink.send(payloads("1", "2"), **app)
     assert not caplog.records
@@ -521,7 +519,7 @@ def test_the_same_version_of_an_app_is_sent_once(sink: Sink, caplog: pytest.LogC
     assert sink.sent() == [1, 2, 3]
 
 
-def test_an_empty_job_is_a_version_too(sink: Sink) -> None:
+def test_an_empty_job_records_its_version(sink: Sink) -> None:
     app = {"txnAppId": sink.name, "txnVersion": "1"}
     sink.send(**app)
     sink.send(payloads("1"), **app)
@@ -541,7 +539,7 @@ def test_a_micro_batch_is_sent_once(sink: Sink) -> None:
     assert sink.sent() == [1, 2, 3]
 
 
-def test_a_version_of_an_app_is_sent_to_each_queue_once(sink: Sink) -> None:
+def test_a_version_is_sent_once_to_each_queue(sink: Sink) -> None:
     second = f"{sink.name}-second"
     pgqueue.Queue(sink.connection, second).create_queue()
     app = {"txnAppId": "a" * 256, "txnVersion": "1"}
@@ -549,7 +547,7 @@ def test_a_version_of_an_app_is_sent_to_each_queue_once(sink: Sink) -> None:
         sink.send(payloads("1"), queue=queue, **app)
     assert sink.sent() == [1]
     assert pgqueue.Queue(sink.connection, second).peek() == 1
-    # Rows that name their queues are one write together.
+    # Without option queue, the version is for all queues together.
     kinds = schema(payload=t.StringType(), queue_name=t.StringType())
     for _ in range(2):
         rows = pa.RecordBatch.from_pydict({"payload": ["2", "3"], "queue_name": [sink.name, second]})
@@ -567,13 +565,13 @@ def test_an_empty_micro_batch_sends_nothing(sink: Sink) -> None:
     assert sink.sent() == []
 
 
-def test_a_micro_batch_that_is_given_up_leaves_nothing(sink: Sink) -> None:
+def test_an_aborted_micro_batch_leaves_no_staged_rows(sink: Sink) -> None:
     staged = sink.write(sink.stream(), payloads("1"), task=(0, 0, "query"))
     sink.stream().abort([None, staged], 0)
     assert (sink.sent(), sink.staged()) == ([], 0)
 
 
-def test_writes_at_the_same_time_are_each_sent_and_those_of_one_name_once(sink: Sink) -> None:
+def test_concurrent_writes_are_all_sent_and_equal_versions_once(sink: Sink) -> None:
     second = f"{sink.name}-second"
     pgqueue.Queue(sink.connection, second).create_queue()
     apps = {
@@ -589,7 +587,7 @@ def test_writes_at_the_same_time_are_each_sent_and_those_of_one_name_once(sink: 
         writer = sink.writer(queue=queue, **app)
         jobs.append((writer, sink.write(writer, payloads(json.dumps(payload)))))
     with ThreadPoolExecutor(len(jobs)) as pool:
-        # Held up where they would insert, all of them are under way at once.
+        # The lock stops all commits where they insert, so that they run at the same time.
         with psycopg.connect(sink.dsn) as other:
             other.execute("lock table pgqueue.messages in exclusive mode")
             commits = [pool.submit(writer.commit, [staged]) for writer, staged in jobs]
@@ -602,14 +600,14 @@ def test_writes_at_the_same_time_are_each_sent_and_those_of_one_name_once(sink: 
 
 
 def waiting(connection: psycopg.Connection[Any]) -> int:
-    """How many sessions of Spark wait for a lock."""
+    """The number of Spark's sessions that wait for a lock."""
     return connection.execute(
         "select count(*) from pg_stat_activity where application_name = 'pgqueue spark' and wait_event_type = 'Lock'"
         " and datname = current_database()"
     ).fetchone()[0]
 
 
-def test_a_queue_that_is_dropped_or_changed_before_the_commit_is_as_it_is_then(sink: Sink) -> None:
+def test_the_commit_uses_the_queue_settings_of_its_time(sink: Sink) -> None:
     writer = sink.writer()
     staged = sink.write(writer, payloads("1", '"long"'))
     sink.queue.alter_queue(max_payload_bytes=3)
@@ -622,7 +620,7 @@ def test_a_queue_that_is_dropped_or_changed_before_the_commit_is_as_it_is_then(s
     sink.queue.drop_queue()
     with pytest.raises(pgqueue.QueueNotFound) as raised:
         writer.commit([staged])
-    # What to do, and not where in the database's functions that was found out: Spark shows all of it.
+    # The text has no context of database functions, as Spark shows all of it.
     hint = "Create it with pgqueue.create_queue, or see pgqueue.list_queues()."
     assert str(raised.value) == f"queue '{sink.name}' does not exist\nHINT:  {hint}"
     sink.queue.create_queue(max_attempts=9)
@@ -630,10 +628,10 @@ def test_a_queue_that_is_dropped_or_changed_before_the_commit_is_as_it_is_then(s
     assert [message.max_attempts for message in sink.queue.receive(9)] == [9, 9]
 
 
-def test_staged_rows_that_were_lost_stop_the_commit(sink: Sink) -> None:
+def test_lost_staged_rows_fail_the_commit(sink: Sink) -> None:
     writer = sink.writer(txnAppId=sink.name, txnVersion="1")
     staged = sink.write(writer, payloads("1"), payloads("2"))
-    # As a crash of the server empties the table of messages, but not every one of its rows.
+    # A crash of the server would empty the unlogged table.
     sink.connection.execute(
         "delete from pgqueue.staged_messages where token = %s and row_number = 2", (next(iter(staged.counts)),)
     )
@@ -644,7 +642,7 @@ def test_staged_rows_that_were_lost_stop_the_commit(sink: Sink) -> None:
     assert sink.sent() == [1, 2]
 
 
-def test_an_answer_that_is_lost_is_asked_for_again(
+def test_a_commit_whose_answer_was_lost_is_repeated_and_takes_effect_once(
     sink: Sink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     commit = pgqueue.Queues.sink_commit
@@ -661,11 +659,11 @@ def test_an_answer_that_is_lost_is_asked_for_again(
     sink.send(payloads("1"))
     assert answers == [True, False, False]
     assert (sink.sent(), sink.staged()) == ([1], 0)
-    # Not that it was discarded.
+    # The log does not claim that the write was discarded.
     assert [record for record in caplog.messages if "committed" in record] == []
 
 
-def test_a_commit_waits_for_the_database_no_longer_than_it_may(sink: Sink) -> None:
+def test_a_commit_retries_no_longer_than_retry_timeout(sink: Sink) -> None:
     writer = sink.writer(retryTimeout="0.2s")
     staged = sink.write(writer, payloads("1"))
     writer.conninfo = make_conninfo(writer.conninfo, dbname="nowhere")
@@ -673,7 +671,7 @@ def test_a_commit_waits_for_the_database_no_longer_than_it_may(sink: Sink) -> No
         writer.commit([staged])
 
 
-def test_a_crash_of_the_server_between_staging_and_commit_loses_the_run_and_says_so(
+def test_a_server_crash_between_staging_and_commit_raises_staged_messages_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with EmbeddedServer(data_dir=tmp_path / "data", durable=False) as server:
@@ -688,7 +686,7 @@ def test_a_crash_of_the_server_between_staging_and_commit_loses_the_run_and_says
         back.start()
         with pytest.raises(psycopg.OperationalError):
             first.write(writer, payloads("3"))
-        # A task that is tried again waits: Spark tries it four times within a second.
+        # A later attempt of a task waits, as Spark makes all four attempts within a second.
         monkeypatch.setattr(sink_module.TaskContext, "get", lambda: SimpleNamespace(attemptNumber=lambda: 1))
         waited = first.write(first.writer(retryTimeout="60 s"), payloads("3"))
         back.join()
@@ -700,7 +698,7 @@ def test_a_crash_of_the_server_between_staging_and_commit_loses_the_run_and_says
             assert connection.execute("select payload from pgqueue.messages order by id").fetchall() == [(1,), (3,)]
 
 
-# What is refused when a write is planned.
+# Errors at planning.
 
 
 TWICE = t.StructType([t.StructField("x", t.IntegerType())] * 2)
@@ -725,14 +723,14 @@ TWICE = t.StructType([t.StructField("x", t.IntegerType())] * 2)
         (schema(a=t.DayTimeIntervalType()), {}, "column a: interval day to second has no form in JSON"),
         (schema(a=t.ArrayType(TWICE)), {}, "column a: struct<x:int,x:int> has no form in JSON"),
         (schema(payload=TWICE), {}, "column payload: struct<x:int,x:int> has no form in JSON"),
-        (schema(a=t.IntegerType(), headers=t.StringType()), {}, "column headers beside no column payload"),
-        (schema(payload=t.StringType()), {"queue": ""}, "no queue: name it by the option queue, or"),
+        (schema(a=t.IntegerType(), headers=t.StringType()), {}, "column headers is ambiguous without a column payload"),
+        (schema(payload=t.StringType()), {"queue": ""}, "no queue: set option queue, or"),
         (schema(payload=t.StringType(), queue_name=t.StringType()), {}, "the queue is named twice"),
         (schema(queue_name=t.StringType()), {"queue": ""}, "there is nothing to send"),
         (schema(queue_name=t.IntegerType(), a=t.IntegerType()), {"queue": ""}, "column queue_name is int"),
-        (schema(PAYLOAD=t.StringType()), {}, "column PAYLOAD beside no column payload"),
+        (schema(PAYLOAD=t.StringType()), {}, "column PAYLOAD is ambiguous without a column payload"),
         (schema(payload=t.StringType(), Headers=t.StringType()), {}, "unknown column Headers .*did you mean headers"),
-        (schema(), {}, "there must be one at least"),
+        (schema(), {}, "there must be at least one"),
         (PAYLOAD, {"txnAppId": "a"}, "options txnAppId and txnVersion go together"),
         (PAYLOAD, {"txnVersion": "1"}, "options txnAppId and txnVersion go together"),
         (PAYLOAD, {"txnAppId": "a", "txnVersion": "-1"}, "invalid option txnVersion: '-1' is not an integer from 0"),
@@ -741,21 +739,21 @@ TWICE = t.StructType([t.StructField("x", t.IntegerType())] * 2)
         (PAYLOAD, {"txnId": "a"}, "unknown option txnId"),
     ],
 )
-def test_what_makes_no_sense_is_refused_when_it_is_planned(
+def test_invalid_columns_and_options_are_refused_at_planning(
     sink: Sink, kinds: t.StructType, options: dict[str, str], message: str
 ) -> None:
     with pytest.raises(OptionError, match=message):
         sink.writer(kinds, **options)
 
 
-def test_two_columns_of_one_name_are_refused(sink: Sink) -> None:
+def test_duplicate_column_names_are_refused(sink: Sink) -> None:
     with pytest.raises(OptionError, match="different names"):
         sink.writer(t.StructType([t.StructField("a", t.StringType())] * 2))
 
 
 @pytest.mark.parametrize("options", [{"txnAppId": "a"}, {"txnVersion": "1"}, {"txnAppId": "a", "txnVersion": "1"}])
-def test_a_stream_has_no_name_but_that_of_its_checkpoint(sink: Sink, options: dict[str, str]) -> None:
-    # Under one that outlived it, the batches of the next checkpoint, which count from 0 again, would be discarded.
+def test_txn_options_are_refused_for_streaming_queries(sink: Sink, options: dict[str, str]) -> None:
+    # With a fixed name, the batches of a new checkpoint, numbered from 0 again, would be discarded.
     with pytest.raises(OptionError, match=r"are not for streaming queries.*: leave both out"):
         sink.stream(**options)
 
@@ -772,7 +770,7 @@ def save(sink: Sink) -> Callable[..., None]:
     return save
 
 
-def test_a_data_frame_is_sent(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
+def test_a_data_frame_is_written(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
     frame = spark.range(0, 1000, 1, 4)
     save(frame.selectExpr("to_json(struct(id)) as payload", "map('a', 'b') as headers", "uuid() as message_id"))
     save(frame.selectExpr("id", "named_struct('at', current_timestamp(), 'tags', array('x')) as more"))
@@ -780,9 +778,7 @@ def test_a_data_frame_is_sent(spark: Any, sink: Sink, save: Callable[..., None])
     assert sink.staged() == 0
 
 
-def test_any_thread_writes_once_it_has_registered_the_session(
-    spark: Any, sink: Sink, save: Callable[..., None]
-) -> None:
+def test_a_thread_can_write_after_it_registered_the_session(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
     def write() -> None:
         register(spark)
         save(spark.range(3).selectExpr("to_json(struct(id)) as payload"))
@@ -793,7 +789,7 @@ def test_any_thread_writes_once_it_has_registered_the_session(
     assert sorted(payload["id"] for payload in sink.sent()) == [0, 0, 1, 1, 2, 2]
 
 
-def test_tasks_that_fail_are_tried_again(spark: Any, sink: Sink, save: Callable[..., None], tmp_path: Path) -> None:
+def test_retried_tasks_send_each_row_once(spark: Any, sink: Sink, save: Callable[..., None], tmp_path: Path) -> None:
     from pyspark.sql.functions import udf
 
     def once(number: int) -> str:
@@ -809,7 +805,7 @@ def test_tasks_that_fail_are_tried_again(spark: Any, sink: Sink, save: Callable[
     assert sink.staged() == 0
 
 
-def test_a_task_that_fails_for_good_sends_nothing(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
+def test_a_job_with_a_failed_task_sends_nothing(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
     from pyspark.sql.functions import udf
 
     dsn, name = sink.dsn, sink.name
@@ -817,7 +813,7 @@ def test_a_task_that_fails_for_good_sends_nothing(spark: Any, sink: Sink, save: 
     def behind_the_others(number: int) -> str:
         if number != 700:
             return str(number)
-        # Spark waits for no other task before it gives up: what one stages behind that is left to sweep_staged.
+        # Spark does not wait for other tasks before it aborts. Rows staged after that are left to sweep_staged.
         staged = "select count(*) >= 3 from pgqueue.staged_attempts where queue_name = %s"
         deadline = time.monotonic() + 30
         with psycopg.connect(dsn, autocommit=True) as connection:
@@ -830,7 +826,7 @@ def test_a_task_that_fails_for_good_sends_nothing(spark: Any, sink: Sink, save: 
     assert (sink.sent(), sink.staged()) == ([], 0)
 
 
-def test_a_commit_that_raises_sends_nothing(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
+def test_a_failed_commit_sends_nothing(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
     large = "case when id = 300 then to_json(array(repeat('x', 300000))) else '1' end as payload"
     with pytest.raises(Exception, match="row 51 of partition 1: payload of 300004 bytes is over the limit"):
         save(spark.range(0, 1000, 1, 4).selectExpr(large))
@@ -838,7 +834,8 @@ def test_a_commit_that_raises_sends_nothing(spark: Any, sink: Sink, save: Callab
 
 
 @pytest.mark.parametrize(
-    ("mode", "message"), [("overwrite", "a queue is not overwritten"), ("error", "SAVE_MODE"), ("ignore", "SAVE_MODE")]
+    ("mode", "message"),
+    [("overwrite", "a queue cannot be overwritten"), ("error", "SAVE_MODE"), ("ignore", "SAVE_MODE")],
 )
 def test_append_is_the_only_mode(spark: Any, sink: Sink, save: Callable[..., None], mode: str, message: str) -> None:
     sink.queue.enqueue(1)
@@ -847,7 +844,7 @@ def test_append_is_the_only_mode(spark: Any, sink: Sink, save: Callable[..., Non
     assert sink.sent() == [1]
 
 
-def test_a_stream_that_is_replayed_sends_once(spark: Any, sink: Sink, tmp_path: Path) -> None:
+def test_a_replayed_micro_batch_is_sent_once(spark: Any, sink: Sink, tmp_path: Path) -> None:
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
     spark.range(100).selectExpr("to_json(struct(id)) as payload").coalesce(1).write.json(str(source))
 
@@ -859,7 +856,7 @@ def test_a_stream_that_is_replayed_sends_once(spark: Any, sink: Sink, tmp_path: 
 
     run()
     assert sorted(payload["id"] for payload in sink.sent()) == [*range(100)]
-    # As if the driver had died behind the sink's commit and before Spark's own.
+    # As if the driver had died after the commit of the sink and before the entry in Spark's commit log.
     (checkpoint / "commits/0").unlink()
     (checkpoint / "commits/.0.crc").unlink()
     run()

@@ -1,4 +1,4 @@
-"""The streaming source under every failure, driven by an engine that takes Spark's steps."""
+"""The streaming source under all kinds of failures, driven by a model of Spark's engine (engines.py)."""
 
 import gc
 import json
@@ -41,7 +41,7 @@ def checkpoint() -> Checkpoint:
 
 @pytest.fixture
 def start(database: str, name: str, checkpoint: Checkpoint) -> Iterator[Start]:
-    """Starts a driver on the checkpoint, or on another one."""
+    """A function that starts a driver on the checkpoint, or on another one."""
     started: list[Engine] = []
 
     def start(on: Checkpoint | None = None, schema: str | None = None, **options: str) -> Engine:
@@ -64,13 +64,13 @@ def stream(queue: pgqueue.Queue) -> pgqueue.Stream:
 
 
 def left(queue: pgqueue.Queue) -> int:
-    """How many messages are in the queue, in whatever state."""
+    """The number of messages in the queue, in any state."""
     stats = queue.stats()
     return stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
 
 
 def lapse(connection: psycopg.Connection[Any], queue: pgqueue.Queue) -> None:
-    """The reservation has run out."""
+    """Let the reservation expire."""
     connection.execute(
         "update pgqueue.messages set visible_at = clock_timestamp() - interval '1 s' where queue_name = %s",
         [queue.name],
@@ -81,7 +81,7 @@ def lapse(connection: psycopg.Connection[Any], queue: pgqueue.Queue) -> None:
     )
 
 
-def test_a_queue_is_read_batch_by_batch_and_each_message_once(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_stream_reads_each_message_once_in_batches(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch([{"n": n} for n in range(10)])
     engine = start(numPartitions="3").begin()
     assert [ids(rows) for rows in engine.drain()] == [sent[:4], sent[4:8], sent[8:]]
@@ -90,7 +90,7 @@ def test_a_queue_is_read_batch_by_batch_and_each_message_once(orders: pgqueue.Qu
     assert ids(engine.trigger()) == more
 
 
-def test_a_message_arrives_as_it_was_sent(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_stream_returns_all_columns_unchanged(orders: pgqueue.Queue, start: Start) -> None:
     orders.enqueue({"text": "né\n\t\x01"}, headers={"a": "1"}, expires_in=timedelta(hours=1))
     orders.enqueue(body=b"\x00\xff")
     (sent, _) = orders.browse()
@@ -113,22 +113,22 @@ def test_a_message_arrives_as_it_was_sent(orders: pgqueue.Queue, start: Start) -
     assert (message["attempt_count"], raw["payload"], raw["body"]) == (1, None, b"\x00\xff")
 
 
-def test_the_user_s_schema_chooses_columns_and_is_checked(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_user_schema_of_a_stream_selects_columns_and_is_checked(orders: pgqueue.Queue, start: Start) -> None:
     orders.enqueue(7)
     assert start(schema="payload string").begin().trigger() == [{"payload": "7"}]
-    with pytest.raises(OptionError, match="no column visible_at in source stream"):
+    with pytest.raises(OptionError, match="source stream has no column visible_at"):
         start(schema="visible_at timestamp")
 
 
-# The failure table.
+# Failures.
 
 
-def test_1_the_driver_dies_behind_the_claim_and_the_next_adopts_the_batch(
+def test_a_driver_that_dies_after_the_claim_leaves_its_batch_to_the_next_driver(
     orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4, 5])
     with start().begin() as engine, pytest.raises(Died):
-        engine.trigger(dies="behind the claim")
+        engine.trigger(dies="after the claim")
     claimed = stream(orders)
     assert (checkpoint.offsets, claimed.messages) == ([], 4)
     with start(maxMessagesPerTrigger="100").begin() as engine:
@@ -137,8 +137,8 @@ def test_1_the_driver_dies_behind_the_claim_and_the_next_adopts_the_batch(
 
 
 @pytest.mark.parametrize("batch", [0, 1])
-@pytest.mark.parametrize("point", ["before the sink", "behind the sink"])
-def test_2_the_driver_dies_in_a_batch_and_the_next_replays_the_same(
+@pytest.mark.parametrize("point", ["before the sink", "after the sink"])
+def test_a_driver_that_dies_during_a_batch_is_followed_by_a_replay_of_the_same_messages(
     orders: pgqueue.Queue, start: Start, point: str, batch: int
 ) -> None:
     sent = orders.enqueue_batch(list(range(12)))
@@ -151,13 +151,13 @@ def test_2_the_driver_dies_in_a_batch_and_the_next_replays_the_same(
     again = start(numPartitions="2", maxMessagesPerTrigger="100").begin()
     replayed = again.sink[0][1]
     assert ids(replayed) == sent[4 * batch :][:4]
-    if point == "behind the sink":
+    if point == "after the sink":
         assert replayed == engine.sink[-1][1]
     assert [ids(rows) for rows in again.drain()] == [sent[4 * batch + 4 :] + more]
     assert left(orders) == 0
 
 
-def test_4_the_driver_dies_behind_the_commit_log_and_nothing_is_read_again(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_driver_that_dies_after_the_commit_log_entry_causes_no_replay(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4, 5])
     with start().begin() as engine:
         assert ids(engine.trigger()) == sent[:4]
@@ -168,7 +168,7 @@ def test_4_the_driver_dies_behind_the_commit_log_and_nothing_is_read_again(order
     assert left(orders) == 1
 
 
-def test_5_a_commit_that_never_came_is_not_missed(
+def test_messages_are_acknowledged_without_a_call_of_commit(
     orders: pgqueue.Queue, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = orders.enqueue_batch(list(range(10)))
@@ -178,7 +178,7 @@ def test_5_a_commit_that_never_came_is_not_missed(
     assert left(orders) == 0
 
 
-def test_5_a_commit_acknowledges_by_itself_once(orders: pgqueue.Queue, start: Start) -> None:
+def test_commit_acknowledges_the_batch_once(orders: pgqueue.Queue, start: Start) -> None:
     orders.enqueue_batch([1, 2, 3, 4])
     engine = start().begin()
     end = engine.plan()
@@ -187,11 +187,11 @@ def test_5_a_commit_acknowledges_by_itself_once(orders: pgqueue.Queue, start: St
         engine.reader.commit(end)
         assert (left(orders), stream(orders).acked_seq) == (0, 1)
     assert engine.plan() is None
-    # Where nothing is new there is nothing to read.
+    # An empty range of offsets has no partitions.
     assert engine.reader.partitions(end, end) == []
 
 
-def test_6_a_second_action_and_a_task_that_is_tried_again_read_the_same(orders: pgqueue.Queue, start: Start) -> None:
+def test_repeated_reads_of_a_partition_return_the_same_messages(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(4)))
     engine = start(numPartitions="2").begin()
     parts = engine.parts(engine.plan())
@@ -201,7 +201,7 @@ def test_6_a_second_action_and_a_task_that_is_tried_again_read_the_same(orders: 
     assert [ids(rows) for rows in first] == [sent[:2], sent[2:]]
 
 
-def test_7_a_task_goes_on_where_its_connection_was_lost(
+def test_a_task_continues_after_a_lost_connection_without_repeating_rows(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = orders.enqueue_batch(["x" * 1000] * 50)
@@ -216,12 +216,12 @@ def test_7_a_task_goes_on_where_its_connection_was_lost(
     assert found == sent
 
 
-def test_8_messages_that_others_took_in_a_long_downtime_end_the_query(
+def test_messages_taken_by_others_after_the_lease_end_the_query(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4])
     with start().begin() as engine, pytest.raises(Died):
-        engine.trigger(dies="behind the sink")
+        engine.trigger(dies="after the sink")
     lapse(connection, orders)
     taken = [message.id for message in wait_for(lambda: orders.receive(1))]
     with pytest.raises(pgqueue.StreamDataLost, match=f"1 of 4 messages of batch 1: {taken[0]}"):
@@ -232,7 +232,7 @@ def test_8_messages_that_others_took_in_a_long_downtime_end_the_query(
     assert left(orders) == 0
 
 
-def test_8_what_was_claimed_by_hand_is_no_longer_the_stream_s(
+def test_a_message_claimed_by_plain_sql_counts_as_lost(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3])
@@ -240,7 +240,7 @@ def test_8_what_was_claimed_by_hand_is_no_longer_the_stream_s(
     end = engine.plan()
     parts = engine.parts(end)
     lapse(connection, orders)
-    # In plain SQL, which sets no token: that of the stream is still there.
+    # Plain SQL sets no token, so the message still has that of the stream.
     taken = (
         "update pgqueue.messages set visible_at = '2100-01-01', attempt_count = attempt_count + 1 where id = %s"
         " returning visible_at"
@@ -255,7 +255,7 @@ def test_8_what_was_claimed_by_hand_is_no_longer_the_stream_s(
     assert rows.fetchall() == [(sent[1], *until)]
 
 
-def test_8_a_long_downtime_in_which_nobody_took_a_message_loses_nothing(
+def test_an_expired_lease_loses_nothing_if_no_message_was_taken(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4])
@@ -268,7 +268,7 @@ def test_8_a_long_downtime_in_which_nobody_took_a_message_loses_nothing(
     assert orders.receive(10) == []
 
 
-def test_9_of_two_drivers_the_older_is_stopped_at_its_next_call(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_second_driver_fences_every_call_of_the_first(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(8)))
     old = start().begin()
     end = old.plan()
@@ -287,7 +287,7 @@ def test_9_of_two_drivers_the_older_is_stopped_at_its_next_call(orders: pgqueue.
     assert ids(new.trigger()) == sent[4:]
 
 
-def test_9_so_is_one_of_an_epoch_that_a_restored_database_has_not_seen(
+def test_a_driver_with_an_epoch_newer_than_the_database_is_fenced(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     orders.enqueue(1)
@@ -297,7 +297,7 @@ def test_9_so_is_one_of_an_epoch_that_a_restored_database_has_not_seen(
         engine.trigger()
 
 
-def test_9_the_heartbeat_of_a_fenced_driver_ends(orders: pgqueue.Queue, start: Start) -> None:
+def test_the_heartbeat_thread_of_a_fenced_driver_ends(orders: pgqueue.Queue, start: Start) -> None:
     orders.enqueue(1)
     others = set(threading.enumerate())
     old = start(heartbeatInterval="0.1s").begin()
@@ -308,21 +308,21 @@ def test_9_the_heartbeat_of_a_fenced_driver_ends(orders: pgqueue.Queue, start: S
     wait_for(lambda: not beat.is_alive())
 
 
-def test_10_without_its_checkpoint_a_query_goes_on_behind_what_is_acknowledged(
+def test_without_its_checkpoint_a_query_continues_after_the_last_acknowledged_batch(
     orders: pgqueue.Queue, start: Start
 ) -> None:
     sent = orders.enqueue_batch(list(range(10)))
     with start().begin() as engine:
         engine.trigger()
         engine.trigger()
-    # The second batch is done, but nobody has said so to the database.
+    # The second batch is finished but not acknowledged in the database.
     again = start(on=Checkpoint()).begin()
     assert [ids(rows) for rows in again.drain()] == [sent[4:8], sent[8:]]
     assert left(orders) == 0
 
 
 @pytest.mark.parametrize("done", [1, 2])
-def test_11_a_checkpoint_that_was_rolled_back_ends_the_query(
+def test_a_rolled_back_checkpoint_ends_the_query(
     orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint, done: int
 ) -> None:
     orders.enqueue_batch(list(range(13)))
@@ -335,11 +335,11 @@ def test_11_a_checkpoint_that_was_rolled_back_ends_the_query(
         engine.trigger()
     rolled_back = start(on=old)
     with pytest.raises(pgqueue.StreamOutOfStep, match=r"stream 's' of queue .* is out of step"):
-        # Where a batch is to be replayed it fails in partitions(), never as an empty batch; else in latestOffset().
+        # A replay fails in partitions(), never as an empty batch. Without a replay, latestOffset() fails.
         rolled_back.begin().trigger()
     assert rolled_back.sink == []
     assert left(orders) == 1
-    # Who would go on all the same does so.
+    # With failOnDataLoss=false the query continues.
     lenient = start(on=old.copy(), failOnDataLoss="false").begin()
     assert [rows for _, rows in lenient.sink] == ([[]] if done == 1 else [])
     assert len(lenient.drain()) == 1
@@ -347,8 +347,8 @@ def test_11_a_checkpoint_that_was_rolled_back_ends_the_query(
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_11_a_checkpoint_of_another_stream_ends_the_query(orders: pgqueue.Queue, start: Start, is_new: bool) -> None:
-    """Also one from before its first batch, which says of no message where it was."""
+def test_a_checkpoint_of_another_stream_ends_the_query(orders: pgqueue.Queue, start: Start, is_new: bool) -> None:
+    """Includes a checkpoint from before the first batch, which has no token."""
     if not is_new:
         orders.enqueue_batch([1, 2])
     with start().begin() as engine:
@@ -365,7 +365,7 @@ def test_11_a_checkpoint_of_another_stream_ends_the_query(orders: pgqueue.Queue,
     ]
 
 
-def test_11_a_checkpoint_that_says_nothing_of_its_queue_is_told_by_its_batches(
+def test_a_checkpoint_without_names_is_recognized_by_its_batch_tokens(
     orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint
 ) -> None:
     orders.enqueue_batch([1, 2])
@@ -378,9 +378,7 @@ def test_11_a_checkpoint_that_says_nothing_of_its_queue_is_told_by_its_batches(
     assert start().begin().trigger() is None
 
 
-def test_what_the_database_refuses_is_told_in_a_few_lines_and_by_the_names_of_options(
-    orders: pgqueue.Queue, start: Start
-) -> None:
+def test_database_errors_are_short_and_name_spark_options(orders: pgqueue.Queue, start: Start) -> None:
     with pytest.raises(pgqueue.InvalidArgument) as raised:
         start(onAck="archive").begin()
     hint = f"onAck must be delete or null where queue '{orders.name}' has no archive_for."
@@ -400,9 +398,7 @@ def test_what_the_database_refuses_is_told_in_a_few_lines_and_by_the_names_of_op
     assert "CONTEXT" not in str(raised.value)
 
 
-def test_12_a_stream_that_the_database_has_forgotten_ends_the_query(
-    orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint
-) -> None:
+def test_a_dropped_stream_ends_the_query(orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint) -> None:
     orders.enqueue_batch(list(range(4)))
     with start().begin() as engine:
         engine.drain()
@@ -422,7 +418,7 @@ def cut(connection: psycopg.Connection[Any]) -> int:
     ).fetchone()[0]
 
 
-def test_13_a_connection_that_is_lost_is_made_again_in_the_same_epoch(
+def test_a_lost_connection_is_reopened_in_the_same_epoch(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     sent = orders.enqueue_batch(list(range(6)))
@@ -441,7 +437,7 @@ def test_13_a_connection_that_is_lost_is_made_again_in_the_same_epoch(
     assert stream(orders).epoch == epoch
 
 
-def test_13_a_connection_that_was_idle_for_too_long_is_made_again(
+def test_a_connection_closed_by_idle_session_timeout_is_reopened(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], database: str
 ) -> None:
     impatient = make_conninfo(database, options="-c idle_session_timeout=20ms")
@@ -454,16 +450,16 @@ def test_13_a_connection_that_was_idle_for_too_long_is_made_again(
         assert ids(engine.trigger()) == [sent]
 
 
-def test_13_a_server_that_is_a_standby_since_is_left(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_connection_to_a_read_only_server_is_replaced(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue(1)
     engine = start(retryTimeout="10 s").begin()
-    # As behind a proxy that knows of the failover a moment later.
+    # As behind a proxy that notices a failover late.
     engine.reader._driver._connection.execute("set default_transaction_read_only to on")
     assert ids(engine.trigger()) == [sent]
 
 
 class Clock:
-    """A clock that is moved by hand, and by who sleeps."""
+    """A clock that is advanced by hand, and by sleep()."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -482,7 +478,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_13_patience_begins_anew_with_each_outage(
+def test_retry_timeout_starts_again_with_each_outage_of_the_driver(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start, clock: Clock
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3])
@@ -494,7 +490,7 @@ def test_13_patience_begins_anew_with_each_outage(
 
 
 @pytest.mark.parametrize("silently", [False, True])
-def test_13_so_does_that_of_a_task(
+def test_retry_timeout_starts_again_with_each_outage_of_a_task(
     orders: pgqueue.Queue,
     connection: psycopg.Connection[Any],
     start: Start,
@@ -509,7 +505,7 @@ def test_13_so_does_that_of_a_task(
     engine = start(retryTimeout="10 s", maxMessagesPerTrigger="50", numPartitions="1").begin()
     (part,) = engine.parts(engine.plan())
     found: list[int] = []
-    # Each batch is more than is under way at a time, so that the loss is noticed before the next.
+    # Each batch is larger than all buffers, so that the loss is noticed before the next one.
     for batch in engine.worker.read(part):
         found += ids(batch.to_pylist())
         clock.now += 3600
@@ -522,7 +518,7 @@ def test_13_so_does_that_of_a_task(
     assert len(made) == 6
 
 
-def test_13_without_patience_a_lost_connection_ends_the_query_and_says_so(
+def test_without_retry_timeout_a_lost_connection_ends_the_query_with_a_note(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     orders.enqueue(1)
@@ -533,12 +529,12 @@ def test_13_without_patience_a_lost_connection_ends_the_query_and_says_so(
     assert any("retryTimeout" in note for note in raised.value.__notes__)
 
 
-def test_13_a_first_connection_that_fails_is_no_matter_of_patience() -> None:
+def test_a_failed_first_connection_is_not_retried() -> None:
     with pytest.raises(psycopg.OperationalError):
         Engine("host=/nowhere", "orders", Checkpoint(), retryTimeout="1 h").begin()
 
 
-def test_13_a_server_that_restarts_is_waited_for(name: str) -> None:
+def test_a_server_restart_is_bridged_by_retries(name: str) -> None:
     with EmbeddedServer(durable=False) as server:
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             connection.execute("create extension pgqueue")
@@ -562,10 +558,10 @@ def test_13_a_server_that_restarts_is_waited_for(name: str) -> None:
             assert left(pgqueue.Queue(connection, name)) == 0
 
 
-# The rest of what it promises.
+# Offsets, triggers, heartbeats and options.
 
 
-def test_an_idle_stream_has_acknowledged_what_is_done_and_writes_nothing(
+def test_an_idle_stream_acknowledges_its_last_batch_and_then_writes_nothing(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     orders.enqueue(1)
@@ -580,15 +576,13 @@ def test_an_idle_stream_has_acknowledged_what_is_done_and_writes_nothing(
     assert connection.execute(version, [orders.name]).fetchone() == before
 
 
-def test_the_first_offset_is_asked_for_twice_and_again_when_batch_0_is_replayed(
-    orders: pgqueue.Queue, start: Start
-) -> None:
+def test_the_initial_offset_is_stable_also_when_batch_0_is_replayed(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch([1, 2])
     engine = start()
     first = {"seq": 0, "token": None, "queue": orders.name, "stream": "s"}
     assert engine.reader.initialOffset() == engine.reader.initialOffset() == first
     with engine.begin(), pytest.raises(Died):
-        engine.trigger(dies="behind the sink")
+        engine.trigger(dies="after the sink")
     again = start()
     assert again.reader.initialOffset() == first
     assert ids(again.begin().sink[0][1]) == sent
@@ -603,7 +597,7 @@ def test_a_batch_keeps_the_number_of_partitions_that_it_was_claimed_with(orders:
     assert len(again.sink[0][1]) == 4
 
 
-def test_nothing_is_prepared_as_a_pooler_lends_a_session_for_a_transaction(orders: pgqueue.Queue, start: Start) -> None:
+def test_no_statements_are_prepared_so_that_poolers_work(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(10)))
     engine = start(maxMessagesPerTrigger="1").begin()
     assert len(engine.drain()) == len(sent)
@@ -611,7 +605,7 @@ def test_nothing_is_prepared_as_a_pooler_lends_a_session_for_a_transaction(order
     assert prepared.fetchall() == []
 
 
-def test_triggers_have_limits(orders: pgqueue.Queue, start: Start) -> None:
+def test_triggers_limit_the_batch_size(orders: pgqueue.Queue, start: Start) -> None:
     orders.enqueue_batch(list(range(30)))
     engine = start(maxMessagesPerTrigger="5").begin()
     assert engine.reader.getDefaultReadLimit() == ReadMaxRows(5)
@@ -620,7 +614,7 @@ def test_triggers_have_limits(orders: pgqueue.Queue, start: Start) -> None:
         assert len(engine.trigger() or []) == expected
 
 
-def test_available_now_ends_although_more_is_sent(orders: pgqueue.Queue, start: Start) -> None:
+def test_available_now_ends_although_more_messages_are_sent(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(10)))
     engine = start()
     engine.reader.prepareForTriggerAvailableNow()
@@ -631,12 +625,12 @@ def test_available_now_ends_although_more_is_sent(orders: pgqueue.Queue, start: 
         found += ids(rows)
         more = orders.enqueue_batch(list(range(10)))
     assert found == sent
-    # What was done is acknowledged, the rest is untouched and everybody's.
+    # The rest is ready for any consumer.
     assert left(orders) == orders.stats().ready_messages
     assert [message.id for message in orders.receive(100)][-10:] == more
 
 
-def test_available_now_takes_what_was_scheduled_and_came_due_before(
+def test_available_now_reads_messages_that_became_due_before(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     late = orders.enqueue("late", delay=timedelta(hours=1))
@@ -651,7 +645,7 @@ def test_available_now_takes_what_was_scheduled_and_came_due_before(
     assert late in [number for rows in engine.begin().drain() for number in ids(rows)]
 
 
-def test_available_now_leaves_out_what_has_no_attempt_left(
+def test_available_now_omits_messages_without_attempts_left(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     spent, fresh = orders.enqueue_batch([1, 2])
@@ -661,7 +655,7 @@ def test_available_now_leaves_out_what_has_no_attempt_left(
     assert [ids(rows) for rows in engine.begin().drain()] == [[fresh]]
 
 
-def test_a_heartbeat_keeps_a_batch_beyond_its_lease(
+def test_a_heartbeat_extends_the_reservation_of_a_batch(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     orders.enqueue_batch([1, 2])
@@ -671,7 +665,7 @@ def test_a_heartbeat_keeps_a_batch_beyond_its_lease(
     assert first is not None
 
     def ends() -> list[datetime]:
-        """When the claims of the messages and that of the stream run out."""
+        """The times when the claims of the messages and of the stream expire."""
         rows = connection.execute("select visible_at from pgqueue.messages where queue_name = %s", [orders.name])
         return [*(row[0] for row in rows), stream(orders).claimed_until or first]
 
@@ -680,7 +674,7 @@ def test_a_heartbeat_keeps_a_batch_beyond_its_lease(
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), psycopg.OperationalError("gone")])
-def test_a_heartbeat_goes_on_whatever_came_between(
+def test_a_heartbeat_continues_after_errors(
     orders: pgqueue.Queue, start: Start, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     orders.enqueue_batch([1, 2])
@@ -700,10 +694,10 @@ def test_a_heartbeat_goes_on_whatever_came_between(
     assert next(failures, None) is None
 
 
-def test_a_heartbeat_keeps_what_the_driver_before_had_claimed(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_heartbeat_extends_a_batch_that_the_previous_driver_claimed(orders: pgqueue.Queue, start: Start) -> None:
     orders.enqueue_batch([1, 2])
     with start(leaseDuration="1 min").begin() as engine, pytest.raises(Died):
-        engine.trigger(dies="behind the claim")
+        engine.trigger(dies="after the claim")
     first = stream(orders).claimed_until
     assert first is not None
     again = start(leaseDuration="1 min", heartbeatInterval="0.1 s")
@@ -711,7 +705,7 @@ def test_a_heartbeat_keeps_what_the_driver_before_had_claimed(orders: pgqueue.Qu
     wait_for(lambda: (stream(orders).claimed_until or first) > first)
 
 
-def test_without_a_batch_there_is_no_heartbeat(
+def test_there_is_no_heartbeat_without_an_open_batch(
     orders: pgqueue.Queue, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats: list[Any] = []
@@ -728,10 +722,10 @@ def test_without_a_batch_there_is_no_heartbeat(
     assert len(beats) <= count + 1
 
 
-def test_a_poisoned_batch_ends_the_query_and_is_named_and_can_be_skipped(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_poisoned_batch_ends_the_query_and_can_be_skipped(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(6)))
     with start().begin() as engine, pytest.raises(Died):
-        engine.trigger(dies="behind the sink")
+        engine.trigger(dies="after the sink")
     for _ in range(2):
         with start(maxReplays="2") as engine:
             engine.begin()
@@ -749,18 +743,18 @@ def test_a_poisoned_batch_ends_the_query_and_is_named_and_can_be_skipped(orders:
     assert ids(again.trigger()) == sent[4:]
 
 
-def test_a_replay_counts_no_attempt(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_replay_does_not_count_as_an_attempt(orders: pgqueue.Queue, start: Start) -> None:
     orders.alter_queue(max_attempts=1)
     orders.enqueue(1)
     with start().begin() as engine, pytest.raises(Died):
-        engine.trigger(dies="behind the sink")
+        engine.trigger(dies="after the sink")
     for _ in range(3):
         with start() as engine:
             assert [row["attempt_count"] for row in engine.begin().sink[0][1]] == [1]
             engine.checkpoint.done -= 1
 
 
-def test_done_is_archived_or_deleted_as_the_option_says_and_else_as_the_queue_does(
+def test_acknowledged_messages_are_archived_or_deleted_by_option_on_ack(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
 ) -> None:
     orders.alter_queue(archive_for=timedelta(days=1))
@@ -776,7 +770,7 @@ def test_done_is_archived_or_deleted_as_the_option_says_and_else_as_the_queue_do
     assert left(orders) == 0
 
 
-def test_progress_says_what_is_left(orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start) -> None:
+def test_progress_reports_the_backlog(orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start) -> None:
     engine = start()
     assert engine.reader.reportLatestOffset() is None
     engine.begin()
@@ -792,7 +786,7 @@ def test_progress_says_what_is_left(orders: pgqueue.Queue, connection: psycopg.C
 
 
 @pytest.mark.parametrize("available_now", [False, True])
-def test_a_paused_queue_gives_nothing_but_ends_no_query(
+def test_a_paused_queue_returns_nothing_and_the_query_continues(
     orders: pgqueue.Queue, start: Start, available_now: bool
 ) -> None:
     sent = orders.enqueue_batch([1, 2])
@@ -806,27 +800,27 @@ def test_a_paused_queue_gives_nothing_but_ends_no_query(
     assert ids(engine.trigger()) == sent
 
 
-def test_a_checkpoint_of_something_else_is_named(start: Start) -> None:
+def test_a_checkpoint_of_another_source_is_refused(start: Start) -> None:
     engine = start()
     for offset in ({"topic": 3}, {"seq": 1, "token": "no"}, {"seq": 1, "token": 5}, {"seq": None, "token": None}):
         with pytest.raises(OptionError, match="the checkpoint is not one of format pgqueue"):
             engine.reader.latestOffset(offset, engine.limit)
 
 
-def test_a_queue_that_is_not_there_is_named(start: Start) -> None:
+def test_an_unknown_queue_raises_queue_not_found(start: Start) -> None:
     with pytest.raises(pgqueue.QueueNotFound):
         start().begin()
-    # No connection is left open: that would be a warning.
+    # An open connection would raise a ResourceWarning.
     gc.collect()
 
 
-def test_a_reader_connects_when_it_is_asked_not_when_it_is_made() -> None:
+def test_a_reader_connects_at_its_first_call() -> None:
     engine = Engine("host=/nowhere", "orders", Checkpoint())
     with pytest.raises(psycopg.OperationalError):
         engine.begin()
 
 
-def test_a_consumer_s_access_is_enough(orders: pgqueue.Queue, role: Callable[[str], str]) -> None:
+def test_access_consumer_is_sufficient_for_streams(orders: pgqueue.Queue, role: Callable[[str], str]) -> None:
     sent = orders.enqueue_batch([1, 2])
     dsn = role("consumer")
     with Engine(dsn, orders.name, Checkpoint(), heartbeatInterval="0.1s") as engine:
@@ -836,7 +830,7 @@ def test_a_consumer_s_access_is_enough(orders: pgqueue.Queue, role: Callable[[st
     assert left(orders) == 0
 
 
-def test_who_stops_leaves_the_database(orders: pgqueue.Queue, start: Start, connection: Any) -> None:
+def test_stop_closes_all_connections(orders: pgqueue.Queue, start: Start, connection: Any) -> None:
     orders.enqueue(1)
     engine = start(heartbeatInterval="0.1s").begin()
     engine.trigger()

@@ -1,4 +1,4 @@
-"""Streaming queries in Spark: what holds of the source holds of the whole; and a driver that is killed."""
+"""Streaming queries in Spark, including failures of tasks, workers, the server and the driver."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
 
 
 class Queries:
-    """Starts queries on a queue, on one checkpoint; what their sink is given is `got`, by batch."""
+    """Starts queries on a queue with one checkpoint. `got` has the ids that the sink received, by batch."""
 
     def __init__(self, spark: Any, dsn: str, queue: str, home: Path) -> None:
         self.spark = spark
@@ -50,17 +50,17 @@ class Queries:
         self.got.append((batch, sorted(row.id for row in frame.collect())))
 
     def start(self, sink: Callable[[Any, int], None] | None = None, **options: str) -> Any:
-        """A query that goes on."""
+        """Start a query that runs until it is stopped."""
         return self._start(sink, options, processingTime="0 seconds")
 
     def run(self, sink: Callable[[Any, int], None] | None = None, **options: str) -> Any:
-        """A query of all that there is, to its end."""
+        """Run a query over all present messages to its end."""
         started = self._start(sink, options, availableNow=True)
         started.awaitTermination()
         return started
 
     def fails(self, sink: Callable[[Any, int], None] | None = None, **options: str) -> str:
-        """What is said of a query that fails."""
+        """The error of a query that fails."""
         with pytest.raises(StreamingQueryException) as raised:
             self.run(sink, **options)
         return str(raised.value)
@@ -72,7 +72,7 @@ class Queries:
         return started
 
     def forget(self, *files: str) -> None:
-        """Take files out of the checkpoint, and what Spark keeps beside them."""
+        """Delete files of the checkpoint with their checksums."""
         for file in files:
             path = self.checkpoint / file
             path.unlink()
@@ -96,7 +96,7 @@ def broken(_frame: Any, _batch: int) -> None:
     raise RuntimeError("the sink is broken")
 
 
-def test_a_queue_is_drained_into_files_and_its_last_batch_is_acknowledged(
+def test_a_query_with_available_now_writes_files_and_acknowledges_its_last_batch(
     orders: pgqueue.Queue, queries: Queries, spark: Any
 ) -> None:
     sent = orders.enqueue_batch(list(range(10)))
@@ -111,7 +111,7 @@ def test_a_queue_is_drained_into_files_and_its_last_batch_is_acknowledged(
     assert progress[0]["sources"][0]["latestOffset"]["ready_messages"] == 6
 
 
-def test_a_query_of_what_is_available_ends_while_more_is_sent(orders: pgqueue.Queue, queries: Queries) -> None:
+def test_a_query_with_available_now_ends_while_more_is_sent(orders: pgqueue.Queue, queries: Queries) -> None:
     sent = orders.enqueue_batch(list(range(8)))
 
     def sink(frame: Any, batch: int) -> None:
@@ -126,14 +126,14 @@ def test_a_query_of_what_is_available_ends_while_more_is_sent(orders: pgqueue.Qu
 
 
 def connections(connection: psycopg.Connection[Any]) -> int:
-    """How many connections Spark has."""
+    """The number of Spark's connections."""
     return connection.execute(
         "select count(*) from pg_stat_activity"
         " where application_name = 'pgqueue spark' and datname = current_database()"
     ).fetchone()[0]
 
 
-def test_an_idle_query_acknowledges_and_leaves_the_database_when_it_is_stopped(
+def test_an_idle_query_acknowledges_and_a_stopped_one_disconnects(
     orders: pgqueue.Queue, queries: Queries, connection: psycopg.Connection[Any]
 ) -> None:
     sent = orders.enqueue_batch([1, 2])
@@ -148,7 +148,9 @@ def test_an_idle_query_acknowledges_and_leaves_the_database_when_it_is_stopped(
     wait_for(lambda: connections(connection) == 0, PATIENCE)
 
 
-def test_6_actions_tasks_that_fail_and_workers_that_die_read_the_same(orders: pgqueue.Queue, queries: Queries) -> None:
+def test_repeated_actions_failed_tasks_and_killed_workers_read_the_same_batch(
+    orders: pgqueue.Queue, queries: Queries
+) -> None:
     sent = orders.enqueue_batch(list(range(4)))
 
     def fail(rows: Any) -> Any:
@@ -173,7 +175,7 @@ def test_6_actions_tasks_that_fail_and_workers_that_die_read_the_same(orders: pg
     assert left(orders) == 0
 
 
-def test_2_a_batch_that_failed_is_replayed_also_in_other_partitions(orders: pgqueue.Queue, queries: Queries) -> None:
+def test_a_failed_batch_is_replayed_with_the_same_messages(orders: pgqueue.Queue, queries: Queries) -> None:
     sent = orders.enqueue_batch(list(range(6)))
     seen: list[Any] = []
 
@@ -187,7 +189,7 @@ def test_2_a_batch_that_failed_is_replayed_also_in_other_partitions(orders: pgqu
     assert queries.got == [(0, sent[:4]), (1, sent[4:])]
 
 
-def test_9_of_two_queries_of_one_stream_the_older_ends(orders: pgqueue.Queue, queries: Queries) -> None:
+def test_a_second_query_on_a_stream_ends_the_first(orders: pgqueue.Queue, queries: Queries) -> None:
     older = queries.start()
     orders.enqueue_batch([1])
     wait_for(lambda: queries.got, PATIENCE)
@@ -199,7 +201,9 @@ def test_9_of_two_queries_of_one_stream_the_older_ends(orders: pgqueue.Queue, qu
     assert more in [ids for _, ids in queries.got]
 
 
-def test_10_and_11_a_checkpoint_may_be_lost_but_not_rolled_back(orders: pgqueue.Queue, queries: Queries) -> None:
+def test_a_lost_checkpoint_is_accepted_and_a_rolled_back_one_is_refused(
+    orders: pgqueue.Queue, queries: Queries
+) -> None:
     sent = orders.enqueue_batch(list(range(8)))
     queries.run()
     queries.forget("commits/1")
@@ -213,9 +217,7 @@ def test_10_and_11_a_checkpoint_may_be_lost_but_not_rolled_back(orders: pgqueue.
     assert queries.got[2:] == [(0, more)]
 
 
-def test_a_poisoned_batch_ends_the_query_with_stream_batch_and_messages(
-    orders: pgqueue.Queue, queries: Queries
-) -> None:
+def test_the_error_of_a_poisoned_batch_names_stream_batch_and_messages(orders: pgqueue.Queue, queries: Queries) -> None:
     sent = orders.enqueue_batch([1, 2])
     assert "the sink is broken" in queries.fails(broken, maxReplays="0")
     said = queries.fails(maxReplays="0")
@@ -223,7 +225,7 @@ def test_a_poisoned_batch_ends_the_query_with_stream_batch_and_messages(
     assert "stream 's'" in said
 
 
-def test_13_a_server_that_restarts_ends_no_query(spark: Any, name: str, tmp_path: Path) -> None:
+def test_a_query_survives_restarts_of_the_server(spark: Any, name: str, tmp_path: Path) -> None:
     with EmbeddedServer(durable=False) as server:
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             connection.execute("create extension pgqueue")
@@ -233,7 +235,7 @@ def test_13_a_server_that_restarts_ends_no_query(spark: Any, name: str, tmp_path
         queries = Queries(spark, server.dsn, name, tmp_path)
 
         def sink(frame: Any, batch: int) -> None:
-            # Down while the source has to read, to acknowledge and to claim.
+            # The server is down while the source has to read, to acknowledge and to claim.
             if batch in (1, 3):
                 server.kill()
                 back = threading.Timer(0.5, server.start)
@@ -249,7 +251,7 @@ def test_13_a_server_that_restarts_ends_no_query(spark: Any, name: str, tmp_path
             assert left(pgqueue.Queue(connection, name)) == 0
 
 
-def test_options_are_checked_and_a_password_is_shown_nowhere(
+def test_options_are_checked_and_no_password_is_shown_or_stored(
     orders: pgqueue.Queue, queries: Queries, database: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert "did you mean maxReplays?" in queries.fails(maxReplay="1")
@@ -265,7 +267,7 @@ def test_options_are_checked_and_a_password_is_shown_nowhere(
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_1_to_4_a_driver_that_is_killed_is_carried_on(
+def test_a_query_continues_after_its_driver_was_killed(
     spark: Any, killed: Killed, database: str, connection: psycopg.Connection[Any], point: str
 ) -> None:
     home, ids, stream = killed.home, killed.sent[point], killed.streams[point]
@@ -285,6 +287,6 @@ def test_1_to_4_a_driver_that_is_killed_is_carried_on(
     assert noted(home, point) == batches[:written] + repeated + batches[written:]
     second = json.loads((home / point / "offsets" / "1").read_text().splitlines()[-1])
     if point != "behind-the-commit":
-        # The very reservation that the dead driver made.
+        # The new driver uses the reservation of the dead one.
         assert second["token"] == str(stream.claim_token)
     assert left(pgqueue.Queue(connection, f"killed-{point}")) == 0

@@ -1,4 +1,4 @@
-"""What every benchmark here shares: the settings of the server, the machine, and what a figure holds for."""
+"""What all benchmarks share: server settings, servers, and the description of server, machine and commit."""
 
 import os
 import platform
@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 SETTINGS = {"shared_buffers": "512MB", "max_wal_size": "8GB"}
 PAYLOAD = """'{"order_id": 1001, "event": "created", "items": [{"sku": "A-1", "qty": 2}], "total": 123.45}'::jsonb"""
-MANY = {"max_connections": "200"}  # 64 clients, and the pools that libraries keep beside them
+MANY = {"max_connections": "200"}  # for 64 clients and the connection pools of libraries
 
 
 @contextmanager
 def servers(majors: set[int]) -> Iterator[dict[int, EmbeddedServer | None]]:
-    """A durable server of each major; None where it cannot be had."""
+    """Start a durable server of each major version; None for a version that is not available."""
     running: dict[int, EmbeddedServer | None] = {}
     try:
         for major in sorted(majors):
@@ -43,7 +43,7 @@ def servers(majors: set[int]) -> Iterator[dict[int, EmbeddedServer | None]]:
 
 
 def circumstances(running: dict[int, EmbeddedServer | None]) -> dict[str, Any]:
-    """What figures hold for."""
+    """Describe the commit, date, servers, settings and machine of a measurement."""
     commit = output_of("git", "rev-parse", "--short", "HEAD") or "unknown"
     changed = output_of("git", "status", "--porcelain", "--", "sql", "extension", "python/src")
     settings = ", ".join(f"{name} = {value}" for name, value in (SETTINGS | MANY).items())

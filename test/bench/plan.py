@@ -1,4 +1,4 @@
-"""What is measured: parts, each a list of cells, a cell being a kind of work and the systems that do it."""
+"""What the benchmark measures: parts, each a list of cells. A cell is a kind of work and the systems that do it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ SQL = ("pgqueue", "pgmq", "raw statements")
 LIBRARIES = ("pgqueue (Python)", "procrastinate", "pgqueuer", "pg-boss", "graphile-worker")
 BROKERS = ("pgqueue (Python)", "Redis streams", "RabbitMQ quorum queues")
 PAIR = ("pgqueue", "pgmq")
-# In pressure, cost and latency each with the PostgreSQL that it runs on.
+# For parts pressure and cost: each system with the PostgreSQL version that it runs on.
 PRESSED = ("pgqueue", 18), ("pgmq", 18), ("pgqueue", 15), ("PgQ", 15)
 COSTING = ("pgqueue", 18), ("pgmq", 18), ("raw statements", 18), ("PgQ", 15)
 COSTING_TOO = ("procrastinate", 18), ("pgqueuer", 18)
@@ -26,7 +26,7 @@ WORKERS = (
 )
 IDLE_XID, SNAPSHOT = "idle transaction with an id", "read-only snapshot"
 HARDER = "4 readers of the table", "pg_dump", "abandoned slot"
-# What `make bench` measures in ten minutes; the rest is for the full run, or asked for by name.
+# The parts of `make bench`, about ten minutes. The others run with --full or --only.
 QUICK = ("verbs", "clients", "latency", "pressure", "cost")
 EVERY = ("enqueue", 1), ("enqueue", 100), ("take", 1), ("take", 100)
 
@@ -43,48 +43,48 @@ class Cell:
 
 @dataclass(frozen=True)
 class Part:
-    """Cells that are measured together, round by round."""
+    """Cells that are measured together, in rounds."""
 
     title: str
     cells: Sequence[Cell] = ()
     rounds: int = 3
-    # Parts that are no cells: who takes part and on which PostgreSQL, what it is that they go through, how long each.
+    # For parts without cells: the systems with their PostgreSQL versions, the trials of each, and the seconds of each.
     contestants: Sequence[tuple[str, int]] = ()
     trials: Sequence[Any] = ("",)
     seconds: float = 0
-    besides: float = 0.5  # seconds that a step takes besides, about: filling, starting clients
+    overhead: float = 0.5  # approximate seconds of a step for filling queues and starting clients
 
     @property
     def systems(self) -> list[str]:
-        """All that are in it, in the order of their first cell."""
+        """All systems of the part, in the order of their first cell."""
         names = [name for cell in self.cells for name in cell.systems] or [name for name, _ in self.contestants]
         return list(dict.fromkeys(names))
 
     @property
     def majors(self) -> set[int]:
-        """Of the PostgreSQL that it needs."""
+        """The major versions of PostgreSQL that the part needs."""
         return {cell.major for cell in self.cells} | {major for _, major in self.contestants}
 
     @property
     def steps(self) -> int:
-        """How many it has, if every system can do all of it."""
+        """The number of steps if every system can do all work."""
         once = sum(len(cell.systems) for cell in self.cells) or len(self.contestants) * len(self.trials)
         return self.rounds * once
 
     @property
     def expected(self) -> float:
-        """About how many seconds it takes."""
+        """The approximate duration in seconds."""
         each = self.cells[0].work.seconds if self.cells else self.seconds
-        return self.steps * (each + self.besides)
+        return self.steps * (each + self.overhead)
 
     def shortened(self, rounds: int | None, seconds: float | None) -> "Part":
-        """The same with other rounds and seconds, where these are given."""
+        """Return the part with other rounds and seconds, if given."""
         cells = [replace(cell, work=replace(cell.work, seconds=seconds or cell.work.seconds)) for cell in self.cells]
         return replace(self, cells=cells, rounds=rounds or self.rounds, seconds=seconds or self.seconds)
 
 
 def parts(full: bool) -> dict[str, Part]:
-    """The plan of the quick run, or of the full one."""
+    """Return the parts of the full run, or of the quick one."""
     seconds, rounds = (5.0, 5) if full else (1.0, 3)
     both = ("off", "on") if full else ("off",)
 
@@ -131,7 +131,7 @@ def parts(full: bool) -> dict[str, Part]:
                 for each in [*verbs[:4], *([work("cycle")] if full else []), work("copy", 10_000)]
             ],
             rounds if full else 2,
-            besides=1.5,
+            overhead=1.5,
         ),
         "pgq": Part(
             "PgQ, and pgqueue on the same PostgreSQL 15, 4 clients, 100 bytes",
@@ -145,13 +145,13 @@ def parts(full: bool) -> dict[str, Part]:
                 for condition in ("", DEEPER if full else DEEP, IN_FLIGHT, SCHEDULED, MANY_QUEUES)
             ],
             rounds if full else 2,
-            besides=30 if full else 8,
+            overhead=30 if full else 8,
         ),
         "brokers": Part(
             "Brokers, as a reference from outside, 4 clients, 100 bytes",
             [Cell(each, BROKERS, "on") for each in verbs[:4]],
             rounds if full else 1,
-            besides=2.5,
+            overhead=2.5,
         ),
         "latency": Part(
             "From the commit of the enqueue to the handler, one message a commit, synchronous_commit = on",
@@ -159,15 +159,15 @@ def parts(full: bool) -> dict[str, Part]:
             contestants=[(name, 18) for name in WORKERS],
             trials=(100, 1000) if full else (100,),
             seconds=20 if full else 2,
-            besides=3,
+            overhead=3,
         ),
         "pressure": Part(
             "Under pressure: enqueue, claim 1, ack, 4 clients, 100 bytes, synchronous_commit = off",
-            rounds=20 if full else 3,  # each of which has a turn of every system
+            rounds=20 if full else 3,  # each with a turn of every system
             contestants=PRESSED,
             trials=(IDLE_XID, SNAPSHOT, *HARDER),
             seconds=30 if full else 5,
-            besides=7 if full else 1.4,  # the clean turns included
+            overhead=7 if full else 1.4,  # the clean turns included
         ),
         "pinned": Part(
             "For long, pgqueue alone: enqueue, claim 1, ack, 4 clients, 100 bytes, synchronous_commit = off",
@@ -175,13 +175,13 @@ def parts(full: bool) -> dict[str, Part]:
             contestants=[("pgqueue", 18)],
             trials=[IDLE_XID],
             seconds=30 if full else 5,
-            besides=7 if full else 1.4,
+            overhead=7 if full else 1.4,
         ),
         "cost": Part(
             "What a message costs the server, 4 clients, 100 bytes, synchronous_commit = off",
             rounds=1,
             contestants=(*COSTING, *(COSTING_TOO if full else ())),
             seconds=5 if full else 1,
-            besides=9 if full else 2.5,
+            overhead=9 if full else 2.5,
         ),
     }

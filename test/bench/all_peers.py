@@ -1,4 +1,4 @@
-"""All peers by name. Apart from their package, so that a child process imports only the peer that it drives."""
+"""All peers by name. Not in package `peers`, so that a child process imports only the peer that it drives."""
 
 from peers.base import Peer
 from peers.node_peers import GraphileWorker, PgBoss
