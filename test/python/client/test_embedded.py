@@ -105,7 +105,7 @@ def test_the_server_stays_while_it_has_users_and_stops_after_the_last(home: Path
     home.mkdir()
     code = (
         "import sys; from pathlib import Path; from pgqueue import embedded\n"
-        "embedded._LINGER_SECONDS = 0.2; embedded._keep(Path(sys.argv[-1]))"
+        "embedded._LINGER_SECONDS = 0.2; embedded._run_keeper(Path(sys.argv[-1]))"
     )
     command_line = [sys.executable, "-c", code, "-m", "pgqueue.embedded", home]
     with ExitStack() as stack:

@@ -341,7 +341,7 @@ def _exit_on_signal(number: int, _: object) -> NoReturn:
 
 
 def _default_queues(dsn: str, is_archived: bool = False) -> list[str]:
-    """The queues that have an archive, or else all queues, those included that were dropped and have left dead letters."""
+    """All queues that have an archive; or else all queues, dropped ones with dead letters included."""
     from ..spark.pipelines.archive import archived_queues
     from ..spark.snapshot import names_in
 
