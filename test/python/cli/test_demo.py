@@ -38,7 +38,7 @@ def run(*options: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_the_books_balance() -> None:
+def test_the_demo_accounts_for_every_message() -> None:
     done = run()
     assert done.returncode == 0, done.stdout + done.stderr
     assert row(done.stdout, "enqueued") == [5000, 5000]
@@ -52,7 +52,7 @@ def test_the_books_balance() -> None:
     assert "The books balance." in done.stdout
 
 
-def test_a_given_server_keeps_what_is_asked_for_until_the_next_run(empty_database: Callable[[], str]) -> None:
+def test_with_keep_the_demo_leaves_its_queue_on_a_given_server(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
     done = run("--keep", PGQUEUE_DSN=dsn, PGOPTIONS="-c intervalstyle=iso_8601 -c datestyle=german")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,7 +75,7 @@ def assert_gone(dsn: str) -> None:
 @pytest.mark.parametrize(
     "theirs", ["create schema pgqueue_demo", "create extension pgqueue; select pgqueue.create_queue('flights')"]
 )
-def test_it_touches_nothing_of_somebody_else(empty_database: Callable[[], str], theirs: str) -> None:
+def test_the_demo_touches_no_queue_of_others(empty_database: Callable[[], str], theirs: str) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn) as connection:
         connection.execute(theirs.encode())
@@ -91,7 +91,7 @@ def test_it_touches_nothing_of_somebody_else(empty_database: Callable[[], str], 
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_cleans_up(empty_database: Callable[[], str], how: signal.Signals, tmp_path: Path) -> None:
+def test_an_interrupted_demo_cleans_up(empty_database: Callable[[], str], how: signal.Signals, tmp_path: Path) -> None:
     dsn = empty_database()
     with (tmp_path / "out").open("w+") as output:
         demo = subprocess.Popen(

@@ -120,7 +120,7 @@ class Job:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", STEPS)
-def test_the_task_of_a_killed_agent_happens_once(
+def test_the_task_of_a_killed_agent_takes_effect_once(
     kind: str, step: str, site: Site, config: Path, controller: Server, prepared: list[str], tmp_path: Path
 ) -> None:
     """The agent dies before it begins, before its effect commits, and between that commit and the record of it."""
@@ -164,7 +164,7 @@ def test_the_task_of_a_killed_agent_happens_once(
 
 
 @pytest.mark.usefixtures("prepared")
-def test_an_agent_that_stalls_does_not_send_what_another_has_sent(
+def test_a_stalled_agent_does_not_repeat_the_effect_of_another(
     site: Site, config: Path, controller: Server, tmp_path: Path
 ) -> None:
     with serving(config, tmp_path / "slow", role="agent") as slow:
@@ -187,7 +187,7 @@ def test_an_agent_that_stalls_does_not_send_what_another_has_sent(
 
 
 @pytest.mark.usefixtures("prepared")
-def test_a_task_on_which_every_agent_died_fails(site: Site, config: Path, controller: Server, tmp_path: Path) -> None:
+def test_a_task_whose_agents_all_died_fails(site: Site, config: Path, controller: Server, tmp_path: Path) -> None:
     name = new_name()
     controller.create(name, wait=False)
     with psycopg.connect(site.control, autocommit=True) as connection:
@@ -199,7 +199,7 @@ def test_a_task_on_which_every_agent_died_fails(site: Site, config: Path, contro
 
 
 @pytest.mark.usefixtures("prepared")
-def test_a_queue_that_is_deleted_before_it_is_made_is_never_made(
+def test_a_queue_deleted_before_provisioning_is_never_created(
     site: Site, config: Path, controller: Server, tmp_path: Path
 ) -> None:
     name = new_name()

@@ -48,7 +48,7 @@ def enqueue(web: Server, name: str) -> httpx.Response:
     return web.post(f"/v1/queues/{name}/messages", {"messages": [{"payload": 1}]})
 
 
-def test_a_database_that_is_down_is_503_and_all_recovers_by_itself(web: Server, postgres: EmbeddedServer) -> None:
+def test_a_database_outage_is_503_and_the_server_recovers(web: Server, postgres: EmbeddedServer) -> None:
     name = new_name()
     web.create(name)
     assert enqueue(web, name).status_code == 201
@@ -86,7 +86,7 @@ def test_a_database_that_is_down_is_503_and_all_recovers_by_itself(web: Server, 
     web.create(new_name())
 
 
-def test_a_restart_between_two_requests_is_not_noticed(web: Server, postgres: EmbeddedServer) -> None:
+def test_a_database_restart_between_two_requests_is_not_visible(web: Server, postgres: EmbeddedServer) -> None:
     name = new_name()
     web.create(name)
     for _ in range(3):
@@ -130,7 +130,7 @@ def test_a_task_waits_for_a_target_that_is_down(
         other.until(lambda: other.status(name + "-b") == "Active")
 
 
-def test_databases_that_are_made_anew_are_prepared_anew(web: Server, postgres: EmbeddedServer) -> None:
+def test_a_recreated_database_gets_its_tables_again(web: Server, postgres: EmbeddedServer) -> None:
     """Somebody drops the broker's queue, then each database, and restores nothing."""
 
     def works() -> bool:
@@ -165,7 +165,7 @@ def test_a_statement_that_takes_too_long_is_503(web: Server, postgres: EmbeddedS
     assert enqueue(web, name).status_code == 201
 
 
-def test_a_request_is_answered_in_time_though_the_database_does_not_even_cancel(
+def test_a_request_is_answered_in_time_although_the_database_ignores_a_cancel(
     web: Server, postgres: EmbeddedServer, tmp_path: Path
 ) -> None:
     name = new_name()
@@ -189,7 +189,7 @@ def test_a_request_is_answered_in_time_though_the_database_does_not_even_cancel(
         other.until(lambda: enqueue(other, name).status_code == 201)
 
 
-async def test_what_is_old_is_forgotten_however_much_and_whoever_is_down(postgres: EmbeddedServer) -> None:
+async def test_old_records_are_deleted_in_any_number_during_an_outage(postgres: EmbeddedServer) -> None:
     """All at once would take longer than a statement may."""
     services = {
         "gone": Service("gone", "host=127.0.0.1 port=1", ("gone",)),
@@ -227,7 +227,7 @@ def test_no_password_is_in_the_log(web: Server, postgres: EmbeddedServer) -> Non
     assert str(password) not in web.command.err + web.command.out
 
 
-def test_who_sends_what_is_no_http_does_not_fill_the_log(web: Server) -> None:
+def test_data_that_is_not_http_does_not_fill_the_log(web: Server) -> None:
     host, port = web.url.removeprefix("http://").split(":")
     for _ in range(20):
         with socket.create_connection((host, int(port))) as connection:
@@ -241,7 +241,7 @@ def site(empty_database: Callable[[], str]) -> Site:
     return Site(empty_database)
 
 
-def test_a_signal_lets_requests_and_tasks_end(site: Site, tmp_path: Path) -> None:
+def test_after_a_signal_requests_and_tasks_end_normally(site: Site, tmp_path: Path) -> None:
     with serving(site.configuration(tmp_path), tmp_path) as web, ThreadPoolExecutor(2) as threads:
         name = new_name()
         web.create(name)
@@ -279,7 +279,7 @@ def test_a_signal_lets_requests_and_tasks_end(site: Site, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("by_nohup", [False, True], ids=["plain", "nohup"])
-def test_so_does_the_end_of_its_terminal(site: Site, tmp_path: Path, by_nohup: bool) -> None:
+def test_after_a_hangup_requests_end_normally(site: Site, tmp_path: Path, by_nohup: bool) -> None:
     # As who began the tests may have done it by nohup.
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if by_nohup else signal.SIG_DFL)
     try:
@@ -302,7 +302,7 @@ def test_so_does_the_end_of_its_terminal(site: Site, tmp_path: Path, by_nohup: b
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_signal_does_not_wait(site: Site, tmp_path: Path) -> None:
+def test_a_second_signal_aborts_requests(site: Site, tmp_path: Path) -> None:
     with serving(site.configuration(tmp_path), tmp_path) as web, ThreadPoolExecutor(1) as threads:
         name = new_name()
         web.create(name)

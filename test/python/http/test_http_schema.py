@@ -87,7 +87,7 @@ def within(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
-def test_every_answer_is_as_the_schema_says(web: Server, method: str, path: str, mode: GenerationMode) -> None:
+def test_every_response_matches_the_schema(web: Server, method: str, path: str, mode: GenerationMode) -> None:
     api = schemathesis.openapi.from_dict(DOCUMENT)
     api.config.update(base_url=web.url)
     # PostgreSQL stores no NUL in JSON, which a schema cannot say.

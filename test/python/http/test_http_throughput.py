@@ -55,12 +55,12 @@ from pgqueue.message import QueueStats
         ),
     ],
 )
-def test_the_flow_between_two_moments(before: Counts, now: Counts, expected: Throughput) -> None:
+def test_throughput_between_two_counts(before: Counts, now: Counts, expected: Throughput) -> None:
     assert throughput_between(before, now, 2.0) == expected
 
 
 @pytest.mark.parametrize(("estimated", "left"), [("ready_messages", 2.0), ("dead_messages", 4.0)])
-def test_what_passed_is_added_up(estimated: str, left: float) -> None:
+def test_operations_of_this_server_count_as_throughput(estimated: str, left: float) -> None:
     settings = Settings("", {"one": Service("one", "", ("two",))}, {})
     sampler = Sampler(settings, Databases(settings))
     metrics = Metrics(sampler)
@@ -96,7 +96,7 @@ def looked(dsn: str, mark: int | None) -> tuple[dict[str, QueueActivity], int | 
     return asyncio.run(run())
 
 
-def test_a_look_finds_what_was_sent_since_the_one_before(sql: psycopg.Connection[Any], dsn: str) -> None:
+def test_activity_counts_messages_above_the_mark(sql: psycopg.Connection[Any], dsn: str) -> None:
     name, other = new_name(), new_name()
     sql.execute("select pgqueue.create_queue(n) from unnest(%s::text[]) n", [[name, other]])
     send = "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]))"
@@ -116,7 +116,7 @@ def test_a_look_finds_what_was_sent_since_the_one_before(sql: psycopg.Connection
     assert looked(dsn, later)[0][name].seen == 500  # no more are looked at
 
 
-def test_a_partition_of_its_own_counts(sql: psycopg.Connection[Any], dsn: str) -> None:
+def test_the_activity_of_a_dedicated_queue_has_partition_statistics(sql: psycopg.Connection[Any], dsn: str) -> None:
     name = new_name()
     sql.execute("select pgqueue.create_queue(%s, dedicated => true)", [name])
     sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[7]))", [name])
@@ -126,7 +126,7 @@ def test_a_partition_of_its_own_counts(sql: psycopg.Connection[Any], dsn: str) -
     assert looked(dsn, None)[0][name] == QueueActivity(0, 7, 2)
 
 
-def test_a_role_that_may_not_look_is_told_nothing(sql: psycopg.Connection[Any], dsn: str) -> None:
+def test_a_role_without_read_access_gets_no_activity(sql: psycopg.Connection[Any], dsn: str) -> None:
     name, role = new_name(), f"role_{new_name()[2:]}"
     sql.execute("select pgqueue.create_queue(%s)", [name])
     sql.execute(f"create role {role} in role pg_monitor")
@@ -136,7 +136,7 @@ def test_a_role_that_may_not_look_is_told_nothing(sql: psycopg.Connection[Any], 
         sql.execute(f"drop role {role}")
 
 
-def test_a_look_touches_as_little_on_a_deep_queue(empty_database: Callable[[], str]) -> None:
+def test_reading_activity_costs_the_same_on_a_deep_queue(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn, autocommit=True) as connection:
         pgqueue.install(connection)
@@ -170,7 +170,7 @@ def buffers(connection: psycopg.Connection[Any], mark: int | None) -> int:
 # Who waits.
 
 
-async def test_a_listener_leaves_the_channels_on_which_nobody_waits(
+async def test_a_listener_unlistens_channels_without_waiters(
     dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queues come and go, while on one of them somebody always waits."""
@@ -220,7 +220,7 @@ def metric(web: Server, name: str, **labels: str) -> float | None:
     return None
 
 
-def test_what_passes_through_the_server_is_seen(web: Server) -> None:
+def test_messages_that_pass_through_the_server_count_as_throughput(web: Server) -> None:
     name = new_name()
     web.create(name)
     web.until(lambda: metric(web, "pgqueue_ready_messages", queue=name) is not None)
@@ -240,14 +240,14 @@ def test_what_passes_through_the_server_is_seen(web: Server) -> None:
     web.until(lambda: metric(web, "pgqueue_out_per_second", queue=name) == 0)
 
 
-def test_what_an_agent_sends_is_counted(web: Server) -> None:
+def test_messages_that_an_agent_sends_are_counted(web: Server) -> None:
     name = new_name()
     web.create(name)
     web.enqueue(name, {}, {}, {})
     assert metric(web, "pgqueue_http_messages_total", queue=name, operation="enqueued") == 3
 
 
-def test_what_others_do_is_seen(web: Server, site: Site) -> None:
+def test_operations_outside_of_the_server_count_as_throughput(web: Server, site: Site) -> None:
     shared, dedicated = new_name(), new_name()
     with psycopg.connect(site.target, autocommit=True) as connection:
         connection.execute("select pgqueue.create_queue(%s)", [shared])
