@@ -1,4 +1,4 @@
-"""The command line, on the test server: what it prints, what it does to the queue, and how it ends."""
+"""The command line on the test server: its output, its effect on the queue, and its exit status."""
 
 import base64
 import re
@@ -34,7 +34,7 @@ def payloads(queue: pgqueue.Queue, state: str = "ready") -> list[Any]:
 
 
 def kill_letters(queue: pgqueue.Queue, number: int, error: str | None = None) -> list[int]:
-    """That many dead letters; returns their ids."""
+    """Create `number` dead letters. Returns their ids."""
     queue.enqueue_batch([{"n": n} for n in range(number)])
     messages = queue.claim(number)
     for message in messages:
@@ -168,7 +168,7 @@ def test_json_arguments_are_sent_unchanged(cli: Callable[..., Done], orders: pgq
     done = cli("send", orders.name, '{"price": 1.10, "big": 12345678901234567890.5}', "null", '"Zoë"')
     assert re.fullmatch(rf"3 messages sent to {orders.name}, ids \d+ to \d+\n", done.out)
     browsed = cli("browse", orders.name, "--json").out.splitlines()
-    # Figures as PostgreSQL has them, not as Python would round them.
+    # The numbers are those of PostgreSQL, not rounded by Python.
     assert '"payload": {"big": 12345678901234567890.5, "price": 1.10}' in browsed[0]
     assert '"payload": null, "body": null' in browsed[1]
     assert '"payload": "Zoë"' in browsed[2]
@@ -222,7 +222,7 @@ def test_headers_delay_and_expiry_are_given_to_every_message(cli: Callable[..., 
         assert message.headers == {"event": "created", "note": "a=b"}
         assert message.expires_at is not None
         assert message.expires_at - message.enqueued_at == timedelta(hours=2)
-        # A microsecond apart.
+        # a microsecond apart
         assert timedelta(0) <= message.visible_at - message.enqueued_at - timedelta(hours=1) < timedelta(seconds=1)
 
 
@@ -377,7 +377,7 @@ def test_wrong_usage_is_refused_before_anything_runs(words: list[str]) -> None:
     assert done.err
 
 
-# Taking and settling
+# Claiming and settling
 
 
 def test_messages_are_claimed_and_acknowledged(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
@@ -500,7 +500,7 @@ def test_dead_letters_are_purged_all_or_by_id(cli: Callable[..., Done], orders: 
     assert cli("dead", "purge", orders.name, "--yes").out == f"2 dead letters of queue {orders.name} deleted\n"
 
 
-# Asking
+# Confirmations
 
 
 @pytest.mark.parametrize("words", [["drop"], ["purge"], ["dead", "purge"]], ids=" ".join)
@@ -532,7 +532,7 @@ def test_a_deletion_asks_on_a_terminal(database: str, orders: pgqueue.Queue, wor
         screen.type("n\n")
         assert screen.end() == 1
         assert "pgqueue: nothing was changed" in screen.seen
-    # The line behind Ctrl-C wakes a read that began just after the signal.
+    # The line after Ctrl-C wakes a read that started just after the signal.
     for typed, status in (("\x04", 1), ("\x03\n", 130)):
         with terminal(*words, orders.name, PGQUEUE_DSN=database) as screen:
             screen.wait_for(r"\[y/N\]:")
@@ -547,7 +547,7 @@ def test_a_deletion_asks_on_a_terminal(database: str, orders: pgqueue.Queue, wor
         assert re.search("deleted|dropped", screen.seen)
 
 
-# What is seen
+# Output
 
 
 def test_control_characters_of_messages_do_not_reach_the_terminal(
@@ -614,7 +614,7 @@ def test_the_last_timestamp_is_shown_in_any_time_zone(database: str, orders: pgq
 def test_tables_fit_a_terminal_and_figures_stay_whole(
     database: str, orders: pgqueue.Queue, connection: psycopg.Connection[Any], name: str
 ) -> None:
-    # Whatever else there is to be listed, with all that can be said of a queue.
+    # All other lists, each with all columns that a queue can fill.
     connection.execute(
         "select pgqueue.create_queue(%s, '12 h', 100, false, true, backoff_base => '10 ms',"
         " backoff_max => '11 d 13 h', archive_for => '10 y', expires_after_idle => '100 d'), pgqueue.pause_queue(%s)",
@@ -627,7 +627,7 @@ def test_tables_fit_a_terminal_and_figures_stay_whole(
             assert screen.end() == 0
             lines = screen.seen.splitlines()
         assert max(map(len, lines)) <= 80, screen.seen
-        # Names are shown whole, and what is cut ends so.
+        # Names are shown in full, and a text that is cut ends with …
         assert any(line.startswith(orders.name) or line.endswith("…") for line in lines), screen.seen
     assert " rejected " in screen.seen
 
@@ -689,7 +689,7 @@ def test_a_closed_pipe_ends_table_output_quietly(database: str, orders: pgqueue.
     browse = f"'{sys.executable}' -m pgqueue browse {orders.name} --all"
     done = subprocess.run(
         ["bash", "-c", f"{browse} | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}"],
-        env=environment(PGQUEUE_DSN=database, PYTHONUNBUFFERED=""),  # unbuffered, Python overlooks it
+        env=environment(PGQUEUE_DSN=database, PYTHONUNBUFFERED=""),  # unbuffered, Python does not notice it
         capture_output=True,
         text=True,
         timeout=60,
@@ -983,7 +983,7 @@ def test_doctor_exits_with_3_if_it_finds_a_problem(empty_database: Callable[[], 
         queue = pgqueue.Queue(connection, "orders")
         queue.create_queue()
         queue.pause_queue()
-        assert in_process(dsn, "doctor").status == 0  # an info is no harm
+        assert in_process(dsn, "doctor").status == 0  # a finding of severity info has no effect
         connection.execute("alter sequence pgqueue.message_id cache 10")
         done = in_process(dsn, "doctor", "--peek-delay", "5s")
         found = in_process(dsn, "doctor", "--json")
@@ -996,7 +996,7 @@ def test_doctor_exits_with_3_if_it_finds_a_problem(empty_database: Callable[[], 
     assert "info paused_queue in queue orders\n" in done.out
     assert list(found.records[0]) == [field.name for field in fields(pgqueue.Finding)]
     assert {record["finding"] for record in found.records} >= {"sequence_cache", "paused_queue"}
-    if healthy.status == 0:  # other tests may pin the horizon just now
+    if healthy.status == 0:  # another test may hold back vacuum at this moment
         assert healthy.out == "all is well\n"
 
 
@@ -1037,7 +1037,7 @@ def test_durations_are_formatted_as_they_are_parsed(text: str) -> None:
 
 
 def commands() -> list[list[str]]:
-    """Every command there is."""
+    """All commands."""
     alone = [info.name or info.callback.__name__ for info in app.registered_commands if info.callback]
     groups = [(group.name, group.typer_instance) for group in app.registered_groups]
     below = [[name, each.name] for name, group in groups if group for each in group.registered_commands]

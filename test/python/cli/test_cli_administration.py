@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_other_database")
 
 @pytest.fixture(params=["-x", "--help"])
 def dashed(request: pytest.FixtureRequest, connection: psycopg.Connection[Any]) -> Iterator[str]:
-    """The name of a queue, which is dropped at the end."""
+    """The name of a queue that is dropped at the end."""
     queue = pgqueue.Queue(connection, request.param)
     queue.create_queue()
     yield request.param

@@ -1,4 +1,4 @@
-"""`pgqueue work`, in processes of its own: what it runs, what it shows, and how it stops."""
+"""`pgqueue work` in processes of its own: its handlers, its output, and how it stops."""
 
 import errno
 import io
@@ -119,14 +119,14 @@ def shop(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
-    """A new queue whose messages come back at once, three times."""
+    """A new queue with three attempts and no backoff."""
     queue = pgqueue.Queue(connection, name)
     queue.create_queue(max_attempts=3, backoff_base=timedelta(0))
     return queue
 
 
 def left(queue: pgqueue.Queue) -> tuple[int, int, int, int]:
-    """How many messages are ready, in flight, scheduled and dead."""
+    """The number of messages that are ready, in flight, scheduled and dead."""
     found = queue.stats()
     return found.ready_messages, found.inflight_messages, found.scheduled_messages, found.dead_messages
 
@@ -284,7 +284,7 @@ def test_json_log_lines_are_valid_json(database: str, orders: pgqueue.Queue, sho
     assert (measured["rate"], measured["share"]) == ("nan", 0.5)
 
 
-# Handlers and values that cannot be
+# Invalid handlers and values
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_a_second_signal_aborts_handlers_and_costs_no_attempt(
         done = command.end()
     assert done.status == 128 + signal.SIGTERM, done.err
     assert "pgqueue: stopped by force" in done.err
-    (message,) = wait_for(orders.claim)  # the server has to notice that a connection is gone
+    (message,) = wait_for(orders.claim)  # the server notices the lost connection after a moment
     assert (message.attempt_count, message.last_error) == (1, None)
 
 
@@ -427,7 +427,7 @@ def test_work_continues_with_a_closed_stderr(database: str, orders: pgqueue.Queu
 
 
 def test_a_forced_end_works_with_closed_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else threads that do not stop would hold the process."""
+    """Otherwise threads that do not stop would keep the process alive."""
 
     class Full(io.StringIO):
         def flush(self) -> None:
@@ -452,7 +452,7 @@ def test_a_third_signal_ends_the_process_at_once(
     words = ("work", orders.name, "orders.tasks:never")
     with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
         command.wait_for(lambda: "begun" in command.out)
-        # Stopped, it gets all three at once, one of each kind that is pending; so one after the other.
+        # A stopped process gets pending signals of one kind only once, so they are sent one after the other.
         for _ in range(3):
             command.signal(signal.SIGINT)
             time.sleep(0.05)
@@ -477,7 +477,7 @@ def test_a_signal_before_the_first_message_stops_work(
 ) -> None:
     words = ("work", orders.name, "orders.tasks:note", "--log-level", "debug")
     with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
-        # It is up when it looks.
+        # The consumer runs when it has looked at the queue.
         looking = "select exists (select from pg_stat_activity where application_name = %s and query like '%%peek%%')"
         command.wait_for(lambda: orders.connection.execute(looking, [f"pgqueue {orders.name}"]).fetchone() == (True,))
         command.signal(signal.SIGTERM)
@@ -494,7 +494,7 @@ def test_the_live_line_shows_depth_and_progress(database: str, orders: pgqueue.Q
     words = ("work", orders.name, "orders.tasks:gate", "--concurrency", "2")
     with terminal(*words, cwd=shop, PGQUEUE_DSN=database) as screen:
         screen.wait_for(rf"{orders.name}  0/s  ready 6  in flight 2  dead 0  running 2  done 0")
-        assert re.search(r"^begun$", screen.seen, re.MULTILINE)  # what handlers print stands above it
+        assert re.search(r"^begun$", screen.seen, re.MULTILINE)  # the output of handlers stands above the live line
         (shop / "open").touch()
         screen.wait_for(rf"{orders.name}  [1-9]\d*/s  ready 0  in flight 0  dead 0  running 0  done 8")
         screen.type("\x03")
@@ -502,7 +502,7 @@ def test_the_live_line_shows_depth_and_progress(database: str, orders: pgqueue.Q
     assert screen.seen.rstrip().endswith("8 messages done")
     frames = re.split(r"\x1b\[2K|\r|\n", screen.raw.decode())
     assert max(len(ANSI.sub("", frame)) for frame in frames) <= 80
-    assert screen.raw.count(b"\x1b[?25l") == screen.raw.count(b"\x1b[?25h")  # the cursor is back
+    assert screen.raw.count(b"\x1b[?25l") == screen.raw.count(b"\x1b[?25h")  # the cursor is visible again
 
 
 def test_ctrl_c_stops_and_a_second_ctrl_c_forces(database: str, orders: pgqueue.Queue, shop: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `work` sees of a queue and does at its start, where the whole command would take long to show it."""
+"""The monitor of `work` on its own, because the command would take long to show the same."""
 
 from datetime import datetime, timedelta
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""The demo, on the first of its records: with a private server, and on somebody else's."""
+"""The demo on a part of its records: with a private server, and on a given one."""
 
 import importlib.util
 import os
@@ -21,12 +21,12 @@ COMMAND = [sys.executable, "-m", "pgqueue.demo", "--messages", "5000"]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """What this process has, but for servers, and more."""
+    """The environment of this process without the variables of PostgreSQL, with the given ones."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PG")} | variables
 
 
 def row(output: str, label: str) -> list[int]:
-    """The figures behind a label in a table of the output."""
+    """The figures after a label in a table of the output."""
     (found,) = re.findall(rf"^│ *{label} *│(.*)│$", output, re.MULTILINE)
     return [int(figure.replace(",", "")) for figure in found.split("│")]
 
@@ -64,7 +64,7 @@ def test_with_keep_the_demo_leaves_its_queue_on_a_given_server(empty_database: C
 
 
 def assert_gone(dsn: str) -> None:
-    """Nothing of the demo is left, but for pgqueue itself."""
+    """The demo has left nothing except pgqueue itself."""
     with psycopg.connect(dsn) as connection:
         assert connection.execute("select to_regnamespace('pgqueue_demo')").fetchone() == (None,)
         assert connection.execute("select count(*) from pgqueue.list_queues()").fetchone() == (0,)

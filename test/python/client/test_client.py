@@ -1,4 +1,4 @@
-"""Every verb through both clients: arguments arrive, results come back as what they are, nothing is committed."""
+"""Every verb through both clients: arguments reach the database, results have the right types, nothing is committed."""
 
 import inspect
 import time
@@ -23,7 +23,7 @@ NOWHERE = UUID(int=0)
 
 
 def received(queue: Any) -> list[Any]:
-    """The payload of the next message, which may take a moment to be found again after a rollback."""
+    """The payload of the next message. After a rollback it may take a moment until the message is found again."""
     deadline = time.monotonic() + 5
     while not (messages := queue.receive()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -31,13 +31,13 @@ def received(queue: Any) -> list[Any]:
 
 
 def soon(moment: datetime | None, after: timedelta) -> bool:
-    """Whether a moment lies so long after now, give or take a few seconds."""
+    """Whether a timestamp is `after` from now, within a few seconds."""
     assert moment is not None
     assert moment.tzinfo is not None
     return abs(moment - datetime.now(UTC) - after) < 10 * SECOND
 
 
-# Queues.
+# Queues
 
 
 def test_a_new_queue_has_the_defaults_of_the_database(client: Client, name: str) -> None:
@@ -89,7 +89,7 @@ def test_results_are_read_with_any_session_style(
     assert client.queues.list_queues() == pgqueue.Queues(connection).list_queues()
 
 
-@pytest.mark.parametrize("style", ["ISO", "German"])  # as text, and as binary
+@pytest.mark.parametrize("style", ["ISO", "German"])  # as text, and in binary
 def test_timestamps_beyond_python_do_not_lose_a_claim(client: Client, queue: Any, style: str) -> None:
     client.connection.execute(f"set datestyle = '{style}'")
     columns = "queue_name, payload, max_attempts, enqueued_at, expires_at, visible_at"
@@ -110,7 +110,7 @@ def test_timestamps_beyond_python_do_not_lose_a_claim(client: Client, queue: Any
     assert queue.ack(first.id, first.claim_token)
 
 
-@pytest.mark.parametrize("style", ["ISO", "German"])  # as text, and as binary
+@pytest.mark.parametrize("style", ["ISO", "German"])  # as text, and in binary
 def test_json_that_python_cannot_read_does_not_lose_a_claim(client: Client, queue: Any, style: str) -> None:
     client.connection.execute(f"set datestyle = '{style}'")
     for payload in ("1e5000", "[" * 3000 + "]" * 3000):
@@ -191,7 +191,7 @@ def test_the_repr_of_a_queue_has_its_name(queue: Any, client: Client) -> None:
     assert repr(getattr(queue, "_target", queue)) == f"{kind}('{queue.name}')"
 
 
-# Messages.
+# Messages
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_stats_count_messages_by_state(client: Client, queue: Any) -> None:
     assert queue.ack(first.id, first.claim_token)
 
 
-# Waiting.
+# Waiting
 
 
 def test_a_waiting_consumer_is_notified(queue: Any, connection: psycopg.Connection[Any]) -> None:
@@ -450,7 +450,7 @@ def test_next_due_at_is_none_for_an_empty_queue(queue: Any) -> None:
     assert soon(queue.prepare_wait(), timedelta(seconds=60))
 
 
-# The database.
+# The database
 
 
 def test_version_and_doctor_return_rows(client: Client, queue: Any) -> None:
@@ -499,7 +499,7 @@ def test_raw_access_suffices_for_enqueue_copy(client: Client, queue: Any, connec
         connection.execute(sql.SQL("drop role {}").format(role))
 
 
-# The caller's connection.
+# The caller's connection
 
 
 def test_the_client_never_commits_the_callers_transaction(
@@ -532,7 +532,7 @@ def test_an_argument_that_is_none_is_not_sent() -> None:
 
 
 def durations() -> list[tuple[str, str]]:
-    """Every argument that is a duration, or a list of them, by verb."""
+    """Every argument that is a duration or a list of durations, by verb."""
     return [
         (verb, argument)
         for kind in (pgqueue.Queues, pgqueue.Queue)
@@ -624,7 +624,7 @@ def test_an_integer_out_of_range_names_its_argument(queue: Any) -> None:
     assert queue.ack(2**63 - 1, NOWHERE) is False
 
 
-# Installation as plain SQL.
+# Installation as plain SQL
 
 
 def test_install_is_part_of_the_callers_transaction(empty_database: Any) -> None:
@@ -716,7 +716,7 @@ def test_the_install_command_reports_connection_errors(tmp_path: Path, capsys: p
     assert capsys.readouterr().err.startswith("pgqueue: ")
 
 
-# Mistakes of callers
+# Wrong arguments
 
 
 @pytest.mark.parametrize("payloads", [{"order_id": 1001}, '{"order_id": 1001}', b"abc"])

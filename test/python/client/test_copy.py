@@ -1,4 +1,4 @@
-"""enqueue_copy: what goes in by COPY comes out as it went in, or nothing goes in."""
+"""enqueue_copy: messages are stored as they were given, or none is stored."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from psycopg.types.json import Json, Jsonb, set_json_dumps
 import pgqueue
 from pgqueue import NewMessage
 
-# Any text that PostgreSQL can store: no NUL, no lone surrogates; with a taste for what COPY escapes.
+# Any text that PostgreSQL can store (no NUL, no lone surrogates), with many characters that COPY escapes.
 texts = st.text(
     st.one_of(
         st.sampled_from("\\\"'\t\n\r\b\f\v\x01\x1f\x7f\u2028{}[],:.;$%N😀é"),
@@ -36,7 +36,7 @@ headers = st.none() | st.dictionaries(texts, documents, max_size=3)
 
 
 def as_stored(document: Any) -> Any:
-    """A float as PostgreSQL writes it may come back as an int, or in other digits of the same value."""
+    """The value as it is read back: a float may become an int, or have other digits of the same value."""
     if isinstance(document, float):
         return pytest.approx(document, rel=1e-15)
     if isinstance(document, list):
@@ -135,7 +135,7 @@ def test_enqueue_copy_uses_the_server_clock_and_time_advances(queue: Any, connec
     turned: list[datetime] = []
 
     def rows() -> Iterator[bytes]:
-        yield bytes(200_000)  # A block of its own.
+        yield bytes(200_000)  # a block of its own
         turned.append(now())
         yield b"later"
 
@@ -161,7 +161,7 @@ def test_enqueue_copy_inserts_rows_in_batches(connection: psycopg.Connection[Any
 
     before = records()
     queue.enqueue_copy(range(5000))
-    # One for each index entry; each row by itself would be another.
+    # One write for each index entry; row by row there would be another one for each row.
     assert 5000 <= records() - before < 6000
 
 

@@ -1,4 +1,4 @@
-"""The embedded server that commands share: its data stays, it serves all who ask, and it stops by itself."""
+"""The embedded server that commands share: it keeps its data, serves all processes, and stops by itself."""
 
 import fcntl
 import os
@@ -24,7 +24,7 @@ from pgqueue.embedded import EmbeddedServer, EmbeddedServerError, _locked, defau
 
 
 def keepers(home: Path) -> list[int]:
-    """The processes that keep a server on this data."""
+    """The keeper processes of the server on this data."""
     found = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
     return [int(line.split()[0]) for line in found.splitlines() if line.endswith(f"-m pgqueue.embedded {home}")]
 
@@ -35,7 +35,7 @@ def postmaster(home: Path) -> int:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Path]:
-    """A place for data, and no process on it at the end."""
+    """A directory for the data, without a process that uses it at the end."""
     tmp_path.chmod(0o755)
     yield tmp_path / "home"
     for keeper in keepers(tmp_path / "home"):
@@ -53,7 +53,7 @@ def test_commands_without_a_dsn_share_persistent_data(home: Path) -> None:
     assert [queue["name"] for queue in listed.records] == ["orders"]
     assert listed.err == f"pgqueue: no --dsn: using the embedded database in {home}\n"
     assert keepers(home) == [keeper]
-    # Stopped, and started again by who comes next.
+    # Stopped, and started again by the next command.
     os.kill(keeper, signal.SIGTERM)
     wait_for(lambda: not keepers(home))
     assert not (home / "data/postmaster.pid").exists()
@@ -75,7 +75,7 @@ def test_when_the_keeper_is_killed_its_server_stops_and_both_are_replaced(home: 
     run("create", "orders", PGQUEUE_HOME=home)
     (keeper,) = keepers(home)
     os.kill(keeper, signal.SIGKILL)
-    # At once, so that the old server may still be about to stop.
+    # At once, so that the old server may still be stopping.
     done = run("send", "orders", "1", PGQUEUE_HOME=home)
     assert done.status == 0, done.err
     assert run("stats", "--json", PGQUEUE_HOME=home).records[0]["ready_messages"] == 1
@@ -123,7 +123,7 @@ def test_the_server_stays_while_it_has_users_and_stops_after_the_last(home: Path
                 assert shared == dsn
         with pytest.raises(subprocess.TimeoutExpired):
             keeper.wait(1)
-        command.process.kill()  # a user that dies has left, too
+        command.process.kill()  # a user that was killed does not count any more
         assert keeper.wait(20) == 0
     assert not (home / "data/postmaster.pid").exists()
     with pytest.raises(psycopg.OperationalError):
@@ -168,7 +168,7 @@ def test_default_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch, t
     assert default_home() == tmp_path / ".local/share/pgqueue"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert default_home() == Path("/var/lib/pgqueue")
-    monkeypatch.setenv("XDG_DATA_HOME", "relative")  # which the standard says to ignore
+    monkeypatch.setenv("XDG_DATA_HOME", "relative")  # the XDG standard says to ignore a relative path
     assert default_home() == Path("/var/lib/pgqueue")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     assert default_home() == tmp_path / "data/pgqueue"
@@ -178,7 +178,7 @@ def test_default_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A directory with a short name, open to all."""
+    """A directory with a short name that all users can enter."""
     with tempfile.TemporaryDirectory(prefix="p", dir="/tmp") as directory:
         Path(directory).chmod(0o755)
         yield Path(directory)
@@ -222,7 +222,7 @@ def test_a_start_timeout_names_the_limit() -> None:
         EmbeddedServer(durable=False, timeout=0.001).start()
 
 
-# What the environment may say of other servers, and of how to talk to them.
+# Variables of libpq that name other servers or change how a client connects.
 OTHERS = {
     "PGHOST": "nowhere.invalid",
     "PGHOSTADDR": "192.0.2.1",
@@ -259,7 +259,8 @@ def test_libpq_variables_for_other_servers_do_not_affect_the_embedded_server(
         for dsn in (server.dsn, server.tcp_dsn):
             with psycopg.connect(dsn) as connection:
                 assert connection.execute("select current_user, current_database()").fetchone() == ("postgres",) * 2
-                assert connection.execute("show transaction_read_only").fetchone() == ("on",)  # that is for clients
+                # this variable is for clients only
+                assert connection.execute("show transaction_read_only").fetchone() == ("on",)
     with shared_server(home) as first, shared_server(home) as second, psycopg.connect(second) as connection:
         assert first == second
         assert connection.execute("select extname from pg_extension where extname = 'pgqueue'").fetchone()
@@ -395,6 +396,6 @@ def test_a_missing_home_directory_is_reported(monkeypatch: pytest.MonkeyPatch) -
     for name in ("PGQUEUE_HOME", "XDG_DATA_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    monkeypatch.setattr(os, "getuid", lambda: 54321)  # whom nobody knows
+    monkeypatch.setattr(os, "getuid", lambda: 54321)  # a user id without an account
     with pytest.raises(EmbeddedServerError, match="no home directory"):
         default_home()

@@ -1,4 +1,4 @@
-"""psycopg itself raises our classes for our codes, whoever runs the statement."""
+"""psycopg itself raises the class of each SQLSTATE, for any statement."""
 
 import pickle
 from typing import Any

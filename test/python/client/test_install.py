@@ -1,4 +1,4 @@
-"""`make install` and `make uninstall`, in a copy of the checkout whose path has spaces, as all paths here."""
+"""`make install` and `make uninstall`, in a copy of the checkout; all paths here contain spaces."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What it takes to build and to install."""
+    """The files that building and installing need."""
     copy = tmp_path / "check out"
     for name in ("sql", "extension"):
         shutil.copytree(ROOT / name, copy / name)
@@ -22,7 +22,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pg_config(tmp_path: Path) -> Path:
-    """One that names a directory with a space, and another's extension in it."""
+    """A pg_config that names a directory with a space, which already has another extension in it."""
     program = tmp_path / "my tools/pg_config"
     program.parent.mkdir()
     program.write_text('#!/bin/sh\n[ "$*" = --sharedir ] && echo "/opt/my share"\n')

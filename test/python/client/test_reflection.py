@@ -1,4 +1,4 @@
-"""The clients mirror the SQL API: whoever adds a function, an argument or a column must add it here too."""
+"""The clients mirror the SQL API: every function, argument and column of SQL exists in Python, too."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ NOT_SQL = {"enqueue_copy"}
 
 
 class Function(NamedTuple):
-    """A public SQL function as the catalog has it."""
+    """A public SQL function, from the catalog."""
 
     name: str
     arguments: dict[str, str]
@@ -24,7 +24,7 @@ class Function(NamedTuple):
 
     @property
     def needs_queue(self) -> bool:
-        """Whether queue_name is an argument that has no default."""
+        """Whether it has an argument queue_name without a default."""
         return "queue_name" in list(self.arguments)[: len(self.arguments) - self.defaults]
 
 

@@ -1,4 +1,4 @@
-"""The direct routes: a queue's verbs in one round trip, long polls, and requests that are sent twice."""
+"""The direct routes: the verbs of a queue in one round trip, long polls, and repeated requests."""
 
 import asyncio
 import base64
@@ -27,13 +27,13 @@ TOKEN = "00000000-0000-4000-8000-000000000000"
 def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("served")
     with serving(site.configuration(directory, limits={"database_seconds": 3}), directory) as web:
-        web.create(new_name())  # pgqueue is there
+        web.create(new_name())  # installs pgqueue
         yield web
 
 
 @pytest.fixture
 def sql(web: Server, site: Site) -> Iterator[psycopg.Connection[Any]]:
-    assert web.url  # pgqueue is there since it runs
+    assert web.url  # starting it has installed pgqueue
     with psycopg.connect(site.target, autocommit=True) as connection:
         yield connection
 
@@ -62,7 +62,7 @@ class DirectQueue:
 
 @pytest.fixture
 def queue(web: Server, sql: psycopg.Connection[Any]) -> DirectQueue:
-    """A queue that was made by SQL: the direct routes need no registry."""
+    """A queue that was created by SQL: the direct routes need no registry."""
     name = new_name()
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 2, backoff_base => '0')", [name])
     return DirectQueue(web, name)
@@ -234,7 +234,7 @@ def test_all_dead_letters_are_redriven(queue: DirectQueue, sql: psycopg.Connecti
 
 
 def test_long_numbers_pass_unchanged_up_to_the_limit(queue: DirectQueue) -> None:
-    """Of 131,072 digits as PostgreSQL writes it, one fits with its brackets, and so does one that is written out."""
+    """A number counts with the digits that PostgreSQL writes, 131,072 for 1e131071. Two such numbers just fit."""
     texts = ["[1e131071]", f"[{'9' * 131072}]", "[1e131071, 1e131067]"]
     bodies = [f'{{"messages": [{{"payload": {text}}}]}}' for text in texts]
     assert [queue.post("messages", body).status_code for body in bodies] == [201, 201, 201]
@@ -244,7 +244,9 @@ def test_long_numbers_pass_unchanged_up_to_the_limit(queue: DirectQueue) -> None
 
 
 def test_the_routes_work_with_any_encoding_and_style_of_a_database(server: str, tmp_path: Path) -> None:
-    """Both of what it serves and of its own: no other agent may take its tasks, and know nothing of that database."""
+    """The target and the control database have the encoding. The server has its own broker, so no other agent takes its
+    tasks.
+    """
     made = new_name()
     with psycopg.connect(server, autocommit=True) as connection:
         connection.execute(
@@ -253,7 +255,8 @@ def test_the_routes_work_with_any_encoding_and_style_of_a_database(server: str, 
         for setting in ("datestyle = 'SQL, DMY'", "intervalstyle = 'sql_standard'", "timezone = '<+3>-3:30'"):
             connection.execute(f'alter database "{made}" set {setting}')
         try:
-            dsn = make_conninfo(server, dbname=made, client_encoding="latin1")  # what a DSN has is no matter, either
+            # the settings in a DSN have no effect, either
+            dsn = make_conninfo(server, dbname=made, client_encoding="latin1")
             with serving(configuration(tmp_path, dsn, {SERVICE: (dsn, [made])}), tmp_path) as web:
                 name = new_name()
                 web.create(name)
@@ -271,7 +274,7 @@ def test_the_routes_work_with_any_encoding_and_style_of_a_database(server: str, 
 def test_a_request_redrives_at_most_its_limit_of_dead_letters(
     queue: DirectQueue, sql: psycopg.Connection[Any], site: Site
 ) -> None:
-    """Where all of them would take longer than a statement may, none would ever be."""
+    """One statement for all of them would exceed its timeout, and would never succeed."""
     sql.execute(
         "insert into pgqueue.dead_messages (id, queue_name, payload, attempt_count, max_attempts, enqueued_at, reason)"
         " select nextval('pgqueue.message_id'), %s, '1', 1, 1, now(), 'rejected' from generate_series(1, 100010)",
@@ -311,7 +314,7 @@ def test_unknown_resources_are_404(queue: DirectQueue) -> None:
     assert code(DirectQueue(queue.web, "pgqueue-http-tasks").post("claim", {}), 404) == "queue_not_found"
 
 
-# Long polls.
+# Long polls
 
 
 def test_a_long_poll_returns_messages_that_are_sent_meanwhile(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
@@ -326,7 +329,7 @@ def test_a_long_poll_returns_messages_that_are_sent_meanwhile(queue: DirectQueue
 
 
 def listens(sql: psycopg.Connection[Any], name: str) -> bool:
-    """Whether somebody waits: the register says until when."""
+    """Whether a session waits: the register of waiting sessions says until when."""
     ((register,),) = sql.execute("select waiting_until from pgqueue.queues where name = %s", [name]).fetchall()
     ((value,),) = sql.execute("select coalesce(pg_sequence_last_value(%s), 0)", [register]).fetchall()
     ((now,),) = sql.execute("select (extract(epoch from clock_timestamp()) * 1000000)::bigint").fetchall()
@@ -334,7 +337,7 @@ def listens(sql: psycopg.Connection[Any], name: str) -> bool:
 
 
 def has_looked_in_vain(sql: psycopg.Connection[Any], name: str) -> bool:
-    """Whether somebody has said that it waits, and has looked once more: now nothing but a notification wakes it."""
+    """Whether a session has announced its wait and has looked once more: from now on only a notification wakes it."""
     if not listens(sql, name):
         return False
     ((register,),) = sql.execute("select waiting_until from pgqueue.queues where name = %s", [name]).fetchall()
@@ -349,7 +352,7 @@ def has_looked_in_vain(sql: psycopg.Connection[Any], name: str) -> bool:
 
 
 def test_a_long_poll_is_woken_by_a_notification(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
-    """Ten messages one by one, each sent when the poll sleeps: looks alone would take half a second each at best."""
+    """Ten messages, each sent while the poll sleeps: polling alone would take at least half a second for each."""
     slept = 0.0
     for _ in range(10):
         with ThreadPoolExecutor(1) as threads:
@@ -374,7 +377,7 @@ def test_an_empty_long_poll_ends_after_its_wait_seconds(queue: DirectQueue) -> N
 
 
 def test_a_long_poll_returns_due_messages_although_the_clocks_differ(site: Site, tmp_path: Path) -> None:
-    """The server's clock is a minute behind that of the database, which says when something is due."""
+    """The server's clock is a minute behind that of the database, which says when a message is due."""
     (tmp_path / "sitecustomize.py").write_text("import time\nreal = time.time\ntime.time = lambda: real() - 60\n")
     with serving(site.configuration(tmp_path), tmp_path, PYTHONPATH=str(tmp_path)) as web:
         name = new_name()
@@ -401,7 +404,7 @@ def test_a_waiting_long_poll_has_no_open_transaction(queue: DirectQueue, sql: ps
                 " and state like 'idle in transaction%%'"
             ).fetchall()
             assert rows == []
-        # Thirty wait, on ten connections: others are served all the same.
+        # Thirty requests wait; there are ten connections, and other requests are served.
         assert queue.stats()["ready_messages"] == 0
         sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[30]))", [queue.name])
         assert sum(len(each.result(30)) for each in waiting) == 30
@@ -418,7 +421,7 @@ def test_a_disconnected_long_poll_claims_nothing(queue: DirectQueue) -> None:
 
 
 def listener(sql: psycopg.Connection[Any]) -> int | None:
-    """The process that serves the connection on which the server listens."""
+    """The backend process of the connection on which the server listens."""
     rows = sql.execute(
         "select pid from pg_stat_activity where datname = current_database() and query like 'listen %%'"
     ).fetchall()
@@ -428,9 +431,9 @@ def listener(sql: psycopg.Connection[Any]) -> int | None:
 def test_all_long_polls_continue_when_the_listening_connection_is_lost(
     queue: DirectQueue, sql: psycopg.Connection[Any]
 ) -> None:
-    """Its socket is closed, and the next client may get one of the same number: the event loop must hear it."""
+    """The socket is closed, and the next client may get a socket with the same number: the loop must read from it."""
     for _ in range(3):
-        assert queue.claim(wait_seconds=1) == []  # the connection stays for a while
+        assert queue.claim(wait_seconds=1) == []  # the connection stays open for a while
         assert sql.execute("select pg_terminate_backend(%s, 5000)", [listener(sql)]).fetchone() == (True,)
         host, port = queue.web.url.removeprefix("http://").split(":")
         with ExitStack() as stack:
@@ -459,7 +462,7 @@ def test_a_long_poll_continues_when_the_listening_connection_is_lost(
 
 @contextmanager
 def asked(web: Server, path: str, body: Any, key: str = "") -> Iterator[None]:
-    """A request whose caller goes away at the end of the block, whatever became of it."""
+    """A request whose client disconnects at the end of the block, whatever its state is."""
     host, port = web.url.removeprefix("http://").split(":")
     text = json.dumps(body)
     lines = [
@@ -479,7 +482,7 @@ def asked(web: Server, path: str, body: Any, key: str = "") -> Iterator[None]:
 def test_messages_claimed_for_a_disconnected_client_are_released(
     queue: DirectQueue, site: Site, wait_seconds: int
 ) -> None:
-    """The client goes while its claim is at work, held up by a lock; the messages are there already."""
+    """The client disconnects while a lock delays its claim; the messages already exist."""
     sent = queue.send(1, 2)
     with (
         locked(site.target, "lock table pgqueue.messages in access exclusive mode"),
@@ -490,13 +493,13 @@ def test_messages_claimed_for_a_disconnected_client_are_released(
     queue.web.until(lambda: f'operation="released",{of_queue}}} 2.0' in queue.web.get("/metrics").text)
     claimed = queue.claim(max_messages=2)
     assert [each["id"] for each in claimed] == sent
-    assert {each["attempt_count"] for each in claimed} == {1}  # the other claim does not count
+    assert {each["attempt_count"] for each in claimed} == {1}  # the attempt of the other claim is not counted
 
 
 def test_messages_claimed_with_a_key_stay_claimed_after_a_disconnect(queue: DirectQueue, site: Site) -> None:
     (sent,) = queue.send(1)
     key = new_name()
-    assert queue.post("redrive", {}, new_name()).json() == {"count": 0}  # answers can be kept, from now on
+    assert queue.post("redrive", {}, new_name()).json() == {"count": 0}  # creates the table of stored responses
     with (
         locked(site.target, "lock table pgqueue.messages in access exclusive mode"),
         asked(queue.web, f"{queue.path}/claim", {}, key),
@@ -519,7 +522,7 @@ def test_messages_claimed_for_a_timed_out_request_are_released(site: Site, tmp_p
 
 
 def test_a_release_runs_after_the_time_limit_of_its_request(site: Site, tmp_path: Path) -> None:
-    """The client is gone when its claim ends, and giving back takes longer than the request may."""
+    """The client is gone when its claim ends, and the release takes longer than the request may."""
     name = new_name()
     lock = "lock table pgqueue.messages in access exclusive mode"
     with serving(site.configuration(tmp_path, limits={"request_seconds": 2}), tmp_path) as web:
@@ -529,11 +532,12 @@ def test_a_release_runs_after_the_time_limit_of_its_request(site: Site, tmp_path
         with ThreadPoolExecutor(1) as threads, psycopg.connect(site.target) as behind:
             with locked(site.target, lock), asked(web, f"{queue.path}/claim", {}):
                 web.until(lambda: waiters(site.target, "%claim(%"))
-                getting = threads.submit(behind.execute, lock)  # next, when the claim has ended
+                getting = threads.submit(behind.execute, lock)  # gets the lock when the claim has ended
                 web.until(lambda: len(waiters(site.target)) > 1)
             getting.result()
             web.until(lambda: waiters(site.target, "%release(%"))
-            web.until(lambda: 'route="/v1/queues/{queue_name}/claim"' in web.get("/metrics").text)  # it is over
+            # the request has ended
+            web.until(lambda: 'route="/v1/queues/{queue_name}/claim"' in web.get("/metrics").text)
             behind.rollback()
         (claimed,) = web.until(queue.claim)
         assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
@@ -549,7 +553,7 @@ def test_a_stopping_server_releases_undelivered_messages_first(
 
     async def give_back() -> None:
         await asyncio.wait({task for task in asyncio.all_tasks() if task.get_name() == "pgqueue agent"})
-        for _ in range(1000):  # turns of the loop, in which whoever does not wait goes on
+        for _ in range(1000):  # turns of the event loop, in which a task that does not wait continues
             await asyncio.sleep(0)
         seen.append("given back")
 
@@ -566,7 +570,7 @@ def test_a_stopping_server_releases_undelivered_messages_first(
     assert seen == ["given back", "databases closed"]
 
 
-# Requests that are sent twice.
+# Repeated requests
 
 
 def test_a_repeated_request_with_a_key_takes_effect_once(queue: DirectQueue) -> None:
@@ -581,7 +585,7 @@ def test_a_repeated_request_with_a_key_takes_effect_once(queue: DirectQueue) -> 
 
 def test_a_repeated_claim_with_a_key_returns_the_same_messages(queue: DirectQueue) -> None:
     key = new_name()
-    assert queue.post("claim", {}, key).json() == {"messages": []}  # nothing is not kept
+    assert queue.post("claim", {}, key).json() == {"messages": []}  # an empty response is not stored
     queue.send(1, 2)
     first, second = queue.post("claim", {}, key), queue.post("claim", {}, key)
     assert first.json() == second.json()
@@ -627,7 +631,7 @@ def test_of_concurrent_requests_with_a_key_one_takes_effect(queue: DirectQueue) 
 def test_a_request_that_waits_too_long_for_its_key_is_409(queue: DirectQueue, site: Site) -> None:
     key = new_name()
     insert = "insert into pgqueue_http.effects (scope, key, fingerprint) values ('user:admin', %s, '')"
-    queue.post("claim", {}, new_name())  # the table is there
+    queue.post("claim", {}, new_name())  # creates the table of stored responses
     with locked(site.target, insert, key), ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(queue.post, "messages", {"messages": [{"payload": 1}]}, key)
         assert code(waiting.result(40), 409) == "idempotency_key_in_use"

@@ -1,4 +1,4 @@
-"""The managed routes: the contract of seed 004, its limits, and who may use it."""
+"""The managed routes: the contract of specification 004, its limits, and authentication."""
 
 import base64
 import json
@@ -48,7 +48,7 @@ def queue(web: Server) -> str:
 
 
 def refused(answer: Any, status: int, field: str | None = None, limit: str | None = None) -> dict[str, Any]:
-    """The error of an answer, which must have the one shape."""
+    """The error of a response, which must have the common form."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     error = answer.json()["error"]
@@ -60,7 +60,7 @@ def refused(answer: Any, status: int, field: str | None = None, limit: str | Non
     return error
 
 
-# The seed, as printed.
+# The specification, as printed
 
 CREATE = """curl -u admin:password -X POST \\
 https://api.foundrydb.com/managed-services/{service-id}/queues \\
@@ -234,7 +234,7 @@ def _walk(web: Server, target: str) -> None:
 
 
 def _sql(target: str, first: int) -> None:
-    """The SQL of the seed, in the schema that it has here, in the database to which HTTP sent."""
+    """Run the SQL of the specification, with the schema name used here, in the database that HTTP has sent to."""
     with psycopg.connect(target, autocommit=True, cursor_factory=psycopg.RawCursor) as connection:
 
         def run(statement: str, *values: Any) -> psycopg.Cursor[Any]:
@@ -253,7 +253,7 @@ def _sql(target: str, first: int) -> None:
         assert run(SQL_CLAIM).fetchall()[0][2] == 2
 
 
-# Limits, at the edge and one beyond.
+# Limits: at each limit and one beyond
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_a_body_that_is_not_utf8_is_refused(web: Server, queue: str, text: bytes
         assert web.post(path, body.encode("utf-8-sig")).status_code in (201, 202)
 
 
-@pytest.mark.usefixtures("queue")  # The extension is in the other database, too.
+@pytest.mark.usefixtures("queue")  # installs the extension in the other database, too
 def test_database_name_chooses_the_database(web: Server, site: Site) -> None:
     name = new_name()
     web.create(name, database_name=site.databases[1])
@@ -337,7 +337,7 @@ def test_settings_reach_the_queue(web: Server, site: Site) -> None:
 
 
 def payload_of(size: int) -> str:
-    """A payload that takes so many bytes as PostgreSQL writes it."""
+    """A payload of so many bytes in the form in which PostgreSQL writes it."""
     return json.dumps({"x": "é" + "a" * (size - 11)}, ensure_ascii=False)
 
 
@@ -367,7 +367,7 @@ def test_a_batch_is_limited_to_100_messages(web: Server, site: Site, queue: str)
             "select array_agg(payload -> 'n' order by id) from pgqueue.messages where queue_name = %s and id = any(%s)",
             [queue, ids],
         ).fetchone()
-    assert sent == (list(range(100)),)  # the ids are in request order
+    assert sent == (list(range(100)),)  # the ids are in the order of the request
     refused(web.post(path, {"messages": [{"payload": {}}] * 101}), 422, "messages", "at most 100 items")
     refused(web.post(path, {"messages": []}), 422, "messages", "at least 1")
 
@@ -425,7 +425,7 @@ def test_a_payload_that_postgresql_cannot_store_is_refused_before_a_task(web: Se
     assert web.post(f"{web.queues}/{queue}/messages", body).status_code in (400, 422)
 
 
-# What there is not, and what is not possible now.
+# Unknown resources and conflicts
 
 
 def test_unknown_resources_are_404(web: Server, queue: str) -> None:
@@ -487,7 +487,7 @@ def test_only_active_queues_take_messages(web: Server, site: Site) -> None:
 
 def test_a_queue_created_by_sql_is_neither_adopted_nor_dropped(web: Server, site: Site) -> None:
     name = new_name()
-    web.create(new_name())  # so that pgqueue is there
+    web.create(new_name())  # installs pgqueue
     with psycopg.connect(site.target, autocommit=True) as connection:
         connection.execute("select pgqueue.create_queue(%s)", [name])
         connection.execute("select pgqueue.enqueue(%s, '1')", [name])
@@ -515,7 +515,7 @@ def test_a_queue_that_was_dropped_by_sql_fails_its_tasks_and_can_be_deleted(web:
     web.until(lambda: web.status(name) is None)
 
 
-# Who may.
+# Authentication
 
 
 @pytest.mark.parametrize(
@@ -538,7 +538,7 @@ def test_a_queue_that_was_dropped_by_sql_fails_its_tasks_and_can_be_deleted(web:
     ],
 )
 def test_requests_without_credentials_are_refused(web: Server, authorization: str | bytes | None) -> None:
-    assert web.get(web.queues).status_code == 200  # the right password is remembered now
+    assert web.get(web.queues).status_code == 200  # the right password is remembered from now on
     headers = {} if authorization is None else {"Authorization": authorization}
     for method, path in [
         ("GET", "/"),

@@ -1,4 +1,4 @@
-"""The edge alone: a request is answered once and in time, whatever the application does."""
+"""The middleware and the HTTP protocol: each request is answered once and in time, whatever the application does."""
 
 import asyncio
 import base64
@@ -123,7 +123,7 @@ async def test_a_request_that_ignores_its_cancellation_is_answered() -> None:
             await receive()
         except asyncio.CancelledError:
             await released.wait()
-        await answer(send)  # nobody gets to see it
+        await answer(send)  # the client does not get this response
 
     answers: list[Message] = []
     began = time.monotonic()
@@ -148,7 +148,7 @@ async def test_a_started_response_is_not_followed_by_a_timeout_response() -> Non
     assert statuses(answers) == [200]
 
 
-END = b"0\r\n\r\n"  # of an answer in chunks
+END = b"0\r\n\r\n"  # of a chunked response
 
 
 async def greeting(_scope: Scope, _receive: Receive, send: Send) -> None:
@@ -171,7 +171,7 @@ async def talking(app: Any = greeting) -> AsyncIterator[tuple[asyncio.StreamRead
 
 
 async def refusal(reader: asyncio.StreamReader) -> tuple[bytes, str]:
-    """The status line and the code of the last answer on a connection, which is closed behind it."""
+    """The status line and the error code of the last response on a connection, which is then closed."""
     async with asyncio.timeout(20):
         line, _, rest = (await reader.read()).partition(b"\r\n")
     error = json.loads(rest.partition(b"\r\n\r\n")[2])["error"]
@@ -185,7 +185,7 @@ async def refusal(reader: asyncio.StreamReader) -> tuple[bytes, str]:
     ids=["line", "header", "headers"],
 )
 async def test_headers_over_the_size_limit_are_refused(begin: bytes, more: bytes) -> None:
-    """Before anybody has asked for a password."""
+    """This holds before authentication."""
     async with talking() as (reader, writer):
         writer.write(begin + more * (protocol.HEADERS_LIMIT // len(more)))
         assert await refusal(reader) == (b"HTTP/1.1 431 Request Header Fields Too Large", "head_too_large")
@@ -197,7 +197,7 @@ async def test_the_header_limits_do_not_apply_to_the_body(monkeypatch: pytest.Mo
         for size in (10, protocol.HEADERS_LIMIT - 100):
             writer.write(b"POST / HTTP/1.1\r\nContent-Length: 200000\r\nX: " + b"y" * size + b"\r\n\r\n")
             await reader.readuntil(END)
-            await asyncio.sleep(0.2)  # the body may come later than a head
+            await asyncio.sleep(0.2)  # the body may take longer than the limit for headers
             writer.write(b"z" * 200_000)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         assert (await reader.readuntil(END)).startswith(b"HTTP/1.1 200")
@@ -238,7 +238,7 @@ async def test_incomplete_headers_of_a_second_request_time_out(monkeypatch: pyte
 
 
 async def test_a_failed_sample_is_retried_soon() -> None:
-    """However long the try took: the page says that the figures are old until the next one."""
+    """The retry does not wait for a share of the failed attempt's time: until then the page shows old figures."""
     third = asyncio.Event()
 
     class Locked(Databases):
@@ -285,7 +285,9 @@ async def test_the_sampler_ends_although_a_pool_swallows_its_cancellation() -> N
 async def test_a_connection_with_an_early_response_and_an_unfinished_body_is_closed(
     monkeypatch: pytest.MonkeyPatch, rest: bytes
 ) -> None:
-    """As everybody is who has no password: whether he goes on, stops or ends, and then says no more."""
+    """Every request without a password is such. The client sends the rest, a part of it, or nothing, and then stays
+    silent.
+    """
     for patience in ("HEAD_SECONDS", "REST_SECONDS"):
         monkeypatch.setattr(protocol, patience, 0.1)
     async with talking() as (reader, writer), asyncio.timeout(10):
@@ -296,7 +298,7 @@ async def test_a_connection_with_an_early_response_and_an_unfinished_body_is_clo
 
 
 async def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """He lives, and keeps the connection: nothing else would ever end it, nor what is worked on for it."""
+    """The client keeps the connection open. Nothing else would end it or the request that runs for it."""
     monkeypatch.setattr(protocol, "READING_SECONDS", 0.5)
     ended = asyncio.Event()
 
@@ -343,7 +345,7 @@ async def test_a_protocol_error_is_not_sent_as_the_response_of_the_previous_requ
 
 
 async def test_a_disconnect_reaches_the_running_request_of_a_pipeline() -> None:
-    """Also where he sent the next request before he had the answer: else he would be given messages."""
+    """This holds if the client sent the next request before it had the response. Otherwise it would be given messages."""
     entered, left = asyncio.Event(), asyncio.Event()
 
     async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
@@ -360,7 +362,7 @@ async def test_a_disconnect_reaches_the_running_request_of_a_pipeline() -> None:
 
 
 async def test_an_offer_to_upgrade_the_protocol_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    """Java's client does so with the first request of each connection."""
+    """Java's client offers an upgrade with the first request of each connection."""
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
     async with talking() as (reader, writer), asyncio.timeout(10):
         for request in (b"GET / HTTP/1.1\r\n" + offer, b"POST / HTTP/1.1\r\nContent-Length: 2\r\n" + offer):
@@ -378,7 +380,7 @@ def test_the_counters_of_dropped_queues_are_removed(monkeypatch: pytest.MonkeyPa
     for queue in ("there", "gone"):
         for operation in ("enqueued", "claimed"):
             counted.messages("one", "one", queue, operation, 1)
-    assert counted.exposition().count(b'operation="claimed",queue="gone"') == 2  # with the moment that it began
+    assert counted.exposition().count(b'operation="claimed",queue="gone"') == 2  # with the time at which it was created
     later = time.monotonic() + 3600
     monkeypatch.setattr(time, "monotonic", lambda: later)
     assert b"gone" not in counted.exposition()

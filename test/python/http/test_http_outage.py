@@ -1,4 +1,4 @@
-"""Trouble: databases that go and come back, requests that take too long, and servers that are told to stop."""
+"""Failures: databases that stop and return, requests that take too long, and servers that are stopped."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from pgqueue.http.settings import Limits, Service, Settings
 
 @pytest.fixture(scope="module")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """A server of its own, as it is stopped and started, with a password."""
+    """A PostgreSQL server of its own with a password, which tests stop and start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with EmbeddedServer(durable=False, data_dir=tmp_path_factory.mktemp("postgres") / "data", port=port) as embedded:
@@ -57,7 +57,7 @@ def test_a_database_outage_is_503_and_the_server_recovers(web: Server, postgres:
         waiting = threads.submit(web.post, "/v1/queues/" + name + "/claim", {"max_messages": 1, "wait_seconds": 7})
         assert waiting.result().status_code == 200
         waiting = threads.submit(web.post, "/v1/queues/" + name + "/claim", {"wait_seconds": 7})
-        time.sleep(0.3)  # it waits by now, or will meet the same end a moment later
+        time.sleep(0.3)  # the agent waits for a task by now, or will see the same error a moment later
         postgres.stop(immediate=True)
         assert waiting.result().status_code in (200, 503)
     calls: list[Callable[[], httpx.Response]] = [
@@ -123,7 +123,7 @@ def test_a_task_waits_for_a_target_that_is_down(
         try:
             other.create(name + "-b", wait=False)
             other.until(lambda: other.status(name + "-b") == "Provisioning")
-            assert other.get("/readyz").status_code == 200  # one target down does not take the others along
+            assert other.get("/readyz").status_code == 200  # an unreachable target does not affect the others
             assert other.get(other.queues).status_code == 200
         finally:
             postgres.start()
@@ -131,7 +131,7 @@ def test_a_task_waits_for_a_target_that_is_down(
 
 
 def test_a_recreated_database_gets_its_tables_again(web: Server, postgres: EmbeddedServer) -> None:
-    """Somebody drops the broker's queue, then each database, and restores nothing."""
+    """The task queue is dropped, then each database; nothing is restored."""
 
     def works() -> bool:
         name = new_name()
@@ -190,7 +190,7 @@ def test_a_request_is_answered_in_time_although_the_database_ignores_a_cancel(
 
 
 async def test_old_records_are_deleted_in_any_number_during_an_outage(postgres: EmbeddedServer) -> None:
-    """All at once would take longer than a statement may."""
+    """One statement for all rows would exceed its timeout."""
     services = {
         "gone": Service("gone", "host=127.0.0.1 port=1", ("gone",)),
         SERVICE: Service(SERVICE, postgres.tcp_dsn, ("target",)),
@@ -269,7 +269,7 @@ def test_after_a_signal_requests_and_tasks_end_normally(site: Site, tmp_path: Pa
                 )
             began = time.monotonic()
             web.command.signal(signal.SIGTERM)
-            assert polling.result().json() == {"messages": []}  # who waits for messages does not hold it up
+            assert polling.result().json() == {"messages": []}  # a long poll does not delay the stop
             assert time.monotonic() - began < 5
         assert sending.result().status_code == 201
         assert web.command.end().status == 0
@@ -280,7 +280,7 @@ def test_after_a_signal_requests_and_tasks_end_normally(site: Site, tmp_path: Pa
 
 @pytest.mark.parametrize("by_nohup", [False, True], ids=["plain", "nohup"])
 def test_after_a_hangup_requests_end_normally(site: Site, tmp_path: Path, by_nohup: bool) -> None:
-    # As who began the tests may have done it by nohup.
+    # The tests may have been started by nohup.
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if by_nohup else signal.SIG_DFL)
     try:
         server = serving(site.configuration(tmp_path), tmp_path)

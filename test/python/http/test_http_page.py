@@ -1,4 +1,4 @@
-"""The page, as a person meets it: in headless Chromium, by mouse, by keyboard, narrow, dark, and without scripts."""
+"""The page in headless Chromium: by mouse, by keyboard, in narrow windows, in dark mode, and without scripts."""
 
 import os
 import re
@@ -22,7 +22,7 @@ HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=\"documen
 
 
 def chromium() -> str | None:
-    """Chromium of this machine, or the one that test/tools.py has unpacked."""
+    """The Chromium of this machine, or the one that test/tools.py has unpacked."""
     return shutil.which("chromium") or (str(UNPACKED) if UNPACKED.exists() else None)
 
 
@@ -42,7 +42,7 @@ def browser() -> Iterator[Browser]:
 def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("served")
     with serving(site.configuration(directory), directory) as web:
-        web.create(new_name())  # pgqueue is there
+        web.create(new_name())  # installs pgqueue
         yield web
 
 
@@ -55,7 +55,7 @@ def sql(web: Server, site: Site) -> Iterator[psycopg.Connection[Any]]:
 
 @pytest.fixture
 def queue(sql: psycopg.Connection[Any], web: Server, site: Site) -> Iterator[str]:
-    """A queue with a dead letter that a consumer has left, with a history, and two that wait."""
+    """A queue with two ready messages, and with a dead letter whose headers hold the failures that a consumer recorded."""
     name = new_name()
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 2, backoff_base => '0')", [name])
     sql.execute("select pgqueue.enqueue(%s, jsonb_build_object('order_id', 1001, 'note', %s::text))", [name, HOSTILE])
@@ -79,7 +79,7 @@ def context(browser: Browser, web: Server, **more: Any) -> BrowserContext:
 
 @pytest.fixture
 def page(browser: Browser, web: Server) -> Iterator[Page]:
-    """A page that may ask nobody else, and must not complain."""
+    """A page that may request nothing from other hosts, and must log no error."""
     opened = context(browser, web)
     page = opened.new_page()
     complaints: list[str] = []
@@ -107,7 +107,7 @@ def test_the_page_shows_queues_with_figures_and_sparklines(
     expect(row(page, queue).locator('[data-label="Ready"]')).to_have_text("2")
     expect(row(page, queue).locator('[data-label="Dead"]')).to_have_text("1")
     sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[7]))", [queue])
-    expect(row(page, queue).locator('[data-label="Ready"]')).to_have_text("9")  # by itself
+    expect(row(page, queue).locator('[data-label="Ready"]')).to_have_text("9")  # without a reload
     for line in ("Depth, from 0 to 9", "In a second", "Out a second", "Age in seconds"):
         expect(row(page, queue).locator(f'svg[aria-label*="{line}"] polyline')).to_have_count(1)
     shot(page, "queues")
@@ -135,7 +135,7 @@ def test_a_dead_letter_is_shown_with_error_headers_and_history(page: Page, queue
     letter.get_by_text("History: 2 failed attempts").click()
     expect(letter.locator(".history li")).to_have_count(2)
     expect(letter.locator(".history li").first).to_contain_text("Attempt 1")
-    expect(page).to_have_title(f"{queue} – pgqueue")  # nothing of what messages carry was run
+    expect(page).to_have_title(f"{queue} – pgqueue")  # no script in a message was run
     shot(page, "dead-letters")
 
 
@@ -184,8 +184,8 @@ def test_the_page_works_by_keyboard(page: Page, queue: str, sql: psycopg.Connect
     page.goto("/")
     tab_to(f"Pause {queue}")
     with page.expect_response("**/page/queues"):
-        pass  # the table was drawn anew,
-    expect(page.get_by_role("button", name=f"Pause {queue}")).to_be_focused()  # and the focus is where it was
+        pass  # the table was replaced
+    expect(page.get_by_role("button", name=f"Pause {queue}")).to_be_focused()  # and the focus is restored
     page.keyboard.press("Enter")
     expect(row(page, queue).locator(".state")).to_have_text("Paused")
     tab_to(queue)
@@ -217,7 +217,7 @@ def test_the_page_fits_narrow_windows_with_enough_contrast(
         else:
             page.get_by_role("link", name=queue, exact=True).click()
             expect(page.locator("article.letter")).to_be_visible()
-        page.wait_for_load_state("load")  # its style, too
+        page.wait_for_load_state("load")  # includes its style sheet
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         for background, text in page.evaluate(CONTRAST):
             assert ratio(background, text) >= 4.5, (background, text)
@@ -235,7 +235,7 @@ CONTRAST = """() => [...document.querySelectorAll('main *, header *')].filter(e 
 
 
 def ratio(one: str, other: str) -> float:
-    """The contrast of two colours, as WCAG has it."""
+    """The contrast ratio of two colours, as WCAG defines it."""
 
     def luminance(colour: str) -> float:
         parts = [float(each) / 255 for each in colour[colour.index("(") + 1 : -1].split(",")[:3]]
@@ -255,7 +255,8 @@ def test_the_page_works_without_scripts(
     row(page, queue).get_by_role("button", name="Pause").click()
     expect(row(page, queue).locator(".state")).to_have_text("Paused")
     sql.execute("select pgqueue.enqueue(%s, '1')", [queue])
-    expect(row(page, queue).locator('[data-label="Ready"]')).to_have_text("3", timeout=20_000)  # it loads itself anew
+    # the page reloads itself
+    expect(row(page, queue).locator('[data-label="Ready"]')).to_have_text("3", timeout=20_000)
     opened.close()
 
 
@@ -276,7 +277,7 @@ def test_the_page_says_when_the_server_does_not_answer(browser: Browser, web: Se
 def test_a_form_of_another_site_is_refused(
     browser: Browser, web: Server, queue: str, sql: psycopg.Connection[Any], site: Site
 ) -> None:
-    """The browser knows the password, and sends it along: it is the server that refuses."""
+    """The browser sends the password with the request; the server refuses it."""
     opened = context(browser, web)
     page = opened.new_page()
     page.goto("/")
@@ -319,7 +320,7 @@ def test_errors_of_the_page_are_html_pages(web: Server, site: Site) -> None:
 
 
 def test_a_sparkline_leaves_out_points_of_a_level_stretch() -> None:
-    """Hundreds of queues are drawn each two seconds, for everybody who looks."""
+    """Hundreds of queues are drawn every two seconds for each open page."""
     drawn = [
         re.findall(r'<polyline points="([^"]*)"', sparkline(line, "Depth", "depth")) for line in ([3.0] * 90, STEPS)
     ]
@@ -330,7 +331,7 @@ STEPS = [0.0, 0.0, 0.0, 6.0, 6.0, 6.0, 0.0]
 
 
 def test_the_page_works_behind_a_path_prefix(web: Server, queue: str, site: Site) -> None:
-    """Behind a proxy that strips a prefix nothing may lead past it, to the root."""
+    """Behind a proxy that strips a path prefix, no link may be relative to the root."""
     place = {"service": "pg-service-uuid", "database": site.databases[0], "name": queue}
     pages = [web.get(path, params=place) for path in ("/", "/page/queues", "/queue")]
     pages.append(web.get("/queue/confirm", params=place | {"action": "redrive"}))

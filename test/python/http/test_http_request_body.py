@@ -1,4 +1,4 @@
-"""The bodies of requests: what is JSON, how large PostgreSQL writes it, and what is refused before it gets there."""
+"""Bodies of requests: valid JSON, its size in PostgreSQL's form, and what is refused before it reaches PostgreSQL."""
 
 import json
 import tracemalloc
@@ -20,7 +20,7 @@ from pgqueue.http.models import Ack, DirectMessage
 from pgqueue.http.passwords import hash_password
 from pgqueue.http.request_body import json_size, read_json
 
-# As text, of any form that JSON allows: Python would write most of them otherwise.
+# As text, in every form that JSON allows: Python would write most of them differently.
 digits = st.text("0123456789", min_size=1, max_size=25)
 whole = st.one_of(st.just("0"), st.from_regex(r"[1-9][0-9]{0,24}", fullmatch=True))
 exponent = st.builds(
@@ -61,7 +61,7 @@ def test_a_number_is_measured_as_postgresql_writes_it(connection: psycopg.Connec
         ((written,),) = connection.execute("select octet_length(%s::jsonb::text)", [text]).fetchall()
     except psycopg.DataError:
         written = None
-    if written is None:  # which it says itself, and at once
+    if written is None:  # PostgreSQL refuses such a number itself, and at once
         with suppress(ValueError):
             json_size(read_json(text))
     else:
@@ -84,7 +84,7 @@ def test_every_json_value_is_measured_as_postgresql_writes_it(connection: psycop
     assert json_size(read_json(text)) == written
 
 
-# What is refused here, by a server whose databases cannot be reached: all else is 503.
+# Errors of a server whose databases cannot be reached: every request that passes its checks gets 503.
 
 SETTINGS = Settings("", {"s": Service("s", "", ("d",))}, {ADMIN[0]: hash_password(ADMIN[1])})
 DIRECT, MANAGED = "/v1/queues/q/messages", "/managed-services/s/queues/q/messages"
@@ -117,7 +117,7 @@ async def refusal(web: httpx.AsyncClient, path: str, body: str | bytes, **header
 async def test_numbers_count_with_the_length_that_postgresql_writes(
     web: httpx.AsyncClient, path: str, number: str, size: int
 ) -> None:
-    """In a request of some 100 KB they would be gigabytes in PostgreSQL before it says so."""
+    """PostgreSQL would expand a request of some 100 KB to gigabytes before it refuses it."""
     count = 2 if len(number) > 100 else 10_000
     text = 7 + count * (2 + size)  # {"x": [ and ]}, and commas and spaces between them
     payload = f'{{"x": [{", ".join([number] * count)}]}}'
@@ -167,7 +167,7 @@ async def test_invalid_json_is_refused_with_the_reason(web: httpx.AsyncClient, b
 
 @pytest.mark.parametrize("place", ["", ".messages[0]"])
 async def test_of_many_unknown_fields_one_is_reported(web: httpx.AsyncClient, place: str) -> None:
-    """To say it of each would take longer than a request may, and the memory of the machine."""
+    """Reporting each of them would exceed the time limit and the memory of the machine."""
     fields = ", ".join(f'"x{number}": 1' for number in range(300_000))
     one = f'{{"payload": 1, {fields}}}' if place else '{"payload": 1}'
     body = f'{{"messages": [{one}]{"" if place else ", " + fields}}}'
@@ -189,7 +189,7 @@ async def test_a_long_field_name_is_shortened_in_the_error(web: httpx.AsyncClien
 
 
 async def test_json_of_any_depth_is_read_or_refused(web: httpx.AsyncClient) -> None:
-    """Where reading it gets through measuring it may not."""
+    """The size of JSON that can be read cannot always be measured."""
     seen = set()
     for depth in range(800, 1000, 2):
         body = f'{{"messages": [{{"payload": {"[" * depth}{"]" * depth}}}]}}'
@@ -233,7 +233,7 @@ async def test_the_error_of_a_field_names_the_expected_type(
 
 @pytest.mark.parametrize("text", ["9007199254740993.0", "9.007199254740993e15", "9223372036854775807.0"])
 def test_a_large_id_is_not_rounded(text: str) -> None:
-    """As a float it would."""
+    """As a float it would be rounded."""
     ack = Ack.model_validate(read_json(f'{{"id": {text}, "claim_token": "{TOKEN}"}}'))
     assert ack.id in (9007199254740993, 9223372036854775807)
 

@@ -1,4 +1,4 @@
-"""The configuration file and the passwords in it; `pgqueue serve` by its options."""
+"""The configuration file with its passwords, and the options of `pgqueue serve`."""
 
 import asyncio
 import os
