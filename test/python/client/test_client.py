@@ -708,7 +708,7 @@ def test_the_install_command_refuses_a_foreign_schema(empty_database: Any, capsy
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("create schema pgqueue")
     assert main(["install", dsn]) == 1
-    assert "not ours" in capsys.readouterr().err
+    assert "did not create" in capsys.readouterr().err
 
 
 def test_the_install_command_reports_connection_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,7 +137,7 @@ def test_a_failed_start_reports_the_reason(home: Path) -> None:
     done = run("list", PGQUEUE_HOME=home)
     assert done.status == 1
     assert "the server did not start" in done.err
-    assert "hint: --dsn names a server of yours, PGQUEUE_HOME another place" in done.err
+    assert "hint: Use another server with --dsn, or another directory with PGQUEUE_HOME" in done.err
     assert "Traceback" not in done.err
     with pytest.raises(EmbeddedServerError, match="did not start"), shared_server(home):
         pass
@@ -148,7 +148,7 @@ def test_a_home_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     done = run("list", PGQUEUE_HOME=tmp_path / "file/home")
     assert done.status == 1
     assert re.search(
-        r"^pgqueue: .*/file/home: Not a directory\nhint: --dsn names a server of yours, ", done.err, re.MULTILINE
+        r"^pgqueue: .*/file/home: Not a directory\nhint: Use another server with --dsn, ", done.err, re.MULTILINE
     )
 
 

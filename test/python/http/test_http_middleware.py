@@ -345,7 +345,7 @@ async def test_a_protocol_error_is_not_sent_as_the_response_of_the_previous_requ
 
 
 async def test_a_disconnect_reaches_the_running_request_of_a_pipeline() -> None:
-    """This holds if the client sent the next request before it had the response. Otherwise it would be given messages."""
+    """This holds if the client sent the next request before it had the response. Else it would be given messages."""
     entered, left = asyncio.Event(), asyncio.Event()
 
     async def app(_scope: Scope, receive: Receive, _send: Send) -> None:

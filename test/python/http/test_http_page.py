@@ -55,7 +55,7 @@ def sql(web: Server, site: Site) -> Iterator[psycopg.Connection[Any]]:
 
 @pytest.fixture
 def queue(sql: psycopg.Connection[Any], web: Server, site: Site) -> Iterator[str]:
-    """A queue with two ready messages, and with a dead letter whose headers hold the failures that a consumer recorded."""
+    """A queue with two ready messages, and a dead letter with the failures that a consumer recorded."""
     name = new_name()
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 2, backoff_base => '0')", [name])
     sql.execute("select pgqueue.enqueue(%s, jsonb_build_object('order_id', 1001, 'note', %s::text))", [name, HOSTILE])
