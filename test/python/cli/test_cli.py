@@ -697,7 +697,7 @@ def test_a_closed_pipe_ends_table_output_quietly(database: str, orders: pgqueue.
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
-def test_a_closed_stdout_is_no_error(database: str, orders: pgqueue.Queue) -> None:
+def test_closed_standard_streams_are_no_error(database: str, orders: pgqueue.Queue) -> None:
     send = f"'{sys.executable}' -m pgqueue send {orders.name}"
     done = subprocess.run(
         ["bash", "-c", f"{send} 1 >&- && {send} 2 2>&- && {send} 3 >&- 2>&- <&- && {send} --file - <&-"],

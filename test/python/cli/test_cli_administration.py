@@ -67,7 +67,7 @@ def test_an_argument_that_looks_like_an_option_gets_a_hint(words: list[str]) -> 
     assert said in " ".join(done.err.split())
 
 
-def test_a_misspelt_option_gets_no_such_hint() -> None:
+def test_a_misspelt_option_gets_no_hint_about_hyphens() -> None:
     done = in_process("", "browse", "orders", "--sate", "ready")
     assert "--state" in done.err
     assert "after --" not in done.err
@@ -115,7 +115,7 @@ def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders:
     assert (ended["dlq_enabled"], ended["dead_letter_expired"]) == (True, False)
 
 
-def test_alter_refuses_no_setting_and_values_out_of_range(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_alter_refuses_no_settings_and_values_out_of_range(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     nothing = cli("alter", orders.name)
     assert (nothing.status, nothing.out) == (2, "")
     assert "nothing to change" in nothing.err

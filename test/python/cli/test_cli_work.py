@@ -147,7 +147,9 @@ def test_sync_and_async_handlers_run_until_the_queue_is_empty(
     assert left(orders) == (0, 0, 0, 0)
 
 
-def test_until_empty_ends_at_once_on_an_empty_queue(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+def test_until_empty_ends_on_an_empty_queue_and_fails_on_a_missing_one(
+    database: str, orders: pgqueue.Queue, shop: Path
+) -> None:
     assert work(orders, "note", "--until-empty", dsn=database, cwd=shop).status == 0
     done = run("work", "no-such-queue", "orders.tasks:note", cwd=shop, PGQUEUE_DSN=database)
     assert done.status == 1

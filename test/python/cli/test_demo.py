@@ -52,7 +52,7 @@ def test_the_demo_accounts_for_every_message() -> None:
     assert "The books balance." in done.stdout
 
 
-def test_with_keep_the_demo_leaves_its_queue_on_a_given_server(empty_database: Callable[[], str]) -> None:
+def test_with_keep_the_demo_leaves_its_tables_until_the_next_run(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
     done = run("--keep", PGQUEUE_DSN=dsn, PGOPTIONS="-c intervalstyle=iso_8601 -c datestyle=german")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -290,7 +290,7 @@ def test_exchange_acknowledges_and_claims(queue: Any) -> None:
     assert queue.exchange((), None) == []
 
 
-def test_nack_and_reject_delay_or_bury_a_message(queue: Any) -> None:
+def test_nack_returns_a_message_and_reject_makes_it_a_dead_letter(queue: Any) -> None:
     ids = queue.enqueue_batch([1, 2])
     first, second = queue.claim(2)
     assert queue.nack(first.id, NOWHERE) is False

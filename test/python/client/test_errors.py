@@ -104,7 +104,7 @@ def test_invalid_names_raise_invalid_argument(client: Client, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["a", "-", "_", "0", "x" * 63, "x" * 64, "x" * 128])
-def test_names_of_the_longest_length_are_accepted(client: Client, name: str) -> None:
+def test_names_at_the_limits_are_accepted(client: Client, name: str) -> None:
     queue = client.queue(name)
     queue.create_queue()
     try:

@@ -281,7 +281,7 @@ def test_a_request_redrives_at_most_its_limit_of_dead_letters(
         [queue.name],
     )
     page = {"service": SERVICE, "database": site.databases[0], "name": queue.name, "action": "redrive"}
-    assert "counted anew, 100,000 at a time." in queue.web.get("/queue/confirm", params=page).text
+    assert "counted from 0, 100,000 at a time." in queue.web.get("/queue/confirm", params=page).text
     assert [queue.post("redrive", {}).json()["count"] for _ in range(3)] == [100_000, 10, 0]
     sql.execute("select pgqueue.purge_queue(%s)", [queue.name])
 

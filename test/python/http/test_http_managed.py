@@ -595,6 +595,6 @@ def test_another_site_cannot_use_the_password_of_a_browser(
     assert web.post(f"{web.queues}/{queue}/stats", headers=headers).status_code == status
 
 
-def test_no_response_contains_a_password(web: Server) -> None:
+def test_the_output_of_the_server_contains_no_password(web: Server) -> None:
     said = web.command.err + web.command.out
     assert ADMIN[1] not in said

@@ -279,7 +279,7 @@ def test_after_a_signal_requests_and_tasks_end_normally(site: Site, tmp_path: Pa
 
 
 @pytest.mark.parametrize("by_nohup", [False, True], ids=["plain", "nohup"])
-def test_after_a_hangup_requests_end_normally(site: Site, tmp_path: Path, by_nohup: bool) -> None:
+def test_a_hangup_stops_the_server_unless_it_ignores_the_signal(site: Site, tmp_path: Path, by_nohup: bool) -> None:
     # The tests may have been started by nohup.
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if by_nohup else signal.SIG_DFL)
     try:
