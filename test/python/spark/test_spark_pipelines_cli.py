@@ -106,8 +106,8 @@ def test_what_goes_wrong_is_said_in_a_line(
 def test_a_queue_that_was_dropped_has_its_letters_and_its_archive(database: str, queue: Queue) -> None:
     queue.enqueue(1, delay=timedelta(days=1))
     queue.drop_queue()
-    assert queue.name in commands_of_spark._all(database)
-    assert queue.name in commands_of_spark._all(database, is_archived=True)
+    assert queue.name in commands_of_spark._default_queues(database)
+    assert queue.name in commands_of_spark._default_queues(database, is_archived=True)
 
 
 def test_each_pipeline_has_a_command_of_its_name() -> None:
