@@ -106,7 +106,7 @@ _CONSUMER = {
 
 
 def __getattr__(name: str) -> Any:
-    # The consumer is loaded by those who use it.
+    # The consumer is imported when one of its names is first used.
     if name in _CONSUMER:
         return getattr(import_module(".consumer", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m pgqueue`, and the script `pgqueue`: the command line, if what it needs is installed."""
+"""The command line: `python -m pgqueue` and the script `pgqueue`. Needs `pgqueue[cli]`."""
 
 import signal
 import sys
@@ -12,7 +12,7 @@ _NEEDED = {"rich", "typer"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line. Returns the exit status."""
     try:
         from .cli import main as run
     except ModuleNotFoundError as error:
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"pgqueue: the command line needs {missing}: {extra('cli')}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # while that loads
+    except KeyboardInterrupt:  # while the command line is imported
         return 128 + signal.SIGINT
     return run(arguments)
 

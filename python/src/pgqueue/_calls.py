@@ -1,7 +1,7 @@
-"""Every statement, one per verb: the rows it returns, the SQL function, its arguments as SQL declares them.
+"""The SQL statements, one per verb: the type of its rows, the SQL function, and its arguments with their SQL types.
 
-An optional argument that is None is not sent, so that its default stays the database's. The text of a
-statement depends only on which arguments are given, and is kept: psycopg prepares what it meets again.
+An optional argument that is None is not sent, so that the default of the database applies. The text of a statement
+depends only on which arguments are given. It is cached, so that psycopg sees the same text again and prepares it.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Bound(NamedTuple, Generic[T]):
-    """A statement with its values, ready for a cursor."""
+    """A statement with its values and its row factory, ready for a cursor."""
 
     text: bytes
     values: list[Any]
@@ -41,7 +41,7 @@ class Bound(NamedTuple, Generic[T]):
 
 
 class Call(Generic[T]):
-    """A verb: the class of its rows, its name, the arguments that are always sent, those that need not be."""
+    """A verb: the type of its rows, its SQL function, its required arguments, and its optional arguments."""
 
     def __init__(self, row: type[T], function: str, required: str = "", optional: str = "") -> None:
         self.function = function
@@ -57,7 +57,7 @@ class Call(Generic[T]):
         self._texts: dict[tuple[bool, ...], bytes] = {}
 
     def __call__(self, *values: Any) -> Bound[T]:
-        """Bind values: one per argument, in their order."""
+        """Bind values: one for each argument, in the order of the arguments."""
         adapted = list(values)
         for place, adapter in self._adapters:
             if adapted[place] is not None:
@@ -79,7 +79,7 @@ class Call(Generic[T]):
         call = f"pgqueue.{self.function}({sent})"
         if not self._columns:
             return f"select {call}".encode()
-        # Columns by name: a newer database may return more of them.
+        # Columns are selected by name, because a newer database may return more of them.
         return f"select {', '.join(self._columns)} from {call}".encode()  # noqa: S608 - no value is in it
 
 
@@ -89,23 +89,23 @@ def _declared(arguments: str) -> dict[str, str]:
 
 
 def as_jsonb(value: Any) -> Jsonb:
-    """The value as a parameter of type jsonb, JSON that was wrapped before as it is."""
+    """The value as a parameter of type jsonb. A value in a `Jsonb` or `Json` keeps the wrapper's `dumps`."""
     if isinstance(value, Jsonb):
         return value
     return Jsonb(value.obj, value.dumps) if isinstance(value, Json) else Jsonb(value)
 
 
 def as_duration(name: str, value: Any) -> timedelta:
-    """The value of an argument of this name, which is a timedelta. Raises `TypeError` for anything else."""
-    # A number has no unit, and of a float or a text PostgreSQL makes what it likes.
+    """Check the value of the argument `name`. Raises `TypeError` unless it is a timedelta."""
+    # A number has no unit, and PostgreSQL reads a float or a text in its own way.
     if not isinstance(value, timedelta):
         raise TypeError(f"invalid {name}: {value!r:.200}; must be a datetime.timedelta")
     return value
 
 
 def as_integer(name: str, bits: int, value: Any) -> Any:
-    """The value of an argument of this name and of so many bits. Raises `InvalidArgument` for a larger one."""
-    # PostgreSQL would say that some integer is out of range.
+    """Check the value of the argument `name`. Raises `InvalidArgument` if it does not fit into `bits` bits."""
+    # PostgreSQL's own error does not name the argument.
     if isinstance(value, int) and not -(1 << bits - 1) <= value < 1 << bits - 1:
         given = value if value.bit_length() < 512 else f"an integer of {value.bit_length()} bits"
         raise InvalidArgument(
@@ -115,14 +115,14 @@ def as_integer(name: str, bits: int, value: Any) -> Any:
 
 
 def many(name: str, values: T) -> T:
-    """The value of an argument of this name, where that is many. Raises `TypeError` for one value, such as a text."""
+    """Check the value of the list argument `name`. Raises `TypeError` for a single value, such as a text."""
     if isinstance(values, (str, bytes, bytearray, memoryview, Mapping)):
         raise TypeError(f"invalid {name}: {type(values).__name__} is one value; give a list of values")
     return values
 
 
 def _adapter(name: str, kind: str) -> Callable[[Any], Any] | None:
-    """What makes a parameter of an argument of this name and type; None where the value is one."""
+    """The function that converts values of the argument of this name and SQL type; None if no conversion is needed."""
     adapters: dict[str, Callable[[Any], Any]] = {
         "jsonb": as_jsonb,
         "interval": partial(as_duration, name),
@@ -276,8 +276,8 @@ version = Call(str, "version")
 grant_access = Call(object, "grant_access", "role_name name, access text")
 revoke_access = Call(object, "revoke_access", "role_name name, access text")
 
-# How many seconds to wait at most, by the server's clock, as the client's may differ; and the look behind it, which a
-# message that came in between needs.
+# The longest wait in seconds, by the server's clock because the client's clock may differ; and a look at the queue
+# after `prepare_wait`, because a message that came before it notifies nobody.
 _PREPARE_WAIT = (
     b"select pg_catalog.date_part('epoch', w.until - pg_catalog.clock_timestamp()),"
     b" pgqueue.peek(queue_name => %s::text, max_records => %s::int)"
@@ -286,5 +286,7 @@ _PREPARE_WAIT = (
 
 
 def prepare_wait_and_look(queue_name: str, max_records: int, timeout: timedelta) -> Bound[tuple[float, int]]:
-    """Bind what arms the register, says for how many seconds nothing is due, and looks once more."""
+    """Bind a call of `prepare_wait` with a look after it: returns the seconds until a message is due, and how many are
+    ready.
+    """
     return Bound(_PREPARE_WAIT, [queue_name, max_records, queue_name, timeout], tuple_row)

@@ -1,4 +1,4 @@
-"""The rows that clients read and send: what the sync and the async client share."""
+"""Reading and sending rows: what the sync and the async client share."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ def each_row(rows: Rows) -> Iterator[Any]:
 
 
 async def each_row_async(rows: AsyncRows) -> AsyncIterator[Any]:
-    """The rows of an iterable of either kind."""
+    """The rows of a sync or async iterable."""
     if isinstance(rows, AsyncIterable):
         async for row in rows:
             yield row
@@ -28,7 +28,7 @@ async def each_row_async(rows: AsyncRows) -> AsyncIterator[Any]:
 
 
 def read_leniently(cursor: Any, call: _calls.Bound[T], error: Exception) -> list[T]:
-    """The rows of a cursor after psycopg failed to read one: a value that Python cannot hold becomes a stand-in.
+    """The rows of a cursor after psycopg failed to read one: a value that Python cannot represent is replaced.
 
     Raises `error` if there is no result.
     """

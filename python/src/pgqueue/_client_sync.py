@@ -39,7 +39,8 @@ class _Calls:
 
     def _all(self, call: _calls.Bound[T]) -> list[T]:
         cursor = Cursor(self.connection, row_factory=call.row)
-        # psycopg cannot read some styles of texts: a claim that was made must not end in an error.
+        # psycopg cannot read every text style of a value. Without the binary format, a claim could succeed and then
+        # raise.
         cursor.execute(call.text, call.values, binary=bool(correction(self.connection)))
         try:
             return cursor.fetchall()
@@ -52,26 +53,26 @@ class _Calls:
 
 
 class Queues(_Calls):
-    """The verbs that concern the database and not one queue, over the caller's `Connection`."""
+    """The verbs that concern the whole database, over the caller's `Connection`."""
 
     __slots__ = ()
 
     def list_queues(self) -> list[QueueInfo]:
-        """Every queue and its settings, by name."""
+        """All queues and their settings, by name."""
         return self._all(_calls.list_queues())
 
     def drop_idle_queues(self) -> list[str]:
-        """Drop queues that have `expires_after_idle` and were not used for so long; returns their names, at most 100.
+        """Drop queues that were not used for their `expires_after_idle`. Returns their names, at most 100.
 
-        They hold no message, dead ones included, and nobody has claimed, received or waited. Call it until it returns
-        none. `create_queue` does the same, for ten at most: there is no need to call this.
+        Such a queue has no message and no dead letter, and no session has claimed, received or waited. Call it until it
+        returns none. Calling it is optional: `create_queue` drops up to ten such queues.
         """
         return self._all(_calls.drop_idle_queues())
 
     def stats(self, queue_name: str | None = None) -> list[QueueStats]:
         """The depth of a queue, or of every queue, by name.
 
-        Cheap on a deep queue: `estimates` says which figures are estimated. Raises `QueueNotFound`.
+        Cheap on a deep queue: `estimates` names the figures that are estimated. Raises `QueueNotFound`.
         """
         return self._all(_calls.stats(queue_name))
 
@@ -84,15 +85,15 @@ class Queues(_Calls):
         return self._all(_calls.list_subscriptions(queue_name))
 
     def expose_subscriptions(self, schema_name: str | None = None, table_name: str | None = None) -> str:
-        """Make a relation over all subscriptions on which an NServiceBus transport works as on its own table.
+        """Create a relation over all subscriptions that an NServiceBus transport can use as its own table.
 
-        In `schema_name` (public), under `table_name` (SubscriptionRouting); returns its address. Raises
-        `InvalidArgument`, and `psycopg.errors.DuplicateTable` and `InsufficientPrivilege`.
+        Its schema is `schema_name` (public), its name `table_name` (SubscriptionRouting). Returns the qualified name.
+        Raises `InvalidArgument`, and `psycopg.errors.DuplicateTable` and `InsufficientPrivilege`.
         """
         return self._one(_calls.expose_subscriptions(schema_name, table_name))
 
     def unexpose_subscriptions(self, schema_name: str | None = None, table_name: str | None = None) -> bool:
-        """Drop the relation that `expose_subscriptions` made; False if there is none. The subscriptions stay."""
+        """Drop the relation that `expose_subscriptions` created. False if there is none. The subscriptions stay."""
         return self._one(_calls.unexpose_subscriptions(schema_name, table_name))
 
     def publish(
@@ -106,12 +107,12 @@ class Queues(_Calls):
         body: bytes | None = None,
         base_topics: Iterable[str] | None = None,
     ) -> int:
-        """Send a copy of a message to every queue that is subscribed to a topic; returns how many those are.
+        """Send a copy of a message to every queue that is subscribed to a topic. Returns the number of queues.
 
-        `topic` is 1 to 255 characters, words joined by dots; `base_topics` are further names of the same event.
-        A queue gets one copy, however many of its subscriptions match, with the topic in the header
-        `pgqueue.topic`. Everything else as in `Queue.enqueue`, for every copy: one queue's limit refuses all.
-        Raises `InvalidArgument`, `PayloadTooLarge`.
+        `topic` has 1 to 255 characters: words joined by dots. `base_topics` are further topics of the same event. A
+        queue gets one copy, even if several of its subscriptions match; the header `pgqueue.topic` holds the topic. The
+        other arguments are those of `Queue.enqueue` and apply to every copy. If the message exceeds the limit of
+        one queue, no queue gets it. Raises `InvalidArgument`, `PayloadTooLarge`.
         """
         return self._one(_calls.publish(topic, payload, delay, headers, expires_in, message_id, body, base_topics))
 
@@ -123,42 +124,44 @@ class Queues(_Calls):
         app_id: str | None = None,
         version: int | None = None,
     ) -> bool:
-        """Send what was staged in a run, all or none: of each attempt, by its token, as many messages as `counts` says.
+        """Send the staged messages of a run, all or none. Of each attempt, given by its token, `counts` messages must
+        exist.
 
-        False, and the run discarded, if `version` of `app_id` was committed before; a run without them goes by
-        its id, so that the call can be repeated until it is answered.
+        Returns False, and discards the run, if `version` of `app_id` was committed before. A run without them is
+        identified by its id, so the call can be repeated until it returns.
 
-        Raises `StagedMessagesLost` where some are not there any more; `QueueNotFound` for a queue dropped since;
-        `PayloadTooLarge` for a message over the limit of its queue, with its row; and `InvalidArgument` for a
-        version that another role has committed, or that `sweep_staged` has forgotten.
+        Raises `StagedMessagesLost` if messages are missing, `QueueNotFound` if a queue was dropped since,
+        `PayloadTooLarge` for a message over the limit of its queue, with its row, and `InvalidArgument` for a version
+        that another role committed or that `sweep_staged` removed from the ledger.
         """
         return self._one(_calls.sink_commit(run, tokens, counts, app_id, version))
 
     def sink_abort(self, run: UUID) -> int:
-        """Discard what one's own role has staged in a run and not committed; returns how many messages."""
+        """Discard the messages that the current role has staged in a run and not committed. Returns their number."""
         return self._one(_calls.sink_abort(run))
 
     def sweep_staged(self, older_than: timedelta | None = None, forget_after: timedelta | None = None) -> int:
-        """Discard what was staged longer than `older_than` (1 day) ago; returns how many messages.
+        """Discard messages that were staged longer ago than `older_than` (1 day). Returns their number.
 
-        Also lets the ledger forget commits after `forget_after` (90 days), but never the highest version of an
-        `app_id`: a lower one that was forgotten is refused from then on. Raises `InvalidArgument`.
+        Also removes commits older than `forget_after` (90 days) from the ledger, except the highest version of each
+        `app_id`. From then on a lower version that was removed is refused. Raises `InvalidArgument`.
         """
         return self._one(_calls.sweep_staged(older_than, forget_after))
 
     def maintain_archive(self) -> list[ArchiveChange]:
-        """Look after the archive, and return what was done: days made ahead, days dropped that nobody wants any more.
+        """Maintain the archive: create partitions for the next days, and drop those that have expired. Returns the
+        changes.
 
-        Claims do the same by the way but for the dropping, and receives but for the emptying. To be called once a day,
-        by whatever calls things, in a transaction of its own; it keeps no acknowledgement waiting.
+        Claims do the same except for dropping, and receives do it except for emptying. Call it once a day, from a
+        scheduler, in a transaction of its own. It blocks no acknowledgement.
         """
         return self._all(_calls.maintain_archive())
 
     def doctor(self, peek_delay: timedelta | None = None) -> list[Finding]:
-        """What hurts and what repairs it, one finding a row; no row means all is well.
+        """Problems of the installation, with the statements that repair them; an empty list if there is none.
 
-        Among others a pinned horizon and who pins it, a missing index, stuck claims, messages that expire
-        before a consumer that looks every `peek_delay` (1 s) can see them.
+        It finds, among others, a session that holds back vacuum, a missing index, stuck claims, and messages that
+        expire before a consumer that polls every `peek_delay` (1 s) can see them.
         """
         return self._all(_calls.doctor(peek_delay))
 
@@ -169,18 +172,19 @@ class Queues(_Calls):
     def grant_access(self, role_name: str, access: str) -> None:
         """Let a role call the verbs of a `producer`, `consumer`, `admin` or `reader`.
 
-        `raw` is SQL on the tables, `transport` the use of what `Queue.expose_transport` made. Raises
-        `InvalidArgument` for another word, `psycopg.errors.UndefinedObject` for an unknown role.
+        The access `raw` is SQL on the tables, and `transport` is the use of the relations of
+        `Queue.expose_transport`. Raises `InvalidArgument` for another access, `psycopg.errors.UndefinedObject` for
+        an unknown role.
         """
         self._one(_calls.grant_access(role_name, access))
 
     def revoke_access(self, role_name: str, access: str) -> None:
-        """Take back what `grant_access` gave. Raises what it raises."""
+        """Revoke the access that `grant_access` gave. Raises the errors of `grant_access`."""
         self._one(_calls.revoke_access(role_name, access))
 
 
 class Queue(_Calls):
-    """One queue, by name, over the caller's `Connection`. Nothing is looked up before a verb is called."""
+    """One queue, by name, over the caller's `Connection`. The database is not asked before a verb is called."""
 
     __slots__ = ("name",)
 
@@ -209,15 +213,19 @@ class Queue(_Calls):
     ) -> QueueInfo:
         """Create this queue and return it.
 
-        A claimed message stays hidden for `visibility_timeout` (1 s to 12 h; 30 s). After `max_attempts` (1
-        to 100; 5) it goes to the dead letters if `dlq_enabled`, else it is deleted; `dead_letter_expired`
-        sends expired messages there too. `dedicated` gives the queue a table of its own, for the heavy few.
-        `max_payload_bytes` (up to 100 MB; 256 KB) bounds payload and body. The wait after a failed attempt
-        is `backoff_base` (0 to 30 days; 1 s) times `backoff_factor` (1 to 100; 2) for every attempt after the first,
-        at most `backoff_max` (0 to 30 days; 10 min), less a random part of up to `backoff_jitter` (0 to 1; 0.2).
-        With `if_not_exists` an existing queue is returned as it is. `archive_for` (1 to 3652.5 days; None keeps
-        nothing) keeps what is acknowledged in the table `archived_messages`, at least so long. With
-        `expires_after_idle` (1 s to 3652.5 days; None for never) a queue goes that is empty and was not used so long.
+        A claimed message stays hidden for `visibility_timeout` (1 s to 12 h; 30 s). After `max_attempts` (1 to 100; 5)
+        it becomes a dead letter if `dlq_enabled` (true), else it is deleted. With `dead_letter_expired` (false),
+        expired messages become dead letters, too. `dedicated` (false) gives the queue a table of its own, for queues
+        with much traffic. `max_payload_bytes` (up to 100 MB; 256 KB) bounds payload and body.
+
+        The delay after a failed attempt is `backoff_base` (0 to 30 days; 1 s) times `backoff_factor` (1 to 100; 2) for
+        every attempt after the first, at most `backoff_max` (0 to 30 days; 10 min), less a random part of up to
+        `backoff_jitter` (0 to 1; 0.2) of it.
+
+        With `if_not_exists` (false) an existing queue is returned unchanged. `archive_for` (1 to 3652.5 days; None: no
+        archive) keeps acknowledged messages in the table `archived_messages` for at least that time. With
+        `expires_after_idle` (1 s to 3652.5 days; None: never) the queue is dropped when it was empty and unused for
+        that time.
 
         Raises `InvalidArgument`, `QueueExists`, `QueueBusy`.
         """
@@ -254,12 +262,14 @@ class Queue(_Calls):
         archive_for: timedelta | None = None,
         expires_after_idle: timedelta | None = None,
     ) -> QueueInfo:
-        """Change the settings that are given, and return the queue. Bounds as in `create_queue`.
+        """Change the settings that are given, and return the queue. Ranges are those of `create_queue`.
 
-        Messages keep the `max_attempts` they were sent with. A new `archive_for` holds for what was archived
-        before, too; `timedelta(0)` ends archiving, and what was archived is kept as long as was promised.
-        Raises `InvalidArgument`, `QueueNotFound`, and `QueueBusy` where archiving begins or ends for the relation of
-        a transport while a longer transaction uses it.
+        Messages keep the `max_attempts` that they were sent with. A new `archive_for` also applies to messages that are
+        already archived. `timedelta(0)` ends archiving; archived messages are then kept for the time that was promised.
+        An `expires_after_idle` of `timedelta(0)` keeps the queue for good.
+
+        Raises `InvalidArgument`, `QueueNotFound`, and `QueueBusy` if archiving begins or ends for a queue with a
+        transport relation that a longer transaction uses.
         """
         return self._one(
             _calls.alter_queue(
@@ -279,13 +289,12 @@ class Queue(_Calls):
         )
 
     def drop_queue(self) -> int:
-        """Drop the queue and all its messages, dead ones included; returns how many those were.
+        """Drop the queue and all its messages, dead letters included. Returns the number of messages.
 
-        Delayed messages that are not due and were never claimed become dead letters under its name, with reason
-        `queue_dropped`: `browse_dead_messages` and `purge_dead_messages` find them, and `redrive` once there is a
-        queue of that name again. They go, too, where the queue has no dead letters. What it archived is kept as
-        long as its `archive_for` said.
-        Raises `QueueNotFound`, and `QueueBusy` where a transaction that uses the queue stays open.
+        Delayed messages that are not due and were never claimed become dead letters under its name, with the reason
+        `queue_dropped`, unless the queue has no dead letters. `browse_dead_messages` and `purge_dead_messages` find
+        them, and `redrive` works when there is a queue of that name again. Its archive is kept for the time of its
+        `archive_for`. Raises `QueueNotFound`, and `QueueBusy` if a transaction that uses the queue stays open.
         """
         return self._one(_calls.drop_queue(self.name))
 
@@ -294,18 +303,18 @@ class Queue(_Calls):
         return self._one(_calls.get_queue(self.name))
 
     def pause_queue(self) -> bool:
-        """Hand out no messages until `resume_queue`; the queue still accepts them.
+        """Deliver no messages until `resume_queue`. The queue still accepts messages.
 
-        False if it was paused already.
+        False if it was already paused.
         """
         return self._one(_calls.pause_queue(self.name))
 
     def resume_queue(self) -> bool:
-        """Hand out messages again. False if it was not paused."""
+        """Deliver messages again. False if the queue was not paused."""
         return self._one(_calls.resume_queue(self.name))
 
     def purge_queue(self) -> int:
-        """Delete all messages, ready, in flight and scheduled; dead ones stay. Returns how many.
+        """Delete all messages that are ready, in flight or scheduled; dead letters stay. Returns their number.
 
         Raises `QueueNotFound`, `QueueBusy`.
         """
@@ -318,40 +327,44 @@ class Queue(_Calls):
         body_string: bool | None = None,
         flavor: str | None = None,
     ) -> str:
-        """Make a relation over the queue on which an NServiceBus transport works as on its own table.
+        """Create a relation over the queue that an NServiceBus transport can use as its own table.
 
-        In `schema_name` (public), under `table_name` (the queue's name); returns its address. `body_string` adds
-        a column with the body as text; `flavor` is `postgresql`, the default, or `sqlserver`. The queue becomes
-        dedicated. Who reads the relation needs rights on it, and `grant_access(role, "transport")`.
+        Its schema is `schema_name` (public), its name `table_name` (the queue's name). Returns the qualified name.
+        `body_string` (false) adds a column with the body as text. `flavor` is `postgresql`, the default, or
+        `sqlserver`. The queue becomes dedicated. A role needs rights on the relation and `grant_access(role,
+        "transport")` to use it.
 
-        Raises `InvalidArgument`, `QueueNotFound`, `QueueBusy`, and `psycopg.errors.DuplicateTable`,
-        `DuplicateObject` (the queue is exposed) and `InsufficientPrivilege` (no right to create in the schema).
+        Raises `InvalidArgument`, `QueueNotFound`, `QueueBusy`, and `psycopg.errors.DuplicateTable`, `DuplicateObject`
+        (the queue is already exposed) and `InsufficientPrivilege` (no right to create in the schema).
         """
         return self._one(_calls.expose_transport(self.name, schema_name, table_name, body_string, flavor))
 
     def unexpose_transport(self) -> bool:
-        """Drop the relation that `expose_transport` made; False if there is none. The queue keeps its messages.
+        """Drop the relation that `expose_transport` created. False if there is none. The queue keeps its messages.
 
         Raises `QueueNotFound`, `QueueBusy`, and `psycopg.errors.DependentObjectsStillExist`.
         """
         return self._one(_calls.unexpose_transport(self.name))
 
     def advance_transport(self) -> int:
-        """What the relation of `expose_transport` calls by itself; there is no need to."""
+        """Make due messages ready for the relation of `expose_transport`. Returns where its statements begin to read.
+
+        The relation calls this itself; callers need not.
+        """
         return self._one(_calls.advance_transport(self.name))
 
     def subscribe(self, topic: str) -> bool:
-        """Have a copy of what is published to a topic from now on; False if the queue is subscribed already.
+        """Subscribe the queue to a topic from now on. False if it is already subscribed.
 
-        `topic` is 1 to 255 characters, words joined by dots. In their place `*` stands for exactly one word, `#`
-        for any number. Raises `InvalidArgument`, `QueueNotFound`.
+        `topic` has 1 to 255 characters: words joined by dots. A word `*` matches exactly one word, `#` any number of
+        words. Raises `InvalidArgument`, `QueueNotFound`.
         """
         return self._one(_calls.subscribe(topic, self.name))
 
     def unsubscribe(self, topic: str) -> bool:
-        """End a subscription, named as it was made; False if there was none.
+        """End a subscription; `topic` is that of `subscribe`. False if there was none.
 
-        What was published before stays in the queue. Raises `InvalidArgument`, `QueueNotFound`.
+        Messages that were published before stay in the queue. Raises `InvalidArgument`, `QueueNotFound`.
         """
         return self._one(_calls.unsubscribe(topic, self.name))
 
@@ -368,12 +381,12 @@ class Queue(_Calls):
         message_id: UUID | None = None,
         body: bytes | None = None,
     ) -> int:
-        """Send a message in the caller's transaction; returns its id.
+        """Send a message in the caller's transaction. Returns its id.
 
-        Exactly one of `payload`, any value that serialises to JSON, and `body`, raw bytes. JSON null is
-        `Jsonb(None)`; JSON that is text already is `Jsonb(text, dumps=str)`. `headers` is an object of at
-        most 64 KB. `delay` (0 to 3652.5 days) postpones the first delivery; after `expires_in` (0 to 3652.5 days)
-        the message is dropped. `message_id` is the sender's own name for it and need not be unique.
+        Exactly one of `payload`, any value that serialises to JSON, and `body`, raw bytes, must be given. JSON null is
+        `Jsonb(None)`; JSON that is already text is `Jsonb(text, dumps=str)`. `headers` is an object of at most 64 KB.
+        `delay` (0 to 3652.5 days; 0) postpones the first delivery. After `expires_in` (0 to 3652.5 days; never) the
+        message is dropped. `message_id` is an id of the sender and need not be unique.
 
         Raises `InvalidArgument`, `QueueNotFound`, `PayloadTooLarge`.
         """
@@ -389,30 +402,31 @@ class Queue(_Calls):
         bodies: Iterable[bytes | None] | None = None,
         delays: Iterable[timedelta | None] | None = None,
     ) -> list[int]:
-        """Send many messages, all or none, in the caller's transaction; returns their ids in request order.
+        """Send many messages, all or none, in the caller's transaction. Returns their ids in the order of the
+        arguments.
 
-        What is given by message is as long as the messages are many; each message has exactly one of payload
-        and body. `delays`, where not None, overrides `delay` for its message. Otherwise as `enqueue`, whose
-        errors it raises.
+        Each iterable has one element per message; each message has exactly one of payload and body. An element of
+        `delays` that is not None overrides `delay`. The rest, including the errors, is as in `enqueue`.
         """
         return self._all(
             _calls.enqueue_batch(self.name, payloads, delay, headers, expires_in, message_ids, bodies, delays)
         )
 
     def enqueue_copy(self, rows: Rows) -> int:
-        """Send a stream of messages by COPY, the fastest way in; returns how many. Needs the access `raw`.
+        """Send many messages by COPY, the fastest way. Returns their number. Needs the access `raw`.
 
-        A row is a JSON value, raw bytes (a body) or a `NewMessage`; JSON null is `Jsonb(None)`. Messages are
-        ready at once. Memory stays constant however many there are. All or none: where a row is refused, or
-        `rows` raises, none is sent and the caller's transaction can go on; in autocommit mode the call is a
-        transaction of its own. Sizes are those of the JSON text.
+        A row is a JSON value, raw bytes (a body) or a `NewMessage`; JSON null is `Jsonb(None)`. The messages are ready
+        at once. Memory stays constant, independent of the number of rows. Either all messages are sent or none: if a
+        row is refused, or `rows` raises, the caller's transaction can continue. In autocommit mode the call is a
+        transaction of its own. Limits of size apply to the JSON text.
 
-        Raises `QueueNotFound`; `PayloadTooLarge` and `InvalidArgument`, which name the row (1 is the first);
-        and what PostgreSQL says of JSON that it cannot store, such as a NUL character.
+        Raises `QueueNotFound`; `PayloadTooLarge` and `InvalidArgument`, which name the row (the first is 1); and the
+        errors of PostgreSQL for JSON that it cannot store, such as a NUL character.
         """
         rows = _calls.many("rows", rows)
         if not self.connection.autocommit:
-            self.get_queue()  # Begins the caller's transaction: the one below is a savepoint in it.
+            # Begins the caller's transaction, so that the transaction below is a savepoint in it.
+            self.get_queue()
         with self.connection.transaction():
             lines = CopyRows(self.connection, self.get_queue(), self._one(server_moment))
             cursor = Cursor(self.connection)
@@ -431,19 +445,19 @@ class Queue(_Calls):
         visibility_timeout: timedelta | None = None,
         claimed_by: str | None = None,
     ) -> list[Message]:
-        """Borrow up to `max_messages` (1), by id: hidden for `visibility_timeout` (the queue's).
+        """Claim up to `max_messages` (1), by id, and hide them for `visibility_timeout` (the queue's).
 
-        This counts an attempt. `claimed_by` is a name for humans; the `claim_token` of the messages proves
-        the claim to `ack`, `nack` and `extend`. Raises `InvalidArgument`, `QueueNotFound`.
+        This counts an attempt. `claimed_by` is a name for people. The `claim_token` of the messages proves the claim to
+        `ack`, `nack` and `extend`. Raises `InvalidArgument`, `QueueNotFound`.
         """
         return self._all(_calls.claim(self.name, max_messages, visibility_timeout, claimed_by))
 
     def ack(self, id: int, claim_token: UUID | None) -> bool:
-        """Acknowledge a claimed message: it is done and deleted, or archived. False if the claim was lost."""
+        """Acknowledge a claimed message: it is deleted, or archived. False if the claim was lost."""
         return self._one(_calls.ack(self.name, id, claim_token))
 
     def ack_batch(self, ids: Iterable[int], claim_token: UUID | None) -> int:
-        """Acknowledge the messages of one claim; returns how many were still ours."""
+        """Acknowledge messages of one claim. Returns the number of messages that were still claimed with this token."""
         return self._one(_calls.ack_batch(self.name, ids, claim_token))
 
     def exchange(
@@ -454,10 +468,10 @@ class Queue(_Calls):
         visibility_timeout: timedelta | None = None,
         claimed_by: str | None = None,
     ) -> list[Exchanged]:
-        """Acknowledge what is done and claim what is next, in one call and one commit.
+        """Acknowledge messages and claim the next ones, in one call and one commit.
 
-        Returns first, with `lost` true, the `ids` that were no longer ours, then the claimed messages by id.
-        With `ids` None or empty nothing is acknowledged, and `claim_token` may be None. Raises as `claim`.
+        Returns first the `ids` whose claim was lost, with `lost` true, then the claimed messages by id. If `ids` is
+        None or empty, nothing is acknowledged, and `claim_token` may be None. Raises the errors of `claim`.
         """
         return self._all(_calls.exchange(self.name, ids, claim_token, max_messages, visibility_timeout, claimed_by))
 
@@ -469,10 +483,10 @@ class Queue(_Calls):
         error: str | None = None,
         headers: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Give a claimed message back: it comes again after `delay` (the queue's backoff).
+        """Return a claimed message to the queue: it is delivered again after `delay` (the queue's backoff).
 
-        If its attempts are spent it goes to the dead letters, or is deleted if the queue has none. `error` is
-        kept as its `last_error`; `headers` are merged into its own, unless the two exceed 64 KB. False if the
+        If its attempts are spent it becomes a dead letter, or is deleted if the queue has no dead letters. `error` is
+        stored as its `last_error`. `headers` are merged into its headers, unless the result exceeds 64 KB. False if the
         claim was lost. Raises `InvalidArgument`, `QueueNotFound`.
         """
         return self._one(_calls.nack(self.name, id, claim_token, delay, error, headers))
@@ -485,11 +499,11 @@ class Queue(_Calls):
         headers: Mapping[str, Any] | None = None,
         reason: str | None = None,
     ) -> bool:
-        """Send a claimed message to the dead letters at once.
+        """Make a claimed message a dead letter at once.
 
-        `reason` is `rejected` by default, or `attempts_exhausted` where the caller counts attempts by rules of his own,
-        and they are spent. `error` and `headers` are kept as by `nack`. False if the claim was lost. Raises
-        `InvalidArgument`, `QueueNotFound`.
+        `reason` is `rejected` (the default), or `attempts_exhausted` if the caller counts attempts by its own rules.
+        `error` and `headers` are stored as by `nack`. False if the claim was lost. Raises `InvalidArgument`,
+        `QueueNotFound`.
         """
         return self._one(_calls.reject(self.name, id, claim_token, error, headers, reason))
 
@@ -503,21 +517,22 @@ class Queue(_Calls):
     ) -> bool:
         """Count an attempt that failed in a `receive` whose transaction was rolled back.
 
-        `attempt_count` is that of the message as it was received. It is then backed off or dead as by `nack`,
-        whose `delay`, `error` and `headers` these are. False if the message is gone, claimed or held by
-        another transaction, or if an attempt was counted since. Raises `InvalidArgument`, `QueueNotFound`.
+        `attempt_count` is that of the received message. The message is then delayed or becomes a dead letter as by
+        `nack`; `delay`, `error` and `headers` are those of `nack`. False if the message is gone, is claimed or locked
+        by another transaction, or if an attempt was counted since. Raises `InvalidArgument`, `QueueNotFound`.
         """
         return self._one(_calls.record_failure(self.name, id, attempt_count, delay, error, headers))
 
     def release(self, ids: Iterable[int], claim_token: UUID | None) -> int:
-        """Give messages of one claim back unworked: ready at once, their attempt not counted.
+        """Return messages of one claim without work: they are ready at once, and their attempt is not counted.
 
-        Returns how many were still ours. Raises `InvalidArgument`, `QueueNotFound`.
+        Returns the number of messages that were still claimed with this token. Raises `InvalidArgument`,
+        `QueueNotFound`.
         """
         return self._one(_calls.release(self.name, ids, claim_token))
 
     def extend(self, id: int, claim_token: UUID | None, visibility_timeout: timedelta | None = None) -> bool:
-        """Keep a claimed message for another `visibility_timeout` (the queue's) from now.
+        """Keep a claimed message hidden for another `visibility_timeout` (the queue's) from now.
 
         False if the claim was lost. Raises `InvalidArgument`, `QueueNotFound`.
         """
@@ -526,25 +541,23 @@ class Queue(_Calls):
     def extend_batch(
         self, ids: Iterable[int], claim_token: UUID | None, visibility_timeout: timedelta | None = None
     ) -> list[int]:
-        """Keep messages of one claim as `extend` does; returns, by id, those that are still ours."""
+        """Extend messages of one claim as `extend` does. Returns, by id, those still claimed with this token."""
         return self._all(_calls.extend_batch(self.name, ids, claim_token, visibility_timeout))
 
     def receive(self, max_messages: int | None = None) -> list[Message]:
-        """Take up to `max_messages` (1), by id, for good: they are deleted in the caller's transaction.
+        """Take up to `max_messages` (1), by id: they are deleted in the caller's transaction.
 
-        A rollback returns them to their place. In autocommit mode they are gone when this returns. Raises as
-        `claim`.
+        A rollback restores them. In autocommit mode they are deleted when this returns. Raises the errors of `claim`.
         """
         return self._all(_calls.receive(self.name, max_messages))
 
     def stream_open(self, stream_name: str, opened_by: str | None = None, on_ack: str | None = None) -> Stream:
-        """Open a stream, making it where there is none: its batches can be read again after any crash.
+        """Open a stream, and create it if there is none. Its batches can be read again after a crash.
 
-        The `epoch` of what is returned is new, and whoever opened the stream before is fenced: his calls raise
-        `StreamFenced`. A reader without a checkpoint begins behind `acked_seq` and `acked_token`. `opened_by`
-        is a name for humans. `on_ack` says what becomes of messages acknowledged from now on: `delete`;
-        `archive`, which insists on the queue's `archive_for`; None for what the queue says. Raises
-        `InvalidArgument`.
+        The result has a new `epoch`. The reader that opened the stream before is fenced: its calls raise
+        `StreamFenced`. A reader without a checkpoint starts after `acked_seq` and `acked_token`. `opened_by` is a name
+        for people. `on_ack` is what happens to messages that are acknowledged from now on: `delete`; `archive`, which
+        needs the queue's `archive_for`; or None for the setting of the queue. Raises `InvalidArgument`.
         """
         return self._one(_calls.stream_open(self.name, stream_name, opened_by, on_ack))
 
@@ -560,16 +573,17 @@ class Queue(_Calls):
         up_to_id: int | None = None,
         fail_on_data_loss: bool | None = None,
     ) -> list[StreamBatch]:
-        """Acknowledge what is done for good, up to batch `after_seq` with `after_token`; return the next.
+        """Acknowledge all batches up to `after_seq` with `after_token`, and return the next batch.
 
-        That is the batch that is open already, with the same messages, or a new one of up to `max_messages`
-        (10000, at most 100000) that are ready, reserved for `visibility_timeout` (the queue's), to be read in
-        `partitions` (1); none where nothing is ready. Before the first batch `after_seq` is 0 and
-        `after_token` None. `up_to_id` leaves what is sent later to a later run.
+        The next batch is the open one, with the same messages, or a new one of up to `max_messages` (10000, at most
+        100000) ready messages. They are reserved for `visibility_timeout` (the queue's), and are read in `partitions`
+        (1). No batch is returned if no message is ready. Before the first batch `after_seq` is 0 and `after_token`
+        None. Messages with an id above `up_to_id` are left to a later run.
 
-        Raises `StreamOutOfStep` where the two are not the stream's: a checkpoint rolled back, copied or
-        another's; without `fail_on_data_loss` (true) the stream follows the checkpoint, and an open batch is
-        given back. Raises `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
+        Raises `StreamOutOfStep` if `after_seq` and `after_token` are not those of the stream: the checkpoint was rolled
+        back, was copied, or belongs to another stream. If `fail_on_data_loss` (true) is false, the stream follows the
+        checkpoint instead, and the messages of an open batch return to the queue. Raises `StreamFenced`,
+        `StreamNotFound`, `InvalidArgument`.
         """
         return self._all(
             _calls.stream_claim(
@@ -595,13 +609,13 @@ class Queue(_Calls):
         max_replays: int | None = None,
         fail_on_data_loss: bool | None = None,
     ) -> StreamBatch:
-        """Begin to read the open batch, for the first time or again: before its partitions are read.
+        """Begin to read the open batch, for the first time or again. Call it before its partitions are read.
 
-        Where it is read again its reservation is renewed. Raises `StreamDataLost` if messages are no longer the
-        stream's; without `fail_on_data_loss` (true) they are left out from then on, and are `lost`. Raises
-        `StreamPoisoned` after `max_replays` (5) replays, one for each epoch that begins it again. Raises
-        `StreamOutOfStep` for a batch that is not the open one; without `fail_on_data_loss` it is returned
-        with no messages and no partitions. Raises `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
+        If the batch is read again, its reservation is renewed. Raises `StreamDataLost` if messages do not belong to the
+        stream any more; if `fail_on_data_loss` (true) is false, they are left out from then on and are in `lost`.
+        Raises `StreamPoisoned` after `max_replays` (5) replays; each epoch that begins the batch again counts as one.
+        Raises `StreamOutOfStep` if the batch is not the open one; if `fail_on_data_loss` is false, it is returned with
+        no messages and no partitions. Raises `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
         """
         return self._one(
             _calls.stream_begin(self.name, stream_name, epoch, seq, claim_token, max_replays, fail_on_data_loss)
@@ -610,10 +624,10 @@ class Queue(_Calls):
     def stream_read(
         self, stream_name: str, epoch: int, seq: int, claim_token: UUID, partition: int | None = None
     ) -> list[Message]:
-        """The messages of one partition of the open batch, from 0, or of all of them, by id.
+        """The messages of one `partition` of the open batch (the first is 0; None: all partitions), by id.
 
-        Changes nothing and returns the same each time but for `visible_at`. Never returns less: raises
-        `StreamDataLost` where messages are no longer the stream's, `StreamOutOfStep` for a batch that is not
+        Changes nothing. Each call returns the same, except for `visible_at`, and never fewer messages: it raises
+        `StreamDataLost` if messages do not belong to the stream any more. Raises `StreamOutOfStep` if the batch is not
         the open one, `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
         """
         return self._all(_calls.stream_read(self.name, stream_name, epoch, seq, claim_token, partition))
@@ -621,18 +635,18 @@ class Queue(_Calls):
     def stream_extend(
         self, stream_name: str, epoch: int, visibility_timeout: timedelta | None = None
     ) -> list[StreamBatch]:
-        """End the reservation of the open batch `visibility_timeout` from now, by default that of its claim.
+        """Renew the reservation of the open batch: it ends `visibility_timeout` (that of its claim) from now.
 
-        Returns the batch, with the ids that are no longer the stream's as `lost`, or nothing if none is open.
-        The heartbeat of a reader. Raises `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
+        Returns the batch, with the ids that do not belong to the stream any more in `lost`; an empty list if no batch
+        is open. A reader calls it as its heartbeat. Raises `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
         """
         return self._all(_calls.stream_extend(self.name, stream_name, epoch, visibility_timeout))
 
     def stream_ack(self, stream_name: str, epoch: int, seq: int, claim_token: UUID) -> int:
-        """Remove the messages of the open batch, which is done for good.
+        """Acknowledge the open batch: its messages are deleted or archived.
 
-        Returns how many were still the stream's; 0 if it was acknowledged before. Raises `StreamOutOfStep`
-        for a batch that never was claimed, `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
+        Returns the number of messages that still belonged to the stream; 0 if the batch was acknowledged before. Raises
+        `StreamOutOfStep` for a batch that was never claimed, `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
         """
         return self._one(_calls.stream_ack(self.name, stream_name, epoch, seq, claim_token))
 
@@ -644,12 +658,12 @@ class Queue(_Calls):
         error: str | None = None,
         epoch: int | None = None,
     ) -> int:
-        """Take messages, all or those in `ids`, out of the open batch; returns how many went to the dead letters.
+        """Remove messages, all or those in `ids`, from the open batch. Returns the number of new dead letters.
 
-        Their reason is `rejected`, their `last_error` is `error`. The batch goes on with the rest, and its
-        replays start over. Without `epoch` this fences who reads the stream: start him again. A reader that
-        sorts out what it cannot use gives its own. Raises `StreamOutOfStep` if the batch is not open,
-        `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
+        Their reason is `rejected`, their `last_error` is `error`. The batch continues with the remaining messages, and
+        its replays are counted from 0. Without `epoch` this fences the reader of the stream, which must be started
+        again. A reader that removes messages which it cannot use gives its own epoch. Raises `StreamOutOfStep` if the
+        batch is not open, `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
         """
         return self._one(_calls.stream_skip(self.name, stream_name, seq, ids, error, epoch))
 
@@ -658,93 +672,95 @@ class Queue(_Calls):
         return self._all(_calls.list_streams(self.name))
 
     def drop_stream(self, stream_name: str) -> int:
-        """Drop a stream and give the messages of its open batch back; returns how many those were.
+        """Drop a stream and return the messages of its open batch to the queue. Returns their number.
 
         Raises `StreamNotFound`.
         """
         return self._one(_calls.drop_stream(self.name, stream_name))
 
     def sink_stage(self, run: UUID, partition: int, attempt: int) -> UUID:
-        """Begin to stage what one attempt at a partition of a run writes for this queue; returns its token.
+        """Begin to stage the messages that one attempt at a partition of a run writes for this queue. Returns its
+        token.
 
-        The messages are copied into `pgqueue.staged_messages` under the token, as arrays of some hundred a row, each
-        with the number of its first message, from 1, in the same transaction. Nobody sees them before
-        `Queues.sink_commit`. Raises `InvalidArgument`, `QueueNotFound`.
+        The caller copies the messages into `pgqueue.staged_messages` under the token, in the same transaction: each row
+        holds arrays of some hundred messages and the number of its first message, starting at 1. No session sees the
+        messages before `Queues.sink_commit`. Raises `InvalidArgument`, `QueueNotFound`.
         """
         return self._one(_calls.sink_stage(self.name, run, partition, attempt))
 
     def peek(self, max_records: int | None = None) -> int:
-        """How many messages could be received now, counted up to `max_records` (100).
+        """The number of messages that could be received now, counted up to `max_records` (100).
 
-        Counted over rows that nobody holds; neither blocks nor is blocked. Raises as `claim`.
+        Only rows that no transaction has locked are counted. It neither blocks nor waits. Raises the errors of `claim`.
         """
         return self._one(_calls.peek(self.name, max_records))
 
     def browse(
         self, state: str | None = None, max_messages: int | None = None, after_id: int | None = None
     ) -> list[Message]:
-        """Look at up to `max_messages` (100) without touching them, by id after `after_id` (0).
+        """Read up to `max_messages` (100) without changing them, by id after `after_id` (0).
 
-        `state` is `ready` (the default), `inflight` or `scheduled`. Raises `InvalidArgument`,
-        `QueueNotFound`.
+        `state` is `ready` (the default), `inflight` or `scheduled`. Raises `InvalidArgument`, `QueueNotFound`.
         """
         return self._all(_calls.browse(self.name, state, max_messages, after_id))
 
     def browse_dead_messages(self, max_messages: int | None = None, after_id: int | None = None) -> list[DeadMessage]:
-        """Look at up to `max_messages` (100) dead letters, by id after `after_id` (0).
+        """Read up to `max_messages` (100) dead letters, by id after `after_id` (0).
 
-        Those that a queue left which was dropped, too. Raises `InvalidArgument`, `QueueNotFound`.
+        Includes the dead letters of a dropped queue of this name. Raises `InvalidArgument`, `QueueNotFound`.
         """
         return self._all(_calls.browse_dead_messages(self.name, max_messages, after_id))
 
     def browse_archived_messages(
         self, max_messages: int | None = None, before_id: int | None = None
     ) -> list[ArchivedMessage]:
-        """Look at up to `max_messages` (100) messages that were acknowledged, the newest id first, below `before_id`.
+        """Read up to `max_messages` (100) acknowledged messages below `before_id`, the newest id first.
 
-        Those of a queue that was dropped, too, as long as they are kept. Raises `InvalidArgument`,
+        Includes those of a dropped queue of this name, as long as they are kept. Raises `InvalidArgument`,
         `QueueNotFound`.
         """
         return self._all(_calls.browse_archived_messages(self.name, max_messages, before_id))
 
     def stats(self) -> QueueStats:
-        """The depth of the queue. Cheap on a deep queue: `estimates` says which figures are estimated."""
+        """The depth of the queue. Cheap on a deep queue: `estimates` names the figures that are estimated."""
         return self._one(_calls.stats(self.name))
 
     def redrive(self, max_messages: int | None = None, ids: Iterable[int] | None = None) -> int:
-        """Make dead letters ready again, up to `max_messages` (1000), or those of `ids`; returns how many."""
+        """Make dead letters ready again, up to `max_messages` (1000), or those of `ids`. Returns their number."""
         return self._one(_calls.redrive(self.name, max_messages, ids))
 
     def purge_dead_messages(self, ids: Iterable[int] | None = None) -> int:
-        """Delete all dead letters, or those of `ids`; returns how many. Also those that a dropped queue left."""
+        """Delete all dead letters, or those of `ids`, those of a dropped queue of this name included. Returns their
+        number.
+        """
         return self._one(_calls.purge_dead_messages(self.name, ids))
 
     def purge_expired(self, batch_size: int | None = None) -> int:
-        """Delete expired messages, up to `batch_size` (10000); returns how many."""
+        """Delete expired messages, up to `batch_size` (10000). Returns their number."""
         return self._one(_calls.purge_expired(self.name, batch_size))
 
     def channel(self) -> str:
-        """The channel to LISTEN on; its notifications carry no payload."""
+        """The channel to LISTEN on. Its notifications have no payload."""
         return self._one(_calls.channel(self.name))
 
     def wake(self) -> None:
         """Notify waiting consumers when the transaction commits.
 
-        For those who insert into the table themselves; `enqueue` does it where somebody waits.
+        Call it after inserting into the table directly. `enqueue` notifies by itself if a session waits.
         """
         self._one(_calls.wake(self.name))
 
     def prepare_wait(self, timeout: timedelta | None = None) -> datetime:
-        """Announce a wait on `channel` of up to `timeout` (60 s, at most a day): the next enqueue notifies.
+        """Announce a wait on `channel` of up to `timeout` (60 s, at most a day): the next enqueue then notifies.
 
-        Returns when to look again at the latest. Claim once more between this call and the wait. Raises
-        `InvalidArgument`.
+        Returns the time at which to claim again at the latest. Claim once more between this call and the wait, because
+        a message that was sent before this call notifies nobody. Raises `InvalidArgument`.
         """
         return self._one(_calls.prepare_wait(self.name, timeout))
 
     def next_due_at(self) -> datetime | None:
-        """When the next message comes due: a delay, a backoff or a claim that ends.
+        """The time at which the next message is due: the end of a delay, of a backoff or of a claim.
 
-        In the past if one is ready, None if nothing is pending.
+        It is in the past if a message is ready, and None if there is no message to wait for.
         """
         return self._one(_calls.next_due_at(self.name))

@@ -1,4 +1,4 @@
-"""Messages as blocks of a binary COPY, for enqueue_copy."""
+"""Messages in the binary format of COPY, for `enqueue_copy`."""
 
 import re
 import struct
@@ -19,7 +19,7 @@ from .message import NewMessage, QueueInfo
 
 __all__ = ["BEGIN", "END", "CopyRows", "copy_messages", "server_moment"]
 
-# With both moments given PostgreSQL inserts many rows at once: their defaults read the clock, row by row.
+# Both timestamps are given: if the defaults read the clock for each row, PostgreSQL would not insert rows in batches.
 copy_messages = (
     b"copy pgqueue.messages"
     b" (enqueued_at, visible_at, queue_name, max_attempts, message_id, expires_at, headers, body, payload)"
@@ -31,7 +31,7 @@ server_moment: Bound[int] = Bound(
 
 BEGIN, END = b"PGCOPY\n\xff\r\n\x00" + bytes(8), struct.pack("!h", -1)
 _NULL = struct.pack("!i", -1)
-_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)  # PostgreSQL's
+_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)  # the epoch of PostgreSQL's timestamps
 _EPOCH_MICROS = int(_EPOCH.timestamp()) * 1_000_000
 _MAX_HEADERS_BYTES = 65536
 _BLOCK_BYTES = 128 * 1024
@@ -40,25 +40,26 @@ _length_of_json = struct.Struct("!iB").pack
 
 
 class CopyRows:
-    """Turns messages into blocks of `copy_messages`, row by row, and refuses what `enqueue` would refuse.
+    """Converts messages into blocks of data for `copy_messages`, and refuses each row that `enqueue` would refuse.
 
-    `at` is the `server_moment`, in microseconds since 1970. The messages of a block bear the moment at which it was
-    begun, by the server's clock.
+    `at` is the result of `server_moment`, in microseconds since 1970. All messages of a block have the time at which
+    the block was started, by the server's clock.
     """
 
     def __init__(self, connection: Connection[Any] | AsyncConnection[Any], queue: QueueInfo, at: int) -> None:
         self._queue = queue
         self._json = connection.adapters.get_dumper(Jsonb, PyFormat.TEXT)(Jsonb, connection)
-        # A binary COPY is in the encoding of the client; what that lacks JSON can escape.
+        # Text in a binary COPY is in the client encoding. JSON can escape the characters that the encoding lacks.
         self._escapes = connection.info.encoding != "utf-8"
-        self._ahead = at - _EPOCH_MICROS - time.monotonic_ns() // 1000  # of this process's clock
+        # of the monotonic clock of this process, in microseconds
+        self._ahead = at - _EPOCH_MICROS - time.monotonic_ns() // 1000
         self._row = 0
         self._lines = [BEGIN]
         self._bytes = 0
         self._begin_block()
 
     def add(self, row: Any) -> bytes | None:
-        """Add a row; returns a block when one is full."""
+        """Add a row. Returns a block of data if one is full."""
         self._row += 1
         try:
             line = self._line(row)
@@ -70,7 +71,7 @@ class CopyRows:
         return self._block() if self._bytes >= _BLOCK_BYTES else None
 
     def end(self) -> bytes:
-        """The rows that no block holds yet, and the end of the COPY."""
+        """The last block of data, and the end of the COPY."""
         return self._block() + END
 
     def _block(self) -> bytes:
@@ -125,13 +126,13 @@ class CopyRows:
     def _document(self, argument: str, value: Any, limit: int) -> bytes:
         text = bytes(self._json.dump(as_jsonb(value)) or b"")
         if len(text) > limit:
-            # Escapes like \u00e9 count as the characters that they stand for.
+            # An escape such as \u00e9 counts as the character that it stands for.
             size = len(dumps(loads(text), ensure_ascii=False).encode("utf8", "surrogatepass"))
             if size > limit:
                 raise self._too_large(argument, size, limit)
         if self._escapes and not text.isascii():
             text = re.sub(r"[^\x00-\x7f]+", _escaped, text.decode()).encode()
-        return _length_of_json(len(text) + 1, 1) + text  # version 1 of the format, the only one there is
+        return _length_of_json(len(text) + 1, 1) + text  # jsonb's binary format starts with its version, which is 1
 
     def _body(self, body: bytes | bytearray | memoryview) -> bytes:
         size = memoryview(body).nbytes
@@ -154,5 +155,5 @@ def _field(value: bytes) -> bytes:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """Characters as JSON escapes them."""
+    """Characters as JSON escapes."""
     return dumps(found[0])[1:-1]

@@ -1,6 +1,6 @@
-"""Values that Python does not have: moments such as infinity become the first or the last that it has.
+"""Loaders for values that Python cannot represent.
 
-JSON that it cannot read stays text.
+A timestamp beyond Python's range, such as infinity, becomes the first or the last one. JSON becomes `UnreadableJson`.
 """
 
 from datetime import UTC, datetime
@@ -45,7 +45,7 @@ class _BinaryMoments(TimestamptzBinaryLoader):
 
 
 def _lenient(strict: type[abc.Loader], layout: Format) -> type[Loader]:
-    """A loader that gives an `UnreadableJson` where another one, which may be the user's, raises."""
+    """A loader that returns an `UnreadableJson` if the loader `strict`, which may be the user's own, raises."""
 
     class Lenient(Loader):
         format = layout
@@ -58,14 +58,15 @@ def _lenient(strict: type[abc.Loader], layout: Format) -> type[Loader]:
             try:
                 return self._strict.load(data)
             except Exception as error:
-                text = bytes(data)[1:] if layout == Format.BINARY else bytes(data)  # a version comes first
+                # the binary format starts with a version byte
+                text = bytes(data)[1:] if layout == Format.BINARY else bytes(data)
                 return UnreadableJson(text.decode(errors="replace"), error)
 
     return Lenient
 
 
 def lenient_decoder(cursor: Any) -> abc.Transformer:
-    """What reads the result of a cursor whatever moments and whatever JSON are in it."""
+    """A transformer for the result of a cursor that reads every timestamp and every JSON value."""
     adapters = AdaptersMap(cursor.adapters)
     for layout in (Format.TEXT, Format.BINARY):
         if strict := adapters.get_loader(_JSONB_OID, layout):
@@ -74,7 +75,7 @@ def lenient_decoder(cursor: Any) -> abc.Transformer:
 
 
 def decoder(cursor: Any) -> abc.Transformer:
-    """What reads the result of a cursor whatever moments are in it: for one that could not be fetched."""
+    """A transformer for the result of a cursor that reads every timestamp, for use after a fetch has failed."""
     return _decoder(cursor, AdaptersMap(cursor.adapters))
 
 

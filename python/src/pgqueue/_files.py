@@ -1,4 +1,4 @@
-"""Where the SQL files of the extension lie: in the installed package, or in the checkout it is run from."""
+"""The SQL files of the extension, in the installed package or in the checkout."""
 
 from functools import cache
 from pathlib import Path
@@ -8,9 +8,9 @@ __all__ = ["extension_dir", "extra", "install_script"]
 
 @cache
 def extension_dir() -> Path:
-    """The directory that holds pgqueue.control, pgqueue--*.sql and pgqueue.sql.
+    """The directory of pgqueue.control, pgqueue--*.sql and pgqueue.sql.
 
-    Raises FileNotFoundError where none of the known places has them.
+    Raises `FileNotFoundError` if none of the known directories has them.
     """
     here = Path(__file__).resolve()
     places = [here.parent / "_extension", *(parent / "extension" for parent in here.parents[1:5])]
@@ -22,12 +22,12 @@ def extension_dir() -> Path:
 
 
 def install_script() -> Path:
-    """The plain SQL that installs pgqueue without `create extension`."""
+    """The SQL script that installs pgqueue without `create extension`."""
     return extension_dir() / "pgqueue.sql"
 
 
 def extra(name: str) -> str:
-    """The command that installs an extra of this package: of the checkout, where it is run from one."""
+    """The shell command that installs an extra of this package, from the checkout if the package runs in one."""
     project = Path(__file__).resolve().parents[2]
     if (project / "pyproject.toml").is_file():
         return f"pip install -e '{project}[{name}]'"

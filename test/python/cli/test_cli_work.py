@@ -1,4 +1,4 @@
-"""`pgqueue work`, in processes of its own: what it runs, what it shows, and how it stops."""
+"""`pgqueue work` in processes of its own: its handlers, its output, and how it stops."""
 
 import errno
 import io
@@ -119,14 +119,14 @@ def shop(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
-    """A new queue whose messages come back at once, three times."""
+    """A new queue with three attempts and no backoff."""
     queue = pgqueue.Queue(connection, name)
     queue.create_queue(max_attempts=3, backoff_base=timedelta(0))
     return queue
 
 
 def left(queue: pgqueue.Queue) -> tuple[int, int, int, int]:
-    """How many messages are ready, in flight, scheduled and dead."""
+    """The number of messages that are ready, in flight, scheduled and dead."""
     found = queue.stats()
     return found.ready_messages, found.inflight_messages, found.scheduled_messages, found.dead_messages
 
@@ -136,7 +136,7 @@ def work(queue: pgqueue.Queue, handler: str, *options: str, dsn: str, cwd: Path)
 
 
 @pytest.mark.parametrize("handler", ["note", "note_async", "notes", "notes.method", "part", "part_async"])
-def test_a_handler_of_either_kind_works_until_the_queue_is_empty(
+def test_sync_and_async_handlers_run_until_the_queue_is_empty(
     database: str, orders: pgqueue.Queue, shop: Path, handler: str
 ) -> None:
     orders.enqueue_batch(list(range(20)))
@@ -147,7 +147,7 @@ def test_a_handler_of_either_kind_works_until_the_queue_is_empty(
     assert left(orders) == (0, 0, 0, 0)
 
 
-def test_an_empty_queue_ends_it_at_once_and_a_missing_one_is_an_error(
+def test_until_empty_ends_on_an_empty_queue_and_fails_on_a_missing_one(
     database: str, orders: pgqueue.Queue, shop: Path
 ) -> None:
     assert work(orders, "note", "--until-empty", dsn=database, cwd=shop).status == 0
@@ -156,7 +156,7 @@ def test_an_empty_queue_ends_it_at_once_and_a_missing_one_is_an_error(
     assert done.err.startswith("pgqueue: queue 'no-such-queue' does not exist\n")
 
 
-def test_until_empty_waits_for_retries_and_leaves_what_is_for_later(
+def test_until_empty_waits_for_retries_and_not_for_long_delays(
     database: str, orders: pgqueue.Queue, shop: Path
 ) -> None:
     orders.alter_queue(backoff_base=timedelta(milliseconds=700), backoff_jitter=0)
@@ -172,7 +172,7 @@ def test_until_empty_waits_for_retries_and_leaves_what_is_for_later(
     assert left(orders) == (0, 0, 1, 0)
 
 
-def test_until_empty_waits_as_far_ahead_as_it_is_told(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+def test_until_empty_waits_for_the_look_ahead(database: str, orders: pgqueue.Queue, shop: Path) -> None:
     orders.enqueue("later", delay=timedelta(seconds=50))
     none = work(orders, "note", "--until-empty", "--look-ahead", "0", dsn=database, cwd=shop)
     assert (none.status, none.out, left(orders)) == (0, "", (0, 0, 1, 0))
@@ -182,7 +182,7 @@ def test_until_empty_waits_as_far_ahead_as_it_is_told(database: str, orders: pgq
     assert (done.status, done.out) == (0, "got soon\n")
 
 
-def test_until_empty_waits_for_what_others_hold(
+def test_until_empty_waits_for_claims_of_other_consumers(
     database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path
 ) -> None:
     orders.enqueue("held")
@@ -227,7 +227,7 @@ def test_modes_reach_the_consumer(
     assert batches.out == "got [1, 2, 3]\n"
 
 
-def test_every_option_is_taken(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+def test_work_passes_every_option(database: str, orders: pgqueue.Queue, shop: Path) -> None:
     orders.enqueue(1)
     options = (
         *("--mode", "lease", "--concurrency", "3", "--prefetch", "5", "--visibility-timeout", "1m", "--no-listen"),
@@ -238,7 +238,7 @@ def test_every_option_is_taken(database: str, orders: pgqueue.Queue, shop: Path)
     assert work(orders, "note", *options, dsn=database, cwd=shop) == (0, "got 1\n", "")
 
 
-def test_retries_are_those_that_are_told(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+def test_work_uses_the_given_retries(database: str, orders: pgqueue.Queue, shop: Path) -> None:
     orders.enqueue(1)
     options = ("--immediate-retries", "1", "--delayed-retries", "0", "--until-empty")
     done = work(orders, "fail", *options, dsn=database, cwd=shop)
@@ -271,7 +271,7 @@ def test_failures_are_logged_with_message_and_attempt(
         assert f" message_id={number} attempt=3" in done.err
 
 
-def test_log_lines_are_json_whatever_is_logged(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+def test_json_log_lines_are_valid_json(database: str, orders: pgqueue.Queue, shop: Path) -> None:
     orders.enqueue(1)
     done = work(orders, "measure", "--until-empty", "--quiet", "--log-json", dsn=database, cwd=shop)
 
@@ -286,7 +286,7 @@ def test_log_lines_are_json_whatever_is_logged(database: str, orders: pgqueue.Qu
     assert (measured["rate"], measured["share"]) == ("nan", 0.5)
 
 
-# Handlers and values that cannot be
+# Invalid handlers and values
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_log_lines_are_json_whatever_is_logged(database: str, orders: pgqueue.Qu
         ("orders.:note", "is not MODULE:HANDLER"),
     ],
 )
-def test_a_handler_that_is_none_is_wrong_usage(shop: Path, handler: str, reason: str) -> None:
+def test_an_invalid_handler_is_wrong_usage(shop: Path, handler: str, reason: str) -> None:
     done = run("work", "orders", handler, cwd=shop, PGQUEUE_DSN="host=/nowhere")
     assert done.status == 2
     assert reason in " ".join(done.err.split())
@@ -324,7 +324,9 @@ def test_a_handler_that_is_none_is_wrong_usage(shop: Path, handler: str, reason:
         ("script", "SystemExit: 0", "script.py:3"),
     ],
 )
-def test_a_module_that_does_not_load_is_told_with_the_place(shop: Path, module: str, reason: str, place: str) -> None:
+def test_a_module_that_cannot_be_imported_is_reported_with_the_line(
+    shop: Path, module: str, reason: str, place: str
+) -> None:
     done = run("work", "orders", f"{module}:handle", cwd=shop, PGQUEUE_DSN="host=/nowhere")
     assert done.status == 1
     assert done.err.startswith(f"pgqueue: module {module} cannot be imported: {reason}")
@@ -348,7 +350,7 @@ def test_a_module_that_does_not_load_is_told_with_the_place(shop: Path, module: 
     ],
     ids=" ".join,
 )
-def test_values_are_refused_before_anything_runs(shop: Path, options: list[str]) -> None:
+def test_invalid_values_are_refused_before_anything_runs(shop: Path, options: list[str]) -> None:
     done = run("work", "orders", "orders.tasks:note", *options, cwd=shop, PGQUEUE_DSN="host=/nowhere")
     assert (done.status, done.out) == (2, "")
     assert "Invalid value" in done.err
@@ -356,7 +358,7 @@ def test_values_are_refused_before_anything_runs(shop: Path, options: list[str])
 
 
 @pytest.mark.parametrize("options", [["--concurrency", "0"], ["--prefetch", "x"], ["--mode", "steal"]], ids=" ".join)
-def test_what_is_refused_is_repeated(shop: Path, options: list[str]) -> None:
+def test_an_invalid_value_is_in_the_error(shop: Path, options: list[str]) -> None:
     done = run("work", "orders", "orders.tasks:note", *options, cwd=shop, PGQUEUE_DSN="host=/nowhere")
     assert f"Error: Invalid value for '{options[0]}': '{options[1]}'" in done.err
 
@@ -366,7 +368,7 @@ def test_what_is_refused_is_repeated(shop: Path, options: list[str]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("handler", ["gate", "gate_async"])
-def test_a_signal_lets_handlers_finish(
+def test_after_a_signal_handlers_finish(
     database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path, handler: str, number: signal.Signals
 ) -> None:
     orders.enqueue_batch([1, 2])
@@ -384,7 +386,7 @@ def test_a_signal_lets_handlers_finish(
 
 @pytest.mark.parametrize("options", [[], ["--transactional"], ["--mode", "receive"]], ids=" ".join)
 @pytest.mark.parametrize("handler", ["gate_async", "never", "never_async"])
-def test_a_second_signal_forces_and_costs_no_attempt(
+def test_a_second_signal_aborts_handlers_and_costs_no_attempt(
     database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path, handler: str, options: list[str]
 ) -> None:
     orders.enqueue(1)
@@ -397,11 +399,11 @@ def test_a_second_signal_forces_and_costs_no_attempt(
         done = command.end()
     assert done.status == 128 + signal.SIGTERM, done.err
     assert "pgqueue: stopped by force" in done.err
-    (message,) = wait_for(orders.claim)  # the server has to notice that a connection is gone
+    (message,) = wait_for(orders.claim)  # the server notices the lost connection after a moment
     assert (message.attempt_count, message.last_error) == (1, None)
 
 
-def test_it_goes_on_where_nobody_reads_its_log(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+def test_work_continues_with_a_closed_stderr(database: str, orders: pgqueue.Queue, shop: Path) -> None:
     command = subprocess.Popen(
         [*COMMAND, "work", orders.name, "orders.tasks:log", "--concurrency", "1"],
         stdout=subprocess.PIPE,
@@ -426,8 +428,8 @@ def test_it_goes_on_where_nobody_reads_its_log(database: str, orders: pgqueue.Qu
         command.stdout.close()
 
 
-def test_who_is_forced_to_end_ends_also_where_nothing_more_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else threads that do not stop would hold the process."""
+def test_a_forced_end_works_with_closed_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise threads that do not stop would keep the process alive."""
 
     class Full(io.StringIO):
         def flush(self) -> None:
@@ -445,12 +447,14 @@ def test_who_is_forced_to_end_ends_also_where_nothing_more_can_be_written(monkey
     assert ended == [128 + signal.SIGTERM]
 
 
-def test_a_third_signal_waits_for_nothing(database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path) -> None:
+def test_a_third_signal_ends_the_process_at_once(
+    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path
+) -> None:
     orders.enqueue(1)
     words = ("work", orders.name, "orders.tasks:never")
     with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
         command.wait_for(lambda: "begun" in command.out)
-        # Stopped, it gets all three at once, one of each kind that is pending; so one after the other.
+        # A stopped process gets pending signals of one kind only once, so they are sent one after the other.
         for _ in range(3):
             command.signal(signal.SIGINT)
             time.sleep(0.05)
@@ -470,12 +474,12 @@ def test_the_grace_period_bounds_a_graceful_stop(
     assert message.attempt_count == 1
 
 
-def test_a_signal_before_there_is_work_stops_it_too(
+def test_a_signal_before_the_first_message_stops_work(
     database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path
 ) -> None:
     words = ("work", orders.name, "orders.tasks:note", "--log-level", "debug")
     with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
-        # It is up when it looks.
+        # The consumer runs when it has looked at the queue.
         looking = "select exists (select from pg_stat_activity where application_name = %s and query like '%%peek%%')"
         command.wait_for(lambda: orders.connection.execute(looking, [f"pgqueue {orders.name}"]).fetchone() == (True,))
         command.signal(signal.SIGTERM)
@@ -487,12 +491,12 @@ def test_a_signal_before_there_is_work_stops_it_too(
 # On a terminal
 
 
-def test_a_live_line_shows_where_things_stand(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+def test_the_live_line_shows_depth_and_progress(database: str, orders: pgqueue.Queue, shop: Path) -> None:
     orders.enqueue_batch(list(range(8)))
     words = ("work", orders.name, "orders.tasks:gate", "--concurrency", "2")
     with terminal(*words, cwd=shop, PGQUEUE_DSN=database) as screen:
         screen.wait_for(rf"{orders.name}  0/s  ready 6  in flight 2  dead 0  running 2  done 0")
-        assert re.search(r"^begun$", screen.seen, re.MULTILINE)  # what handlers print stands above it
+        assert re.search(r"^begun$", screen.seen, re.MULTILINE)  # the output of handlers stands above the live line
         (shop / "open").touch()
         screen.wait_for(rf"{orders.name}  [1-9]\d*/s  ready 0  in flight 0  dead 0  running 0  done 8")
         screen.type("\x03")
@@ -500,10 +504,10 @@ def test_a_live_line_shows_where_things_stand(database: str, orders: pgqueue.Que
     assert screen.seen.rstrip().endswith("8 messages done")
     frames = re.split(r"\x1b\[2K|\r|\n", screen.raw.decode())
     assert max(len(ANSI.sub("", frame)) for frame in frames) <= 80
-    assert screen.raw.count(b"\x1b[?25l") == screen.raw.count(b"\x1b[?25h")  # the cursor is back
+    assert screen.raw.count(b"\x1b[?25l") == screen.raw.count(b"\x1b[?25h")  # the cursor is visible again
 
 
-def test_control_c_on_a_terminal_stops_and_again_forces(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+def test_ctrl_c_stops_and_a_second_ctrl_c_forces(database: str, orders: pgqueue.Queue, shop: Path) -> None:
     orders.enqueue(1)
     with terminal("work", orders.name, "orders.tasks:never", cwd=shop, PGQUEUE_DSN=database) as screen:
         screen.wait_for("begun")

@@ -1,4 +1,4 @@
-"""Every verb through both clients: arguments arrive, results come back as what they are, nothing is committed."""
+"""Every verb through both clients: arguments reach the database, results have the right types, nothing is committed."""
 
 import inspect
 import time
@@ -23,7 +23,7 @@ NOWHERE = UUID(int=0)
 
 
 def received(queue: Any) -> list[Any]:
-    """The payload of the next message, which may take a moment to be found again after a rollback."""
+    """The payload of the next message. After a rollback it may take a moment until the message is found again."""
     deadline = time.monotonic() + 5
     while not (messages := queue.receive()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -31,13 +31,13 @@ def received(queue: Any) -> list[Any]:
 
 
 def soon(moment: datetime | None, after: timedelta) -> bool:
-    """Whether a moment lies so long after now, give or take a few seconds."""
+    """Whether a timestamp is `after` from now, within a few seconds."""
     assert moment is not None
     assert moment.tzinfo is not None
     return abs(moment - datetime.now(UTC) - after) < 10 * SECOND
 
 
-# Queues.
+# Queues
 
 
 def test_a_new_queue_has_the_defaults_of_the_database(client: Client, name: str) -> None:
@@ -64,7 +64,7 @@ def test_a_new_queue_has_the_defaults_of_the_database(client: Client, name: str)
         "intervalstyle = 'iso_8601'; set timezone = '<+3>-3:30'",
     ],
 )
-def test_what_comes_back_is_read_whatever_the_style_of_the_session(
+def test_results_are_read_with_any_session_style(
     client: Client, styles: str, connection: psycopg.Connection[Any], name: str
 ) -> None:
     plain, queue = pgqueue.Queue(connection, name), client.queue(name)
@@ -89,8 +89,8 @@ def test_what_comes_back_is_read_whatever_the_style_of_the_session(
     assert client.queues.list_queues() == pgqueue.Queues(connection).list_queues()
 
 
-@pytest.mark.parametrize("style", ["ISO", "German"])  # as text, and as binary
-def test_moments_that_python_does_not_have_cost_nobody_his_claim(client: Client, queue: Any, style: str) -> None:
+@pytest.mark.parametrize("style", ["ISO", "German"])  # as text, and in binary
+def test_timestamps_beyond_python_do_not_lose_a_claim(client: Client, queue: Any, style: str) -> None:
     client.connection.execute(f"set datestyle = '{style}'")
     columns = "queue_name, payload, max_attempts, enqueued_at, expires_at, visible_at"
     for sent, expires in (("-infinity", "infinity"), ("0044-03-15 BC", "20000-01-01")):
@@ -110,8 +110,8 @@ def test_moments_that_python_does_not_have_cost_nobody_his_claim(client: Client,
     assert queue.ack(first.id, first.claim_token)
 
 
-@pytest.mark.parametrize("style", ["ISO", "German"])  # as text, and as binary
-def test_json_that_python_cannot_read_costs_nobody_his_claim(client: Client, queue: Any, style: str) -> None:
+@pytest.mark.parametrize("style", ["ISO", "German"])  # as text, and in binary
+def test_json_that_python_cannot_read_does_not_lose_a_claim(client: Client, queue: Any, style: str) -> None:
     client.connection.execute(f"set datestyle = '{style}'")
     for payload in ("1e5000", "[" * 3000 + "]" * 3000):
         queue.enqueue(Jsonb(payload, dumps=str))
@@ -130,14 +130,14 @@ def test_json_that_python_cannot_read_costs_nobody_his_claim(client: Client, que
     assert (received.id, received.payload.text) == (sent, large.text)
 
 
-def test_a_reader_of_json_that_fails_costs_nobody_his_claim(client: Client, queue: Any) -> None:
+def test_a_failing_json_loader_does_not_lose_a_claim(client: Client, queue: Any) -> None:
     queue.enqueue({"a": 1})
     set_json_loads({b"{}": {}}.__getitem__, client.connection)
     (message,) = queue.claim()
     assert (message.payload.text, type(message.payload.error)) == ('{"a": 1}', KeyError)
 
 
-def test_every_setting_arrives(client: Client, name: str) -> None:
+def test_create_queue_and_alter_queue_pass_every_setting(client: Client, name: str) -> None:
     settings: dict[str, Any] = {
         "visibility_timeout": 2 * SECOND,
         "max_attempts": 3,
@@ -166,7 +166,7 @@ def test_queues_are_listed_by_name(client: Client, queue: Any) -> None:
     assert {queue.name, f"{queue.name}-2"} <= set(names)
 
 
-def test_pause_and_resume(queue: Any) -> None:
+def test_pause_and_resume_return_whether_they_changed_the_queue(queue: Any) -> None:
     assert (queue.pause_queue(), queue.pause_queue()) == (True, False)
     queue.enqueue(1)
     assert queue.claim() == []
@@ -176,7 +176,7 @@ def test_pause_and_resume(queue: Any) -> None:
     assert len(queue.claim()) == 1
 
 
-def test_purge_and_drop_count(queue: Any) -> None:
+def test_purge_and_drop_return_the_number_of_messages(queue: Any) -> None:
     queue.enqueue_batch([1, 2, 3])
     assert queue.purge_queue() == 3
     queue.enqueue_batch([1, 2])
@@ -186,38 +186,38 @@ def test_purge_and_drop_count(queue: Any) -> None:
     queue.create_queue()
 
 
-def test_a_queue_says_what_it_is(queue: Any, client: Client) -> None:
+def test_the_repr_of_a_queue_has_its_name(queue: Any, client: Client) -> None:
     kind = "AsyncQueue" if client.is_async else "Queue"
     assert repr(getattr(queue, "_target", queue)) == f"{kind}('{queue.name}')"
 
 
-# Messages.
+# Messages
 
 
 @pytest.mark.parametrize(
     "payload", [{"a": [1, 2.5, None]}, [], {}, "", "text", 0, -1.5, False, True, "😀\\\"'\t\n", 2**70, "%s %(x)s"]
 )
-def test_payloads_come_back(queue: Any, payload: Any) -> None:
+def test_payloads_are_returned_unchanged(queue: Any, payload: Any) -> None:
     queue.enqueue(payload)
     queue.enqueue_batch([payload])
     messages = queue.claim(2)
     assert [(message.payload, message.body) for message in messages] == [(payload, None)] * 2
 
 
-def test_json_null_and_json_text(queue: Any) -> None:
+def test_jsonb_none_is_json_null_and_jsonb_text_is_kept(queue: Any) -> None:
     queue.enqueue(Jsonb(None))
     queue.enqueue_batch([Json(None), Jsonb('{"a": 1}', dumps=str)])
     assert [message.payload for message in queue.claim(3)] == [None, None, {"a": 1}]
 
 
 @pytest.mark.parametrize("body", [b"", b"\0\xff\\x", bytes(range(256)) * 1000])
-def test_bodies_come_back(queue: Any, body: bytes) -> None:
+def test_bodies_are_returned_unchanged(queue: Any, body: bytes) -> None:
     queue.enqueue(body=body)
     queue.enqueue_batch(bodies=[body])
     assert [(message.payload, message.body) for message in queue.claim(2)] == [(None, body)] * 2
 
 
-def test_every_field_of_a_message(queue: Any) -> None:
+def test_a_message_has_every_field(queue: Any) -> None:
     message_id = uuid4()
     sent = queue.enqueue({"a": 1}, headers={"b": 2}, expires_in=timedelta(hours=1), message_id=message_id)
     (message,) = queue.claim(visibility_timeout=timedelta(minutes=5), claimed_by="somebody")
@@ -236,7 +236,7 @@ def test_every_field_of_a_message(queue: Any) -> None:
     assert isinstance(message.claim_token, UUID)
 
 
-def test_a_batch_keeps_its_order_and_its_parts(queue: Any) -> None:
+def test_enqueue_batch_keeps_order_headers_and_ids(queue: Any) -> None:
     ids = queue.enqueue_batch(
         (number for number in range(3)),
         headers=[{"n": 0}, None, {"n": 2}],
@@ -257,14 +257,14 @@ def test_a_batch_keeps_its_order_and_its_parts(queue: Any) -> None:
         queue.enqueue_batch([])
 
 
-def test_a_delay_arrives(queue: Any) -> None:
+def test_a_delay_postpones_delivery(queue: Any) -> None:
     queue.enqueue(1, timedelta(hours=1))
     queue.enqueue_batch([1], timedelta(hours=1))
     assert queue.claim() == []
     assert soon(queue.next_due_at(), timedelta(hours=1))
 
 
-def test_ack(queue: Any) -> None:
+def test_ack_deletes_a_claimed_message_once(queue: Any) -> None:
     ids = queue.enqueue_batch([1, 2, 3, 4])
     messages = queue.claim(4)
     token = messages[0].claim_token
@@ -274,7 +274,7 @@ def test_ack(queue: Any) -> None:
     assert queue.ack_batch([], token) == 0
 
 
-def test_exchange(queue: Any) -> None:
+def test_exchange_acknowledges_and_claims(queue: Any) -> None:
     ids = queue.enqueue_batch([1, 2, 3])
     first, second = queue.exchange(None, None, 2, timedelta(minutes=5), "somebody")
     assert isinstance(first, pgqueue.Exchanged)
@@ -290,7 +290,7 @@ def test_exchange(queue: Any) -> None:
     assert queue.exchange((), None) == []
 
 
-def test_nack_and_reject(queue: Any) -> None:
+def test_nack_returns_a_message_and_reject_makes_it_a_dead_letter(queue: Any) -> None:
     ids = queue.enqueue_batch([1, 2])
     first, second = queue.claim(2)
     assert queue.nack(first.id, NOWHERE) is False
@@ -304,7 +304,7 @@ def test_nack_and_reject(queue: Any) -> None:
     assert soon(dead.died_at, 0 * SECOND)
 
 
-def test_a_failure_leaves_its_headers(queue: Any) -> None:
+def test_nack_and_reject_merge_headers(queue: Any) -> None:
     queue.enqueue(1, headers={"type": "order"})
     (message,) = queue.claim()
     assert queue.nack(message.id, message.claim_token, timedelta(0), headers={"tries": [1, None]}) is True
@@ -319,7 +319,7 @@ def test_a_failure_leaves_its_headers(queue: Any) -> None:
         queue.reject(1, NOWHERE, headers="x")
 
 
-def test_release(queue: Any) -> None:
+def test_release_returns_messages_without_counting_the_attempt(queue: Any) -> None:
     ids = queue.enqueue_batch([1, 2, 3])
     token = queue.claim(3)[0].claim_token
     assert queue.release(ids, NOWHERE) == 0
@@ -329,7 +329,7 @@ def test_release(queue: Any) -> None:
     assert queue.ack(ids[2], token)
 
 
-def test_an_attempt_that_was_rolled_back_is_recorded(queue: Any, client: Client) -> None:
+def test_record_failure_counts_an_attempt_that_was_rolled_back(queue: Any, client: Client) -> None:
     sent = queue.enqueue(1)
     client.connection.set_autocommit(False)
     (message,) = queue.receive()
@@ -350,7 +350,7 @@ def test_an_attempt_that_was_rolled_back_is_recorded(queue: Any, client: Client)
         queue.record_failure(sent, 0)
 
 
-def test_extend(queue: Any) -> None:
+def test_extend_renews_a_claim(queue: Any) -> None:
     queue.enqueue(1)
     (message,) = queue.claim(visibility_timeout=5 * SECOND)
     assert queue.extend(message.id, message.claim_token, timedelta(hours=1)) is True
@@ -360,7 +360,7 @@ def test_extend(queue: Any) -> None:
     assert queue.extend(message.id, NOWHERE) is False
 
 
-def test_extend_batch(queue: Any) -> None:
+def test_extend_batch_renews_the_claims_that_are_still_held(queue: Any) -> None:
     ids = queue.enqueue_batch([1, 2, 3])
     token = queue.claim(3, visibility_timeout=5 * SECOND)[0].claim_token
     queue.ack(ids[1], token)
@@ -372,7 +372,7 @@ def test_extend_batch(queue: Any) -> None:
     assert queue.extend_batch([], token) == []
 
 
-def test_receive_takes_for_good(queue: Any) -> None:
+def test_receive_deletes_in_the_callers_transaction(queue: Any) -> None:
     queue.enqueue_batch([1, 2, 3])
     assert [message.payload for message in queue.receive(2)] == [1, 2]
     (message,) = queue.receive()
@@ -380,7 +380,7 @@ def test_receive_takes_for_good(queue: Any) -> None:
     assert queue.receive() == []
 
 
-def test_peek_and_browse(queue: Any) -> None:
+def test_peek_counts_and_browse_lists_by_state(queue: Any) -> None:
     ids = queue.enqueue_batch([1, 2, 3])
     assert (queue.peek(), queue.peek(2), queue.peek(max_records=1)) == (3, 2, 1)
     assert [message.id for message in queue.browse()] == ids
@@ -390,7 +390,7 @@ def test_peek_and_browse(queue: Any) -> None:
         queue.browse("elsewhere")
 
 
-def test_the_dead_come_back_or_go(queue: Any) -> None:
+def test_dead_letters_are_redriven_or_purged(queue: Any) -> None:
     ids = queue.enqueue_batch([1, 2, 3, 4])
     for message in queue.claim(4):
         queue.reject(message.id, message.claim_token)
@@ -402,13 +402,13 @@ def test_the_dead_come_back_or_go(queue: Any) -> None:
     assert queue.purge_dead_messages() == 1
 
 
-def test_expired_messages_go(queue: Any) -> None:
+def test_purge_expired_deletes_expired_messages(queue: Any) -> None:
     queue.enqueue_batch([1, 2], expires_in=timedelta(0))
     assert queue.purge_expired(1) == 1
     assert queue.purge_expired() == 1
 
 
-def test_stats(client: Client, queue: Any) -> None:
+def test_stats_count_messages_by_state(client: Client, queue: Any) -> None:
     queue.enqueue_batch([1, 2, 3])
     queue.enqueue(4, timedelta(hours=1))
     first, second = queue.claim(2)
@@ -429,7 +429,7 @@ def test_stats(client: Client, queue: Any) -> None:
     assert queue.ack(first.id, first.claim_token)
 
 
-# Waiting.
+# Waiting
 
 
 def test_a_waiting_consumer_is_notified(queue: Any, connection: psycopg.Connection[Any]) -> None:
@@ -445,15 +445,15 @@ def test_a_waiting_consumer_is_notified(queue: Any, connection: psycopg.Connecti
     assert len(list(connection.notifies(timeout=10, stop_after=1))) == 1
 
 
-def test_nothing_is_due_in_an_empty_queue(queue: Any) -> None:
+def test_next_due_at_is_none_for_an_empty_queue(queue: Any) -> None:
     assert queue.next_due_at() is None
     assert soon(queue.prepare_wait(), timedelta(seconds=60))
 
 
-# The database.
+# The database
 
 
-def test_version_and_doctor(client: Client, queue: Any) -> None:
+def test_version_and_doctor_return_rows(client: Client, queue: Any) -> None:
     assert client.queues.version().count(".") == 2
     for found in client.queues.doctor(peek_delay=SECOND):
         assert isinstance(found, pgqueue.Finding)
@@ -485,7 +485,7 @@ def test_access_is_granted_and_revoked(client: Client, queue: Any, connection: p
         connection.execute(sql.SQL("drop role {}").format(sql.Identifier(role)))
 
 
-def test_raw_access_is_enough_for_copy(client: Client, queue: Any, connection: psycopg.Connection[Any]) -> None:
+def test_raw_access_suffices_for_enqueue_copy(client: Client, queue: Any, connection: psycopg.Connection[Any]) -> None:
     role = sql.Identifier(f"{queue.name}-raw")
     connection.execute(sql.SQL("create role {}").format(role))
     try:
@@ -499,10 +499,12 @@ def test_raw_access_is_enough_for_copy(client: Client, queue: Any, connection: p
         connection.execute(sql.SQL("drop role {}").format(role))
 
 
-# The caller's connection.
+# The caller's connection
 
 
-def test_nothing_is_committed(queue: Any, client: Client, connection: psycopg.Connection[Any]) -> None:
+def test_the_client_never_commits_the_callers_transaction(
+    queue: Any, client: Client, connection: psycopg.Connection[Any]
+) -> None:
     other = pgqueue.Queue(connection, queue.name)
     client.connection.set_autocommit(False)
     queue.enqueue(1)
@@ -530,7 +532,7 @@ def test_an_argument_that_is_none_is_not_sent() -> None:
 
 
 def durations() -> list[tuple[str, str]]:
-    """Every argument that is a duration, or a list of them, by verb."""
+    """Every argument that is a duration or a list of durations, by verb."""
     return [
         (verb, argument)
         for kind in (pgqueue.Queues, pgqueue.Queue)
@@ -542,7 +544,7 @@ def durations() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("verb", "argument"), durations())
-def test_a_duration_that_has_no_unit_is_refused(client: Client, name: str, verb: str, argument: str) -> None:
+def test_a_duration_that_is_no_timedelta_raises_type_error(client: Client, name: str, verb: str, argument: str) -> None:
     method = getattr(client.queue(name) if hasattr(pgqueue.Queue, verb) else client.queues, verb)
     parameters = inspect.signature(getattr(pgqueue.Queue, verb, None) or getattr(pgqueue.Queues, verb)).parameters
     needed = {each.name: [] for each in parameters.values() if each.default is each.empty and each.name != "self"}
@@ -556,7 +558,7 @@ def test_a_duration_that_has_no_unit_is_refused(client: Client, name: str, verb:
 @pytest.mark.parametrize(
     ("verb", "argument"), [each for each in durations() if not each[0].startswith(("stream", "doctor"))]
 )
-def test_a_duration_out_of_its_bounds_is_an_invalid_argument(
+def test_a_duration_out_of_range_raises_invalid_argument(
     client: Client, queue: Any, verb: str, argument: str, value: timedelta
 ) -> None:
     given: dict[str, Any] = {argument: [value] if argument == "delays" else value}
@@ -593,7 +595,7 @@ def test_repeated_calls_are_prepared(queue: Any, client: Client) -> None:
     assert rows == [(1,)]
 
 
-def test_any_cursor_factory_and_row_factory_will_do(database: str, name: str) -> None:
+def test_the_client_works_with_any_cursor_and_row_factory(database: str, name: str) -> None:
     with psycopg.connect(
         database, autocommit=True, row_factory=psycopg.rows.dict_row, cursor_factory=psycopg.RawCursor
     ) as connection:
@@ -603,7 +605,7 @@ def test_any_cursor_factory_and_row_factory_will_do(database: str, name: str) ->
         assert queue.claim()[0].payload == "100 %"
 
 
-def test_numbers_out_of_range_are_refused_by_name(queue: Any) -> None:
+def test_an_integer_out_of_range_names_its_argument(queue: Any) -> None:
     for number in (2**31, -(2**31) - 1, 3_000_000_000):
         with pytest.raises(pgqueue.InvalidArgument) as refused:
             queue.claim(number)
@@ -622,7 +624,7 @@ def test_numbers_out_of_range_are_refused_by_name(queue: Any) -> None:
     assert queue.ack(2**63 - 1, NOWHERE) is False
 
 
-# Installation as plain SQL.
+# Installation as plain SQL
 
 
 def test_install_is_part_of_the_callers_transaction(empty_database: Any) -> None:
@@ -635,7 +637,7 @@ def test_install_is_part_of_the_callers_transaction(empty_database: Any) -> None
         assert connection.execute("select to_regnamespace('pgqueue')").fetchone() == (None,)
 
 
-def test_install_leaves_the_settings_whatever_the_row_factory(empty_database: Any) -> None:
+def test_install_restores_session_settings_with_any_row_factory(empty_database: Any) -> None:
     with psycopg.connect(empty_database(), row_factory=psycopg.rows.dict_row) as connection:
         show = "select name, setting from pg_settings where name ~ 'search_path|check_function|client_min'"
         before = connection.execute(show).fetchall()
@@ -652,7 +654,7 @@ def test_install_in_autocommit_mode_is_all_or_nothing(empty_database: Any) -> No
 
 
 @pytest.mark.parametrize("door", ["plain", "extension"])
-def test_default_privileges_open_nothing(empty_database: Any, door: str, name: str) -> None:
+def test_default_privileges_grant_no_access(empty_database: Any, door: str, name: str) -> None:
     with psycopg.connect(empty_database(), autocommit=True) as connection:
         available = connection.execute("select from pg_available_extensions where name = 'pgqueue'").fetchone()
         if door == "extension" and available is None:
@@ -689,7 +691,7 @@ def test_default_privileges_open_nothing(empty_database: Any, door: str, name: s
             connection.execute(sql.SQL("drop role {}").format(role))
 
 
-def test_the_command_installs_once(empty_database: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_install_command_installs_once(empty_database: Any, capsys: pytest.CaptureFixture[str]) -> None:
     dsn = empty_database()
     assert main(["install", dsn]) == 0
     assert "is now installed" in capsys.readouterr().out
@@ -701,24 +703,26 @@ def test_the_command_installs_once(empty_database: Any, capsys: pytest.CaptureFi
         assert queue.enqueue({"a": 1}) == queue.claim()[0].id
 
 
-def test_the_command_adopts_no_foreign_schema(empty_database: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_install_command_refuses_a_foreign_schema(empty_database: Any, capsys: pytest.CaptureFixture[str]) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("create schema pgqueue")
     assert main(["install", dsn]) == 1
-    assert "not ours" in capsys.readouterr().err
+    assert "did not create" in capsys.readouterr().err
 
 
-def test_the_command_says_why_it_cannot_connect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_install_command_reports_connection_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["install", f"host={tmp_path} dbname=nowhere"]) == 1
     assert capsys.readouterr().err.startswith("pgqueue: ")
 
 
-# Mistakes of callers
+# Wrong arguments
 
 
 @pytest.mark.parametrize("payloads", [{"order_id": 1001}, '{"order_id": 1001}', b"abc"])
-def test_one_payload_is_not_taken_for_many(connection: psycopg.Connection[Any], name: str, payloads: Any) -> None:
+def test_enqueue_batch_refuses_a_single_value_as_payloads(
+    connection: psycopg.Connection[Any], name: str, payloads: Any
+) -> None:
     queue = pgqueue.Queue(connection, name)
     queue.create_queue()
     kind = type(payloads).__name__

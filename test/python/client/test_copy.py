@@ -1,4 +1,4 @@
-"""enqueue_copy: what goes in by COPY comes out as it went in, or nothing goes in."""
+"""enqueue_copy: messages are stored as they were given, or none is stored."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from psycopg.types.json import Json, Jsonb, set_json_dumps
 import pgqueue
 from pgqueue import NewMessage
 
-# Any text that PostgreSQL can store: no NUL, no lone surrogates; with a taste for what COPY escapes.
+# Any text that PostgreSQL can store (no NUL, no lone surrogates), with many characters that COPY escapes.
 texts = st.text(
     st.one_of(
         st.sampled_from("\\\"'\t\n\r\b\f\v\x01\x1f\x7f\u2028{}[],:.;$%N😀é"),
@@ -36,7 +36,7 @@ headers = st.none() | st.dictionaries(texts, documents, max_size=3)
 
 
 def as_stored(document: Any) -> Any:
-    """A float as PostgreSQL writes it may come back as an int, or in other digits of the same value."""
+    """The value as it is read back: a float may become an int, or have other digits of the same value."""
     if isinstance(document, float):
         return pytest.approx(document, rel=1e-15)
     if isinstance(document, list):
@@ -46,7 +46,7 @@ def as_stored(document: Any) -> Any:
     return document
 
 
-def test_many_rows_in_order(queue: Any) -> None:
+def test_enqueue_copy_keeps_the_order_of_many_rows(queue: Any) -> None:
     assert queue.enqueue_copy({"number": number, "filling": "x" * 90} for number in range(5000)) == 5000
     messages = queue.claim(5000)
     assert [message.payload["number"] for message in messages] == list(range(5000))
@@ -54,7 +54,7 @@ def test_many_rows_in_order(queue: Any) -> None:
     assert all(message.headers is None and message.body is None for message in messages)
 
 
-def test_no_rows(queue: Any) -> None:
+def test_enqueue_copy_of_no_rows_sends_nothing(queue: Any) -> None:
     assert queue.enqueue_copy([]) == 0
     assert queue.peek() == 0
 
@@ -66,19 +66,19 @@ def test_messages_take_the_attempts_of_their_queue(queue: Any) -> None:
 
 
 @given(batch=st.lists(documents.filter(lambda document: document is not None), min_size=1, max_size=5))
-def test_hostile_payloads(queue: Any, batch: list[Any]) -> None:
+def test_enqueue_copy_stores_hostile_payloads_unchanged(queue: Any, batch: list[Any]) -> None:
     assert queue.enqueue_copy(batch) == len(batch)
     assert [message.payload for message in queue.receive(100)] == as_stored(batch)
 
 
 @given(batch=st.lists(documents.filter(lambda document: document is not None), min_size=1, max_size=5))
-def test_hostile_payloads_by_enqueue_batch(queue: Any, batch: list[Any]) -> None:
+def test_enqueue_batch_stores_hostile_payloads_unchanged(queue: Any, batch: list[Any]) -> None:
     assert len(queue.enqueue_batch(batch)) == len(batch)
     assert [message.payload for message in queue.receive(100)] == as_stored(batch)
 
 
 @given(bodies=st.lists(st.binary(), min_size=1, max_size=5), header=headers)
-def test_hostile_bodies(queue: Any, bodies: list[bytes], header: Any) -> None:
+def test_enqueue_copy_stores_hostile_bodies_unchanged(queue: Any, bodies: list[bytes], header: Any) -> None:
     queue.enqueue_copy([*bodies, *(NewMessage(body=body, headers=header) for body in bodies)])
     messages = queue.receive(100)
     assert [message.body for message in messages] == bodies * 2
@@ -86,7 +86,7 @@ def test_hostile_bodies(queue: Any, bodies: list[bytes], header: Any) -> None:
     assert messages[-1].headers == as_stored(header)
 
 
-def test_every_column_of_a_new_message(queue: Any) -> None:
+def test_enqueue_copy_stores_every_field_of_a_new_message(queue: Any) -> None:
     message_id = uuid4()
     expires_at = datetime.now(UTC) + timedelta(days=1)
     queue.enqueue_copy(
@@ -101,13 +101,13 @@ def test_every_column_of_a_new_message(queue: Any) -> None:
     assert (second.payload, second.headers, second.expires_at, second.message_id) == (0, None, None, None)
 
 
-def test_json_that_is_text_already(queue: Any) -> None:
+def test_enqueue_copy_takes_json_that_is_already_text(queue: Any) -> None:
     pretty = json.dumps({"a": ["\\", "\n", {"b": None}]}, indent="\t")
     queue.enqueue_copy([Jsonb(pretty, dumps=str), Json(pretty.replace("\n", "\r\n"), dumps=str), Jsonb(None)])
     assert [message.payload for message in queue.claim(3)] == [json.loads(pretty)] * 2 + [None]
 
 
-def test_the_connection_says_how_json_is_written(queue: Any, client: Client) -> None:
+def test_enqueue_copy_uses_the_json_dumps_of_the_connection(queue: Any, client: Client) -> None:
     set_json_dumps(lambda value: json.dumps(value, default=str), client.connection)
     moment = datetime(2030, 1, 2, tzinfo=UTC)
     queue.enqueue_copy([{"at": moment}])
@@ -116,7 +116,7 @@ def test_the_connection_says_how_json_is_written(queue: Any, client: Client) -> 
 
 
 @pytest.mark.parametrize("encoding", ["utf8", "latin1", "euc_jp"])
-def test_any_encoding_of_the_client(queue: Any, client: Client, encoding: str) -> None:
+def test_enqueue_copy_works_with_any_client_encoding(queue: Any, client: Client, encoding: str) -> None:
     set_json_dumps(lambda value: json.dumps(value, ensure_ascii=False), client.connection)
     client.connection.execute(f"set client_encoding to {encoding}")
     sent = {"é": ["€", "😀", "\\", "\u2028", "plain"]}
@@ -126,7 +126,7 @@ def test_any_encoding_of_the_client(queue: Any, client: Client, encoding: str) -
     assert (first.payload, second.headers, third.body) == (sent, sent, "é".encode())
 
 
-def test_moments_are_the_servers_and_go_on(queue: Any, connection: psycopg.Connection[Any]) -> None:
+def test_enqueue_copy_uses_the_server_clock_and_time_advances(queue: Any, connection: psycopg.Connection[Any]) -> None:
     def now() -> datetime:
         row = connection.execute("select clock_timestamp()").fetchone()
         assert row is not None
@@ -135,7 +135,7 @@ def test_moments_are_the_servers_and_go_on(queue: Any, connection: psycopg.Conne
     turned: list[datetime] = []
 
     def rows() -> Iterator[bytes]:
-        yield bytes(200_000)  # A block of its own.
+        yield bytes(200_000)  # a block of its own
         turned.append(now())
         yield b"later"
 
@@ -147,7 +147,7 @@ def test_moments_are_the_servers_and_go_on(queue: Any, connection: psycopg.Conne
     assert [first.visible_at, second.visible_at] == [first.enqueued_at, second.enqueued_at]
 
 
-def test_rows_are_inserted_many_at_once(connection: psycopg.Connection[Any], name: str) -> None:
+def test_enqueue_copy_inserts_rows_in_batches(connection: psycopg.Connection[Any], name: str) -> None:
     if connection.info.server_version < 180000:
         pytest.skip("to count the WAL records of a session needs pg_stat_get_backend_wal, of PostgreSQL 18")
     queue = pgqueue.Queue(connection, name)
@@ -161,7 +161,7 @@ def test_rows_are_inserted_many_at_once(connection: psycopg.Connection[Any], nam
 
     before = records()
     queue.enqueue_copy(range(5000))
-    # One for each index entry; each row by itself would be another.
+    # One write for each index entry; row by row there would be another one for each row.
     assert 5000 <= records() - before < 6000
 
 
@@ -189,7 +189,7 @@ def test_rows_are_inserted_many_at_once(connection: psycopg.Connection[Any], nam
         ({1, 2}, TypeError, "set"),
     ],
 )
-def test_one_bad_row_and_nothing_is_sent(queue: Any, row: Any, error: type[Exception], message: str) -> None:
+def test_one_invalid_row_sends_nothing(queue: Any, row: Any, error: type[Exception], message: str) -> None:
     queue.alter_queue(max_payload_bytes=1000)
     with pytest.raises(error) as caught:
         queue.enqueue_copy(["good", "good", row, "good"])
@@ -199,14 +199,14 @@ def test_one_bad_row_and_nothing_is_sent(queue: Any, row: Any, error: type[Excep
     assert queue.enqueue_copy(["good"]) == 1
 
 
-def test_escapes_count_as_what_they_stand_for(queue: Any) -> None:
+def test_json_escapes_count_as_the_characters_they_encode(queue: Any) -> None:
     queue.alter_queue(max_payload_bytes=1000)
     assert queue.enqueue_copy(["é" * 499]) == 1
     with pytest.raises(pgqueue.PayloadTooLarge, match="1002 bytes"):
         queue.enqueue_copy(["é" * 500])
 
 
-def test_a_payload_of_a_full_megabyte(queue: Any) -> None:
+def test_enqueue_copy_takes_a_payload_of_one_megabyte(queue: Any) -> None:
     queue.alter_queue(max_payload_bytes=2_000_000)
     assert queue.enqueue_copy(["\\" * 500_000, b"\0" * 1_000_000]) == 2
     payload, body = queue.claim(2)
@@ -214,7 +214,9 @@ def test_a_payload_of_a_full_megabyte(queue: Any) -> None:
     assert body.body == b"\0" * 1_000_000
 
 
-def test_in_a_transaction_it_commits_nothing(queue: Any, client: Client, connection: psycopg.Connection[Any]) -> None:
+def test_enqueue_copy_does_not_commit_the_callers_transaction(
+    queue: Any, client: Client, connection: psycopg.Connection[Any]
+) -> None:
     client.connection.set_autocommit(False)
     other = pgqueue.Queue(connection, queue.name)
     assert queue.enqueue_copy([1, 2]) == 2
@@ -226,7 +228,7 @@ def test_in_a_transaction_it_commits_nothing(queue: Any, client: Client, connect
     assert other.peek() == 1
 
 
-def test_in_a_transaction_a_bad_row_leaves_what_came_before(queue: Any, client: Client) -> None:
+def test_an_invalid_row_leaves_earlier_statements_of_the_transaction(queue: Any, client: Client) -> None:
     client.connection.set_autocommit(False)
     queue.enqueue("before")
     with pytest.raises(psycopg.errors.UntranslatableCharacter):
@@ -235,7 +237,7 @@ def test_in_a_transaction_a_bad_row_leaves_what_came_before(queue: Any, client: 
     assert [message.payload for message in queue.claim(10)] == ["before"]
 
 
-def test_rows_that_raise(queue: Any) -> None:
+def test_an_iterable_that_raises_sends_nothing(queue: Any) -> None:
     def rows() -> Iterator[int]:
         yield 1
         raise LookupError("the source ran dry")
@@ -246,20 +248,20 @@ def test_rows_that_raise(queue: Any) -> None:
 
 
 @pytest.mark.parametrize("rows", ["text", b"body", {"order_id": 1001}])
-def test_one_message_is_not_taken_for_many(queue: Any, rows: Any) -> None:
+def test_enqueue_copy_refuses_a_single_value_as_rows(queue: Any, rows: Any) -> None:
     with pytest.raises(TypeError, match=f"^invalid rows: {type(rows).__name__} is one value; give a list of values$"):
         queue.enqueue_copy(rows)
     assert queue.peek() == 0
 
 
-def test_an_unknown_queue_takes_no_row(client: Client) -> None:
+def test_enqueue_copy_to_an_unknown_queue_reads_no_row(client: Client) -> None:
     rows = iter([1, 2])
     with pytest.raises(pgqueue.QueueNotFound):
         client.queue("nowhere").enqueue_copy(rows)
     assert list(rows) == [1, 2]
 
 
-def test_it_wakes_who_waits(queue: Any, connection: psycopg.Connection[Any]) -> None:
+def test_enqueue_copy_notifies_waiting_consumers(queue: Any, connection: psycopg.Connection[Any]) -> None:
     connection.execute(f'listen "{queue.channel()}"')
     queue.enqueue_copy([])
     assert list(connection.notifies(timeout=0)) == []
@@ -267,7 +269,7 @@ def test_it_wakes_who_waits(queue: Any, connection: psycopg.Connection[Any]) -> 
     assert len(list(connection.notifies(timeout=10, stop_after=1))) == 1
 
 
-def test_the_async_client_takes_async_rows(database: str, runner: asyncio.Runner, name: str) -> None:
+def test_the_async_client_takes_sync_and_async_rows(database: str, runner: asyncio.Runner, name: str) -> None:
     async def rows() -> AsyncIterator[dict[str, int]]:
         for number in range(10):
             await asyncio.sleep(0)
@@ -283,7 +285,7 @@ def test_the_async_client_takes_async_rows(database: str, runner: asyncio.Runner
     assert [message.payload["number"] for message in runner.run(main())] == list(range(10))
 
 
-def test_memory_stays_constant(database: str, name: str) -> None:
+def test_enqueue_copy_uses_constant_memory(database: str, name: str) -> None:
     with psycopg.connect(database, autocommit=True) as connection:
         queue = pgqueue.Queue(connection, name)
         queue.create_queue()

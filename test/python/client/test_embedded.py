@@ -1,4 +1,4 @@
-"""The embedded server that commands share: its data stays, it serves all who ask, and it stops by itself."""
+"""The embedded server that commands share: it keeps its data, serves all processes, and stops by itself."""
 
 import fcntl
 import os
@@ -24,7 +24,7 @@ from pgqueue.embedded import EmbeddedServer, EmbeddedServerError, _locked, defau
 
 
 def keepers(home: Path) -> list[int]:
-    """The processes that keep a server on this data."""
+    """The keeper processes of the server on this data."""
     found = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
     return [int(line.split()[0]) for line in found.splitlines() if line.endswith(f"-m pgqueue.embedded {home}")]
 
@@ -35,7 +35,7 @@ def postmaster(home: Path) -> int:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Path]:
-    """A place for data, and no process on it at the end."""
+    """A directory for the data, without a process that uses it at the end."""
     tmp_path.chmod(0o755)
     yield tmp_path / "home"
     for keeper in keepers(tmp_path / "home"):
@@ -43,7 +43,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
     wait_for(lambda: not keepers(tmp_path / "home"))
 
 
-def test_commands_without_a_dsn_share_data_that_stays(home: Path) -> None:
+def test_commands_without_a_dsn_share_persistent_data(home: Path) -> None:
     made = run("create", "orders", PGQUEUE_HOME=home)
     assert made.status == 0, made.err
     assert made.err == f"pgqueue: no --dsn: using the embedded database in {home}, which is created now\n"
@@ -53,14 +53,14 @@ def test_commands_without_a_dsn_share_data_that_stays(home: Path) -> None:
     assert [queue["name"] for queue in listed.records] == ["orders"]
     assert listed.err == f"pgqueue: no --dsn: using the embedded database in {home}\n"
     assert keepers(home) == [keeper]
-    # Stopped, and started again by who comes next.
+    # Stopped, and started again by the next command.
     os.kill(keeper, signal.SIGTERM)
     wait_for(lambda: not keepers(home))
     assert not (home / "data/postmaster.pid").exists()
     assert run("browse", "orders", "--json", PGQUEUE_HOME=home).records[0]["payload"] == {"a": 1}
 
 
-def test_commands_that_come_at_once_start_one_server(home: Path) -> None:
+def test_concurrent_commands_start_one_server(home: Path) -> None:
     def create(number: int) -> str:
         return run("create", f"queue-{number}", PGQUEUE_HOME=home).err
 
@@ -71,11 +71,11 @@ def test_commands_that_come_at_once_start_one_server(home: Path) -> None:
     assert len(run("list", "--json", PGQUEUE_HOME=home).records) == 4
 
 
-def test_a_keeper_that_is_killed_takes_its_server_along_and_is_replaced(home: Path) -> None:
+def test_when_the_keeper_is_killed_its_server_stops_and_both_are_replaced(home: Path) -> None:
     run("create", "orders", PGQUEUE_HOME=home)
     (keeper,) = keepers(home)
     os.kill(keeper, signal.SIGKILL)
-    # At once, so that the old server may still be about to stop.
+    # At once, so that the old server may still be stopping.
     done = run("send", "orders", "1", PGQUEUE_HOME=home)
     assert done.status == 0, done.err
     assert run("stats", "--json", PGQUEUE_HOME=home).records[0]["ready_messages"] == 1
@@ -83,7 +83,7 @@ def test_a_keeper_that_is_killed_takes_its_server_along_and_is_replaced(home: Pa
     assert another != keeper
 
 
-def test_a_server_that_is_killed_is_started_again(home: Path) -> None:
+def test_a_killed_shared_server_is_started_again(home: Path) -> None:
     run("create", "orders", PGQUEUE_HOME=home)
     os.kill(postmaster(home), signal.SIGKILL)
     done = run("send", "orders", "1", PGQUEUE_HOME=home)
@@ -105,7 +105,7 @@ def test_the_server_stays_while_it_has_users_and_stops_after_the_last(home: Path
     home.mkdir()
     code = (
         "import sys; from pathlib import Path; from pgqueue import embedded\n"
-        "embedded._LINGER_SECONDS = 0.2; embedded._keep(Path(sys.argv[-1]))"
+        "embedded._LINGER_SECONDS = 0.2; embedded._run_keeper(Path(sys.argv[-1]))"
     )
     command_line = [sys.executable, "-c", code, "-m", "pgqueue.embedded", home]
     with ExitStack() as stack:
@@ -123,32 +123,32 @@ def test_the_server_stays_while_it_has_users_and_stops_after_the_last(home: Path
                 assert shared == dsn
         with pytest.raises(subprocess.TimeoutExpired):
             keeper.wait(1)
-        command.process.kill()  # a user that dies has left, too
+        command.process.kill()  # a user that was killed does not count any more
         assert keeper.wait(20) == 0
     assert not (home / "data/postmaster.pid").exists()
     with pytest.raises(psycopg.OperationalError):
         psycopg.connect(dsn)
 
 
-def test_what_keeps_the_server_from_starting_is_told(home: Path) -> None:
+def test_a_failed_start_reports_the_reason(home: Path) -> None:
     (home / "data").mkdir(parents=True)
     (home / "data/PG_VERSION").write_text("9.6\n")
     (home / "data").chmod(0o700)
     done = run("list", PGQUEUE_HOME=home)
     assert done.status == 1
     assert "the server did not start" in done.err
-    assert "hint: --dsn names a server of yours, PGQUEUE_HOME another place" in done.err
+    assert "hint: Use another server with --dsn, or another directory with PGQUEUE_HOME" in done.err
     assert "Traceback" not in done.err
     with pytest.raises(EmbeddedServerError, match="did not start"), shared_server(home):
         pass
 
 
-def test_a_place_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = run("list", PGQUEUE_HOME=tmp_path / "file/home")
     assert done.status == 1
     assert re.search(
-        r"^pgqueue: .*/file/home: Not a directory\nhint: --dsn names a server of yours, ", done.err, re.MULTILINE
+        r"^pgqueue: .*/file/home: Not a directory\nhint: Use another server with --dsn, ", done.err, re.MULTILINE
     )
 
 
@@ -160,7 +160,7 @@ def test_the_server_has_the_extension_and_is_durable(home: Path) -> None:
         assert connection.execute("show fsync").fetchone() == ("on",)
 
 
-def test_the_home_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("PGQUEUE_HOME", "XDG_DATA_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -168,7 +168,7 @@ def test_the_home_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch, tm
     assert default_home() == tmp_path / ".local/share/pgqueue"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert default_home() == Path("/var/lib/pgqueue")
-    monkeypatch.setenv("XDG_DATA_HOME", "relative")  # which the standard says to ignore
+    monkeypatch.setenv("XDG_DATA_HOME", "relative")  # the XDG standard says to ignore a relative path
     assert default_home() == Path("/var/lib/pgqueue")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     assert default_home() == tmp_path / "data/pgqueue"
@@ -178,14 +178,14 @@ def test_the_home_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A directory with a short name, open to all."""
+    """A directory with a short name that all users can enter."""
     with tempfile.TemporaryDirectory(prefix="p", dir="/tmp") as directory:
         Path(directory).chmod(0o755)
         yield Path(directory)
 
 
 @pytest.mark.parametrize("name", [75, 80, 140, "a,b", "a:b"])
-def test_a_place_for_temporary_files_may_have_any_name(
+def test_the_temporary_directory_may_have_any_name(
     name: str | int, short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = short / (name if isinstance(name, str) else "x" * (name - len(f"{short}/")))
@@ -197,9 +197,7 @@ def test_a_place_for_temporary_files_may_have_any_name(
 
 
 @pytest.mark.parametrize("kill", [os.kill, os.killpg])
-def test_who_is_killed_while_the_data_are_made_leaves_no_half_of_them(
-    short: Path, kill: Callable[[int, int], None]
-) -> None:
+def test_a_kill_during_initdb_leaves_no_partial_cluster(short: Path, kill: Callable[[int, int], None]) -> None:
     code = "import sys; from pgqueue.embedded import EmbeddedServer; EmbeddedServer(data_dir=sys.argv[1]).start()"
     data, env = short / "data", environment(TMPDIR=str(short))
     with subprocess.Popen([sys.executable, "-c", code, data], env=env, start_new_session=True) as maker:
@@ -210,7 +208,7 @@ def test_who_is_killed_while_the_data_are_made_leaves_no_half_of_them(
     assert not list(data.glob(".*"))
 
 
-def test_data_are_made_in_no_directory_that_holds_something_else(tmp_path: Path) -> None:
+def test_a_non_empty_directory_that_is_no_cluster_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/letter").write_text("dear")
@@ -219,12 +217,12 @@ def test_data_are_made_in_no_directory_that_holds_something_else(tmp_path: Path)
     assert (tmp_path / "data/letter").read_text() == "dear"
 
 
-def test_a_start_that_takes_too_long_says_how_long() -> None:
+def test_a_start_timeout_names_the_limit() -> None:
     with pytest.raises(EmbeddedServerError, match=r"did not start within 0\.001 s"):
         EmbeddedServer(durable=False, timeout=0.001).start()
 
 
-# What the environment may say of other servers, and of how to talk to them.
+# Variables of libpq that name other servers or change how a client connects.
 OTHERS = {
     "PGHOST": "nowhere.invalid",
     "PGHOSTADDR": "192.0.2.1",
@@ -246,7 +244,7 @@ OTHERS = {
 }
 
 
-def test_what_the_environment_says_of_other_servers_is_about_others(
+def test_libpq_variables_for_other_servers_do_not_affect_the_embedded_server(
     monkeypatch: pytest.MonkeyPatch, home: Path, tmp_path: Path
 ) -> None:
     with socket.socket() as free:
@@ -261,7 +259,8 @@ def test_what_the_environment_says_of_other_servers_is_about_others(
         for dsn in (server.dsn, server.tcp_dsn):
             with psycopg.connect(dsn) as connection:
                 assert connection.execute("select current_user, current_database()").fetchone() == ("postgres",) * 2
-                assert connection.execute("show transaction_read_only").fetchone() == ("on",)  # that is for clients
+                # this variable is for clients only
+                assert connection.execute("show transaction_read_only").fetchone() == ("on",)
     with shared_server(home) as first, shared_server(home) as second, psycopg.connect(second) as connection:
         assert first == second
         assert connection.execute("select extname from pg_extension where extname = 'pgqueue'").fetchone()
@@ -275,7 +274,7 @@ def test_what_the_environment_says_of_other_servers_is_about_others(
         assert connection.execute("select current_user").fetchone() == ("postgres",)
 
 
-def test_an_address_for_which_there_was_no_room_is_not_that_of_the_machine(
+def test_an_empty_dsn_file_after_a_full_disk_does_not_connect_to_the_default_server(
     home: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = psycopg.conninfo.conninfo_to_dict(server)
@@ -292,20 +291,20 @@ def test_an_address_for_which_there_was_no_room_is_not_that_of_the_machine(
     "name",
     ["a b", 'it\'s "$HOME" \\ #1', "größe-数", "-c", "a,b:c=d", pytest.param(os.fsdecode(b"\xff"), id="no UTF-8")],
 )
-def test_data_may_have_any_name(short: Path, name: str) -> None:
+def test_the_data_directory_may_have_any_name(short: Path, name: str) -> None:
     for _ in range(2):
         with EmbeddedServer(data_dir=short / name, durable=False) as server, psycopg.connect(server.dsn) as connection:
             connection.execute("create extension if not exists pgqueue")
     assert (short / name / "PG_VERSION").exists()
 
 
-def test_a_name_that_the_server_could_not_tell_is_refused(short: Path) -> None:
+def test_a_data_directory_with_a_line_break_is_refused(short: Path) -> None:
     with pytest.raises(EmbeddedServerError, match="has a line break in its name"):
         EmbeddedServer(data_dir=short / "a\nb").start()
     assert not list(short.iterdir())
 
 
-def test_data_that_another_server_works_on_are_left_to_it(short: Path) -> None:
+def test_a_data_directory_in_use_is_refused(short: Path) -> None:
     with EmbeddedServer(data_dir=short / "data", durable=False) as first:
         before = set(Path(tempfile.gettempdir()).glob("pgqueue-*"))
         second = EmbeddedServer(data_dir=short / "data", durable=False)
@@ -317,7 +316,7 @@ def test_data_that_another_server_works_on_are_left_to_it(short: Path) -> None:
             assert connection.execute("select 1").fetchone() == (1,)
 
 
-def test_the_note_of_a_server_that_died_is_no_hindrance(short: Path) -> None:
+def test_a_stale_postmaster_pid_does_not_prevent_a_start(short: Path) -> None:
     with EmbeddedServer(data_dir=short / "data", durable=False) as server:
         note = (short / "data/postmaster.pid").read_text()
         server.kill()
@@ -328,7 +327,7 @@ def test_the_note_of_a_server_that_died_is_no_hindrance(short: Path) -> None:
         assert connection.execute("select 1").fetchone() == (1,)
 
 
-def test_the_note_of_a_server_that_died_may_name_a_process_of_something_else(short: Path) -> None:
+def test_a_stale_postmaster_pid_may_name_another_programs_process(short: Path) -> None:
     with EmbeddedServer(data_dir=short / "data", durable=False) as server:
         note = (short / "data/postmaster.pid").read_text()
         server.kill()
@@ -342,7 +341,7 @@ def test_the_note_of_a_server_that_died_may_name_a_process_of_something_else(sho
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_start_goes_on_without_who_asked_for_it(home: Path, how: signal.Signals) -> None:
+def test_a_start_continues_after_its_caller_was_killed(home: Path, how: signal.Signals) -> None:
     with subprocess.Popen([*COMMAND, "list"], env=environment(PGQUEUE_HOME=home), stderr=subprocess.PIPE) as command:
         wait_for(lambda: (home / "data/.pgqueue-initdb").exists() and len(keepers(home)) == 1)
         command.send_signal(how)
@@ -353,7 +352,7 @@ def test_a_start_goes_on_without_who_asked_for_it(home: Path, how: signal.Signal
     assert keepers(home) == [keeper]
 
 
-def test_a_full_disk_is_told_and_leaves_no_half_of_the_data(short: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_partial_cluster(short: Path) -> None:
     code = (
         "import resource, sys; from pgqueue.embedded import EmbeddedServer\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)); EmbeddedServer(data_dir=sys.argv[1]).start()"
@@ -369,7 +368,7 @@ def test_a_full_disk_is_told_and_leaves_no_half_of_the_data(short: Path) -> None
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o027, 0o077, 0o777])
-def test_any_umask_will_do(short: Path, mask: int) -> None:
+def test_the_shared_server_works_with_any_umask(short: Path, mask: int) -> None:
     code = (
         "import os, sys, psycopg; from pgqueue.embedded import shared_server; os.umask(int(sys.argv[1]))\n"
         "with shared_server(sys.argv[2]) as dsn, psycopg.connect(dsn) as connection:\n"
@@ -393,10 +392,10 @@ def postmaster_socket(home: Path) -> str:
     return str(psycopg.conninfo.conninfo_to_dict((home / "dsn").read_text())["host"]) + "/.s.PGSQL.5432"
 
 
-def test_who_has_no_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_home_directory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PGQUEUE_HOME", "XDG_DATA_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    monkeypatch.setattr(os, "getuid", lambda: 54321)  # whom nobody knows
+    monkeypatch.setattr(os, "getuid", lambda: 54321)  # a user id without an account
     with pytest.raises(EmbeddedServerError, match="no home directory"):
         default_home()

@@ -1,4 +1,4 @@
-"""psycopg itself raises our classes for our codes, whoever runs the statement."""
+"""psycopg itself raises the class of each SQLSTATE, for any statement."""
 
 import pickle
 from typing import Any
@@ -25,7 +25,7 @@ CODES = {
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_psycopg_raises_our_class_for_our_code(client: Client, code: str) -> None:
+def test_psycopg_raises_the_registered_class_for_each_code(client: Client, code: str) -> None:
     with pytest.raises(CODES[code], match="what happened") as caught:
         client.connection.execute(
             f"do $$ begin raise exception 'what happened' using errcode = '{code}', hint = 'what to do'; end $$"
@@ -35,7 +35,7 @@ def test_psycopg_raises_our_class_for_our_code(client: Client, code: str) -> Non
     assert caught.value.diag.message_hint == "what to do"
 
 
-def test_every_code_of_the_database_has_its_class(connection: psycopg.Connection[Any]) -> None:
+def test_every_sqlstate_of_the_extension_has_a_class(connection: psycopg.Connection[Any]) -> None:
     sources = connection.execute(
         "select string_agg(prosrc, '') from pg_proc where pronamespace = 'pgqueue'::regnamespace"
         " and proname like '\\_raise\\_%'"
@@ -46,7 +46,7 @@ def test_every_code_of_the_database_has_its_class(connection: psycopg.Connection
     assert all(psycopg.errors.lookup(code) is CODES[code] for code in CODES)
 
 
-def test_our_codes_share_a_base_that_is_a_database_error() -> None:
+def test_all_error_classes_derive_from_error() -> None:
     ours = [error for code, error in CODES.items() if code.startswith("PQ")]
     assert all(issubclass(error, pgqueue.Error) for error in ours)
     assert issubclass(pgqueue.Error, psycopg.DatabaseError)
@@ -54,13 +54,13 @@ def test_our_codes_share_a_base_that_is_a_database_error() -> None:
     assert pgqueue.InvalidArgument is psycopg.errors.InvalidParameterValue
 
 
-def test_an_unknown_queue(client: Client) -> None:
+def test_an_unknown_queue_raises_queue_not_found(client: Client) -> None:
     with pytest.raises(pgqueue.QueueNotFound, match="nowhere") as caught:
         client.queue("nowhere").enqueue({"a": 1})
     assert caught.value.diag.message_hint
 
 
-def test_errors_travel_between_processes(client: Client) -> None:
+def test_errors_can_be_pickled(client: Client) -> None:
     with pytest.raises(pgqueue.QueueNotFound) as caught:
         client.queue("nowhere").claim()
     copy = pickle.loads(pickle.dumps(caught.value))
@@ -68,13 +68,13 @@ def test_errors_travel_between_processes(client: Client) -> None:
     assert copy.sqlstate == "PQ001"
 
 
-def test_an_existing_queue(queue: Any) -> None:
+def test_an_existing_queue_raises_queue_exists(queue: Any) -> None:
     with pytest.raises(pgqueue.QueueExists, match=queue.name):
         queue.create_queue()
     assert queue.create_queue(if_not_exists=True).name == queue.name
 
 
-def test_an_oversized_payload(queue: Any) -> None:
+def test_an_oversized_payload_raises_payload_too_large(queue: Any) -> None:
     queue.alter_queue(max_payload_bytes=1000)
     with pytest.raises(pgqueue.PayloadTooLarge, match="1000"):
         queue.enqueue("x" * 2000)
@@ -83,7 +83,7 @@ def test_an_oversized_payload(queue: Any) -> None:
     assert queue.peek() == 0
 
 
-def test_a_busy_queue(queue: Any, connection: psycopg.Connection[Any], client: Client) -> None:
+def test_a_lock_conflict_raises_queue_busy(queue: Any, connection: psycopg.Connection[Any], client: Client) -> None:
     dedicated = client.queue(f"{queue.name}-dedicated")
     with connection.transaction():
         connection.execute("lock table pgqueue.messages in row exclusive mode")
@@ -96,7 +96,7 @@ def test_a_busy_queue(queue: Any, connection: psycopg.Connection[Any], client: C
 @pytest.mark.parametrize(
     "name", ["", "Upper", "a b", "x" * 129, "quote'", 'double"', "semi;colon", "naïve", "line\n", "%s", "😀"]
 )
-def test_bad_names(client: Client, name: str) -> None:
+def test_invalid_names_raise_invalid_argument(client: Client, name: str) -> None:
     with pytest.raises(pgqueue.InvalidArgument, match="queue_name"):
         client.queue(name).create_queue()
     with pytest.raises(pgqueue.QueueNotFound):
@@ -104,7 +104,7 @@ def test_bad_names(client: Client, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "-", "_", "0", "x" * 63, "x" * 64, "x" * 128])
-def test_names_at_the_edge(client: Client, name: str) -> None:
+def test_names_at_the_limits_are_accepted(client: Client, name: str) -> None:
     queue = client.queue(name)
     queue.create_queue()
     try:

@@ -1,4 +1,4 @@
-"""`make install` and `make uninstall`, in a copy of the checkout whose path has spaces, as all paths here."""
+"""`make install` and `make uninstall`, in a copy of the checkout; all paths here contain spaces."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What it takes to build and to install."""
+    """The files that building and installing need."""
     copy = tmp_path / "check out"
     for name in ("sql", "extension"):
         shutil.copytree(ROOT / name, copy / name)
@@ -22,7 +22,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pg_config(tmp_path: Path) -> Path:
-    """One that names a directory with a space, and another's extension in it."""
+    """A pg_config that names a directory with a space, which already has another extension in it."""
     program = tmp_path / "my tools/pg_config"
     program.parent.mkdir()
     program.write_text('#!/bin/sh\n[ "$*" = --sharedir ] && echo "/opt/my share"\n')
@@ -34,7 +34,7 @@ def make(directory: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["make", "-C", str(directory), *words], capture_output=True, text=True, timeout=60)
 
 
-def test_files_are_installed_where_pg_config_says_and_are_removed(checkout: Path, pg_config: Path) -> None:
+def test_make_install_uses_pg_config_and_uninstall_removes_the_files(checkout: Path, pg_config: Path) -> None:
     root = checkout.parent / "my root"
     there = root / "opt/my share/extension"
     there.mkdir(parents=True)
@@ -51,20 +51,20 @@ def test_files_are_installed_where_pg_config_says_and_are_removed(checkout: Path
     assert [file.name for file in there.iterdir()] == ["other.control"]
 
 
-def test_a_prefix_needs_no_pg_config(checkout: Path) -> None:
+def test_make_install_with_a_prefix_needs_no_pg_config(checkout: Path) -> None:
     prefix = checkout.parent / "pre fix"
     done = make(checkout, "install", f"prefix={prefix}", "PG_CONFIG=/no/such/pg_config")
     assert done.returncode == 0, done.stderr
     assert (prefix / "share/postgresql/extension/pgqueue.control").exists()
 
 
-def test_a_pg_config_that_is_missing_is_told(checkout: Path) -> None:
+def test_make_install_reports_a_missing_pg_config(checkout: Path) -> None:
     done = make(checkout, "install", "PG_CONFIG=/no/such/pg_config")
     assert done.returncode == 2
     assert "/no/such/pg_config does not run: name the one of your server" in done.stderr
 
 
-def test_a_checkout_is_built_wherever_it_lies(checkout: Path) -> None:
+def test_make_build_works_in_a_directory_of_any_name(checkout: Path) -> None:
     shutil.rmtree(checkout / "extension")
     plain = checkout.parent / "plain"
     shutil.copytree(checkout, plain)
@@ -75,7 +75,7 @@ def test_a_checkout_is_built_wherever_it_lies(checkout: Path) -> None:
         assert (checkout / "extension" / name).read_bytes() == (plain / "extension" / name).read_bytes() != b""
 
 
-def test_help_tells_of_every_target(checkout: Path) -> None:
+def test_make_help_lists_every_target(checkout: Path) -> None:
     done = make(checkout, "help")
     told = {line.split()[0] for line in done.stdout.splitlines()}
     phony = (checkout / "Makefile").read_text().split(".PHONY: ")[1].replace("\\\n", " ").split()

@@ -1,4 +1,4 @@
-"""The clients mirror the SQL API: whoever adds a function, an argument or a column must add it here too."""
+"""The clients mirror the SQL API: every function, argument and column of SQL exists in Python, too."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ NOT_SQL = {"enqueue_copy"}
 
 
 class Function(NamedTuple):
-    """A public SQL function as the catalog has it."""
+    """A public SQL function, from the catalog."""
 
     name: str
     arguments: dict[str, str]
@@ -24,7 +24,7 @@ class Function(NamedTuple):
 
     @property
     def needs_queue(self) -> bool:
-        """Whether queue_name is an argument that has no default."""
+        """Whether it has an argument queue_name without a default."""
         return "queue_name" in list(self.arguments)[: len(self.arguments) - self.defaults]
 
 
@@ -63,7 +63,7 @@ def test_a_queue_has_exactly_the_functions_that_take_one(client: type, functions
 
 
 @pytest.mark.parametrize("client", [pgqueue.Queues, pgqueue.AsyncQueues])
-def test_the_others_are_exactly_the_functions_that_need_none(client: type, functions: list[Function]) -> None:
+def test_queues_has_exactly_the_functions_without_a_queue(client: type, functions: list[Function]) -> None:
     assert set(methods(client)) == {function.name for function in functions if not function.needs_queue}
 
 
@@ -110,7 +110,9 @@ def test_calls_declare_the_types_of_the_functions(functions: list[Function]) -> 
         ("finding", pgqueue.Finding),
     ],
 )
-def test_fields_are_the_columns(connection: psycopg.Connection[Any], kind: str, record: type) -> None:
+def test_dataclass_fields_are_the_columns_of_the_sql_types(
+    connection: psycopg.Connection[Any], kind: str, record: type
+) -> None:
     columns = connection.execute(
         "select attname from pg_attribute where attrelid = %s::regclass and attnum > 0 order by attnum",
         [f"pgqueue.{kind}"],
@@ -122,7 +124,7 @@ def test_fields_are_the_columns(connection: psycopg.Connection[Any], kind: str, 
 @pytest.mark.parametrize(
     ("sync", "other"), [(pgqueue.Queue, pgqueue.AsyncQueue), (pgqueue.Queues, pgqueue.AsyncQueues)]
 )
-def test_the_async_client_is_the_sync_client_awaited(sync: type, other: type) -> None:
+def test_the_async_and_sync_clients_have_the_same_methods(sync: type, other: type) -> None:
     assert methods(sync).keys() == methods(other).keys()
     for name, method in methods(sync).items():
         twin = methods(other)[name]

@@ -1,4 +1,4 @@
-"""Tasks of agents that die or stall, at every step."""
+"""Tasks whose agents die or stall, at every step."""
 
 import signal
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ def config(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def controller(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A controller alone: tasks stay where they are until a test starts an agent."""
+    """A controller without an agent: tasks stay pending until a test starts an agent."""
     with serving(config, tmp_path_factory.mktemp("controller"), role="controller") as web:
         yield web
 
 
 @pytest.fixture(scope="module")
 def prepared(config: Path, controller: Server, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Queues to be used, one for each task that needs one; the target database has its tables."""
+    """Queues for the tasks that need one; the target database has the tables of the server."""
     names = [new_name() for _ in range(len(STEPS) * (len(KINDS) - 1))]
     with serving(config, tmp_path_factory.mktemp("first"), role="agent"):
         for name in names:
@@ -38,7 +38,7 @@ def prepared(config: Path, controller: Server, tmp_path_factory: pytest.TempPath
 
 
 class Job:
-    """A task that no agent has begun, and what must be true in the target when it has happened once."""
+    """A task that no agent has started, and what must be true in the target when its effect has happened once."""
 
     def __init__(self, kind: str, site: Site, controller: Server, prepared: list[str]) -> None:
         self.kind, self.site, self.controller = kind, site, controller
@@ -96,12 +96,12 @@ class Job:
         return str(status)
 
     def recreate(self) -> None:
-        """Somebody else makes a queue of the same name, with a message."""
+        """Create a queue of the same name by SQL, with a message."""
         self._target("select pgqueue.create_queue(%s)", self.name)
         self._target("select pgqueue.enqueue(%s, '1')", self.name)
 
     def check(self, recreated: bool = False) -> None:
-        """It has happened, once, and everybody is told so."""
+        """The effect has happened once, and the task says so."""
         assert self.status == "completed"
         if self.kind == "provision":
             assert self.controller.status(self.name) == "Active"
@@ -120,10 +120,10 @@ class Job:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", STEPS)
-def test_the_task_of_a_killed_agent_happens_once(
+def test_the_task_of_a_killed_agent_takes_effect_once(
     kind: str, step: str, site: Site, config: Path, controller: Server, prepared: list[str], tmp_path: Path
 ) -> None:
-    """The agent dies before it begins, before its effect commits, and between that commit and the record of it."""
+    """The agent dies before it starts, before its effect commits, and between that commit and the record of it."""
     agents = iter(range(10))
 
     def agent() -> Any:
@@ -136,7 +136,7 @@ def test_the_task_of_a_killed_agent_happens_once(
         waiting = victim.until(lambda: waiters(dsn))
         victim.command.process.kill()
         victim.command.process.wait()
-        terminate(dsn, waiting)  # else what it had sent would be carried out after its death
+        terminate(dsn, waiting)  # otherwise the server would run statements that it sent before its death
 
     if step == "begun":
         with locked(site.control, TASK_ROW, job.task), agent() as victim:
@@ -164,7 +164,7 @@ def test_the_task_of_a_killed_agent_happens_once(
 
 
 @pytest.mark.usefixtures("prepared")
-def test_an_agent_that_stalls_does_not_send_what_another_has_sent(
+def test_a_stalled_agent_does_not_repeat_the_effect_of_another(
     site: Site, config: Path, controller: Server, tmp_path: Path
 ) -> None:
     with serving(config, tmp_path / "slow", role="agent") as slow:
@@ -175,7 +175,7 @@ def test_an_agent_that_stalls_does_not_send_what_another_has_sent(
             task = controller.post(path, {"messages": [{"payload": {}}]}).json()["task_id"]
             slow.until(lambda: waiters(site.target))
             slow.command.signal(signal.SIGSTOP)
-            terminate(site.target, waiters(site.target))  # so that only what it does later counts
+            terminate(site.target, waiters(site.target))  # so that only its later statements count
         with serving(config, tmp_path / "quick", role="agent"):
             done = controller.task(path, task)
             slow.command.signal(signal.SIGCONT)
@@ -187,19 +187,19 @@ def test_an_agent_that_stalls_does_not_send_what_another_has_sent(
 
 
 @pytest.mark.usefixtures("prepared")
-def test_a_task_on_which_every_agent_died_fails(site: Site, config: Path, controller: Server, tmp_path: Path) -> None:
+def test_a_task_whose_agents_all_died_fails(site: Site, config: Path, controller: Server, tmp_path: Path) -> None:
     name = new_name()
     controller.create(name, wait=False)
     with psycopg.connect(site.control, autocommit=True) as connection:
         connection.execute("update pgqueue.messages set attempt_count = max_attempts")
         connection.execute("select id from pgqueue.claim('pgqueue-http-tasks')")
     with serving(config, tmp_path, role="agent"):
-        controller.until(lambda: controller.status(name) == "Failed", 90)  # agents look for such each 30 s
+        controller.until(lambda: controller.status(name) == "Failed", 90)  # agents look for such tasks every 30 s
     assert "died" in controller.get(f"{controller.queues}/{name}").json()["error_message"]
 
 
 @pytest.mark.usefixtures("prepared")
-def test_a_queue_that_is_deleted_before_it_is_made_is_never_made(
+def test_a_queue_deleted_before_provisioning_is_never_created(
     site: Site, config: Path, controller: Server, tmp_path: Path
 ) -> None:
     name = new_name()
@@ -221,6 +221,6 @@ def test_a_queue_that_is_deleted_before_it_is_made_is_never_made(
                 " where q.name = %s order by t.created_at",
                 [name],
             ).fetchall()
-    assert tasks == [("provision",), ("deprovision",)]  # asked for twice, done once
+    assert tasks == [("provision",), ("deprovision",)]  # requested twice, done once
     with psycopg.connect(site.target) as connection:
         assert connection.execute("select from pgqueue.queues where name = %s", [name]).fetchall() == []

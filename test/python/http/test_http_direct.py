@@ -1,4 +1,4 @@
-"""The direct routes: a queue's verbs in one round trip, long polls, and requests that are sent twice."""
+"""The direct routes: the verbs of a queue in one round trip, long polls, and repeated requests."""
 
 import asyncio
 import base64
@@ -27,13 +27,13 @@ TOKEN = "00000000-0000-4000-8000-000000000000"
 def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("served")
     with serving(site.configuration(directory, limits={"database_seconds": 3}), directory) as web:
-        web.create(new_name())  # pgqueue is there
+        web.create(new_name())  # installs pgqueue
         yield web
 
 
 @pytest.fixture
 def sql(web: Server, site: Site) -> Iterator[psycopg.Connection[Any]]:
-    assert web.url  # pgqueue is there since it runs
+    assert web.url  # starting it has installed pgqueue
     with psycopg.connect(site.target, autocommit=True) as connection:
         yield connection
 
@@ -62,7 +62,7 @@ class DirectQueue:
 
 @pytest.fixture
 def queue(web: Server, sql: psycopg.Connection[Any]) -> DirectQueue:
-    """A queue that was made by SQL: the direct routes need no registry."""
+    """A queue that was created by SQL: the direct routes need no registry."""
     name = new_name()
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 2, backoff_base => '0')", [name])
     return DirectQueue(web, name)
@@ -75,7 +75,7 @@ def code(answer: httpx.Response, status: int) -> str:
     return error["code"]
 
 
-def test_a_message_lives_through_every_verb(queue: DirectQueue) -> None:
+def test_a_message_passes_through_every_direct_route(queue: DirectQueue) -> None:
     message = {"payload": {"n": 1}, "headers": {"event": "created"}}
     (sent,) = queue.post("messages", {"messages": [message]}).json()["message_ids"]
     (claimed,) = queue.claim(claimed_by="worker-1", visibility_timeout_seconds=60)
@@ -146,7 +146,9 @@ def test_a_batch_is_acknowledged_and_counted(queue: DirectQueue) -> None:
         ("purge-dead-letters", "ids", [1], [0]),
     ],
 )
-def test_limits_hold_at_the_edge_and_one_beyond(queue: DirectQueue, verb: str, field: str, good: Any, bad: Any) -> None:
+def test_values_at_a_limit_are_accepted_and_values_beyond_are_refused(
+    queue: DirectQueue, verb: str, field: str, good: Any, bad: Any
+) -> None:
     needed: dict[str, Any] = {"id": 1, "claim_token": TOKEN} if verb in ("ack", "nack", "extend") else {}
     if verb == "ack-batch":
         needed = {"ids": [1], "claim_token": TOKEN}
@@ -157,7 +159,7 @@ def test_limits_hold_at_the_edge_and_one_beyond(queue: DirectQueue, verb: str, f
         assert queue.post(verb, needed | {field: good}).status_code in (200, 410)
 
 
-def test_payloads_are_limited_here_too(queue: DirectQueue) -> None:
+def test_direct_payloads_over_the_limit_are_refused(queue: DirectQueue) -> None:
     assert queue.send("x" * (262144 - 2))
     answer = queue.post("messages", {"messages": [{"payload": "x" * (262144 - 1)}]})
     assert code(answer, 413) == "payload_too_large"
@@ -165,7 +167,7 @@ def test_payloads_are_limited_here_too(queue: DirectQueue) -> None:
     assert code(too_many, 422) == "invalid"
 
 
-def test_headers_over_64_kb_and_other_limits_of_the_database_are_told(
+def test_headers_over_64_kb_and_the_queues_own_limit_are_reported(
     queue: DirectQueue, sql: psycopg.Connection[Any]
 ) -> None:
     message = {"payload": 1, "headers": {"x": "y" * 70_000}}
@@ -174,7 +176,7 @@ def test_headers_over_64_kb_and_other_limits_of_the_database_are_told(
     assert code(queue.post("messages", {"messages": [{"payload": "x" * 20}]}), 413) == "payload_too_large"
 
 
-def test_what_people_are_told_is_stored_without_what_postgresql_cannot_store(queue: DirectQueue) -> None:
+def test_claimed_by_and_error_are_stored_without_invalid_characters(queue: DirectQueue) -> None:
     queue.send(1)
     (claimed,) = queue.claim(claimed_by="a\0b")
     assert claimed["claimed_by"] == "ab"
@@ -183,7 +185,7 @@ def test_what_people_are_told_is_stored_without_what_postgresql_cannot_store(que
     assert queue.claim()[0]["last_error"] == "cd"
 
 
-def test_any_json_passes_as_it_was_written(queue: DirectQueue) -> None:
+def test_any_json_passes_unchanged(queue: DirectQueue) -> None:
     text = '[1.10, 1e400, null, "\\u00e9", {"a": {}}]'
     body = f'{{"messages": [{{"payload": {text}}}, {{"payload": null}}, {{"payload": false}}]}}'
     assert queue.post("messages", body).status_code == 201
@@ -192,7 +194,7 @@ def test_any_json_passes_as_it_was_written(queue: DirectQueue) -> None:
     assert [each["payload"] for each in answer.json()["messages"][1:]] == [None, False]
 
 
-def test_moments_beyond_all_calendars_are_the_first_and_the_last(
+def test_timestamps_beyond_python_become_the_first_or_the_last(
     queue: DirectQueue, sql: psycopg.Connection[Any], site: Site
 ) -> None:
     sql.execute(
@@ -216,7 +218,7 @@ def test_raw_bodies_are_base64(queue: DirectQueue, sql: psycopg.Connection[Any])
     assert base64.b64decode(message["body"]) == b"\x00\xff"
 
 
-def test_all_dead_letters_are_redriven_however_many(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+def test_all_dead_letters_are_redriven(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
     def die() -> list[int]:
         sql.execute("select pgqueue.nack(%s, id, claim_token) from pgqueue.claim(%s, 1500)", [queue.name, queue.name])
         return [
@@ -231,8 +233,8 @@ def test_all_dead_letters_are_redriven_however_many(queue: DirectQueue, sql: psy
     assert queue.post("redrive", {}).json() == {"count": 1500}
 
 
-def test_long_numbers_pass_up_to_the_limit(queue: DirectQueue) -> None:
-    """Of 131,072 digits as PostgreSQL writes it, one fits with its brackets, and so does one that is written out."""
+def test_long_numbers_pass_unchanged_up_to_the_limit(queue: DirectQueue) -> None:
+    """A number counts with the digits that PostgreSQL writes, 131,072 for 1e131071. Two such numbers just fit."""
     texts = ["[1e131071]", f"[{'9' * 131072}]", "[1e131071, 1e131067]"]
     bodies = [f'{{"messages": [{{"payload": {text}}}]}}' for text in texts]
     assert [queue.post("messages", body).status_code for body in bodies] == [201, 201, 201]
@@ -241,8 +243,10 @@ def test_long_numbers_pass_up_to_the_limit(queue: DirectQueue) -> None:
     assert answer.json()["error"]["value"] == "262145 bytes"
 
 
-def test_any_encoding_and_any_style_of_a_database_will_do(server: str, tmp_path: Path) -> None:
-    """Both of what it serves and of its own: no other agent may take its tasks, and know nothing of that database."""
+def test_the_routes_work_with_any_encoding_and_style_of_a_database(server: str, tmp_path: Path) -> None:
+    """The target and the control database have the encoding. The server has its own broker, so no other agent takes its
+    tasks.
+    """
     made = new_name()
     with psycopg.connect(server, autocommit=True) as connection:
         connection.execute(
@@ -251,7 +255,8 @@ def test_any_encoding_and_any_style_of_a_database_will_do(server: str, tmp_path:
         for setting in ("datestyle = 'SQL, DMY'", "intervalstyle = 'sql_standard'", "timezone = '<+3>-3:30'"):
             connection.execute(f'alter database "{made}" set {setting}')
         try:
-            dsn = make_conninfo(server, dbname=made, client_encoding="latin1")  # what a DSN has is no matter, either
+            # the settings in a DSN have no effect, either
+            dsn = make_conninfo(server, dbname=made, client_encoding="latin1")
             with serving(configuration(tmp_path, dsn, {SERVICE: (dsn, [made])}), tmp_path) as web:
                 name = new_name()
                 web.create(name)
@@ -266,17 +271,17 @@ def test_any_encoding_and_any_style_of_a_database_will_do(server: str, tmp_path:
             connection.execute(f'drop database "{made}" with (force)')
 
 
-def test_of_a_great_many_dead_letters_a_request_redrives_as_many_as_it_has_time_for(
+def test_a_request_redrives_at_most_its_limit_of_dead_letters(
     queue: DirectQueue, sql: psycopg.Connection[Any], site: Site
 ) -> None:
-    """Where all of them would take longer than a statement may, none would ever be."""
+    """One statement for all of them would exceed its timeout, and would never succeed."""
     sql.execute(
         "insert into pgqueue.dead_messages (id, queue_name, payload, attempt_count, max_attempts, enqueued_at, reason)"
         " select nextval('pgqueue.message_id'), %s, '1', 1, 1, now(), 'rejected' from generate_series(1, 100010)",
         [queue.name],
     )
     page = {"service": SERVICE, "database": site.databases[0], "name": queue.name, "action": "redrive"}
-    assert "counted anew, 100,000 at a time." in queue.web.get("/queue/confirm", params=page).text
+    assert "counted from 0, 100,000 at a time." in queue.web.get("/queue/confirm", params=page).text
     assert [queue.post("redrive", {}).json()["count"] for _ in range(3)] == [100_000, 10, 0]
     sql.execute("select pgqueue.purge_queue(%s)", [queue.name])
 
@@ -289,7 +294,7 @@ def test_the_service_and_the_database_can_be_named(web: Server, site: Site, queu
     assert code(web.get(f"{queue.path}/stats", params=where), 404) == "queue_not_found"
 
 
-def test_what_there_is_not_is_not_found(queue: DirectQueue) -> None:
+def test_unknown_resources_are_404(queue: DirectQueue) -> None:
     nobody = DirectQueue(queue.web, new_name())
     for verb, body in [
         ("messages", {"messages": [{"payload": 1}]}),
@@ -309,10 +314,10 @@ def test_what_there_is_not_is_not_found(queue: DirectQueue) -> None:
     assert code(DirectQueue(queue.web, "pgqueue-http-tasks").post("claim", {}), 404) == "queue_not_found"
 
 
-# Long polls.
+# Long polls
 
 
-def test_a_long_poll_gets_what_is_sent_meanwhile(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+def test_a_long_poll_returns_messages_that_are_sent_meanwhile(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(queue.claim, wait_seconds=20)
         queue.web.until(lambda: listens(sql, queue.name))
@@ -324,7 +329,7 @@ def test_a_long_poll_gets_what_is_sent_meanwhile(queue: DirectQueue, sql: psycop
 
 
 def listens(sql: psycopg.Connection[Any], name: str) -> bool:
-    """Whether somebody waits: the register says until when."""
+    """Whether a session waits: the register of waiting sessions says until when."""
     ((register,),) = sql.execute("select waiting_until from pgqueue.queues where name = %s", [name]).fetchall()
     ((value,),) = sql.execute("select coalesce(pg_sequence_last_value(%s), 0)", [register]).fetchall()
     ((now,),) = sql.execute("select (extract(epoch from clock_timestamp()) * 1000000)::bigint").fetchall()
@@ -332,7 +337,7 @@ def listens(sql: psycopg.Connection[Any], name: str) -> bool:
 
 
 def has_looked_in_vain(sql: psycopg.Connection[Any], name: str) -> bool:
-    """Whether somebody has said that it waits, and has looked once more: now nothing but a notification wakes it."""
+    """Whether a session has announced its wait and has looked once more: from now on only a notification wakes it."""
     if not listens(sql, name):
         return False
     ((register,),) = sql.execute("select waiting_until from pgqueue.queues where name = %s", [name]).fetchall()
@@ -346,8 +351,8 @@ def has_looked_in_vain(sql: psycopg.Connection[Any], name: str) -> bool:
     )
 
 
-def test_a_long_poll_is_woken_and_does_not_just_look_again(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
-    """Ten messages one by one, each sent when the poll sleeps: looks alone would take half a second each at best."""
+def test_a_long_poll_is_woken_by_a_notification(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+    """Ten messages, each sent while the poll sleeps: polling alone would take at least half a second for each."""
     slept = 0.0
     for _ in range(10):
         with ThreadPoolExecutor(1) as threads:
@@ -360,19 +365,19 @@ def test_a_long_poll_is_woken_and_does_not_just_look_again(queue: DirectQueue, s
     assert slept < 3
 
 
-def test_a_long_poll_gets_what_comes_due(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+def test_a_long_poll_returns_messages_that_become_due(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
     sql.execute("select pgqueue.enqueue(%s, '1', delay => '1.2 s')", [queue.name])
     assert len(queue.claim(wait_seconds=20)) == 1
 
 
-def test_a_long_poll_that_finds_nothing_ends_when_it_said(queue: DirectQueue) -> None:
+def test_an_empty_long_poll_ends_after_its_wait_seconds(queue: DirectQueue) -> None:
     began = time.monotonic()
     assert queue.claim(wait_seconds=2) == []
     assert 1.9 < time.monotonic() - began < 8
 
 
-def test_a_long_poll_gets_what_comes_due_though_the_clocks_differ(site: Site, tmp_path: Path) -> None:
-    """The server's clock is a minute behind that of the database, which says when something is due."""
+def test_a_long_poll_returns_due_messages_although_the_clocks_differ(site: Site, tmp_path: Path) -> None:
+    """The server's clock is a minute behind that of the database, which says when a message is due."""
     (tmp_path / "sitecustomize.py").write_text("import time\nreal = time.time\ntime.time = lambda: real() - 60\n")
     with serving(site.configuration(tmp_path), tmp_path, PYTHONPATH=str(tmp_path)) as web:
         name = new_name()
@@ -382,14 +387,14 @@ def test_a_long_poll_gets_what_comes_due_though_the_clocks_differ(site: Site, tm
         assert len(queue.claim(wait_seconds=4)) == 1
 
 
-def test_a_long_poll_ends_before_the_time_of_its_request(site: Site, tmp_path: Path) -> None:
+def test_a_long_poll_ends_before_the_time_limit_of_its_request(site: Site, tmp_path: Path) -> None:
     with serving(site.configuration(tmp_path, limits={"request_seconds": 2}), tmp_path) as web:
         name = new_name()
         web.create(name)
         assert DirectQueue(web, name).claim(wait_seconds=20) == []
 
 
-def test_nobody_who_waits_has_a_transaction_open(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+def test_a_waiting_long_poll_has_no_open_transaction(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
     with ThreadPoolExecutor(30) as threads:
         waiting = [threads.submit(queue.claim, wait_seconds=20) for _ in range(30)]
         queue.web.until(lambda: listens(sql, queue.name))
@@ -399,13 +404,13 @@ def test_nobody_who_waits_has_a_transaction_open(queue: DirectQueue, sql: psycop
                 " and state like 'idle in transaction%%'"
             ).fetchall()
             assert rows == []
-        # Thirty wait, on ten connections: others are served all the same.
+        # Thirty requests wait; there are ten connections, and other requests are served.
         assert queue.stats()["ready_messages"] == 0
         sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[30]))", [queue.name])
         assert sum(len(each.result(30)) for each in waiting) == 30
 
 
-def test_who_has_gone_away_is_given_nothing(queue: DirectQueue) -> None:
+def test_a_disconnected_long_poll_claims_nothing(queue: DirectQueue) -> None:
     with (
         httpx.Client(base_url=queue.web.url, auth=ADMIN, trust_env=False) as client,
         pytest.raises(httpx.ReadTimeout),
@@ -416,19 +421,19 @@ def test_who_has_gone_away_is_given_nothing(queue: DirectQueue) -> None:
 
 
 def listener(sql: psycopg.Connection[Any]) -> int | None:
-    """The process that serves the connection on which the server listens."""
+    """The backend process of the connection on which the server listens."""
     rows = sql.execute(
         "select pid from pg_stat_activity where datname = current_database() and query like 'listen %%'"
     ).fetchall()
     return rows[0][0] if rows else None
 
 
-def test_nobody_is_left_unheard_when_the_listening_connection_is_lost(
+def test_all_long_polls_continue_when_the_listening_connection_is_lost(
     queue: DirectQueue, sql: psycopg.Connection[Any]
 ) -> None:
-    """Its socket is closed, and the next client may get one of the same number: the event loop must hear it."""
+    """The socket is closed, and the next client may get a socket with the same number: the loop must read from it."""
     for _ in range(3):
-        assert queue.claim(wait_seconds=1) == []  # the connection stays for a while
+        assert queue.claim(wait_seconds=1) == []  # the connection stays open for a while
         assert sql.execute("select pg_terminate_backend(%s, 5000)", [listener(sql)]).fetchone() == (True,)
         host, port = queue.web.url.removeprefix("http://").split(":")
         with ExitStack() as stack:
@@ -440,7 +445,7 @@ def test_nobody_is_left_unheard_when_the_listening_connection_is_lost(
                 assert client.recv(100).startswith(b"HTTP/1.1 200")
 
 
-def test_a_long_poll_goes_on_when_the_listening_connection_is_lost(
+def test_a_long_poll_continues_when_the_listening_connection_is_lost(
     queue: DirectQueue, sql: psycopg.Connection[Any]
 ) -> None:
     with ThreadPoolExecutor(1) as threads:
@@ -457,7 +462,7 @@ def test_a_long_poll_goes_on_when_the_listening_connection_is_lost(
 
 @contextmanager
 def asked(web: Server, path: str, body: Any, key: str = "") -> Iterator[None]:
-    """A request whose caller goes away at the end of the block, whatever became of it."""
+    """A request whose client disconnects at the end of the block, whatever its state is."""
     host, port = web.url.removeprefix("http://").split(":")
     text = json.dumps(body)
     lines = [
@@ -474,10 +479,10 @@ def asked(web: Server, path: str, body: Any, key: str = "") -> Iterator[None]:
 
 
 @pytest.mark.parametrize("wait_seconds", [0, 20])
-def test_what_is_claimed_for_who_has_gone_away_meanwhile_is_ready_again(
+def test_messages_claimed_for_a_disconnected_client_are_released(
     queue: DirectQueue, site: Site, wait_seconds: int
 ) -> None:
-    """The client goes while its claim is at work, held up by a lock; the messages are there already."""
+    """The client disconnects while a lock delays its claim; the messages already exist."""
     sent = queue.send(1, 2)
     with (
         locked(site.target, "lock table pgqueue.messages in access exclusive mode"),
@@ -488,13 +493,13 @@ def test_what_is_claimed_for_who_has_gone_away_meanwhile_is_ready_again(
     queue.web.until(lambda: f'operation="released",{of_queue}}} 2.0' in queue.web.get("/metrics").text)
     claimed = queue.claim(max_messages=2)
     assert [each["id"] for each in claimed] == sent
-    assert {each["attempt_count"] for each in claimed} == {1}  # the other claim does not count
+    assert {each["attempt_count"] for each in claimed} == {1}  # the attempt of the other claim is not counted
 
 
-def test_what_was_claimed_under_a_key_stays_its_caller_s(queue: DirectQueue, site: Site) -> None:
+def test_messages_claimed_with_a_key_stay_claimed_after_a_disconnect(queue: DirectQueue, site: Site) -> None:
     (sent,) = queue.send(1)
     key = new_name()
-    assert queue.post("redrive", {}, new_name()).json() == {"count": 0}  # answers can be kept, from now on
+    assert queue.post("redrive", {}, new_name()).json() == {"count": 0}  # creates the table of stored responses
     with (
         locked(site.target, "lock table pgqueue.messages in access exclusive mode"),
         asked(queue.web, f"{queue.path}/claim", {}, key),
@@ -504,7 +509,7 @@ def test_what_was_claimed_under_a_key_stays_its_caller_s(queue: DirectQueue, sit
     assert [each["id"] for each in queue.post("claim", {}, key).json()["messages"]] == [sent]
 
 
-def test_what_is_claimed_for_a_request_that_took_too_long_is_ready_again(site: Site, tmp_path: Path) -> None:
+def test_messages_claimed_for_a_timed_out_request_are_released(site: Site, tmp_path: Path) -> None:
     name = new_name()
     with serving(site.configuration(tmp_path, limits={"request_seconds": 1}), tmp_path) as web:
         web.create(name)
@@ -516,8 +521,8 @@ def test_what_is_claimed_for_a_request_that_took_too_long_is_ready_again(site: S
         assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
 
 
-def test_it_is_given_back_though_the_time_of_its_request_is_over(site: Site, tmp_path: Path) -> None:
-    """The client is gone when its claim ends, and giving back takes longer than the request may."""
+def test_a_release_runs_after_the_time_limit_of_its_request(site: Site, tmp_path: Path) -> None:
+    """The client is gone when its claim ends, and the release takes longer than the request may."""
     name = new_name()
     lock = "lock table pgqueue.messages in access exclusive mode"
     with serving(site.configuration(tmp_path, limits={"request_seconds": 2}), tmp_path) as web:
@@ -527,17 +532,18 @@ def test_it_is_given_back_though_the_time_of_its_request_is_over(site: Site, tmp
         with ThreadPoolExecutor(1) as threads, psycopg.connect(site.target) as behind:
             with locked(site.target, lock), asked(web, f"{queue.path}/claim", {}):
                 web.until(lambda: waiters(site.target, "%claim(%"))
-                getting = threads.submit(behind.execute, lock)  # next, when the claim has ended
+                getting = threads.submit(behind.execute, lock)  # gets the lock when the claim has ended
                 web.until(lambda: len(waiters(site.target)) > 1)
             getting.result()
             web.until(lambda: waiters(site.target, "%release(%"))
-            web.until(lambda: 'route="/v1/queues/{queue_name}/claim"' in web.get("/metrics").text)  # it is over
+            # the request has ended
+            web.until(lambda: 'route="/v1/queues/{queue_name}/claim"' in web.get("/metrics").text)
             behind.rollback()
         (claimed,) = web.until(queue.claim)
         assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
 
 
-def test_a_server_that_stops_gives_back_first_what_nobody_received(
+def test_a_stopping_server_releases_undelivered_messages_first(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEST_PASSWORD", "password")
@@ -547,7 +553,7 @@ def test_a_server_that_stops_gives_back_first_what_nobody_received(
 
     async def give_back() -> None:
         await asyncio.wait({task for task in asyncio.all_tasks() if task.get_name() == "pgqueue agent"})
-        for _ in range(1000):  # turns of the loop, in which whoever does not wait goes on
+        for _ in range(1000):  # turns of the event loop, in which a task that does not wait continues
             await asyncio.sleep(0)
         seen.append("given back")
 
@@ -564,10 +570,10 @@ def test_a_server_that_stops_gives_back_first_what_nobody_received(
     assert seen == ["given back", "databases closed"]
 
 
-# Requests that are sent twice.
+# Repeated requests
 
 
-def test_a_request_that_is_sent_again_happens_once(queue: DirectQueue) -> None:
+def test_a_repeated_request_with_a_key_takes_effect_once(queue: DirectQueue) -> None:
     key, body = new_name(), {"messages": [{"payload": 1}]}
     first, second = queue.post("messages", body, key), queue.post("messages", body, key)
     assert (first.status_code, first.json()) == (second.status_code, second.json())
@@ -577,9 +583,9 @@ def test_a_request_that_is_sent_again_happens_once(queue: DirectQueue) -> None:
     assert queue.post("messages", body, new_name()).json() != first.json()
 
 
-def test_a_claim_that_is_sent_again_gets_the_same_messages(queue: DirectQueue) -> None:
+def test_a_repeated_claim_with_a_key_returns_the_same_messages(queue: DirectQueue) -> None:
     key = new_name()
-    assert queue.post("claim", {}, key).json() == {"messages": []}  # nothing is not kept
+    assert queue.post("claim", {}, key).json() == {"messages": []}  # an empty response is not stored
     queue.send(1, 2)
     first, second = queue.post("claim", {}, key), queue.post("claim", {}, key)
     assert first.json() == second.json()
@@ -590,7 +596,7 @@ def test_a_claim_that_is_sent_again_gets_the_same_messages(queue: DirectQueue) -
     assert queue.post("ack", held).status_code == 410
 
 
-def test_a_key_is_for_one_request(queue: DirectQueue) -> None:
+def test_a_key_cannot_be_reused_for_another_request(queue: DirectQueue) -> None:
     key = new_name()
     assert queue.post("messages", {"messages": [{"payload": 1}]}, key).status_code == 201
     answer = queue.post("messages", {"messages": [{"payload": 2}]}, key)
@@ -601,14 +607,14 @@ def test_a_key_is_for_one_request(queue: DirectQueue) -> None:
     assert queue.post("claim", {}, "x" * 255).status_code == 200
 
 
-def test_what_failed_is_not_kept(web: Server, sql: psycopg.Connection[Any]) -> None:
+def test_a_failed_request_is_not_stored_under_its_key(web: Server, sql: psycopg.Connection[Any]) -> None:
     name, key, body = new_name(), new_name(), {"messages": [{"payload": 1}]}
     assert DirectQueue(web, name).post("messages", body, key).status_code == 404
     sql.execute("select pgqueue.create_queue(%s)", [name])
     assert DirectQueue(web, name).post("messages", body, key).status_code == 201
 
 
-def test_of_requests_at_the_same_time_one_happens(queue: DirectQueue) -> None:
+def test_of_concurrent_requests_with_a_key_one_takes_effect(queue: DirectQueue) -> None:
     key, body = new_name(), {"messages": [{"payload": 1}]}
     gate = threading.Barrier(8)
 
@@ -622,16 +628,16 @@ def test_of_requests_at_the_same_time_one_happens(queue: DirectQueue) -> None:
     assert queue.stats()["ready_messages"] == 1
 
 
-def test_who_waits_too_long_for_the_same_request_is_told(queue: DirectQueue, site: Site) -> None:
+def test_a_request_that_waits_too_long_for_its_key_is_409(queue: DirectQueue, site: Site) -> None:
     key = new_name()
     insert = "insert into pgqueue_http.effects (scope, key, fingerprint) values ('user:admin', %s, '')"
-    queue.post("claim", {}, new_name())  # the table is there
+    queue.post("claim", {}, new_name())  # creates the table of stored responses
     with locked(site.target, insert, key), ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(queue.post, "messages", {"messages": [{"payload": 1}]}, key)
         assert code(waiting.result(40), 409) == "idempotency_key_in_use"
 
 
-def test_managed_requests_that_are_sent_again_happen_once(web: Server, site: Site) -> None:
+def test_a_repeated_managed_request_with_a_key_takes_effect_once(web: Server, site: Site) -> None:
     name, key = new_name(), new_name()
     headers = {"Idempotency-Key": key}
     first, second = (web.post(web.queues, {"name": name}, headers=headers) for _ in range(2))
@@ -651,7 +657,7 @@ def test_managed_requests_that_are_sent_again_happen_once(web: Server, site: Sit
     assert web.post(path, {"messages": [{"payload": {}}]}, headers=headers).json() == {"task_id": task}
 
 
-def test_what_happens_is_counted(queue: DirectQueue, web: Server, site: Site) -> None:
+def test_metrics_count_requests_and_messages(queue: DirectQueue, web: Server, site: Site) -> None:
     queue.send(1, 2, 3)
     (message, _) = queue.claim(max_messages=2)
     queue.post("ack", {"id": message["id"], "claim_token": message["claim_token"]})

@@ -1,4 +1,4 @@
-"""The managed routes: the contract of seed 004, its limits, and who may use it."""
+"""The managed routes: the contract of specification 004, its limits, and authentication."""
 
 import base64
 import json
@@ -48,7 +48,7 @@ def queue(web: Server) -> str:
 
 
 def refused(answer: Any, status: int, field: str | None = None, limit: str | None = None) -> dict[str, Any]:
-    """The error of an answer, which must have the one shape."""
+    """The error of a response, which must have the common form."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     error = answer.json()["error"]
@@ -60,7 +60,7 @@ def refused(answer: Any, status: int, field: str | None = None, limit: str | Non
     return error
 
 
-# The seed, as printed.
+# The specification, as printed
 
 CREATE = """curl -u admin:password -X POST \\
 https://api.foundrydb.com/managed-services/{service-id}/queues \\
@@ -124,7 +124,7 @@ WHERE id = $1 AND claimed_by = $2;"""
 MOMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
 
-def test_the_seed_s_examples_run_as_printed(empty_database: Callable[[], str], tmp_path: Path) -> None:
+def test_the_examples_of_the_specification_run_as_printed(empty_database: Callable[[], str], tmp_path: Path) -> None:
     if shutil.which("curl") is None or shutil.which("bash") is None:
         assert not os.environ.get("CI"), "curl and bash are missing"
         pytest.skip("curl or bash is missing")
@@ -234,7 +234,7 @@ def _walk(web: Server, target: str) -> None:
 
 
 def _sql(target: str, first: int) -> None:
-    """The SQL of the seed, in the schema that it has here, in the database to which HTTP sent."""
+    """Run the SQL of the specification, with the schema name used here, in the database that HTTP has sent to."""
     with psycopg.connect(target, autocommit=True, cursor_factory=psycopg.RawCursor) as connection:
 
         def run(statement: str, *values: Any) -> psycopg.Cursor[Any]:
@@ -253,7 +253,7 @@ def _sql(target: str, first: int) -> None:
         assert run(SQL_CLAIM).fetchall()[0][2] == 2
 
 
-# Limits, at the edge and one beyond.
+# Limits: at each limit and one beyond
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def _sql(target: str, first: int) -> None:
         ("max_attempts", 4, "4", "a whole number"),
     ],
 )
-def test_a_queue_is_created_at_each_limit_and_not_beyond(
+def test_a_queue_accepts_each_limit_and_nothing_beyond(
     web: Server, field: str, good: Any, bad: Any, limit: str
 ) -> None:
     base = {"name": new_name()}
@@ -283,13 +283,13 @@ def test_a_queue_is_created_at_each_limit_and_not_beyond(
     assert answer.json()[field] == good
 
 
-def test_defaults_are_those_of_the_seed(web: Server, site: Site) -> None:
+def test_defaults_are_those_of_the_specification(web: Server, site: Site) -> None:
     made = web.post(web.queues, {"name": new_name()}).json()
     assert made["database_name"] == site.databases[0]
     assert (made["visibility_timeout_seconds"], made["max_attempts"], made["dlq_enabled"]) == (30, 5, True)
 
 
-def test_what_is_missing_or_unknown_is_named(web: Server) -> None:
+def test_a_missing_or_unknown_field_is_named(web: Server) -> None:
     refused(web.post(web.queues, {}), 422, "name", "given")
     refused(web.post(web.queues, {"name": "x", "max_attempt": 1}), 422, "max_attempt", "no such field")
     refused(web.post(web.queues, '{"name": '), 400, "body")
@@ -300,7 +300,7 @@ def test_what_is_missing_or_unknown_is_named(web: Server) -> None:
 
 
 @pytest.mark.parametrize("text", [b"\xed\xa0\x80", b"\xff"])
-def test_a_body_is_utf_8(web: Server, queue: str, text: bytes) -> None:
+def test_a_body_that_is_not_utf8_is_refused(web: Server, queue: str, text: bytes) -> None:
     for path, payload in (
         (f"{web.queues}/{queue}/messages", b'{"x": "%b"}'),
         (f"/v1/queues/{queue}/messages", b'"%b"'),
@@ -311,7 +311,7 @@ def test_a_body_is_utf_8(web: Server, queue: str, text: bytes) -> None:
         assert web.post(path, body.encode("utf-8-sig")).status_code in (201, 202)
 
 
-@pytest.mark.usefixtures("queue")  # The extension is in the other database, too.
+@pytest.mark.usefixtures("queue")  # installs the extension in the other database, too
 def test_database_name_chooses_the_database(web: Server, site: Site) -> None:
     name = new_name()
     web.create(name, database_name=site.databases[1])
@@ -337,11 +337,11 @@ def test_settings_reach_the_queue(web: Server, site: Site) -> None:
 
 
 def payload_of(size: int) -> str:
-    """A payload that takes so many bytes as PostgreSQL writes it."""
+    """A payload of so many bytes in the form in which PostgreSQL writes it."""
     return json.dumps({"x": "é" + "a" * (size - 11)}, ensure_ascii=False)
 
 
-def test_a_payload_may_have_256_kb_and_not_a_byte_more(web: Server, site: Site, queue: str) -> None:
+def test_a_payload_is_limited_to_256_kb(web: Server, site: Site, queue: str) -> None:
     path = f"{web.queues}/{queue}/messages"
 
     def body(size: int) -> bytes:
@@ -358,7 +358,7 @@ def test_a_payload_may_have_256_kb_and_not_a_byte_more(web: Server, site: Site, 
     assert row == (262144,)
 
 
-def test_a_batch_may_have_100_messages_and_not_one_more(web: Server, site: Site, queue: str) -> None:
+def test_a_batch_is_limited_to_100_messages(web: Server, site: Site, queue: str) -> None:
     path = f"{web.queues}/{queue}/messages"
     ids = web.enqueue(queue, *({"n": n} for n in range(100)))
     assert ids == sorted(set(ids))
@@ -367,7 +367,7 @@ def test_a_batch_may_have_100_messages_and_not_one_more(web: Server, site: Site,
             "select array_agg(payload -> 'n' order by id) from pgqueue.messages where queue_name = %s and id = any(%s)",
             [queue, ids],
         ).fetchone()
-    assert sent == (list(range(100)),)  # the ids are in request order
+    assert sent == (list(range(100)),)  # the ids are in the order of the request
     refused(web.post(path, {"messages": [{"payload": {}}] * 101}), 422, "messages", "at most 100 items")
     refused(web.post(path, {"messages": []}), 422, "messages", "at least 1")
 
@@ -392,9 +392,7 @@ def test_a_body_over_the_limit_is_not_read(web: Server, queue: str) -> None:
 
 
 @pytest.mark.parametrize(("good", "bad", "limit"), [(0, -1, "at least 0"), (43200, 43201, "at most 43200")])
-def test_a_delay_may_be_12_hours_and_not_a_second_more(
-    web: Server, queue: str, good: int, bad: int, limit: str
-) -> None:
+def test_a_delay_is_limited_to_12_hours(web: Server, queue: str, good: int, bad: int, limit: str) -> None:
     path = f"{web.queues}/{queue}/messages"
     answer = web.post(path, {"messages": [{"payload": {}, "delay_seconds": good}]})
     assert web.task(path, answer.json()["task_id"])["status"] == "completed"
@@ -403,12 +401,12 @@ def test_a_delay_may_be_12_hours_and_not_a_second_more(
 
 
 @pytest.mark.parametrize("payload", ['"text"', "1", "null", "[]"])
-def test_a_payload_is_an_object(web: Server, queue: str, payload: str) -> None:
+def test_a_managed_payload_must_be_an_object(web: Server, queue: str, payload: str) -> None:
     body = f'{{"messages": [{{"payload": {payload}}}]}}'
     refused(web.post(f"{web.queues}/{queue}/messages", body), 422, "messages[0].payload", "a JSON object")
 
 
-def test_a_payload_arrives_as_it_was_written(web: Server, site: Site, queue: str) -> None:
+def test_a_payload_is_delivered_unchanged(web: Server, site: Site, queue: str) -> None:
     text = '{"n": 1.10, "big": 12345678901234567890.12345, "e": 1E+400, "s": "\\u00e9\\ud83d\\ude00 \\\\u0000"}'
     path = f"{web.queues}/{queue}/messages"
     answer = web.post(path, f'{{"messages": [{{"payload": {text}}}]}}')
@@ -422,15 +420,15 @@ def test_a_payload_arrives_as_it_was_written(web: Server, site: Site, queue: str
 
 
 @pytest.mark.parametrize("text", ['{"x": "\\u0000"}', '{"x": "\\ud800"}', '{"x": NaN}', '{"x": 1e999999}'])
-def test_what_postgresql_cannot_store_is_refused_at_once(web: Server, queue: str, text: str) -> None:
+def test_a_payload_that_postgresql_cannot_store_is_refused_before_a_task(web: Server, queue: str, text: str) -> None:
     body = f'{{"messages": [{{"payload": {text}}}]}}'
     assert web.post(f"{web.queues}/{queue}/messages", body).status_code in (400, 422)
 
 
-# What there is not, and what is not possible now.
+# Unknown resources and conflicts
 
 
-def test_what_there_is_not_is_not_found(web: Server, queue: str) -> None:
+def test_unknown_resources_are_404(web: Server, queue: str) -> None:
     elsewhere = "/managed-services/another/queues"
     for answer in (web.get(elsewhere), web.post(elsewhere, {"name": "x"}), web.get(f"{elsewhere}/x")):
         refused(answer, 404, "service_id")
@@ -447,7 +445,7 @@ def test_what_there_is_not_is_not_found(web: Server, queue: str) -> None:
     refused(web.call("PUT", web.queues), 405)
 
 
-def test_where_a_new_queue_is_can_be_said_of_any_service(site: Site, tmp_path: Path) -> None:
+def test_the_location_of_a_new_queue_works_for_any_service_id(site: Site, tmp_path: Path) -> None:
     services = dict.fromkeys(("日本", "a b?c#d"), (site.target, site.databases))
     with serving(configuration(tmp_path, site.control, services), tmp_path) as web:
         for service in services:
@@ -457,7 +455,7 @@ def test_where_a_new_queue_is_can_be_said_of_any_service(site: Site, tmp_path: P
             assert web.get(answer.headers["location"]).json()["name"] == name
 
 
-def test_a_name_is_taken_until_its_queue_is_gone(web: Server, site: Site) -> None:
+def test_a_name_is_free_after_its_queue_is_deleted(web: Server, site: Site) -> None:
     name = new_name()
     web.create(name)
     refused(web.post(web.queues, {"name": name}), 409, "name")
@@ -487,9 +485,9 @@ def test_only_active_queues_take_messages(web: Server, site: Site) -> None:
             refused(web.post(f"{web.queues}/{name}/stats"), 409, "status")
 
 
-def test_a_queue_that_somebody_else_made_is_neither_adopted_nor_dropped(web: Server, site: Site) -> None:
+def test_a_queue_created_by_sql_is_neither_adopted_nor_dropped(web: Server, site: Site) -> None:
     name = new_name()
-    web.create(new_name())  # so that pgqueue is there
+    web.create(new_name())  # installs pgqueue
     with psycopg.connect(site.target, autocommit=True) as connection:
         connection.execute("select pgqueue.create_queue(%s)", [name])
         connection.execute("select pgqueue.enqueue(%s, '1')", [name])
@@ -517,7 +515,7 @@ def test_a_queue_that_was_dropped_by_sql_fails_its_tasks_and_can_be_deleted(web:
     web.until(lambda: web.status(name) is None)
 
 
-# Who may.
+# Authentication
 
 
 @pytest.mark.parametrize(
@@ -539,8 +537,8 @@ def test_a_queue_that_was_dropped_by_sql_fails_its_tasks_and_can_be_deleted(web:
         "Basic " + "A" * 5000,
     ],
 )
-def test_who_is_nobody_sees_nothing(web: Server, authorization: str | bytes | None) -> None:
-    assert web.get(web.queues).status_code == 200  # the right password is remembered now
+def test_requests_without_credentials_are_refused(web: Server, authorization: str | bytes | None) -> None:
+    assert web.get(web.queues).status_code == 200  # the right password is remembered from now on
     headers = {} if authorization is None else {"Authorization": authorization}
     for method, path in [
         ("GET", "/"),
@@ -561,7 +559,7 @@ def test_who_is_nobody_sees_nothing(web: Server, authorization: str | bytes | No
 
 @pytest.mark.usefixtures("queue")
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_a_hostile_name_is_a_name_that_nobody_has(web: Server, site: Site, hostile: str) -> None:
+def test_a_hostile_name_is_404(web: Server, site: Site, hostile: str) -> None:
     for answer in (
         web.get(f"{web.queues}/{hostile}"),
         web.call("DELETE", f"{web.queues}/{hostile}"),
@@ -597,6 +595,6 @@ def test_another_site_cannot_use_the_password_of_a_browser(
     assert web.post(f"{web.queues}/{queue}/stats", headers=headers).status_code == status
 
 
-def test_no_password_is_in_what_the_server_says(web: Server) -> None:
+def test_the_output_of_the_server_contains_no_password(web: Server) -> None:
     said = web.command.err + web.command.out
     assert ADMIN[1] not in said

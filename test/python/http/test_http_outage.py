@@ -1,4 +1,4 @@
-"""Trouble: databases that go and come back, requests that take too long, and servers that are told to stop."""
+"""Failures: databases that stop and return, requests that take too long, and servers that are stopped."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from pgqueue.http.settings import Limits, Service, Settings
 
 @pytest.fixture(scope="module")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """A server of its own, as it is stopped and started, with a password."""
+    """A PostgreSQL server of its own with a password, which tests stop and start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with EmbeddedServer(durable=False, data_dir=tmp_path_factory.mktemp("postgres") / "data", port=port) as embedded:
@@ -48,7 +48,7 @@ def enqueue(web: Server, name: str) -> httpx.Response:
     return web.post(f"/v1/queues/{name}/messages", {"messages": [{"payload": 1}]})
 
 
-def test_a_database_that_is_down_is_503_and_all_recovers_by_itself(web: Server, postgres: EmbeddedServer) -> None:
+def test_a_database_outage_is_503_and_the_server_recovers(web: Server, postgres: EmbeddedServer) -> None:
     name = new_name()
     web.create(name)
     assert enqueue(web, name).status_code == 201
@@ -57,7 +57,7 @@ def test_a_database_that_is_down_is_503_and_all_recovers_by_itself(web: Server, 
         waiting = threads.submit(web.post, "/v1/queues/" + name + "/claim", {"max_messages": 1, "wait_seconds": 7})
         assert waiting.result().status_code == 200
         waiting = threads.submit(web.post, "/v1/queues/" + name + "/claim", {"wait_seconds": 7})
-        time.sleep(0.3)  # it waits by now, or will meet the same end a moment later
+        time.sleep(0.3)  # the agent waits for a task by now, or will see the same error a moment later
         postgres.stop(immediate=True)
         assert waiting.result().status_code in (200, 503)
     calls: list[Callable[[], httpx.Response]] = [
@@ -86,7 +86,7 @@ def test_a_database_that_is_down_is_503_and_all_recovers_by_itself(web: Server, 
     web.create(new_name())
 
 
-def test_a_restart_between_two_requests_is_not_noticed(web: Server, postgres: EmbeddedServer) -> None:
+def test_a_database_restart_between_two_requests_is_not_visible(web: Server, postgres: EmbeddedServer) -> None:
     name = new_name()
     web.create(name)
     for _ in range(3):
@@ -123,15 +123,15 @@ def test_a_task_waits_for_a_target_that_is_down(
         try:
             other.create(name + "-b", wait=False)
             other.until(lambda: other.status(name + "-b") == "Provisioning")
-            assert other.get("/readyz").status_code == 200  # one target down does not take the others along
+            assert other.get("/readyz").status_code == 200  # an unreachable target does not affect the others
             assert other.get(other.queues).status_code == 200
         finally:
             postgres.start()
         other.until(lambda: other.status(name + "-b") == "Active")
 
 
-def test_databases_that_are_made_anew_are_prepared_anew(web: Server, postgres: EmbeddedServer) -> None:
-    """Somebody drops the broker's queue, then each database, and restores nothing."""
+def test_a_recreated_database_gets_its_tables_again(web: Server, postgres: EmbeddedServer) -> None:
+    """The task queue is dropped, then each database; nothing is restored."""
 
     def works() -> bool:
         name = new_name()
@@ -165,7 +165,7 @@ def test_a_statement_that_takes_too_long_is_503(web: Server, postgres: EmbeddedS
     assert enqueue(web, name).status_code == 201
 
 
-def test_a_request_is_answered_in_time_though_the_database_does_not_even_cancel(
+def test_a_request_is_answered_in_time_although_the_database_ignores_a_cancel(
     web: Server, postgres: EmbeddedServer, tmp_path: Path
 ) -> None:
     name = new_name()
@@ -189,8 +189,8 @@ def test_a_request_is_answered_in_time_though_the_database_does_not_even_cancel(
         other.until(lambda: enqueue(other, name).status_code == 201)
 
 
-async def test_what_is_old_is_forgotten_however_much_and_whoever_is_down(postgres: EmbeddedServer) -> None:
-    """All at once would take longer than a statement may."""
+async def test_old_records_are_deleted_in_any_number_during_an_outage(postgres: EmbeddedServer) -> None:
+    """One statement for all rows would exceed its timeout."""
     services = {
         "gone": Service("gone", "host=127.0.0.1 port=1", ("gone",)),
         SERVICE: Service(SERVICE, postgres.tcp_dsn, ("target",)),
@@ -227,7 +227,7 @@ def test_no_password_is_in_the_log(web: Server, postgres: EmbeddedServer) -> Non
     assert str(password) not in web.command.err + web.command.out
 
 
-def test_who_sends_what_is_no_http_does_not_fill_the_log(web: Server) -> None:
+def test_data_that_is_not_http_does_not_fill_the_log(web: Server) -> None:
     host, port = web.url.removeprefix("http://").split(":")
     for _ in range(20):
         with socket.create_connection((host, int(port))) as connection:
@@ -241,7 +241,7 @@ def site(empty_database: Callable[[], str]) -> Site:
     return Site(empty_database)
 
 
-def test_a_signal_lets_requests_and_tasks_end(site: Site, tmp_path: Path) -> None:
+def test_after_a_signal_requests_and_tasks_end_normally(site: Site, tmp_path: Path) -> None:
     with serving(site.configuration(tmp_path), tmp_path) as web, ThreadPoolExecutor(2) as threads:
         name = new_name()
         web.create(name)
@@ -269,7 +269,7 @@ def test_a_signal_lets_requests_and_tasks_end(site: Site, tmp_path: Path) -> Non
                 )
             began = time.monotonic()
             web.command.signal(signal.SIGTERM)
-            assert polling.result().json() == {"messages": []}  # who waits for messages does not hold it up
+            assert polling.result().json() == {"messages": []}  # a long poll does not delay the stop
             assert time.monotonic() - began < 5
         assert sending.result().status_code == 201
         assert web.command.end().status == 0
@@ -279,8 +279,8 @@ def test_a_signal_lets_requests_and_tasks_end(site: Site, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("by_nohup", [False, True], ids=["plain", "nohup"])
-def test_so_does_the_end_of_its_terminal(site: Site, tmp_path: Path, by_nohup: bool) -> None:
-    # As who began the tests may have done it by nohup.
+def test_a_hangup_stops_the_server_unless_it_ignores_the_signal(site: Site, tmp_path: Path, by_nohup: bool) -> None:
+    # The tests may have been started by nohup.
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if by_nohup else signal.SIG_DFL)
     try:
         server = serving(site.configuration(tmp_path), tmp_path)
@@ -302,7 +302,7 @@ def test_so_does_the_end_of_its_terminal(site: Site, tmp_path: Path, by_nohup: b
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_signal_does_not_wait(site: Site, tmp_path: Path) -> None:
+def test_a_second_signal_aborts_requests(site: Site, tmp_path: Path) -> None:
     with serving(site.configuration(tmp_path), tmp_path) as web, ThreadPoolExecutor(1) as threads:
         name = new_name()
         web.create(name)

@@ -1,4 +1,4 @@
-"""The page, as a person meets it: in headless Chromium, by mouse, by keyboard, narrow, dark, and without scripts."""
+"""The page in headless Chromium: by mouse, by keyboard, in narrow windows, in dark mode, and without scripts."""
 
 import os
 import re
@@ -22,7 +22,7 @@ HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=\"documen
 
 
 def chromium() -> str | None:
-    """Chromium of this machine, or the one that test/tools.py has unpacked."""
+    """The Chromium of this machine, or the one that test/tools.py has unpacked."""
     return shutil.which("chromium") or (str(UNPACKED) if UNPACKED.exists() else None)
 
 
@@ -42,7 +42,7 @@ def browser() -> Iterator[Browser]:
 def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("served")
     with serving(site.configuration(directory), directory) as web:
-        web.create(new_name())  # pgqueue is there
+        web.create(new_name())  # installs pgqueue
         yield web
 
 
@@ -55,7 +55,7 @@ def sql(web: Server, site: Site) -> Iterator[psycopg.Connection[Any]]:
 
 @pytest.fixture
 def queue(sql: psycopg.Connection[Any], web: Server, site: Site) -> Iterator[str]:
-    """A queue with a dead letter that a consumer has left, with a history, and two that wait."""
+    """A queue with two ready messages, and a dead letter with the failures that a consumer recorded."""
     name = new_name()
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 2, backoff_base => '0')", [name])
     sql.execute("select pgqueue.enqueue(%s, jsonb_build_object('order_id', 1001, 'note', %s::text))", [name, HOSTILE])
@@ -79,7 +79,7 @@ def context(browser: Browser, web: Server, **more: Any) -> BrowserContext:
 
 @pytest.fixture
 def page(browser: Browser, web: Server) -> Iterator[Page]:
-    """A page that may ask nobody else, and must not complain."""
+    """A page that may request nothing from other hosts, and must log no error."""
     opened = context(browser, web)
     page = opened.new_page()
     complaints: list[str] = []
@@ -100,12 +100,14 @@ def row(page: Page, queue: str) -> Any:
     return page.locator(f'tr[data-queue="{queue}"]')
 
 
-def test_queues_are_shown_with_their_figures_and_lines(page: Page, queue: str, sql: psycopg.Connection[Any]) -> None:
+def test_the_page_shows_queues_with_figures_and_sparklines(
+    page: Page, queue: str, sql: psycopg.Connection[Any]
+) -> None:
     page.goto("/")
     expect(row(page, queue).locator('[data-label="Ready"]')).to_have_text("2")
     expect(row(page, queue).locator('[data-label="Dead"]')).to_have_text("1")
     sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[7]))", [queue])
-    expect(row(page, queue).locator('[data-label="Ready"]')).to_have_text("9")  # by itself
+    expect(row(page, queue).locator('[data-label="Ready"]')).to_have_text("9")  # without a reload
     for line in ("Depth, from 0 to 9", "In a second", "Out a second", "Age in seconds"):
         expect(row(page, queue).locator(f'svg[aria-label*="{line}"] polyline')).to_have_count(1)
     shot(page, "queues")
@@ -121,7 +123,7 @@ def test_a_queue_is_paused_and_resumed(page: Page, queue: str, sql: psycopg.Conn
     assert len(sql.execute("select pgqueue.claim(%s)", [queue]).fetchall()) == 1
 
 
-def test_a_dead_letter_is_shown_with_all_that_is_known(page: Page, queue: str) -> None:
+def test_a_dead_letter_is_shown_with_error_headers_and_history(page: Page, queue: str) -> None:
     page.goto("/")
     page.get_by_role("link", name=queue, exact=True).click()
     letter = page.locator("article.letter")
@@ -133,13 +135,11 @@ def test_a_dead_letter_is_shown_with_all_that_is_known(page: Page, queue: str) -
     letter.get_by_text("History: 2 failed attempts").click()
     expect(letter.locator(".history li")).to_have_count(2)
     expect(letter.locator(".history li").first).to_contain_text("Attempt 1")
-    expect(page).to_have_title(f"{queue} – pgqueue")  # nothing of what messages carry was run
+    expect(page).to_have_title(f"{queue} – pgqueue")  # no script in a message was run
     shot(page, "dead-letters")
 
 
-def test_a_dead_letter_is_redriven_once_somebody_has_confirmed(
-    page: Page, queue: str, sql: psycopg.Connection[Any]
-) -> None:
+def test_a_dead_letter_is_redriven_after_confirmation(page: Page, queue: str, sql: psycopg.Connection[Any]) -> None:
     def dead() -> int:
         return sql.execute("select dead_messages from pgqueue.stats(%s)", [queue]).fetchall()[0][0]
 
@@ -157,9 +157,7 @@ def test_a_dead_letter_is_redriven_once_somebody_has_confirmed(
     assert dead() == 0
 
 
-def test_dead_letters_are_deleted_once_somebody_has_confirmed(
-    page: Page, queue: str, sql: psycopg.Connection[Any]
-) -> None:
+def test_dead_letters_are_deleted_after_confirmation(page: Page, queue: str, sql: psycopg.Connection[Any]) -> None:
     page.goto("/")
     page.get_by_role("link", name=queue, exact=True).click()
     page.get_by_role("link", name="Delete all").click()
@@ -169,7 +167,7 @@ def test_dead_letters_are_deleted_once_somebody_has_confirmed(
     assert sql.execute("select dead_messages, ready_messages from pgqueue.stats(%s)", [queue]).fetchall() == [(0, 2)]
 
 
-def test_the_keyboard_is_enough(page: Page, queue: str, sql: psycopg.Connection[Any]) -> None:
+def test_the_page_works_by_keyboard(page: Page, queue: str, sql: psycopg.Connection[Any]) -> None:
     def focused() -> str:
         return str(
             page.evaluate("document.activeElement.getAttribute('aria-label') || document.activeElement.innerText")
@@ -186,8 +184,8 @@ def test_the_keyboard_is_enough(page: Page, queue: str, sql: psycopg.Connection[
     page.goto("/")
     tab_to(f"Pause {queue}")
     with page.expect_response("**/page/queues"):
-        pass  # the table was drawn anew,
-    expect(page.get_by_role("button", name=f"Pause {queue}")).to_be_focused()  # and the focus is where it was
+        pass  # the table was replaced
+    expect(page.get_by_role("button", name=f"Pause {queue}")).to_be_focused()  # and the focus is restored
     page.keyboard.press("Enter")
     expect(row(page, queue).locator(".state")).to_have_text("Paused")
     tab_to(queue)
@@ -204,7 +202,7 @@ def test_the_keyboard_is_enough(page: Page, queue: str, sql: psycopg.Connection[
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 700, 1280])
-def test_it_fits_in_a_narrow_window_in_light_and_dark(
+def test_the_page_fits_narrow_windows_with_enough_contrast(
     browser: Browser, web: Server, queue: str, width: int, scheme: Any, sql: psycopg.Connection[Any]
 ) -> None:
     long = "a-name-as-long-as-it-may-be-" + "x" * 90 + new_name()[:10]
@@ -219,7 +217,7 @@ def test_it_fits_in_a_narrow_window_in_light_and_dark(
         else:
             page.get_by_role("link", name=queue, exact=True).click()
             expect(page.locator("article.letter")).to_be_visible()
-        page.wait_for_load_state("load")  # its style, too
+        page.wait_for_load_state("load")  # includes its style sheet
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         for background, text in page.evaluate(CONTRAST):
             assert ratio(background, text) >= 4.5, (background, text)
@@ -237,7 +235,7 @@ CONTRAST = """() => [...document.querySelectorAll('main *, header *')].filter(e 
 
 
 def ratio(one: str, other: str) -> float:
-    """The contrast of two colours, as WCAG has it."""
+    """The contrast ratio of two colours, as WCAG defines it."""
 
     def luminance(colour: str) -> float:
         parts = [float(each) / 255 for each in colour[colour.index("(") + 1 : -1].split(",")[:3]]
@@ -248,18 +246,21 @@ def ratio(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_it_works_without_scripts(browser: Browser, web: Server, queue: str, sql: psycopg.Connection[Any]) -> None:
+def test_the_page_works_without_scripts(
+    browser: Browser, web: Server, queue: str, sql: psycopg.Connection[Any]
+) -> None:
     opened = context(browser, web, java_script_enabled=False)
     page = opened.new_page()
     page.goto("/")
     row(page, queue).get_by_role("button", name="Pause").click()
     expect(row(page, queue).locator(".state")).to_have_text("Paused")
     sql.execute("select pgqueue.enqueue(%s, '1')", [queue])
-    expect(row(page, queue).locator('[data-label="Ready"]')).to_have_text("3", timeout=20_000)  # it loads itself anew
+    # the page reloads itself
+    expect(row(page, queue).locator('[data-label="Ready"]')).to_have_text("3", timeout=20_000)
     opened.close()
 
 
-def test_it_says_so_when_the_server_does_not_answer(browser: Browser, web: Server) -> None:
+def test_the_page_says_when_the_server_does_not_answer(browser: Browser, web: Server) -> None:
     opened = context(browser, web)
     page = opened.new_page()
     page.clock.install()
@@ -273,10 +274,10 @@ def test_it_says_so_when_the_server_does_not_answer(browser: Browser, web: Serve
     opened.close()
 
 
-def test_a_form_of_another_site_does_nothing(
+def test_a_form_of_another_site_is_refused(
     browser: Browser, web: Server, queue: str, sql: psycopg.Connection[Any], site: Site
 ) -> None:
-    """The browser knows the password, and sends it along: it is the server that refuses."""
+    """The browser sends the password with the request; the server refuses it."""
     opened = context(browser, web)
     page = opened.new_page()
     page.goto("/")
@@ -295,7 +296,7 @@ def test_a_form_of_another_site_does_nothing(
     opened.close()
 
 
-def test_addresses_that_lead_nowhere_are_errors(web: Server, queue: str, site: Site) -> None:
+def test_unknown_queues_and_actions_of_the_page_are_errors(web: Server, queue: str, site: Site) -> None:
     place = {"service": "pg-service-uuid", "database": site.databases[0], "name": queue}
     assert web.get("/queue", params=place).status_code == 200
     for wrong in ({"service": "x"}, {"database": "x"}, {"name": "x"}, {"name": "'; --"}):
@@ -307,7 +308,7 @@ def test_addresses_that_lead_nowhere_are_errors(web: Server, queue: str, site: S
     assert web.get("/queue", params=place | {"done": HOSTILE}).text.count("<script>") == 0
 
 
-def test_what_did_not_work_is_told_on_a_page(web: Server, site: Site) -> None:
+def test_errors_of_the_page_are_html_pages(web: Server, site: Site) -> None:
     place = {"service": "pg-service-uuid", "database": site.databases[0], "name": "gone"}
     for path, home in (("/queue", "./"), ("/queue/confirm?action=purge", "../")):
         answer = web.get(path, params=httpx.QueryParams(httpx.URL(path).query).merge(place))
@@ -318,8 +319,8 @@ def test_what_did_not_work_is_told_on_a_page(web: Server, site: Site) -> None:
     assert web.get("/v1/queues/gone/stats").json()["error"]["code"] == "queue_not_found"
 
 
-def test_what_stays_level_is_drawn_by_its_ends() -> None:
-    """Hundreds of queues are drawn each two seconds, for everybody who looks."""
+def test_a_sparkline_leaves_out_points_of_a_level_stretch() -> None:
+    """Hundreds of queues are drawn every two seconds for each open page."""
     drawn = [
         re.findall(r'<polyline points="([^"]*)"', sparkline(line, "Depth", "depth")) for line in ([3.0] * 90, STEPS)
     ]
@@ -329,8 +330,8 @@ def test_what_stays_level_is_drawn_by_its_ends() -> None:
 STEPS = [0.0, 0.0, 0.0, 6.0, 6.0, 6.0, 0.0]
 
 
-def test_it_may_lie_anywhere_below_another_address(web: Server, queue: str, site: Site) -> None:
-    """Behind a proxy that strips a prefix nothing may lead past it, to the root."""
+def test_the_page_works_behind_a_path_prefix(web: Server, queue: str, site: Site) -> None:
+    """Behind a proxy that strips a path prefix, no link may be relative to the root."""
     place = {"service": "pg-service-uuid", "database": site.databases[0], "name": queue}
     pages = [web.get(path, params=place) for path in ("/", "/page/queues", "/queue")]
     pages.append(web.get("/queue/confirm", params=place | {"action": "redrive"}))
@@ -354,7 +355,7 @@ def test_it_may_lie_anywhere_below_another_address(web: Server, queue: str, site
         {"json": {"id": 1}},
     ],
 )
-def test_no_dead_letter_is_deleted_that_nobody_has_named(
+def test_a_form_without_valid_ids_deletes_nothing(
     web: Server, queue: str, site: Site, sql: psycopg.Connection[Any], form: Any
 ) -> None:
     place = {"service": "pg-service-uuid", "database": site.databases[0], "name": queue}
@@ -376,7 +377,7 @@ def test_no_dead_letter_is_deleted_that_nobody_has_named(
         '{"a": ' + "9" * 5000 + "}",
     ],
 )
-def test_any_headers_can_be_shown(web: Server, site: Site, sql: psycopg.Connection[Any], headers: str) -> None:
+def test_the_page_shows_any_headers(web: Server, site: Site, sql: psycopg.Connection[Any], headers: str) -> None:
     name = new_name()
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 1)", [name])
     sql.execute("select pgqueue.enqueue(%s, '1', headers => %s)", [name, headers])
@@ -388,7 +389,7 @@ def test_any_headers_can_be_shown(web: Server, site: Site, sql: psycopg.Connecti
     sql.execute("select pgqueue.drop_queue(%s)", [name])
 
 
-def test_pages_of_dead_letters_follow_each_other(page: Page, sql: psycopg.Connection[Any], web: Server) -> None:
+def test_dead_letters_are_paged(page: Page, sql: psycopg.Connection[Any], web: Server) -> None:
     name = new_name()
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 1)", [name])
     sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[25]))", [name])

@@ -1,4 +1,4 @@
-"""OpenAPI: it is valid, says what is so, and whatever it allows to be sent is answered as it says."""
+"""OpenAPI: the schema is valid and correct, and every request that it allows gets a response that it describes."""
 
 import os
 import random
@@ -80,17 +80,17 @@ def test_head_is_answered_like_get_without_the_body(web: Server) -> None:
 
 
 def within(value: Any) -> Any:
-    """What is generated goes by floats: as such the largest id is no less than one more, which is none."""
+    """The generator uses floats, for which the largest id equals the next number, which is not an id."""
     if isinstance(value, list):
         return [within(each) for each in value]
     return 2**63 - 1 if isinstance(value, float) and value == 2.0**63 else value
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
-def test_every_answer_is_as_the_schema_says(web: Server, method: str, path: str, mode: GenerationMode) -> None:
+def test_every_response_matches_the_schema(web: Server, method: str, path: str, mode: GenerationMode) -> None:
     api = schemathesis.openapi.from_dict(DOCUMENT)
     api.config.update(base_url=web.url)
-    # PostgreSQL stores no NUL in JSON, which a schema cannot say.
+    # PostgreSQL stores no NUL in JSON, which a schema cannot express.
     api.config.generation.update(allow_x00=mode != GenerationMode.POSITIVE)
 
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
@@ -99,9 +99,9 @@ def test_every_answer_is_as_the_schema_says(web: Server, method: str, path: str,
         if isinstance(case.body, dict):
             if mode == GenerationMode.POSITIVE:
                 case.body |= {name: within(value) for name, value in case.body.items()}
-            case.body.pop("wait_seconds", None)  # nobody sends anything: it would only take time
-            case.body.pop("database_name", None)  # which ones there are is no matter of form
-        if case.path_parameters and random.random() < 0.7:  # else nothing but 404 is seen
+            case.body.pop("wait_seconds", None)  # no message is sent: waiting would only take time
+            case.body.pop("database_name", None)  # a schema cannot say which databases exist
+        if case.path_parameters and random.random() < 0.7:  # otherwise nearly all responses would be 404
             case.path_parameters |= {"service_id": SERVICE, "queue_name": "orders"}
         case.call_and_validate(auth=ADMIN, timeout=30)
 

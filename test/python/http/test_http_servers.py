@@ -1,4 +1,4 @@
-"""Several servers side by side, and queues that go while others write."""
+"""Several servers side by side, and queues that are deleted while clients write."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ def config(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """Two servers, each controller and agent."""
+    """Two servers, each with a controller and an agent."""
     with (
         serving(config, tmp_path_factory.mktemp("one")) as one,
         serving(config, tmp_path_factory.mktemp("two")) as two,
@@ -64,7 +64,7 @@ def test_a_thousand_parallel_enqueues_are_each_completed_exactly_once(pair: list
         return sent, number
 
     async def some(numbers: Iterable[int]) -> list[tuple[int, int]]:
-        # Clients of their own: one of httpx with hundreds of requests in its queue is slow by itself.
+        # A client for each: one client of httpx with hundreds of queued requests is slow.
         async with httpx.AsyncClient(auth=ADMIN, timeout=60, trust_env=False) as client:
             urls = [web.url for web in pair]
             return list(await asyncio.gather(*(one(client, urls, number) for number in numbers)))

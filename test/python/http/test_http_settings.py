@@ -1,4 +1,4 @@
-"""The configuration file and the passwords in it; `pgqueue serve` by its options."""
+"""The configuration file with its passwords, and the options of `pgqueue serve`."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def test_a_file_says_which_services_and_users_there_are() -> None:
+def test_a_configuration_file_defines_services_and_users() -> None:
     settings = Settings.of(GOOD)
     assert settings.services["one"].databases == ("a", "b")
     assert settings.services["one"].default_database == "a"
@@ -64,13 +64,13 @@ def test_a_file_says_which_services_and_users_there_are() -> None:
         ({"user": {}}, "user: unknown; must be one of"),
     ],
 )
-def test_what_makes_no_sense_is_named(change: dict[str, Any], said: str) -> None:
+def test_an_invalid_setting_is_named(change: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(said)) as error:
         Settings.of(GOOD | change)
     assert "secret" not in str(error.value)
 
 
-def test_limits_may_be_reached() -> None:
+def test_settings_accept_their_limits() -> None:
     edges = {"tasks": {"concurrency": 100, "max_attempts": 100, "visibility_timeout_seconds": 43200}}
     assert Settings.of(GOOD | edges).tasks.concurrency == 100
     assert Settings.of(GOOD | {"limits": {"request_seconds": 1, "connections": 1000}}).limits.request_seconds == 1
@@ -94,7 +94,7 @@ def basic(name: str, password: str) -> str:
     return httpx.BasicAuth(name, password)._auth_header
 
 
-def test_a_password_is_right_or_it_is_not() -> None:
+def test_only_the_right_password_authenticates() -> None:
     async def run() -> None:
         authenticator = Authenticator({"admin": HASH, "empty": hash_password("")})
         for _ in range(2):
@@ -107,7 +107,7 @@ def test_a_password_is_right_or_it_is_not() -> None:
     asyncio.run(run())
 
 
-def test_who_nobody_is_takes_as_long_to_find_out_as_a_wrong_password() -> None:
+def test_an_unknown_user_takes_as_long_as_a_wrong_password() -> None:
     async def seconds(authenticator: Authenticator, name: str) -> float:
         took = []
         for _ in range(5):
@@ -124,7 +124,7 @@ def test_who_nobody_is_takes_as_long_to_find_out_as_a_wrong_password() -> None:
     assert 0.5 < known / unknown < 2
 
 
-def test_hashes_are_salted_and_fit_into_the_file() -> None:
+def test_password_hashes_are_salted_and_usable_in_the_file() -> None:
     done = commands.run("serve", "--hash-password", stdin=b"password\n")
     assert done.status == 0
     assert done.out.strip() != HASH
@@ -132,7 +132,7 @@ def test_hashes_are_salted_and_fit_into_the_file() -> None:
     assert asyncio.run(Authenticator(settings.users).user(basic("admin", "password"))) == "admin"
 
 
-def test_a_password_that_nobody_could_send_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_that_is_not_utf8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = commands.run("serve", "--hash-password", stdin=b"\xff\n", PYTHONIOENCODING="utf-8:strict")
     assert asked == (2, "", "pgqueue: the password is not valid UTF-8\n")
     asked = commands.run("serve", "--hash-password", stdin=b"\xff\n", PYTHONIOENCODING="utf-8:surrogateescape")
@@ -144,7 +144,7 @@ def test_a_password_that_nobody_could_send_is_named(monkeypatch: pytest.MonkeyPa
         Settings.of(GOOD | {"users": {"admin": {"password_env": "TEST_PASSWORD"}}})
 
 
-def test_an_empty_password_is_refused_also_at_a_terminal() -> None:
+def test_an_empty_password_is_refused_on_stdin_and_on_a_terminal() -> None:
     assert commands.run("serve", "--hash-password", stdin=b"\n").err == "pgqueue: the password is empty\n"
     with commands.terminal("serve", "--hash-password") as screen:
         screen.wait_for("Password: ")
@@ -153,7 +153,7 @@ def test_an_empty_password_is_refused_also_at_a_terminal() -> None:
         assert "pgqueue: the password is empty" in screen.seen
 
 
-def test_a_file_that_cannot_be_used_ends_the_command(tmp_path: Path) -> None:
+def test_an_unusable_configuration_file_ends_serve_with_an_error(tmp_path: Path) -> None:
     bad = tmp_path / "bad.toml"
     bad.write_text("control_dsn = ")
     done = commands.run("serve", "--config", str(bad))
@@ -162,7 +162,7 @@ def test_a_file_that_cannot_be_used_ends_the_command(tmp_path: Path) -> None:
     assert commands.run("serve", "--config", str(tmp_path / "none.toml")).status == 1
 
 
-def test_without_a_file_it_serves_the_database_it_is_given(empty_database: Callable[[], str], tmp_path: Path) -> None:
+def test_without_a_file_serve_uses_the_given_database(empty_database: Callable[[], str], tmp_path: Path) -> None:
     words = ("serve", "--dsn", empty_database(), "--port", "0")
     with commands.running(*words, directory=tmp_path) as command:
         url = command.wait_for(lambda: re.search(r"serves (http://[^/\s]+)/", command.err))[1]
@@ -178,7 +178,7 @@ def test_without_a_file_it_serves_the_database_it_is_given(empty_database: Calla
         assert command.end().status == 0
 
 
-def test_a_controller_alone_leaves_the_work_to_agents(empty_database: Callable[[], str], tmp_path: Path) -> None:
+def test_a_controller_without_agents_leaves_tasks_pending(empty_database: Callable[[], str], tmp_path: Path) -> None:
     config = Site(empty_database).configuration(tmp_path)
     with serving(config, tmp_path / "controller", role="controller") as web:
         name = new_name()
@@ -195,7 +195,7 @@ def test_a_controller_alone_leaves_the_work_to_agents(empty_database: Callable[[
         assert web.status(other) == "Pending"
 
 
-def test_the_port_that_is_taken_is_named(empty_database: Callable[[], str], tmp_path: Path) -> None:
+def test_a_port_that_is_in_use_is_reported(empty_database: Callable[[], str], tmp_path: Path) -> None:
     config = Site(empty_database).configuration(tmp_path)
     with serving(config, tmp_path / "one") as web:
         port = web.url.rpartition(":")[2]

@@ -106,8 +106,8 @@ def test_errors_are_printed_without_stack_traces(
 def test_dropped_queues_are_included_by_default(database: str, queue: Queue) -> None:
     queue.enqueue(1, delay=timedelta(days=1))
     queue.drop_queue()
-    assert queue.name in commands_of_spark._all(database)
-    assert queue.name in commands_of_spark._all(database, is_archived=True)
+    assert queue.name in commands_of_spark._default_queues(database)
+    assert queue.name in commands_of_spark._default_queues(database, is_archived=True)
 
 
 def test_each_command_has_the_name_of_a_pipeline() -> None:

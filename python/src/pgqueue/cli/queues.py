@@ -46,7 +46,7 @@ def install(
         ).fetchall()
         if has_schema and not is_ours:
             raise Failure(
-                f"database {name} has another schema with the name pgqueue; nothing was changed",
+                f"database {name} has a schema pgqueue that pgqueue did not create; nothing was changed",
                 "Rename or drop that schema, or choose another database.",
             )
         if not has_schema:

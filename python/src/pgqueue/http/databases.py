@@ -1,7 +1,6 @@
 """Connections to the control database and to the databases of the services: pooled, checked, and with timeouts."""
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -13,12 +12,11 @@ from psycopg import AsyncConnection
 from psycopg.conninfo import make_conninfo
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from .._files import install_script
 from .._styles import correction
 from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import ApiError
-from .migrations import CONTROL, TARGET, migrate
+from .migrations import CONTROL, TARGET, install, migrate
 from .serialization import RawJson, TimestampLoader
 from .settings import Service, Settings
 
@@ -224,21 +222,3 @@ async def _check(connection: Connection) -> None:
     connection.pgconn.consume_input()  # reads the end of the stream after that message
     if connection.closed:
         raise psycopg.OperationalError("the server closed the connection")
-
-
-async def install(connection: Connection) -> None:
-    """Install pgqueue unless the database has it: as an extension if the server offers it, else as plain SQL."""
-    async with connection.transaction():
-        await connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue_http'))")
-        cursor = await connection.execute(
-            "select to_regnamespace('pgqueue') is not null,"
-            " exists (select from pg_available_extensions where name = 'pgqueue')"
-        )
-        is_there, is_offered = await cursor.fetchone() or (False, False)
-        if is_there:
-            return
-        if is_offered:
-            await connection.execute("create extension pgqueue")
-        else:
-            script = re.sub(r"(?m)^(begin|commit);$", "", install_script().read_text("utf8"))
-            await connection.execute(script.encode())

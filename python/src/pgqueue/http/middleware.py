@@ -50,25 +50,27 @@ class RequestMiddleware:
         began = time.perf_counter()
         # The application sees HEAD as GET. The server's own scope is not changed, because uvicorn also reads its
         # method.
-        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-        response = _ResponseSender(send, with_body=asked is scope)
+        get_scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        response = _ResponseSender(send, with_body=get_scope is scope)
 
-        async def give_up() -> None:
+        async def send_timeout() -> None:
             message = f"the request took longer than {self._seconds:g} s"
-            late = ApiError(503, "timeout", message, limit=f"{self._seconds:g} s", headers={"Retry-After": "1"})
-            await response.send_instead(error_response(late), scope, receive)
+            timeout = ApiError(503, "timeout", message, limit=f"{self._seconds:g} s", headers={"Retry-After": "1"})
+            await response.send_instead(error_response(timeout), scope, receive)
 
         loop = asyncio.get_running_loop()
-        giving_up: list[asyncio.Task[None]] = []
-        last = loop.call_later(self._seconds + _GRACE_SECONDS, lambda: giving_up.append(loop.create_task(give_up())))
+        timeout_tasks: list[asyncio.Task[None]] = []
+        timer = loop.call_later(
+            self._seconds + _GRACE_SECONDS, lambda: timeout_tasks.append(loop.create_task(send_timeout()))
+        )
         try:
             async with asyncio.timeout(self._seconds):
-                await self._admit(asked)
-                await self._app(asked, _LimitedReceive(receive), response.send)
+                await self._admit(get_scope)
+                await self._app(get_scope, _LimitedReceive(receive), response.send)
         except ApiError as error:
             await response.send_instead(error_response(error), scope, receive)
         except TimeoutError:
-            await give_up()
+            await send_timeout()
         except Exception as error:
             if response.status:
                 raise
@@ -77,10 +79,10 @@ class RequestMiddleware:
             logger.exception("%s failed", scope["method"])
             await response.send_instead(error_response(from_database_error(error)), scope, receive)
         finally:
-            last.cancel()
-            met = {**asked, "method": scope["method"]}
-            self._metrics.request(met, response.status or 500, time.perf_counter() - began)
-            for task in giving_up:
+            timer.cancel()
+            counted_scope = {**get_scope, "method": scope["method"]}
+            self._metrics.request(counted_scope, response.status or 500, time.perf_counter() - began)
+            for task in timeout_tasks:
                 await task
 
     async def _admit(self, scope: Scope) -> None:

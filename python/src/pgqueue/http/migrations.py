@@ -1,15 +1,36 @@
 """The schema of the server: pgqueue itself, and the tables of the server, which are created in steps."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 from psycopg import AsyncConnection
 
-__all__ = ["CONTROL", "TARGET", "migrate"]
+from .._files import install_script
+
+__all__ = ["CONTROL", "TARGET", "install", "migrate"]
 
 # Only add steps. A step that was released has run in databases, and must not be edited.
 TARGET = ("effects.sql", "provisioned.sql")
 CONTROL = ("effects.sql", "registry.sql")
+
+
+async def install(connection: AsyncConnection[Any]) -> None:
+    """Install pgqueue unless the database has it: as an extension if the server offers it, else as plain SQL."""
+    async with connection.transaction():
+        await connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue_http'))")
+        cursor = await connection.execute(
+            "select to_regnamespace('pgqueue') is not null,"
+            " exists (select from pg_available_extensions where name = 'pgqueue')"
+        )
+        is_there, is_offered = await cursor.fetchone() or (False, False)
+        if is_there:
+            return
+        if is_offered:
+            await connection.execute("create extension pgqueue")
+        else:
+            script = re.sub(r"(?m)^(begin|commit);$", "", install_script().read_text("utf8"))
+            await connection.execute(script.encode())
 
 
 async def migrate(connection: AsyncConnection[Any], steps: tuple[str, ...]) -> None:

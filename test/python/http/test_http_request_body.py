@@ -1,4 +1,4 @@
-"""The bodies of requests: what is JSON, how large PostgreSQL writes it, and what is refused before it gets there."""
+"""Bodies of requests: valid JSON, its size in PostgreSQL's form, and what is refused before it reaches PostgreSQL."""
 
 import json
 import tracemalloc
@@ -20,7 +20,7 @@ from pgqueue.http.models import Ack, DirectMessage
 from pgqueue.http.passwords import hash_password
 from pgqueue.http.request_body import json_size, read_json
 
-# As text, of any form that JSON allows: Python would write most of them otherwise.
+# As text, in every form that JSON allows: Python would write most of them differently.
 digits = st.text("0123456789", min_size=1, max_size=25)
 whole = st.one_of(st.just("0"), st.from_regex(r"[1-9][0-9]{0,24}", fullmatch=True))
 exponent = st.builds(
@@ -61,7 +61,7 @@ def test_a_number_is_measured_as_postgresql_writes_it(connection: psycopg.Connec
         ((written,),) = connection.execute("select octet_length(%s::jsonb::text)", [text]).fetchall()
     except psycopg.DataError:
         written = None
-    if written is None:  # which it says itself, and at once
+    if written is None:  # PostgreSQL refuses such a number itself, and at once
         with suppress(ValueError):
             json_size(read_json(text))
     else:
@@ -75,7 +75,7 @@ values = st.recursive(
 
 
 @given(values)
-def test_so_is_everything_else(connection: psycopg.Connection[Any], value: Any) -> None:
+def test_every_json_value_is_measured_as_postgresql_writes_it(connection: psycopg.Connection[Any], value: Any) -> None:
     text = json.dumps(value)
     try:
         ((written,),) = connection.execute("select octet_length(%s::jsonb::text)", [text]).fetchall()
@@ -84,7 +84,7 @@ def test_so_is_everything_else(connection: psycopg.Connection[Any], value: Any) 
     assert json_size(read_json(text)) == written
 
 
-# What is refused here, by a server whose databases cannot be reached: all else is 503.
+# Errors of a server whose databases cannot be reached: every request that passes its checks gets 503.
 
 SETTINGS = Settings("", {"s": Service("s", "", ("d",))}, {ADMIN[0]: hash_password(ADMIN[1])})
 DIRECT, MANAGED = "/v1/queues/q/messages", "/managed-services/s/queues/q/messages"
@@ -114,10 +114,10 @@ async def refusal(web: httpx.AsyncClient, path: str, body: str | bytes, **header
     ("number", "size"),
     [("1e131071", 131072), ("1E-16382", 16384), pytest.param("9" * 131072, 131072, id="digits")],
 )
-async def test_numbers_that_are_longer_when_they_are_written_are_reckoned_with(
+async def test_numbers_count_with_the_length_that_postgresql_writes(
     web: httpx.AsyncClient, path: str, number: str, size: int
 ) -> None:
-    """In a request of some 100 KB they would be gigabytes in PostgreSQL before it says so."""
+    """PostgreSQL would expand a request of some 100 KB to gigabytes before it refuses it."""
     count = 2 if len(number) > 100 else 10_000
     text = 7 + count * (2 + size)  # {"x": [ and ]}, and commas and spaces between them
     payload = f'{{"x": [{", ".join([number] * count)}]}}'
@@ -126,7 +126,7 @@ async def test_numbers_that_are_longer_when_they_are_written_are_reckoned_with(
     assert error["value"] == f"{text} bytes"
 
 
-async def test_headers_are_reckoned_with_too(web: httpx.AsyncClient) -> None:
+async def test_headers_count_with_the_length_that_postgresql_writes(web: httpx.AsyncClient) -> None:
     fits = '{"messages": [{"payload": 1, "headers": {"x": 1e65528}}]}'
     status, error = await refusal(web, DIRECT, fits)
     assert (status, error["code"]) == (503, "database_unavailable")
@@ -158,9 +158,7 @@ async def test_numbers_that_postgresql_cannot_store_are_named(web: httpx.AsyncCl
     ],
     ids=range(9),
 )
-async def test_what_is_no_json_is_told_what_is_wrong_with_it(
-    web: httpx.AsyncClient, body: str | bytes, said: str
-) -> None:
+async def test_invalid_json_is_refused_with_the_reason(web: httpx.AsyncClient, body: str | bytes, said: str) -> None:
     for path in (DIRECT, MANAGED, "/v1/queues/q/claim"):
         status, error = await refusal(web, path, body)
         assert (status, error["code"], error["field"]) == (400, "malformed_json", "body")
@@ -168,8 +166,8 @@ async def test_what_is_no_json_is_told_what_is_wrong_with_it(
 
 
 @pytest.mark.parametrize("place", ["", ".messages[0]"])
-async def test_of_any_number_of_unknown_fields_one_is_told(web: httpx.AsyncClient, place: str) -> None:
-    """To say it of each would take longer than a request may, and the memory of the machine."""
+async def test_of_many_unknown_fields_one_is_reported(web: httpx.AsyncClient, place: str) -> None:
+    """Reporting each of them would exceed the time limit and the memory of the machine."""
     fields = ", ".join(f'"x{number}": 1' for number in range(300_000))
     one = f'{{"payload": 1, {fields}}}' if place else '{"payload": 1}'
     body = f'{{"messages": [{one}]{"" if place else ", " + fields}}}'
@@ -184,14 +182,14 @@ async def test_of_any_number_of_unknown_fields_one_is_told(web: httpx.AsyncClien
     assert error["message"] == f"{error['field']} is invalid; must be left out: there is no such field"
 
 
-async def test_a_name_is_told_no_longer_than_a_value(web: httpx.AsyncClient) -> None:
+async def test_a_long_field_name_is_shortened_in_the_error(web: httpx.AsyncClient) -> None:
     status, error = await refusal(web, DIRECT, f'{{"messages": [{{"payload": 1}}], "{"x" * 10_000}": 1}}')
     assert (status, error["field"]) == (422, "x" * 100 + "…")
     assert len(error["message"]) < 200
 
 
-async def test_any_depth_is_read_or_refused(web: httpx.AsyncClient) -> None:
-    """Where reading it gets through measuring it may not."""
+async def test_json_of_any_depth_is_read_or_refused(web: httpx.AsyncClient) -> None:
+    """The size of JSON that can be read cannot always be measured."""
     seen = set()
     for depth in range(800, 1000, 2):
         body = f'{{"messages": [{{"payload": {"[" * depth}{"]" * depth}}}]}}'
@@ -201,7 +199,7 @@ async def test_any_depth_is_read_or_refused(web: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("text", ["30.0", "3e1", "300E-1", "0.0", "-0", "-0.0", "0e5", "30.000000000000000000000"])
-def test_a_whole_number_may_be_written_in_any_way(text: str) -> None:
+def test_an_integer_may_be_written_in_any_json_form(text: str) -> None:
     message = DirectMessage.model_validate(read_json(f'{{"payload": 1, "delay_seconds": {text}}}'))
     assert message.delay_seconds in (0, 30)
 
@@ -225,7 +223,7 @@ TOKEN = "00000000-0000-0000-0000-000000000000"
     ],
     ids=str,
 )
-async def test_what_a_field_must_be_is_told(
+async def test_the_error_of_a_field_names_the_expected_type(
     web: httpx.AsyncClient, verb: str, body: dict[str, Any], field: str, limit: str
 ) -> None:
     status, error = await refusal(web, f"/v1/queues/q/{verb}", json.dumps(body))
@@ -234,13 +232,13 @@ async def test_what_a_field_must_be_is_told(
 
 
 @pytest.mark.parametrize("text", ["9007199254740993.0", "9.007199254740993e15", "9223372036854775807.0"])
-def test_no_id_becomes_another_one(text: str) -> None:
-    """As a float it would."""
+def test_a_large_id_is_not_rounded(text: str) -> None:
+    """As a float it would be rounded."""
     ack = Ack.model_validate(read_json(f'{{"id": {text}, "claim_token": "{TOKEN}"}}'))
     assert ack.id in (9007199254740993, 9223372036854775807)
 
 
 @pytest.mark.parametrize("text", ["30.5", "1e131071", "1e-5", "9" * 5000], ids=len)
-def test_and_what_is_none_in_no_way(text: str) -> None:
+def test_a_number_that_is_no_integer_is_refused(text: str) -> None:
     with pytest.raises(ValidationError, match="delay_seconds"):
         DirectMessage.model_validate(read_json(f'{{"payload": 1, "delay_seconds": {text}}}'))

@@ -1,4 +1,4 @@
-"""The edge alone: a request is answered once and in time, whatever the application does."""
+"""The middleware and the HTTP protocol: each request is answered once and in time, whatever the application does."""
 
 import asyncio
 import base64
@@ -51,7 +51,7 @@ async def answer(send: Send, status: int = 200) -> None:
     await send({"type": "http.response.body", "body": b"late"})
 
 
-async def test_what_nobody_expected_is_answered_and_costs_nobody_the_connection(
+async def test_an_unexpected_error_is_answered_with_500_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def app(_scope: Scope, _receive: Receive, _send: Send) -> None:
@@ -66,7 +66,7 @@ async def test_what_nobody_expected_is_answered_and_costs_nobody_the_connection(
     assert "RecursionError" in caplog.text
 
 
-async def test_head_is_asked_as_get_and_answered_without_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_request_runs_as_get_and_has_no_response_body(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     async def app(scope: Scope, _receive: Receive, send: Send) -> None:
@@ -80,7 +80,7 @@ async def test_head_is_asked_as_get_and_answered_without_a_body(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("length", [b"9" * 5000, b"0" * 5000, b"-1", b"1_0", "²".encode("latin-1")], ids=range(5))
-async def test_a_length_is_a_number_within_the_limit(monkeypatch: pytest.MonkeyPatch, length: bytes) -> None:
+async def test_an_invalid_content_length_is_refused(monkeypatch: pytest.MonkeyPatch, length: bytes) -> None:
     async def app(_scope: Scope, _receive: Receive, _send: Send) -> None:
         raise AssertionError
 
@@ -90,7 +90,7 @@ async def test_a_length_is_a_number_within_the_limit(monkeypatch: pytest.MonkeyP
     assert statuses(answers) == [413]
 
 
-async def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one() -> None:
+async def test_an_error_after_the_response_started_is_raised() -> None:
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise RecursionError
@@ -105,7 +105,7 @@ def statuses(answers: list[Message]) -> list[int]:
     return [each["status"] for each in answers if each["type"] == "http.response.start"]
 
 
-async def test_what_does_not_end_is_cancelled_and_answered() -> None:
+async def test_a_request_over_the_time_limit_is_cancelled_and_answered() -> None:
     async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
         await receive()
 
@@ -115,7 +115,7 @@ async def test_what_does_not_end_is_cancelled_and_answered() -> None:
     assert b'"timeout"' in answers[-1]["body"]
 
 
-async def test_what_does_not_end_when_it_is_cancelled_is_answered_all_the_same() -> None:
+async def test_a_request_that_ignores_its_cancellation_is_answered() -> None:
     released, answered = asyncio.Event(), asyncio.Event()
 
     async def app(_scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,7 +123,7 @@ async def test_what_does_not_end_when_it_is_cancelled_is_answered_all_the_same()
             await receive()
         except asyncio.CancelledError:
             await released.wait()
-        await answer(send)  # nobody gets to see it
+        await answer(send)  # the client does not get this response
 
     answers: list[Message] = []
     began = time.monotonic()
@@ -138,7 +138,7 @@ async def test_what_does_not_end_when_it_is_cancelled_is_answered_all_the_same()
     assert len(answers) == 2
 
 
-async def test_an_answer_that_has_begun_is_not_followed_by_another() -> None:
+async def test_a_started_response_is_not_followed_by_a_timeout_response() -> None:
     async def app(_scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await receive()
@@ -148,7 +148,7 @@ async def test_an_answer_that_has_begun_is_not_followed_by_another() -> None:
     assert statuses(answers) == [200]
 
 
-END = b"0\r\n\r\n"  # of an answer in chunks
+END = b"0\r\n\r\n"  # of a chunked response
 
 
 async def greeting(_scope: Scope, _receive: Receive, send: Send) -> None:
@@ -171,7 +171,7 @@ async def talking(app: Any = greeting) -> AsyncIterator[tuple[asyncio.StreamRead
 
 
 async def refusal(reader: asyncio.StreamReader) -> tuple[bytes, str]:
-    """The status line and the code of the last answer on a connection, which is closed behind it."""
+    """The status line and the error code of the last response on a connection, which is then closed."""
     async with asyncio.timeout(20):
         line, _, rest = (await reader.read()).partition(b"\r\n")
     error = json.loads(rest.partition(b"\r\n\r\n")[2])["error"]
@@ -184,34 +184,34 @@ async def refusal(reader: asyncio.StreamReader) -> tuple[bytes, str]:
     [(b"GET /", b"x"), (b"GET / HTTP/1.1\r\nx: ", b"y"), (b"GET / HTTP/1.1\r\n", b"x: y\r\n")],
     ids=["line", "header", "headers"],
 )
-async def test_a_head_without_end_is_cut_off(begin: bytes, more: bytes) -> None:
-    """Before anybody has asked for a password."""
+async def test_headers_over_the_size_limit_are_refused(begin: bytes, more: bytes) -> None:
+    """This holds before authentication."""
     async with talking() as (reader, writer):
         writer.write(begin + more * (protocol.HEADERS_LIMIT // len(more)))
         assert await refusal(reader) == (b"HTTP/1.1 431 Request Header Fields Too Large", "head_too_large")
 
 
-async def test_a_head_of_a_usual_size_is_answered_whatever_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_header_limits_do_not_apply_to_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
     async with talking() as (reader, writer), asyncio.timeout(20):
         for size in (10, protocol.HEADERS_LIMIT - 100):
             writer.write(b"POST / HTTP/1.1\r\nContent-Length: 200000\r\nX: " + b"y" * size + b"\r\n\r\n")
             await reader.readuntil(END)
-            await asyncio.sleep(0.2)  # the body may come later than a head
+            await asyncio.sleep(0.2)  # the body may take longer than the limit for headers
             writer.write(b"z" * 200_000)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         assert (await reader.readuntil(END)).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("begin", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=["none", "line", "headers"])
-async def test_a_head_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
+async def test_incomplete_headers_time_out(monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
     async with talking() as (reader, writer):
         writer.write(begin)
         assert await refusal(reader) == (b"HTTP/1.1 408 Request Timeout", "timeout")
 
 
-async def test_a_body_that_does_not_end_is_given_up() -> None:
+async def test_an_incomplete_body_times_out() -> None:
     users = {ADMIN[0]: hash_password(ADMIN[1])}
     app = create_app(replace(SETTINGS, users=users, limits=Limits(request_seconds=1)), "controller")
     authorization = base64.b64encode(":".join(ADMIN).encode())
@@ -227,7 +227,7 @@ async def test_a_body_that_does_not_end_is_given_up() -> None:
             assert await refusal(reader) == (b"HTTP/1.1 503 Service Unavailable", "timeout")
 
 
-async def test_so_is_the_next_one_on_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_incomplete_headers_of_a_second_request_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
     async with talking() as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
@@ -237,8 +237,8 @@ async def test_so_is_the_next_one_on_a_connection(monkeypatch: pytest.MonkeyPatc
         assert await refusal(reader) == (b"HTTP/1.1 408 Request Timeout", "timeout")
 
 
-async def test_who_cannot_look_tries_again_soon() -> None:
-    """However long the try took: the page says that the figures are old until the next one."""
+async def test_a_failed_sample_is_retried_soon() -> None:
+    """The retry does not wait for a share of the failed attempt's time: until then the page shows old figures."""
     third = asyncio.Event()
 
     class Locked(Databases):
@@ -262,7 +262,7 @@ async def test_who_cannot_look_tries_again_soon() -> None:
         await cancel_and_wait(looking)
 
 
-async def test_who_looks_at_the_queues_ends_though_a_pool_overlooks_that_he_is_to() -> None:
+async def test_the_sampler_ends_although_a_pool_swallows_its_cancellation() -> None:
     entered = asyncio.Event()
 
     class Overlooking(Databases):
@@ -282,10 +282,12 @@ async def test_who_looks_at_the_queues_ends_though_a_pool_overlooks_that_he_is_t
 
 
 @pytest.mark.parametrize("rest", [b"", b"z", b"zzz"], ids=["none", "some", "all"])
-async def test_who_is_answered_before_his_body_is_there_does_not_stay(
+async def test_a_connection_with_an_early_response_and_an_unfinished_body_is_closed(
     monkeypatch: pytest.MonkeyPatch, rest: bytes
 ) -> None:
-    """As everybody is who has no password: whether he goes on, stops or ends, and then says no more."""
+    """Every request without a password is such. The client sends the rest, a part of it, or nothing, and then stays
+    silent.
+    """
     for patience in ("HEAD_SECONDS", "REST_SECONDS"):
         monkeypatch.setattr(protocol, patience, 0.1)
     async with talking() as (reader, writer), asyncio.timeout(10):
@@ -295,8 +297,8 @@ async def test_who_is_answered_before_his_body_is_there_does_not_stay(
         await reader.read()
 
 
-async def test_who_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """He lives, and keeps the connection: nothing else would ever end it, nor what is worked on for it."""
+async def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client keeps the connection open. Nothing else would end it or the request that runs for it."""
     monkeypatch.setattr(protocol, "READING_SECONDS", 0.5)
     ended = asyncio.Event()
 
@@ -316,7 +318,7 @@ async def test_who_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     [b"\x16\x03\x01\r\n\r\n", b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0x2\r\n"],
     ids=["head", "body"],
 )
-async def test_what_is_no_http_is_refused_in_the_shape_of_every_error(begin: bytes) -> None:
+async def test_data_that_is_not_http_gets_an_error_of_the_common_form(begin: bytes) -> None:
     async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -326,7 +328,7 @@ async def test_what_is_no_http_is_refused_in_the_shape_of_every_error(begin: byt
         assert await refusal(reader) == (b"HTTP/1.1 400 Bad Request", "bad_request")
 
 
-async def test_a_refusal_is_not_the_answer_of_the_request_before() -> None:
+async def test_a_protocol_error_is_not_sent_as_the_response_of_the_previous_request() -> None:
     entered = asyncio.Event()
 
     async def app(_scope: Scope, receive: Receive, send: Send) -> None:
@@ -342,8 +344,8 @@ async def test_a_refusal_is_not_the_answer_of_the_request_before() -> None:
         assert await reader.read() == b""
 
 
-async def test_who_has_gone_has_gone_for_all_that_he_asked_for() -> None:
-    """Also where he sent the next request before he had the answer: else he would be given messages."""
+async def test_a_disconnect_reaches_the_running_request_of_a_pipeline() -> None:
+    """This holds if the client sent the next request before it had the response. Else it would be given messages."""
     entered, left = asyncio.Event(), asyncio.Event()
 
     async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
@@ -359,8 +361,8 @@ async def test_who_has_gone_has_gone_for_all_that_he_asked_for() -> None:
         await left.wait()
 
 
-async def test_who_offers_another_protocol_is_answered_in_this_one(caplog: pytest.LogCaptureFixture) -> None:
-    """Java's client does so with the first request of each connection."""
+async def test_an_offer_to_upgrade_the_protocol_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """Java's client offers an upgrade with the first request of each connection."""
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
     async with talking() as (reader, writer), asyncio.timeout(10):
         for request in (b"GET / HTTP/1.1\r\n" + offer, b"POST / HTTP/1.1\r\nContent-Length: 2\r\n" + offer):
@@ -369,7 +371,7 @@ async def test_who_offers_another_protocol_is_answered_in_this_one(caplog: pytes
     assert caplog.records == []
 
 
-def test_the_counters_of_queues_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_counters_of_dropped_queues_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler(SETTINGS, Databases(SETTINGS))
     counted = Metrics(sampler)
     there = History()
@@ -378,7 +380,7 @@ def test_the_counters_of_queues_that_are_gone_are_forgotten(monkeypatch: pytest.
     for queue in ("there", "gone"):
         for operation in ("enqueued", "claimed"):
             counted.messages("one", "one", queue, operation, 1)
-    assert counted.exposition().count(b'operation="claimed",queue="gone"') == 2  # with the moment that it began
+    assert counted.exposition().count(b'operation="claimed",queue="gone"') == 2  # with the time at which it was created
     later = time.monotonic() + 3600
     monkeypatch.setattr(time, "monotonic", lambda: later)
     assert b"gone" not in counted.exposition()

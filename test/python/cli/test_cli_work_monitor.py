@@ -1,4 +1,4 @@
-"""What `work` sees of a queue and does at its start, where the whole command would take long to show it."""
+"""The monitor of `work` on its own, because the command would take long to show the same."""
 
 from datetime import datetime, timedelta
 from typing import Any, cast
@@ -12,7 +12,7 @@ from pgqueue.cli.session import Session
 
 
 @pytest.mark.parametrize("off", [-2, 2])
-def test_what_is_for_later_is_told_by_the_clock_of_the_server_alone(
+def test_the_look_ahead_uses_only_the_clock_of_the_server(
     off: int, database: str, connection: psycopg.Connection[Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Wrong(datetime):

@@ -1,4 +1,4 @@
-"""What comes into queues and leaves them a second: what is counted, what is seen, and what a look costs."""
+"""The throughput of queues: what is counted, what samples find, and the cost of a sample."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -55,12 +55,12 @@ from pgqueue.message import QueueStats
         ),
     ],
 )
-def test_the_flow_between_two_moments(before: Counts, now: Counts, expected: Throughput) -> None:
+def test_throughput_between_two_counts(before: Counts, now: Counts, expected: Throughput) -> None:
     assert throughput_between(before, now, 2.0) == expected
 
 
 @pytest.mark.parametrize(("estimated", "left"), [("ready_messages", 2.0), ("dead_messages", 4.0)])
-def test_what_passed_is_added_up(estimated: str, left: float) -> None:
+def test_operations_of_this_server_count_as_throughput(estimated: str, left: float) -> None:
     settings = Settings("", {"one": Service("one", "", ("two",))}, {})
     sampler = Sampler(settings, Databases(settings))
     metrics = Metrics(sampler)
@@ -71,7 +71,7 @@ def test_what_passed_is_added_up(estimated: str, left: float) -> None:
     for operation, number in (("enqueued", 6), ("redriven", 2), ("claimed", 5), ("released", 1), ("acked", 4)):
         metrics.messages(*place, operation, number)
     history.add(2.0, stats, nothing)
-    assert history.throughput == Throughput(4.0, left)  # the depth is the same, where it is known
+    assert history.throughput == Throughput(4.0, left)  # if the depth is exact, it did not change
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +96,13 @@ def looked(dsn: str, mark: int | None) -> tuple[dict[str, QueueActivity], int | 
     return asyncio.run(run())
 
 
-def test_a_look_finds_what_was_sent_since_the_one_before(sql: psycopg.Connection[Any], dsn: str) -> None:
+def test_activity_counts_messages_above_the_mark(sql: psycopg.Connection[Any], dsn: str) -> None:
     name, other = new_name(), new_name()
     sql.execute("select pgqueue.create_queue(n) from unnest(%s::text[]) n", [[name, other]])
     send = "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]))"
     sql.execute(send, [name, 5])
     found, mark = looked(dsn, None)
-    assert found[name] == QueueActivity(0, None, None)  # a first look has nothing to compare with
+    assert found[name] == QueueActivity(0, None, None)  # the first sample has no mark to compare with
     sql.execute(send, [name, 3])
     sql.execute("select pgqueue.enqueue(%s, '1', delay => '1 h')", [name])
     sql.execute(send, [other, 2])
@@ -113,10 +113,10 @@ def test_a_look_finds_what_was_sent_since_the_one_before(sql: psycopg.Connection
     sql.execute(send, [name, 2])
     sql.execute("select pgqueue.ack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 1) m", [name, name])
     sql.execute(send, [name, 600])
-    assert looked(dsn, later)[0][name].seen == 500  # no more are looked at
+    assert looked(dsn, later)[0][name].seen == 500  # the sample counts no more
 
 
-def test_a_partition_of_its_own_counts(sql: psycopg.Connection[Any], dsn: str) -> None:
+def test_the_activity_of_a_dedicated_queue_has_partition_statistics(sql: psycopg.Connection[Any], dsn: str) -> None:
     name = new_name()
     sql.execute("select pgqueue.create_queue(%s, dedicated => true)", [name])
     sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[7]))", [name])
@@ -126,7 +126,7 @@ def test_a_partition_of_its_own_counts(sql: psycopg.Connection[Any], dsn: str) -
     assert looked(dsn, None)[0][name] == QueueActivity(0, 7, 2)
 
 
-def test_a_role_that_may_not_look_is_told_nothing(sql: psycopg.Connection[Any], dsn: str) -> None:
+def test_a_role_without_read_access_gets_no_activity(sql: psycopg.Connection[Any], dsn: str) -> None:
     name, role = new_name(), f"role_{new_name()[2:]}"
     sql.execute("select pgqueue.create_queue(%s)", [name])
     sql.execute(f"create role {role} in role pg_monitor")
@@ -136,7 +136,7 @@ def test_a_role_that_may_not_look_is_told_nothing(sql: psycopg.Connection[Any], 
         sql.execute(f"drop role {role}")
 
 
-def test_a_look_touches_as_little_on_a_deep_queue(empty_database: Callable[[], str]) -> None:
+def test_reading_activity_costs_the_same_on_a_deep_queue(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn, autocommit=True) as connection:
         pgqueue.install(connection)
@@ -153,11 +153,11 @@ def test_a_look_touches_as_little_on_a_deep_queue(empty_database: Callable[[], s
                 connection.execute("vacuum (analyze) pgqueue.messages, pgqueue.scheduled_messages")
             assert looked(dsn, 1)[0]["deep"].seen == 1000
             for mark in (1, 200_000, 349_990, None):
-                assert buffers(connection, mark) < 110  # twice what was measured
+                assert buffers(connection, mark) < 110  # twice the measured value
 
 
 def buffers(connection: psycopg.Connection[Any], mark: int | None) -> int:
-    """How many buffers the statement touches, its second time in a session."""
+    """The buffers that the statement touches when it runs for the second time in a session."""
     text = _ACTIVITY.replace("\nselect\n", "\nexplain (analyze, buffers, timing off, format json) select\n", 1)
     for _ in range(2):
         cursor = connection.execute(SQL(text).format(mark=2**62 if mark is None else mark, limit=_SEEN_LIMIT))
@@ -167,13 +167,13 @@ def buffers(connection: psycopg.Connection[Any], mark: int | None) -> int:
     return int(plans[0]["Plan"]["Shared Hit Blocks"] + plans[0]["Plan"]["Shared Read Blocks"])
 
 
-# Who waits.
+# Listeners
 
 
-async def test_a_listener_leaves_the_channels_on_which_nobody_waits(
+async def test_a_listener_unlistens_channels_without_waiters(
     dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queues come and go, while on one of them somebody always waits."""
+    """Queues come and go, while a request always waits on one of them."""
     monkeypatch.setattr(notifications, "_LINGER_SECONDS", 0.01)
     conninfo = psycopg.conninfo.make_conninfo(dsn, application_name="listener")
     listeners = notifications.NotificationListeners()
@@ -198,18 +198,18 @@ async def test_a_listener_leaves_the_channels_on_which_nobody_waits(
         assert not always.notified.is_set()
         sql.execute("notify always")
         await always.notified.wait()
-    await said()  # its connection is gone
+    await said()  # its connection is closed
     await listeners.close()
 
 
-# Of a server.
+# Metrics of a server
 
 
 @pytest.fixture(scope="module")
 def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("served")
     with serving(site.configuration(directory), directory) as web:
-        web.create(new_name())  # pgqueue is there
+        web.create(new_name())  # installs pgqueue
         yield web
 
 
@@ -220,7 +220,7 @@ def metric(web: Server, name: str, **labels: str) -> float | None:
     return None
 
 
-def test_what_passes_through_the_server_is_seen(web: Server) -> None:
+def test_messages_that_pass_through_the_server_count_as_throughput(web: Server) -> None:
     name = new_name()
     web.create(name)
     web.until(lambda: metric(web, "pgqueue_ready_messages", queue=name) is not None)
@@ -234,20 +234,20 @@ def test_what_passes_through_the_server_is_seen(web: Server) -> None:
         rates = [metric(web, f"pgqueue_{each}_per_second", queue=name) or 0 for each in ("in", "out")]
         return min(rates) > 1
 
-    web.until(pass_on)  # though the depth was the same, 0, whenever it was looked at
+    web.until(pass_on)  # although every sample found a depth of 0
     assert metric(web, "pgqueue_flow_counted", queue=name) == 0
-    web.until(lambda: metric(web, "pgqueue_in_per_second", queue=name) == 0)  # and nothing comes any more
+    web.until(lambda: metric(web, "pgqueue_in_per_second", queue=name) == 0)  # and nothing is sent any more
     web.until(lambda: metric(web, "pgqueue_out_per_second", queue=name) == 0)
 
 
-def test_what_an_agent_sends_is_counted(web: Server) -> None:
+def test_messages_that_an_agent_sends_are_counted(web: Server) -> None:
     name = new_name()
     web.create(name)
     web.enqueue(name, {}, {}, {})
     assert metric(web, "pgqueue_http_messages_total", queue=name, operation="enqueued") == 3
 
 
-def test_what_others_do_is_seen(web: Server, site: Site) -> None:
+def test_operations_outside_of_the_server_count_as_throughput(web: Server, site: Site) -> None:
     shared, dedicated = new_name(), new_name()
     with psycopg.connect(site.target, autocommit=True) as connection:
         connection.execute("select pgqueue.create_queue(%s)", [shared])
