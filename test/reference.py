@@ -1,14 +1,14 @@
 """Writes the reference in the README from the comments of the public functions.
 
-Usage: reference.py SQL_FILE... reads the modules in the order given and replaces what stands between the two
-reference marks; with --check it changes nothing and fails where the README is not current.
+Usage: reference.py [--check] SQL_FILE... reads the modules in this order, and replaces the text between the two
+reference marks. With --check it changes nothing, and fails if the README is not current.
 """
 
 import re
 import sys
 from pathlib import Path
 
-from marks import put
+from readme_sections import update_section
 
 FUNCTION = re.compile(
     r"^create or replace function pgqueue\.(?P<name>[a-z]\w*)\((?P<arguments>.*?)\)\nreturns (?P<returns>[^\n]+)",
@@ -20,6 +20,7 @@ COMMENT = re.compile(
 
 
 def reference(files: list[Path]) -> str:
+    """Return the reference as Markdown."""
     entries = []
     for file in files:
         sql = file.read_text(encoding="utf-8")
@@ -34,7 +35,7 @@ def reference(files: list[Path]) -> str:
 
 def main(arguments: list[str]) -> int:
     files = [Path(argument) for argument in arguments if argument != "--check"]
-    return put("reference", reference(files), 'the reference is not what sql/ says: run "make reference"')
+    return update_section("reference", reference(files), 'the reference is not what sql/ says: run "make reference"')
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from marks import put
+from readme_sections import update_section
 
 HERE = Path(__file__).resolve().parent
 LATEST, BREAKDOWN = HERE / "results/latest.json", HERE / "results/breakdown.json"
@@ -230,10 +230,11 @@ def shortened(statement: str) -> str:
 
 def main() -> int:
     fix = 'are not those of test/bench/results: run "python3 test/bench/report.py"'
-    failed = put("benchmark", f"{section(json.loads(LATEST.read_text(encoding='utf-8')))}\n", f"the figures {fix}")
+    text = section(json.loads(LATEST.read_text(encoding="utf-8")))
+    failed = update_section("benchmark", f"{text}\n", f"the figures {fix}")
     if BREAKDOWN.exists():
         text = breakdown(json.loads(BREAKDOWN.read_text(encoding="utf-8")))
-        failed |= put("breakdown", f"{text}\n", f"the figures {fix}", "test/bench/README.md")
+        failed |= update_section("breakdown", f"{text}\n", f"the figures {fix}", "test/bench/README.md")
     return failed
 
 
