@@ -1,7 +1,7 @@
 """Checks the order of the SQL modules: a function calls only functions of its own module or of an earlier one.
 
-Usage: modules.py CORE_MODULE... -- ROOM_MODULE..., in the order of the Makefile. As the order is a list, no cycle among
-modules passes. A core module must not name a table of a room either.
+Usage: modules.py CORE_MODULE... -- ROOM_MODULE..., in the order of the Makefile. As the order is a list, modules cannot
+form a cycle. A core module must not use a table of a room either.
 """
 
 import re
@@ -28,15 +28,15 @@ ROOM_TABLES = {
 
 
 def functions(module: str) -> Iterator[tuple[str, str]]:
-    """The functions of a module: name and body, without comments."""
+    """Yield the name and the body, without comments, of each function of a module."""
     for function in FUNCTION.finditer((SQL / f"{module}.sql").read_text(encoding="utf-8")):
         body = COMMENT.sub("", function["body"])
-        # The hint of an error names verbs, and calls none.
+        # Hints of errors name functions without calling them.
         yield function["name"], LITERAL.sub("", body) if function["name"].startswith("_raise_") else body
 
 
 def faults(core: list[str], rooms: list[str]) -> Iterator[str]:
-    """Says what a function uses that it must not."""
+    """Yield a message for each use of a later module."""
     modules = [*core, *rooms]
     home = {name: module for module in modules for name, _ in functions(module)}
     home |= {table: room for room, tables in ROOM_TABLES.items() for table in tables}

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from textwrap import fill
 
-from marks import put
+from sections import update_section
 
 FUNCTION = re.compile(
     r"^create or replace function pgqueue\.(?P<name>[a-z]\w*)\((?P<arguments>.*?)\)\nreturns (?P<returns>[^\n]+)",
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     """Write the reference, or check it."""
     files = [Path(argument) for argument in arguments if argument != "--check"]
     stale = 'the reference is not what sql/ says: run "make reference"'
-    return put("reference", reference(files), stale, "sql/REFERENCE.md")
+    return update_section("reference", reference(files), stale, "sql/REFERENCE.md")
 
 
 if __name__ == "__main__":

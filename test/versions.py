@@ -1,4 +1,4 @@
-"""Is the version the same everywhere, and META.json a card that PGXN takes? Standard library only."""
+"""Checks that all files have the same version, and that META.json is valid for PGXN. Standard library only."""
 
 import json
 import re
@@ -14,14 +14,14 @@ SEMANTIC_VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-[0-9A-
 
 
 def first(pattern: str, file: str) -> str | None:
-    """The first thing that a pattern finds in a file of the repository."""
+    """Return the first group of a pattern's first match in a file; None if there is no match or no file."""
     path = ROOT / file
     found = re.search(pattern, path.read_text(), re.MULTILINE) if path.exists() else None
     return found[1] if found else None
 
 
 def disagreements(meta: dict[str, Any]) -> Iterator[str]:
-    """The places whose version is not that of pgqueue.control."""
+    """Yield a message for each place with another version than pgqueue.control."""
     version = first(r"^default_version *= *'(.*)'", "pgqueue.control")
     project = tomllib.loads((ROOT / "python/pyproject.toml").read_text())["project"]
     provided = meta["provides"]["pgqueue"]
@@ -39,7 +39,7 @@ def disagreements(meta: dict[str, Any]) -> Iterator[str]:
 
 
 def faults(meta: dict[str, Any]) -> Iterator[str]:
-    """What the PGXN Meta Spec 1.0.0 demands and META.json lacks."""
+    """Yield a message for each violation of the PGXN Meta Spec 1.0.0 in META.json."""
     for key in ("name", "version", "abstract", "maintainer", "license", "provides", "meta-spec"):
         if not meta.get(key):
             yield f"META.json: {key} is required"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from marks import put
+from sections import update_section
 
 HERE = Path(__file__).resolve().parent
 LATEST, BREAKDOWN = HERE / "results/latest.json", HERE / "results/breakdown.json"
@@ -259,11 +259,11 @@ def highlights(report: dict[str, Any]) -> str:
 def main() -> int:
     fix = 'are not those of test/bench/results: run "python3 test/bench/report.py"'
     report = json.loads(LATEST.read_text(encoding="utf-8"))
-    failed = put("benchmark", f"{section(report)}\n", f"the figures {fix}", "test/bench/README.md")
-    failed |= put("figures", f"{highlights(report)}\n", f"the figures {fix}")
+    failed = update_section("benchmark", f"{section(report)}\n", f"the figures {fix}", "test/bench/README.md")
+    failed |= update_section("figures", f"{highlights(report)}\n", f"the figures {fix}")
     if BREAKDOWN.exists():
         text = breakdown(json.loads(BREAKDOWN.read_text(encoding="utf-8")))
-        failed |= put("breakdown", f"{text}\n", f"the figures {fix}", "test/bench/README.md")
+        failed |= update_section("breakdown", f"{text}\n", f"the figures {fix}", "test/bench/README.md")
     return failed
 
 

@@ -16,8 +16,8 @@ from pyspark.sql.streaming.datasource import ReadLimit
 from pgqueue.spark.source import PgQueueDataSource
 from pgqueue.spark.stream import QueueStreamReader
 
-POINTS = ("behind-the-claim", "before-the-sink", "behind-the-sink", "behind-the-commit")
-ARCHIVE = "behind-the-files"
+POINTS = ("after-the-claim", "before-the-sink", "after-the-sink", "after-the-commit")
+ARCHIVE = "after-the-files"
 PER_BATCH = 10
 
 
@@ -33,11 +33,11 @@ class VictimReader(QueueStreamReader):
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's name
         point = self._options.stream_id
-        if point == "behind-the-commit" and start["seq"] == 1:
+        if point == "after-the-commit" and start["seq"] == 1:
             # Spark calls this once the first batch is in the commit log. The database does not know of it yet.
             die(point)
         end = super().latestOffset(start, limit)
-        if point == "behind-the-claim" and start["seq"] == 1:
+        if point == "after-the-claim" and start["seq"] == 1:
             die(point)
         return end
 
@@ -87,7 +87,7 @@ def main(dsn: str, archived: str, queues: list[str]) -> None:
             if point == "before-the-sink" and batch == 1:
                 die(point)
             note(home, point, frame, batch)
-            if point == "behind-the-sink" and batch == 1:
+            if point == "after-the-sink" and batch == 1:
                 die(point)
 
         return sink

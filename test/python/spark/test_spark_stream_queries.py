@@ -272,21 +272,21 @@ def test_a_query_continues_after_its_driver_was_killed(
 ) -> None:
     home, ids, stream = killed.home, killed.sent[point], killed.streams[point]
     batches = [[n, ids[n * PER_BATCH :][:PER_BATCH]] for n in range(3)]
-    written = {"behind-the-claim": 1, "before-the-sink": 1, "behind-the-sink": 2, "behind-the-commit": 1}[point]
+    written = {"after-the-claim": 1, "before-the-sink": 1, "after-the-sink": 2, "after-the-commit": 1}[point]
     offsets = sorted(int(path.name) for path in (home / point / "offsets").glob("[0-9]*"))
     commits = sorted(int(path.name) for path in (home / point / "commits").glob("[0-9]*"))
     assert noted(home, point) == batches[:written]
     assert (offsets, commits) == ([0, 1] if point.endswith("sink") else [0], [0])
-    assert stream.acked_seq == (0 if point == "behind-the-commit" else 1)
+    assert stream.acked_seq == (0 if point == "after-the-commit" else 1)
 
     def sink(frame: Any, batch: int) -> None:
         note(home, point, frame, batch)
 
     query(spark, "pgqueue", database, f"killed-{point}", point, home, sink).awaitTermination()
-    repeated = [batches[1]] if point == "behind-the-sink" else []
+    repeated = [batches[1]] if point == "after-the-sink" else []
     assert noted(home, point) == batches[:written] + repeated + batches[written:]
     second = json.loads((home / point / "offsets" / "1").read_text().splitlines()[-1])
-    if point != "behind-the-commit":
+    if point != "after-the-commit":
         # The new driver uses the reservation of the dead one.
         assert second["token"] == str(stream.claim_token)
     assert left(pgqueue.Queue(connection, f"killed-{point}")) == 0

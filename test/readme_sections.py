@@ -1,4 +1,4 @@
-"""Puts generated text between two marks in a document."""
+"""Writes generated sections of documents, each between two marks."""
 
 import sys
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def put(name: str, text: str, stale: str, readme: str = "README.md") -> int:
-    """Put a text between the marks of that name; with --check among the arguments only report that it is stale.
+def update_section(name: str, text: str, stale: str, readme: str = "README.md") -> int:
+    """Write a text between the marks of this name in a document; returns the exit status.
 
-    Returns the exit status of the program.
+    If --check is among the program's arguments, the file is not changed: a difference prints `stale` and returns 1.
     """
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     file = ROOT / readme
