@@ -326,7 +326,7 @@ def test_a_connection_lost_during_the_commit_is_reported_as_unknown(
         patch.setattr(psycopg.Connection, "commit", lose)
         done = cli("send", orders.name, stdin="1\n2\n")
     assert done.status == 1
-    assert "It is not known whether the 2 up to standard input:2 were sent" in done.err
+    assert "The commit of 2 messages up to standard input:2 failed" in done.err
 
 
 def test_published_json_is_sent_unchanged(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:

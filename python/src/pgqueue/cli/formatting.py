@@ -99,7 +99,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]], max_width: 
 
     If the columns do not fit, the table is wider than the terminal: a cut figure would be a wrong figure.
     """
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    result = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
     cells = [
         [_cell_text(value, heading.startswith("…")) for value, heading in zip(row, headings, strict=True)]
         for row in rows
@@ -111,7 +111,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]], max_width: 
         title = heading.lstrip(">~…")
         longest = max([len(title), *(row[place].cell_len for row in cells)])
         min_width_needed += min(longest, _MIN_COLUMN_WIDTH) if can_shrink else longest
-        made.add_column(
+        result.add_column(
             title,
             justify="right" if heading.startswith(">") else "left",
             no_wrap=not can_shrink,
@@ -119,10 +119,10 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]], max_width: 
             overflow="fold",
         )
     for row in cells:
-        made.add_row(*row)
+        result.add_row(*row)
     if max_width is not None and max_width < min_width_needed:
-        made.width = min_width_needed
-    return made
+        result.width = min_width_needed
+    return result
 
 
 def _cell_text(value: object, is_cut: bool) -> Text:

@@ -55,16 +55,16 @@ def _traceback(record: logging.LogRecord) -> str:
 
 
 def _record(record: logging.LogRecord) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "at": datetime.fromtimestamp(record.created, UTC),
         "level": record.levelname.lower(),
         "logger": record.name,
         "text": record.getMessage(),
     }
     if trace := _traceback(record):
-        told["traceback"] = trace
+        fields["traceback"] = trace
     known = (str, int, float, bool, type(None))
-    return told | {name: each if isinstance(each, known) else str(each) for name, each in _extra(record).items()}
+    return fields | {name: each if isinstance(each, known) else str(each) for name, each in _extra(record).items()}
 
 
 def _line(record: logging.LogRecord) -> Text:

@@ -318,17 +318,17 @@ class _Command(typer.core.TyperCommand):
         except Exception as error:
             takes = any(parameter.param_type_name == "argument" for parameter in self.params)
             if takes and getattr(error, "option_name", None) and not getattr(error, "possibilities", None):
-                said = error.message.rstrip(".")  # type: ignore[attr-defined]
-                error.message = f"{said}. An argument that begins with a hyphen comes after --."  # type: ignore[attr-defined]
+                message = error.message.rstrip(".")  # type: ignore[attr-defined]
+                error.message = f"{message}. An argument that begins with a hyphen comes after --."  # type: ignore[attr-defined]
             raise
 
 
 def _message_with_value(error: typer.BadParameter) -> str:
     """The message of a parameter's error with the value that was given. Typer's own checks name only the rule."""
-    faults = getattr(error.__cause__, "errors", None)
-    given = str(faults()[0]["input"]) if faults else ""
-    said = error.message.removeprefix("Value error, ")
-    return said if not faults or repr(given) in said else f"{printable(given)[:100]!r}: {said}"
+    errors = getattr(error.__cause__, "errors", None)
+    given = str(errors()[0]["input"]) if errors else ""
+    message = error.message.removeprefix("Value error, ")
+    return message if not errors or repr(given) in message else f"{printable(given)[:100]!r}: {message}"
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[Concatenate[Session, P], None]], None]:

@@ -115,11 +115,11 @@ def replay(
             version=version,
         )
     if done.was_done:
-        told = f"{done.sent:,} messages had been sent into"
+        text = f"{done.sent:,} messages had been sent into"
         more = "" if done.sent == done.chosen else f"; nothing is sent now, though {done.chosen:,} are chosen"
     else:
-        told, more = f"{done.chosen:,} messages are in", ""
-    session.say(f"{told} queue {queue}, as version {version} of {done.app_id}{more}", **asdict(done))
+        text, more = f"{done.chosen:,} messages are in", ""
+    session.say(f"{text} queue {queue}, as version {version} of {done.app_id}{more}", **asdict(done))
 
 
 def dead_letter_report(
@@ -177,8 +177,8 @@ def redrive_where(
         from ..spark import pipelines
 
         done = pipelines.redrive_where(spark, queue, where, dsn=dsn, app_id=app_id, version=version)
-    told = f"{done.redriven:,} of {done.chosen:,} chosen dead letters of queue {queue} are ready again"
-    session.say("this version was redriven before; nothing is changed" if done.was_done else told, **asdict(done))
+    text = f"{done.redriven:,} of {done.chosen:,} chosen dead letters of queue {queue} are ready again"
+    session.say("this version was redriven before; nothing is changed" if done.was_done else text, **asdict(done))
 
 
 def flow_report(

@@ -130,11 +130,11 @@ def _handle_errors(app: FastAPI) -> None:
 
 def _document_authentication(app: FastAPI) -> None:
     """Document HTTP Basic authentication in the OpenAPI schema."""
-    made = app.openapi
+    generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = made()
+            schema = generate()
             schema["components"]["securitySchemes"] = {"basic": {"type": "http", "scheme": "basic"}}
             schema["security"] = [{"basic": []}]
             for path in ("/healthz", "/readyz"):

@@ -62,12 +62,12 @@ class Databases:
 
     def _options(self, dsn: str) -> dict[str, Any]:
         given = psycopg.conninfo.conninfo_to_dict(dsn)
-        ours: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "connect_timeout": max(2, int(self._settings.limits.connect_seconds)),
             "fallback_application_name": "pgqueue serve",
             "tcp_user_timeout": int(self._settings.limits.database_seconds * 1000),
         }
-        return {name: value for name, value in ours.items() if name not in given}
+        return {name: value for name, value in defaults.items() if name not in given}
 
     @asynccontextmanager
     async def control(self) -> AsyncIterator[Connection]:

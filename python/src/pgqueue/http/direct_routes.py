@@ -201,7 +201,7 @@ class _ClaimOperation:
 
 
 async def _wait_for(
-    target: TargetQueue, run_once: Callable[[], Awaitable[Answer | None]], seconds: float, request: Request
+    target: TargetQueue, claim_once: Callable[[], Awaitable[Answer | None]], seconds: float, request: Request
 ) -> Answer | None:
     """Claim when a message is announced or due, until the time is over."""
     until = time.monotonic() + seconds
@@ -218,7 +218,7 @@ async def _wait_for(
                 async with target.queue() as queue:
                     cursor = await queue.connection.execute(waiting.text, waiting.values)
                     seconds_until_due, _ = await cursor.fetchone() or (0.0, 0)
-                if (answer := await run_once()) is not None:  # a claim can find messages that the look did not count
+                if (answer := await claim_once()) is not None:  # a claim can find messages that the look did not count
                     return answer
                 rest = max(0.01, min(until - time.monotonic(), seconds_until_due, _POLL_INTERVAL.total_seconds()))
                 notification = asyncio.create_task(waiter.notified.wait())

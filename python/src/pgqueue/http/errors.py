@@ -98,8 +98,8 @@ def from_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     field = _field(place[1:] if where in ("body", "query", "path", "header") else place) or "body"
     limit = _limit(kind, error.get("ctx") or {}, error["msg"])
     value = None if kind == "missing" else error.get("input")
-    said = "is missing" if kind == "missing" else "is invalid"
-    return ApiError(422, "invalid", f"{field} {said}; must be {limit}", field, value, limit)
+    detail = "is missing" if kind == "missing" else "is invalid"
+    return ApiError(422, "invalid", f"{field} {detail}; must be {limit}", field, value, limit)
 
 
 def _field(place: Sequence[str | int]) -> str:
@@ -157,27 +157,27 @@ def is_temporary(error: BaseException) -> bool:
 
 def from_database_error(error: BaseException) -> ApiError:
     """The error for an exception of the database or its connection. It contains no DSN, no host and no statement."""
-    said = (error.diag.message_primary or "") if isinstance(error, psycopg.Error) else ""
+    detail = (error.diag.message_primary or "") if isinstance(error, psycopg.Error) else ""
     match error:
         case QueueNotFound():
-            return ApiError(404, "queue_not_found", said, "queue_name")
+            return ApiError(404, "queue_not_found", detail, "queue_name")
         case QueueExists():
-            return ApiError(409, "queue_exists", said)
+            return ApiError(409, "queue_exists", detail)
         case QueueBusy():
-            return ApiError(409, "queue_busy", f"{said}: try again", headers={"Retry-After": "1"})
+            return ApiError(409, "queue_busy", f"{detail}: try again", headers={"Retry-After": "1"})
         case PayloadTooLarge():
-            return ApiError(413, "payload_too_large", said, field="payload", limit="the queue's max_payload_bytes")
+            return ApiError(413, "payload_too_large", detail, field="payload", limit="the queue's max_payload_bytes")
         case InvalidArgument():
-            return ApiError(422, "invalid", said)
+            return ApiError(422, "invalid", detail)
         case psycopg.errors.InvalidSchemaName() | psycopg.errors.UndefinedFunction():
             message = "pgqueue is not installed in this database, so it has no queues"
             return ApiError(404, "queue_not_found", message, "database_name")
         case psycopg.errors.QueryCanceled():
             return ApiError(503, "timeout", "the database took too long", headers={"Retry-After": "1"})
         case psycopg.DataError():
-            return ApiError(422, "invalid", f"PostgreSQL cannot store this: {said}", field="body")
+            return ApiError(422, "invalid", f"PostgreSQL cannot store this: {detail}", field="body")
     if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(_LIMIT_EXCEEDED_CLASS):
-        return ApiError(422, "invalid", f"PostgreSQL cannot store this: {said}", field="body")
+        return ApiError(422, "invalid", f"PostgreSQL cannot store this: {detail}", field="body")
     if is_temporary(error):
         message = "the database cannot be reached now: try again"
         return ApiError(503, "database_unavailable", message, headers={"Retry-After": "1"})
