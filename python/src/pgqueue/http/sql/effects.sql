@@ -1,5 +1,5 @@
--- What was done, and what was answered: written in the transaction of the effect itself, so that
--- whoever comes again with the same key gets the answer, and nothing happens twice.
+-- The answers to requests, written in the transactions of their effects. A request that is repeated with the same key
+-- gets the stored answer and has no second effect.
 create table pgqueue_http.effects (
     scope text not null,
     key text not null,

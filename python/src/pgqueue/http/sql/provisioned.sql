@@ -1,4 +1,4 @@
--- The queues of this database that the server made: it drops those alone, and makes none twice.
+-- The queues that the server has created in this database. It drops only these, and creates none twice.
 create table pgqueue_http.provisioned (
     queue_id uuid primary key,
     queue_name text not null,

@@ -1,4 +1,4 @@
--- The queues that were asked for, and the tasks that agents work on.
+-- The requested queues, and the tasks of agents.
 create table pgqueue_http.queues (
     id uuid primary key default gen_random_uuid(),
     service_id text not null,
