@@ -316,7 +316,7 @@ def test_only_the_busiest_queues_have_charts(tmp_path: Path, monkeypatch: pytest
     text = render(flow)
     assert [name for name in names if f"<h2>{name}</h2>" in text] == names[-100:]
     assert all(f">{name}</td>" in text for name in names)
-    assert "The 100 busiest of 1,000 queues have svg_charts." in text
+    assert "The 100 busiest of 1,000 queues have charts." in text
     figures = pytest.importorskip("matplotlib.figure")
     monkeypatch.setattr(figures.Figure, "savefig", lambda *_, **__: None)
     monkeypatch.setattr(report_page, "_MAX_CHARTED", 2)
