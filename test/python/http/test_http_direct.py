@@ -563,7 +563,7 @@ def test_a_stopping_server_releases_undelivered_messages_first(
 
     async def run() -> None:
         async with app.router.lifespan_context(app):
-            context.finish(give_back())
+            context.run_in_background(give_back())
 
     monkeypatch.setattr(context.databases, "close", closed)
     asyncio.run(run())

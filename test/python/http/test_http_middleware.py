@@ -192,7 +192,7 @@ async def test_headers_over_the_size_limit_are_refused(begin: bytes, more: bytes
 
 
 async def test_the_header_limits_do_not_apply_to_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(protocol, "HEADERS_SECONDS", 0.1)
     async with talking() as (reader, writer), asyncio.timeout(20):
         for size in (10, protocol.HEADERS_LIMIT - 100):
             writer.write(b"POST / HTTP/1.1\r\nContent-Length: 200000\r\nX: " + b"y" * size + b"\r\n\r\n")
@@ -205,7 +205,7 @@ async def test_the_header_limits_do_not_apply_to_the_body(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("begin", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=["none", "line", "headers"])
 async def test_incomplete_headers_time_out(monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(protocol, "HEADERS_SECONDS", 0.1)
     async with talking() as (reader, writer):
         writer.write(begin)
         assert await refusal(reader) == (b"HTTP/1.1 408 Request Timeout", "timeout")
@@ -228,7 +228,7 @@ async def test_an_incomplete_body_times_out() -> None:
 
 
 async def test_incomplete_headers_of_a_second_request_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(protocol, "HEADERS_SECONDS", 0.1)
     async with talking() as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         async with asyncio.timeout(20):
@@ -288,7 +288,7 @@ async def test_a_connection_with_an_early_response_and_an_unfinished_body_is_clo
     """Every request without a password is such. The client sends the rest, a part of it, or nothing, and then stays
     silent.
     """
-    for patience in ("HEAD_SECONDS", "REST_SECONDS"):
+    for patience in ("HEADERS_SECONDS", "REMAINING_BODY_SECONDS"):
         monkeypatch.setattr(protocol, patience, 0.1)
     async with talking() as (reader, writer), asyncio.timeout(10):
         writer.write(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\n")
@@ -299,7 +299,7 @@ async def test_a_connection_with_an_early_response_and_an_unfinished_body_is_clo
 
 async def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client keeps the connection open. Nothing else would end it or the request that runs for it."""
-    monkeypatch.setattr(protocol, "READING_SECONDS", 0.5)
+    monkeypatch.setattr(protocol, "CLIENT_READ_SECONDS", 0.5)
     ended = asyncio.Event()
 
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:

@@ -213,7 +213,7 @@ async def test_old_records_are_deleted_in_any_number_during_an_outage(postgres: 
             await connection.execute(
                 "create trigger slow before delete on pgqueue_http.effects for each row execute function slow()"
             )
-            await agent.clean()
+            await agent.delete_old_records()
             cursor = await connection.execute("select key from pgqueue_http.effects where scope = 'old'")
             assert await cursor.fetchall() == [("new",)]
             await connection.execute("drop function slow cascade")

@@ -41,7 +41,7 @@ def test_a_configuration_file_defines_services_and_users() -> None:
     ("change", "said"),
     [
         ({"control_dsn": 5}, "control_dsn: must be a string"),
-        ({"control_dsn": "host=h passwort=secret"}, "control_dsn: no DSN"),
+        ({"control_dsn": "host=h passwort=secret"}, "control_dsn: not a libpq DSN"),
         ({"control_dsn_env": "NOT_SET"}, "given twice"),
         ({"services": {}}, "services: none given"),
         ({"services": {"a/b": {"dsn": "dbname=x"}}}, "no slash"),
@@ -158,7 +158,7 @@ def test_an_unusable_configuration_file_ends_serve_with_an_error(tmp_path: Path)
     bad.write_text("control_dsn = ")
     done = commands.run("serve", "--config", str(bad))
     assert done.status == 2
-    assert "bad.toml is no TOML" in done.err
+    assert "bad.toml is not TOML" in done.err
     assert commands.run("serve", "--config", str(tmp_path / "none.toml")).status == 1
 
 

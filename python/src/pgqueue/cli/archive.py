@@ -39,7 +39,7 @@ def _row(message: ArchivedMessage) -> list[object]:
 
 
 def maintain(session: Session) -> None:
-    """Drop archive partitions that have expired, and create those of the next days.
+    """Drop expired partitions and create the next ones.
 
     Run it once a day if queues keep an archive.
     """

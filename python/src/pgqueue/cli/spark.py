@@ -168,7 +168,7 @@ def redrive_where(
     version: Version = 1,
     master: Master = "local[*]",
 ) -> None:
-    """Make dead letters ready again, selected by a predicate.
+    """Redrive the dead letters that match a predicate.
 
     Redrives all that match, or none, such as --where "reason = 'rejected' and last_error like '%timeout%'". With
     --app-id each version takes effect once.
@@ -198,9 +198,9 @@ def flow_report(
     ] = True,
     master: Master = "local[*]",
 ) -> None:
-    """Write a report on the flow of messages, as an HTML page.
+    """Write a report on the flow of messages.
 
-    It shows throughput, waiting and processing times, retries and failures, by queue and window (UTC).
+    The HTML page shows throughput, waiting and processing times, retries and failures, by queue and window (UTC).
     """
     with _spark(session, master, "flow report") as (spark, dsn, _):
         from ..spark import pipelines
@@ -282,9 +282,10 @@ def drop_stream(
     stream: Annotated[str, typer.Argument(metavar="STREAM", help="The streamId of a query.", show_default=False)],
     yes: Yes = False,
 ) -> None:
-    """Drop a stream, and return the messages of its open batch to the queue.
+    """Drop a stream.
 
-    Asks, unless --yes: its query cannot continue from its checkpoint.
+    The messages of its open batch return to the queue. Asks, unless --yes: its query cannot continue from its
+    checkpoint.
     """
     with session.queue(queue) as verbs:
         if not yes:

@@ -24,7 +24,9 @@ Pattern = Annotated[
 
 
 def subscribe(session: Session, topic: Pattern, queue: QueueName) -> None:
-    """Subscribe a queue to a topic: it gets a copy of each message that is published to it.
+    """Subscribe a queue to a topic.
+
+    The queue gets a copy of each message that is published to the topic.
 
     The exit status is 3 if it is already subscribed.
     """
@@ -78,7 +80,7 @@ def publish(
         timedelta | None, duration_option(help="Drop the message if it is not consumed by then.")
     ] = None,
 ) -> None:
-    """Send a copy of a message to each queue that is subscribed to a topic."""
+    """Send a copy of a message to all subscribed queues."""
     content = None if body else _json(payload)
     with session.connect() as connection:
         sent = Queues(connection).publish(
