@@ -46,7 +46,7 @@ def instrument(consumer: "AnyConsumer") -> "AnyConsumer":
 
 
 def _traced(handler: Callable[[Any], Any], queue_name: str) -> Callable[[Any], Any]:
-    from .consumer.opener import is_async  # here, so that who only sends does without it
+    from .consumer.connections import is_async  # here, so that who only sends does without it
 
     tracer = trace.get_tracer("pgqueue")
 

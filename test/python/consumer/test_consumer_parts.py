@@ -19,11 +19,10 @@ from psycopg.rows import scalar_row
 from pgqueue import AsyncConsumer, Consumer, Message
 from pgqueue._calls import Bound
 from pgqueue.consumer import jobs, leases, pump, waking
+from pgqueue.consumer.connections import ConnectionFactory, IdleConnections, SharedConnection
 from pgqueue.consumer.core import Core
 from pgqueue.consumer.delivery import Held
 from pgqueue.consumer.leases import Leases, LostAck
-from pgqueue.consumer.links import Link, Stack
-from pgqueue.consumer.opener import Opener
 from pgqueue.consumer.settlements import Result
 from pgqueue.consumer.steps import AsyncWorkers
 from pgqueue.consumer.tasks import ended, within
@@ -167,7 +166,7 @@ async def test_a_server_that_does_not_answer_is_given_up_and_asked_again(databas
     async def calm() -> None:
         pass
 
-    link = Link(Opener(database, "test"), calm, deadline=0.2)
+    link = SharedConnection(ConnectionFactory(database, "test"), calm, deadline=0.2)
     try:
         [first] = await link.run(asked(b"select pg_backend_pid()"))
         with pytest.raises(psycopg.OperationalError, match=r"no answer from the server within 0\.2 s"):
@@ -180,7 +179,7 @@ async def test_a_server_that_does_not_answer_is_given_up_and_asked_again(databas
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 async def test_silence_ends_a_connection_unless_the_user_says_otherwise(is_async: bool, database: str) -> None:
-    opener = Opener(f"{database} keepalives_idle=77", "test")
+    opener = ConnectionFactory(f"{database} keepalives_idle=77", "test")
     connection: Any = await opener.open_async() if is_async else opener.open()
     given = connection.info.get_parameters()
     closed = connection.close()
@@ -192,7 +191,7 @@ async def test_silence_ends_a_connection_unless_the_user_says_otherwise(is_async
 
 
 def test_no_more_connections_are_kept_than_may_be_used(database: str) -> None:
-    stack: Stack[Connection] = Stack()
+    stack: IdleConnections[Connection] = IdleConnections()
     connections = [connect(database) for _ in range(3)]
     try:
         first, second, third = connections

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from pgqueue import AsyncConsumer, Consumer, Handled, Message, Reject, Retries, Retry
 from pgqueue.consumer.breaker import CircuitBreaker
-from pgqueue.consumer.evidence import FAILURES, describe, evidence, failures_of, without_evidence
-from pgqueue.consumer.links import is_conflict, is_trouble
-from pgqueue.consumer.policy import checked, decide
+from pgqueue.consumer.connections import is_conflict, is_trouble
+from pgqueue.consumer.policy import FAILURES, checked, decide, describe, failure_headers, failures_of, without_record
 from pgqueue.consumer.waking import Pace
 
 SECONDS = timedelta(seconds=1)
@@ -176,11 +175,11 @@ def test_the_cause_of_a_retry_is_what_failed() -> None:
     with pytest.raises(Retry) as caught:
         fail()
     assert describe(caught.value, caught.value).startswith("KeyError: 'id'\n\n")
-    assert evidence(message(), caught.value, "c", dies=False)[FAILURES][0]["exception_type"] == "KeyError"
+    assert failure_headers(message(), caught.value, "c", dies=False)[FAILURES][0]["exception_type"] == "KeyError"
 
 
 def test_a_failure_leaves_its_record() -> None:
-    headers = evidence(message({"a": 1}, attempt=3), raised(ValueError("broken")), "host:1:q", dies=False)
+    headers = failure_headers(message({"a": 1}, attempt=3), raised(ValueError("broken")), "host:1:q", dies=False)
     assert list(headers) == [FAILURES]
     [entry] = headers[FAILURES]
     assert datetime.fromisoformat(entry.pop("failed_at")).tzinfo is not None
@@ -193,8 +192,8 @@ def test_a_failure_leaves_its_record() -> None:
 
 
 def test_a_dead_letter_tells_everything() -> None:
-    past = evidence(message(), raised(KeyError("x")), "c", dies=False)
-    headers = evidence(message(past, attempt=2), raised(psycopg.OperationalError("gone")), "c", dies=True)
+    past = failure_headers(message(), raised(KeyError("x")), "c", dies=False)
+    headers = failure_headers(message(past, attempt=2), raised(psycopg.OperationalError("gone")), "c", dies=True)
     assert [entry["attempt"] for entry in headers[FAILURES]] == [1, 2]
     assert headers["pgqueue.failed_queue"] == "q"
     assert headers["pgqueue.exception_type"] == "psycopg.OperationalError"
@@ -208,22 +207,22 @@ def test_the_history_keeps_the_last_20_attempts() -> None:
     one = message()
     for attempt in range(1, 31):
         one = replace(one, attempt_count=attempt)
-        one = replace(one, headers=evidence(one, ValueError(str(attempt)), "c", dies=False))
+        one = replace(one, headers=failure_headers(one, ValueError(str(attempt)), "c", dies=False))
     assert [entry["attempt"] for entry in failures_of(one)] == list(range(11, 31))
 
 
 def test_a_handler_does_not_see_the_records() -> None:
-    headers = {"a": 1} | evidence(message(), ValueError(), "c", dies=True)
-    assert without_evidence(message(headers)).headers == {"a": 1}
-    assert without_evidence(message(evidence(message(), ValueError(), "c", dies=True))).headers is None
+    headers = {"a": 1} | failure_headers(message(), ValueError(), "c", dies=True)
+    assert without_record(message(headers)).headers == {"a": 1}
+    assert without_record(message(failure_headers(message(), ValueError(), "c", dies=True))).headers is None
     plain = message({"a": 1})
-    assert without_evidence(plain) is plain
-    assert without_evidence(message({})).headers == {}
+    assert without_record(plain) is plain
+    assert without_record(message({})).headers == {}
 
 
 @pytest.mark.parametrize("records", [None, 1, "x", {}, [1, None, "x"], [[{}]]])
 def test_records_that_are_not_ours_do_no_harm(records: Any) -> None:
-    headers = evidence(message({FAILURES: records}), ValueError("x"), "c", dies=True)
+    headers = failure_headers(message({FAILURES: records}), ValueError("x"), "c", dies=True)
     assert [entry["attempt"] for entry in headers[FAILURES]] == [1]
 
 
@@ -233,7 +232,7 @@ class Mute(Exception):
 
 
 def test_an_exception_that_cannot_say_what_it_is_is_recorded_all_the_same() -> None:
-    headers = evidence(message(), raised(Mute()), "c", dies=True)
+    headers = failure_headers(message(), raised(Mute()), "c", dies=True)
     assert "RuntimeError" in headers["pgqueue.exception_message"]
     assert headers["pgqueue.exception_type"].endswith("Mute")
     assert describe(raised(Mute()))
@@ -260,7 +259,7 @@ def test_evidence_is_bounded_and_fit_to_be_stored(text: str, headers: Any, bulk:
     one = message((headers or {}) | {"bulk": "x" * bulk} if bulk else headers)
     for attempt in range(1, 4):
         error = raised(ValueError(text))
-        words = evidence(replace(one, attempt_count=attempt), error, text, dies=attempt == 3)
+        words = failure_headers(replace(one, attempt_count=attempt), error, text, dies=attempt == 3)
         one = replace(one, headers=(one.headers or {}) | words)
         stored = json.dumps(words, ensure_ascii=False)
         assert "\\u0000" not in stored
@@ -288,11 +287,11 @@ def test_a_stack_that_could_not_be_formatted_at_once_is_told(monkeypatch: pytest
         return formatted(error)
 
     monkeypatch.setattr(traceback, "format_exception", form)
-    assert "KeyError: 'x'" in evidence(message(), raised(KeyError("x")), "c", dies=True)["pgqueue.stack_trace"]
+    assert "KeyError: 'x'" in failure_headers(message(), raised(KeyError("x")), "c", dies=True)["pgqueue.stack_trace"]
 
 
 def test_a_deep_stack_is_cut() -> None:
-    words = evidence(message(), deep(), "c", dies=True)
+    words = failure_headers(message(), deep(), "c", dies=True)
     assert "RecursionError" in words["pgqueue.stack_trace"]
     assert len(words["pgqueue.stack_trace"]) <= 16_384
 

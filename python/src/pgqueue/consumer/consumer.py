@@ -11,10 +11,10 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
+from .connections import is_async, unwrapped
 from .core import Core
-from .delivery import ConsumerStats, Event
-from .opener import is_async, unwrapped
-from .policy import Decision, Failure, Retries
+from .delivery import ConsumerStats, Event, Failure
+from .policy import Decision, Retries
 from .pump import Pump
 from .settings import Mode, Settings, checked_concurrency
 from .steps import AsyncWorkers, ThreadWorkers, Workers

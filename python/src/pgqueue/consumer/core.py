@@ -12,9 +12,8 @@ from psycopg.errors import LockNotAvailable
 
 from .._calls import Bound
 from .breaker import CircuitBreaker, CircuitState
+from .connections import ConnectionFactory, SharedConnection, is_conflict, is_trouble
 from .delivery import ConsumerStats, Event, EventKind
-from .links import Link, is_conflict, is_trouble
-from .opener import Opener
 from .settings import Settings
 
 __all__ = ["Core"]
@@ -31,10 +30,10 @@ class Core:
     def __init__(self, settings: Settings, stats: ConsumerStats) -> None:
         self.settings = settings
         self.stats = stats
-        self.opener = Opener(settings.conninfo, f"pgqueue {settings.queue_name}")
+        self.opener = ConnectionFactory(settings.conninfo, f"pgqueue {settings.queue_name}")
         # A claim that a crash of the server forgets is a redelivery: it need not wait for the disk. All else does.
-        self.taking = Link(self.opener, self._calm, "set synchronous_commit = off")
-        self.settling = Link(self.opener, self._calm)
+        self.taking = SharedConnection(self.opener, self._calm, b"set synchronous_commit = off")
+        self.settling = SharedConnection(self.opener, self._calm)
         self.breaker = CircuitBreaker(settings.circuit_breaker_after.total_seconds(), self._circuit)
         self.go_on: Callable[[], None] = lambda: None  # hands out what is there, if there is room for it
         self.stops = 0  # 1: take nothing more, 2: break off

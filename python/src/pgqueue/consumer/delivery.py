@@ -8,10 +8,9 @@ from uuid import UUID
 
 from ..message import Message
 from .breaker import CircuitState
-from .evidence import without_evidence
-from .policy import Reject, Retry
+from .policy import Reject, Retry, without_record
 
-__all__ = ["ConsumerStats", "Delivery", "Event"]
+__all__ = ["ConsumerStats", "Delivery", "Event", "Failure"]
 
 EventKind = Literal["claimed", "succeeded", "retried", "dead", "lost", "extended", "released", "empty", "circuit"]
 
@@ -65,6 +64,21 @@ class ConsumerStats:
     listening: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failed attempt, for a policy to decide.
+
+    `delivery` is as the handler first saw it, `exception` is what the handler raised, `attempt` counts from 1.
+    `connection` is in the transaction in which the decision is carried out: what the policy sends on it is sent
+    if, and only if, the message is settled.
+    """
+
+    delivery: "Delivery"
+    exception: BaseException
+    attempt: int
+    connection: Any
+
+
 @dataclass(slots=True, eq=False)
 class Held:
     """A message that is ours for now. The flags are read by threads."""
@@ -80,7 +94,7 @@ class Held:
     bare: Message = field(init=False)
 
     def __post_init__(self) -> None:
-        self.bare = without_evidence(self.message)
+        self.bare = without_record(self.message)
 
     @property
     def id(self) -> int:

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import psycopg
 
 from .. import _calls
+from .connections import is_conflict, is_trouble
 from .core import Core
 from .delivery import Held
 from .leases import Leases
-from .links import is_conflict, is_trouble
 from .policy import Reject, Retry
 from .settlements import Result, kind_of, record, rejection, settlement
 from .steps import Run, Script, Workers

@@ -20,9 +20,9 @@ from psycopg.rows import scalar_row, tuple_row
 from .. import _calls
 from .._calls import Bound
 from ..message import Exchanged, Message
+from .connections import is_trouble
 from .core import Core
 from .delivery import Held
-from .links import is_trouble
 from .settlements import Result
 from .waking import look_and_claim
 

@@ -12,10 +12,10 @@ from typing import Any
 import psycopg
 
 from .. import _calls
+from .connections import NoConnection
 from .core import Core
 from .delivery import Held
 from .jobs import Jobs
-from .opener import NoConnection
 from .settlements import sorted_out
 from .steps import Workers
 from .tasks import ended, within

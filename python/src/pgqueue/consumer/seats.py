@@ -1,22 +1,18 @@
-"""Connections at work: who uses one, what he may not do with it, and how it is cut while he does."""
+"""The connection that a call of the handler uses."""
 
-import os
-import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import psycopg
 from psycopg import AsyncConnection, Connection
 
-from .opener import in_thread
-
-__all__ = ["Seat", "sever", "shut"]
+from .connections import in_thread, shut_down
 
 
 class Seat:
-    """Who plays a script: holds the connection in use, so that it can be cut."""
+    """The connection in use, so that it can be cut."""
 
     __slots__ = ("_connection", "_guard")
 
@@ -46,32 +42,9 @@ class Seat:
 
     def _sever(self) -> None:
         with self._guard:
-            cancel = None if self._connection is None else shut(self._connection)
+            cancel = None if self._connection is None else shut_down(self._connection)
         if cancel is not None:
             cancel()
-
-
-def sever(connection: Connection[Any] | AsyncConnection[Any]) -> None:
-    """Let the statement of a connection that is in use fail, which may take as long as connecting may."""
-    if cancel := shut(connection):
-        cancel()
-
-
-def shut(connection: Connection[Any] | AsyncConnection[Any]) -> Callable[[], None] | None:
-    """Shut a connection that somebody may be waiting on; returns what tells the server."""
-    try:
-        cancel = connection.pgconn.get_cancel()
-        with socket.socket(fileno=os.dup(connection.pgconn.socket)) as twin:
-            twin.shutdown(socket.SHUT_RDWR)
-    except (psycopg.Error, OSError):
-        return None
-
-    def tell() -> None:
-        # By itself the server would notice only when the statement has ended.
-        with suppress(psycopg.Error):
-            cancel.cancel()
-
-    return tell
 
 
 def _forbidden(*_: Any) -> NoReturn:

@@ -9,10 +9,9 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from .._calls import as_duration
+from .connections import is_async, unwrapped
 from .delivery import Event
-from .evidence import clean
-from .opener import is_async, unwrapped
-from .policy import Retries
+from .policy import Retries, clean
 
 __all__ = ["Mode", "Settings"]
 

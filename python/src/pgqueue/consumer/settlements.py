@@ -4,10 +4,9 @@ from typing import Any, Literal, NamedTuple
 
 from .. import _calls
 from .._calls import Bound
+from .connections import Unreadable
 from .delivery import Held
-from .evidence import describe, evidence, obituary
-from .links import Unreadable
-from .policy import Decision, Exhausted, Handled, Reject, Retry, decide
+from .policy import Decision, Exhausted, Handled, Reject, Retry, dead_letter_headers, decide, describe, failure_headers
 from .settings import Settings
 
 __all__ = ["Result", "kind_of", "record", "rejection", "settlement", "sorted_out"]
@@ -33,10 +32,10 @@ def settlement(
     if isinstance(decision, Handled):
         return decision, _calls.ack(name, held.id, held.token)
     if isinstance(decision, Reject):
-        headers = evidence(message, error, by, dies=True)
+        headers = failure_headers(message, error, by, dies=True)
         reason = "attempts_exhausted" if isinstance(decision, Exhausted) else None
         return decision, _calls.reject(name, held.id, held.token, describe(error, decision), headers, reason)
-    headers = evidence(message, error, by, dies=held.last_attempt)
+    headers = failure_headers(message, error, by, dies=held.last_attempt)
     text = describe(error, decision)
     return decision, _calls.nack(name, held.id, held.token, decision.after, text, headers)
 
@@ -50,7 +49,7 @@ def record(settings: Settings, held: Held, error: BaseException) -> Bound[bool]:
         held.message.attempt_count,
         decision.after if isinstance(decision, Retry) else None,
         describe(error, decision),
-        evidence(held.message, error, settings.claimed_by, dies=held.last_attempt),
+        failure_headers(held.message, error, settings.claimed_by, dies=held.last_attempt),
     )
 
 
@@ -71,7 +70,12 @@ def sorted_out(rows: list[Any]) -> tuple[list[Held], list[tuple[Any, Exception]]
 def rejection(queue_name: str, row: Any, error: Exception) -> Bound[bool]:
     """The statement that sends a message that cannot be read to the dead letters, as it is."""
     return _calls.reject(
-        queue_name, row.id, row.claim_token, describe(error), obituary(queue_name, row.attempt_count, error), None
+        queue_name,
+        row.id,
+        row.claim_token,
+        describe(error),
+        dead_letter_headers(queue_name, row.attempt_count, error),
+        None,
     )
 
 

@@ -18,9 +18,19 @@ from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
 from psycopg.pq import ExecStatus
 
 from .._calls import Bound
-from .links import Stack, commanded, is_idle, rows_of
-from .opener import Opener, OwnAsyncCursor, OwnCursor, as_trouble, in_thread
-from .seats import Seat, sever
+from .connections import (
+    AsyncConsumerCursor,
+    ConnectionFactory,
+    ConsumerCursor,
+    IdleConnections,
+    as_trouble,
+    execute_command,
+    in_thread,
+    is_idle,
+    readable_rows,
+)
+from .connections import cut as sever
+from .seats import Seat
 
 __all__ = ["Answer", "AsyncWorkers", "Command", "Run", "Script", "ThreadWorkers", "Workers"]
 
@@ -92,10 +102,10 @@ class AsyncWorkers:
 
     cancels = True
 
-    def __init__(self, opener: Opener, most: Callable[[], int]) -> None:
+    def __init__(self, opener: ConnectionFactory, most: Callable[[], int]) -> None:
         self._opener = opener
         self._most = most
-        self._stack: Stack[AsyncConnection[Any]] = Stack()
+        self._stack: IdleConnections[AsyncConnection[Any]] = IdleConnections()
         self._calling: set[asyncio.Task[Any] | None] = set()
         self._closed = False
 
@@ -162,16 +172,16 @@ class AsyncWorkers:
     async def _execute(self, call: Bound[Any] | Command, connection: AsyncConnection[Any]) -> list[Any]:
         if isinstance(call, Command):
             async with connection.lock:
-                await connection.wait(commanded(connection, call.text))
+                await connection.wait(execute_command(connection, call.text))
             return []
-        cursor = OwnAsyncCursor(connection, row_factory=call.row)
+        cursor = AsyncConsumerCursor(connection, row_factory=call.row)
         await cursor.execute(call.text, call.values or None, prepare=None if call.values else False)
         if not _go_to_rows(cursor):
             return []
         try:
             return await cursor.fetchall()
         except Exception as error:
-            return rows_of(cursor, call.row, error)
+            return readable_rows(cursor, call.row, error)
 
     def tell(self, listener: Callable[..., None], *arguments: Any) -> None:
         """Call a function of the pump's."""
@@ -201,12 +211,12 @@ class ThreadWorkers:
 
     cancels = False
 
-    def __init__(self, opener: Opener, most: Callable[[], int], name: str) -> None:
+    def __init__(self, opener: ConnectionFactory, most: Callable[[], int], name: str) -> None:
         self._opener = opener
         self._most = most
         self._name = name
         self._loop = asyncio.get_running_loop()
-        self._stack: Stack[Connection[Any]] = Stack()
+        self._stack: IdleConnections[Connection[Any]] = IdleConnections()
         self._guard = threading.Lock()
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle = 0
@@ -302,16 +312,16 @@ class ThreadWorkers:
     def _execute(self, call: Bound[Any] | Command, connection: Connection[Any]) -> list[Any]:
         if isinstance(call, Command):
             with connection.lock:
-                connection.wait(commanded(connection, call.text))
+                connection.wait(execute_command(connection, call.text))
             return []
-        cursor = OwnCursor(connection, row_factory=call.row)
+        cursor = ConsumerCursor(connection, row_factory=call.row)
         cursor.execute(call.text, call.values or None, prepare=None if call.values else False)
         if not _go_to_rows(cursor):
             return []
         try:
             return cursor.fetchall()
         except Exception as error:
-            return rows_of(cursor, call.row, error)
+            return readable_rows(cursor, call.row, error)
 
     def tell(self, listener: Callable[..., None], *arguments: Any) -> None:
         """Call a function of the pump's on its event loop."""

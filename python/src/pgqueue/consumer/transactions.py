@@ -16,9 +16,9 @@ from psycopg.rows import scalar_row
 from .. import _calls
 from .._calls import Bound
 from ..errors import QueueNotFound
-from .delivery import Delivery, Held
-from .links import begin_of, in_no_transaction, is_broken, is_busy, is_conflict, is_trouble
-from .policy import Decision, Failure, Reject, Retry, checked
+from .connections import begin_statement, is_broken, is_busy, is_conflict, is_outside_transaction, is_trouble
+from .delivery import Delivery, Failure, Held
+from .policy import Decision, Reject, Retry, checked
 from .seats import Seat
 from .settings import Settings
 from .settlements import Result, kind_of, rejection, settlement, sorted_out
@@ -100,7 +100,7 @@ class Transactions:
         while True:
             if job.is_cancelled():
                 return Attempt("cancelled")  # It took long to connect.
-            yield Command(begin_of(connection))
+            yield Command(begin_statement(connection))
             deliveries, answer, seconds = yield from self._handle(held, connection)
             error = answer.error
             if job.is_cancelled() or all(message.gone for message in held):
@@ -190,7 +190,7 @@ class Transactions:
                     results.append((yield from self.fail(job, held, error, seconds, connection)))
             if not job.is_cancelled():
                 yield _COMMIT
-        if job.is_cancelled() and not in_no_transaction(connection):
+        if job.is_cancelled() and not is_outside_transaction(connection):
             yield _ROLLBACK
             return Attempt("cancelled")
         return Attempt("done", results)
@@ -202,7 +202,7 @@ class Transactions:
         )
         if stage == "first":
             self._prepared.add(connection)
-        begin = begin_of(connection)
+        begin = begin_statement(connection)
         call = self._claims.get((stage, begin))
         if call is None:
             settings = self._settings
@@ -231,7 +231,7 @@ class Transactions:
             except Exception as failure:
                 error = _explained(failure)
         if error is not None:
-            if in_no_transaction(connection):
+            if is_outside_transaction(connection):
                 raise _Undone from error
             yield _GO_BACK
         return results, error, seconds
@@ -241,8 +241,8 @@ class Transactions:
     ) -> Script[Result]:
         """A failed message: the policy and what it decides, in one transaction, or in a part of one."""
         begin, commit, undo = _PART
-        if in_no_transaction(connection):
-            begin, commit, undo = Command(begin_of(connection)), _COMMIT, _ROLLBACK
+        if is_outside_transaction(connection):
+            begin, commit, undo = Command(begin_statement(connection)), _COMMIT, _ROLLBACK
         answer: Decision | None = None
         yield begin
         if self._settings.on_failure is not None and not isinstance(error, (Retry, Reject)):
@@ -289,7 +289,7 @@ class Transactions:
         if is_busy(connection):
             yield from self._cut(connection)
             answer = Answer(error=answer.error or RuntimeError("the handler has left a statement running"))
-        if answer.error is None and in_no_transaction(connection):
+        if answer.error is None and is_outside_transaction(connection):
             answer = Answer(error=_ended(connection))
         return deliveries, answer, seconds
 
@@ -354,7 +354,7 @@ class _Lost(Exception):
 
 
 def _undo(connection: Any) -> Script[None]:
-    if not in_no_transaction(connection):
+    if not is_outside_transaction(connection):
         yield _ROLLBACK
 
 

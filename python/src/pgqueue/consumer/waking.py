@@ -18,7 +18,7 @@ from psycopg.rows import scalar_row
 from .. import _calls
 from .._calls import Bound
 from ..message import Message
-from .opener import Opener, as_trouble
+from .connections import ConnectionFactory, as_trouble
 
 __all__ = ["Ears", "Pace", "look_and_claim", "prepare_wait"]
 
@@ -173,7 +173,7 @@ class Ears:
     def __init__(
         self,
         queue_name: str,
-        opener: Opener,
+        opener: ConnectionFactory,
         run: Callable[[Bound[Any]], Awaitable[list[Any]]],
         woken: Callable[[], None],
     ) -> None:
