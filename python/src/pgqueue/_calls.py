@@ -7,7 +7,7 @@ statement depends only on which arguments are given, and is kept: psycopg prepar
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import datetime, timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 from uuid import UUID
 
@@ -418,6 +418,7 @@ def _message_or_lost_ack(_cursor: Any) -> Callable[[Any], Message | LostAck]:
 _MESSAGE_COLUMNS = len(fields(Message))
 
 
+@lru_cache(maxsize=256)
 def begin_and_claim(
     begin: bytes, queue_name: str, max_messages: int, claimed_by: str, name: bytes | None, is_prepared: bool
 ) -> Bound[Message]:

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgqueue import AsyncConsumer, Consumer, Handled, Message, Reject, Retries, Retry
-from pgqueue.consumer.breaker import CircuitBreaker
 from pgqueue.consumer.connections import is_conflict, is_trouble
 from pgqueue.consumer.policy import FAILURES, checked, decide, describe, failure_headers, failures_of, without_record
-from pgqueue.consumer.waking import Pace
+from pgqueue.consumer.polling import PollSchedule
+from pgqueue.consumer.runtime import CircuitBreaker
 
 SECONDS = timedelta(seconds=1)
 NOW = datetime.now(UTC)
@@ -326,11 +326,11 @@ def test_it_opens_when_nothing_has_succeeded_for_long_enough() -> None:
 
 def test_it_opens_by_the_clock_alone() -> None:
     circuit, clock, states = breaker()
-    circuit.look()
+    circuit.check()
     circuit.failed()
     clock.now += 30
-    circuit.look()
-    circuit.look()
+    circuit.check()
+    circuit.check()
     assert states == ["armed", "open"]
 
 
@@ -339,7 +339,7 @@ def test_a_success_disarms() -> None:
     circuit.failed()
     circuit.succeeded()
     clock.now += 31
-    circuit.look()
+    circuit.check()
     circuit.failed()
     assert states == ["armed", "closed", "armed"]
 
@@ -432,9 +432,9 @@ def test_conflicts_and_trouble_are_told_from_mistakes() -> None:
 # 51: when to look again
 
 
-def pace(delay: float = 10.0) -> tuple[Pace, Clock]:
+def pace(delay: float = 10.0) -> tuple[PollSchedule, Clock]:
     clock = Clock()
-    return Pace(delay, clock), clock
+    return PollSchedule(delay, clock), clock
 
 
 def test_an_empty_look_is_followed_by_another_after_the_delay() -> None:
@@ -467,8 +467,8 @@ def test_what_was_not_there_when_it_was_due_is_looked_for_ever_later() -> None:
     assert looks.is_armed
 
 
-@pytest.mark.parametrize("note", [Pace.found, Pace.stirred])
-def test_after_a_message_what_comes_due_has_to_be_asked_for_again(note: Callable[[Pace], None]) -> None:
+@pytest.mark.parametrize("note", [PollSchedule.found, PollSchedule.changed])
+def test_after_a_message_what_comes_due_has_to_be_asked_for_again(note: Callable[[PollSchedule], None]) -> None:
     looks, clock = pace(1)
     looks.armed(0.5, is_empty=True)
     assert looks.is_settled
@@ -493,27 +493,29 @@ def test_what_was_found_is_all_there_is_only_shortly_after_an_empty_look() -> No
     looks, clock = pace()
     looks.empty()
     looks.found()
-    assert not looks.rests  # Nobody notifies.
+    assert not looks.trusts_notifications  # Nobody notifies.
     looks.armed(20, is_empty=True)
-    assert not looks.rests  # It may sleep for as long as it knows, and what comes due then has to be looked for.
+    assert (
+        not looks.trusts_notifications
+    )  # It may sleep for as long as it knows, and what comes due then has to be looked for.
     for _ in range(9):
         looks.found()
-        assert looks.rests
+        assert looks.trusts_notifications
         clock.now += 0.0112
     looks.armed(20, is_empty=False)
     looks.found()
-    assert not looks.rests
+    assert not looks.trusts_notifications
     looks.empty()
-    assert looks.rests
+    assert looks.trusts_notifications
     clock.now += 0.1
-    assert not looks.rests
+    assert not looks.trusts_notifications
 
 
 def test_what_a_look_promised_in_vain_is_looked_for_ever_longer() -> None:
     looks, clock = pace(1)
     waits = []
     for _ in range(5):
-        looks.fruitless()
+        looks.missed()
         waits.append(looks.next_look_at - clock.now)
         clock.now = looks.next_look_at
     assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8, 1])

@@ -1,4 +1,4 @@
-"""Consumers: they look for messages, hand them to a function, and settle them, through all trouble."""
+"""Consumers: they claim messages, give them to a function, and settle them."""
 
 from .consumer import AsyncConsumer, Consumer
 from .delivery import ConsumerStats, Delivery, Event, Failure

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import psycopg
@@ -320,6 +320,46 @@ def cut(connection: AnyConnection) -> None:
     """Make the statement of a connection in use fail. This can take as long as connecting."""
     if cancel_statement := shut_down(connection):
         cancel_statement()
+
+
+class ConnectionInUse:
+    """The connection that a call of the handler uses, so that another thread can cut it."""
+
+    __slots__ = ("_connection", "_lock")
+
+    def __init__(self) -> None:
+        self._connection: AnyConnection | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def use(self, connection: Any) -> Iterator[None]:
+        """Use a connection. It must be closed, or given to other work, only after this."""
+        self._connection = connection
+        # Only the consumer commits: a part of a message's work must not be committed alone.
+        connection.commit = connection.rollback = _forbidden
+        try:
+            yield
+        finally:
+            del connection.commit, connection.rollback
+            with self._lock:
+                self._connection = None
+
+    async def cut(self) -> None:
+        """Cut the connection in use, if there is one: its statement fails, its transaction is rolled back.
+
+        This can take as long as connecting.
+        """
+        await in_thread(self._cut)
+
+    def _cut(self) -> None:
+        with self._lock:
+            cancel_statement = None if self._connection is None else shut_down(self._connection)
+        if cancel_statement is not None:
+            cancel_statement()
+
+
+def _forbidden(*_: Any) -> NoReturn:
+    raise psycopg.ProgrammingError("the consumer ends this transaction, when the handler has returned")
 
 
 # Results
