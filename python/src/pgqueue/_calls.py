@@ -433,14 +433,17 @@ def begin_and_claim(
     return Bound(prepare + begin + b"; " + execute + b"; " + SAVEPOINT, [], call.row)
 
 
-def ack_all_or_fail(quoted_queue_name: str, ids: list[int], token: UUID | None) -> bytes:
+def ack_all_or_fail(queue_name: str, ids: list[int], token: UUID | None) -> bytes:
     """Acknowledge all messages of a claim, without parameters; fails with division by zero if one is not claimed."""
     listed = ",".join([str(int(one)) for one in ids])
     text = (
-        f"select 1 / (pgqueue.ack_batch(queue_name => {quoted_queue_name}, ids => '{{{listed}}}',"
+        f"select 1 / (pgqueue.ack_batch(queue_name => {_quoted(queue_name)}, ids => '{{{listed}}}',"
         f" claim_token => '{token}') = {len(ids)})::int; "
     )
     return text.encode()
+
+
+_quoted = lru_cache(maxsize=256)(sql.quote)
 
 
 def notify(channel: str) -> Bound[object]:

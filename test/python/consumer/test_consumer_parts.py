@@ -300,6 +300,23 @@ async def test_a_call_that_is_cancelled_before_its_first_step_frees_its_slot() -
     assert (parts.stats.running, parts.stats.lost) == (0, 1)
 
 
+async def test_a_forced_stop_leaves_a_settlement_that_is_on_its_way() -> None:
+    parts = runtime()
+    called = handlers.HandlerCalls(parts, AsyncWorkers(parts.settings, parts.connections))
+    held = Desk().hold(1, 2)
+
+    async def work(_: HandlerCall) -> None:
+        called.claims.acknowledge(Result(held[0], State.ACKED))
+        await asyncio.sleep(60)
+
+    called._start(held, work)
+    await asyncio.sleep(0)
+    for call in called.running:
+        call.cancel()
+    await parts.until(lambda: not called.running, time.monotonic() + 30)
+    assert [one.state for one in held] == [State.SETTLING, State.RELEASED]
+
+
 REFUSED = psycopg.errors.InvalidParameterValue("refused")
 LOST = psycopg.OperationalError("the connection is lost")
 

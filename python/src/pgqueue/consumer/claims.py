@@ -273,15 +273,18 @@ class Claims:
     def acknowledge(self, result: Result) -> None:
         """Acknowledge a message soon, together with others."""
         result.message.become(State.SETTLING)
-        self._queue_acks([result])
+        self._queue_ack(result)
+
+    def _queue_ack(self, result: Result) -> None:
+        self._acks.setdefault(result.message.token, []).append(result)
+        self._ack_count += 1
+        self._has_work.set()
+        if self._ack_count >= _MOST_ACKS:
+            self._is_full.set()
 
     def _queue_acks(self, done: Iterable[Result]) -> None:
         for result in done:
-            self._acks.setdefault(result.message.token, []).append(result)
-            self._ack_count += 1
-            self._has_work.set()
-        if self._ack_count >= _MOST_ACKS:
-            self._is_full.set()
+            self._queue_ack(result)
 
     def send(self, statement: Bound[Any], result: Result | None, fallback: Bound[Any] | None = None) -> None:
         """Settle a message by a statement, or by `fallback` if it is refused. It returns whether the claim was kept."""

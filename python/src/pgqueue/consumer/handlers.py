@@ -89,20 +89,23 @@ class HandlerCalls:
             await self._runtime.until(self._can_start)
             self.start_next()
 
-    def _can_start(self) -> bool:
+    def _can_receive(self) -> bool:
         current = self._round
-        can_receive = current is not None and current.left > 0 and current.open < _MOST_OPEN_RECEIVES
-        return (can_receive or bool(self.waiting)) and self.free > 0 and not self._runtime.is_stopping
+        return current is not None and current.left > 0 and current.open < _MOST_OPEN_RECEIVES
+
+    def _can_start(self) -> bool:
+        return (bool(self.waiting) or self._can_receive()) and self.free > 0 and not self._runtime.is_stopping
 
     def start_next(self) -> None:
         """Start the calls that can start."""
         size = self._settings.batch_size or 1
-        while self._can_start():
-            if self._round is not None:
-                self._round.left -= size
-                self._round.open += 1
-                self._start([], self._receive)
-                continue
+        free = 0 if self._runtime.is_stopping else self.free
+        while free > 0 and self._round is not None and self._can_receive():
+            self._round.left -= size
+            self._round.open += 1
+            self._start([], self._receive)
+            free -= 1
+        while free > 0 and self.waiting:
             messages: list[ClaimedMessage] = []
             while self.waiting and len(messages) < size:
                 message = self.waiting.popleft()
@@ -111,12 +114,14 @@ class HandlerCalls:
             if messages:
                 self._warn_of_expiry(messages)
                 self._start(messages, self._handle)
+                free -= 1
         self._runtime.stats.prefetched = len(self.waiting)
 
     def _warn_of_expiry(self, messages: Iterable[ClaimedMessage]) -> None:
         """Warn once if messages may expire between two peeks."""
-        for one in messages if not self._warned_of_expiry else ():
-            message = one.message
+        if self._warned_of_expiry:
+            return
+        for message in [one.message for one in messages]:
             if message.expires_at and message.expires_at - message.enqueued_at < self._settings.peek_delay:
                 self._warned_of_expiry = True
                 self._runtime.log(
@@ -146,10 +151,13 @@ class HandlerCalls:
 
     def _ended(self, call: HandlerCall) -> None:
         for message in call.messages:
+            if message.state is State.SETTLING:
+                continue
             if call.is_cancelled():
                 message.try_become(State.RELEASED)  # Its claim is kept until `release` gives it back.
-            elif message.state is not State.SETTLING:
+            else:
                 self.claims.give_up(message)
+        call.end()
         self.running.discard(call)
         self._runtime.stats.running = len(self.running)
         self.start_next()
@@ -182,7 +190,7 @@ class HandlerCalls:
         if answer.error is not None or call.is_cancelled():
             return answer.error, seconds
         for message, delivery in zip(messages, deliveries, strict=True):
-            if message.is_lost:
+            if message.state is not State.WORKING:  # It was lost or released.
                 continue
             if delivery.outcome is None:
                 self.claims.acknowledge(Result(message, State.ACKED, seconds))
@@ -235,7 +243,7 @@ class HandlerCalls:
 
     async def _insist(self, call: HandlerCall, work: Callable[[], Awaitable[T]]) -> T | None:
         """Do work, again after trouble; None if the work is void."""
-        while not all(message.is_void for message in call.messages):
+        while not call.is_cancelled() and not call.is_lost:
             try:
                 value = await work()
             except (psycopg.Error, OSError) as error:
@@ -371,7 +379,7 @@ class HandlerCalls:
             if count:
                 self._runtime.event("released", count)
             if locked and not once_more:
-                self._warn_not_released(locked, "somebody has locked them")
+                self._warn_not_released(locked, "other transactions have locked them")
             return locked
         return []
 

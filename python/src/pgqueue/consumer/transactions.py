@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 from weakref import WeakSet
 
-from psycopg import Error, OperationalError, sql
+from psycopg import Error, OperationalError
 from psycopg.errors import DivisionByZero, InFailedSqlTransaction, InsufficientPrivilege, InvalidSqlStatementName
 from psycopg.pq import TransactionStatus
 
@@ -41,7 +41,7 @@ from .settings import Settings
 from .workers import Answer, Session, Workers
 
 _MOST_CONFLICTS = 20
-_CUT_SECONDS = 0.05  # for the server, and for whoever waits on a connection, to notice that it was cut
+_CUT_SECONDS = 0.05  # for the server and for other threads to notice that a connection was cut
 
 # Settlement
 
@@ -126,7 +126,6 @@ class Transactions:
         self._workers = workers
         self._claim_name = f"pgqueue_{uuid4().hex}".encode()
         self._prepared: WeakSet[Any] = WeakSet()  # connections that have prepared the claim under this name
-        self._quoted_name = sql.quote(runtime.settings.queue_name)
 
     async def attempt(self, call: HandlerCall, messages: list[ClaimedMessage], session: Session) -> Attempt:
         """Call the handler and acknowledge in one transaction, for messages whose claims are committed."""
@@ -208,7 +207,7 @@ class Transactions:
         call.take(messages)
         for row, reason in call.unreadable:
             await session.execute(rejection(self._settings.queue_name, row, reason))
-        self._workers.post(received, call, len(rows))
+        self._workers.call_soon(received, call, len(rows))
         if call.is_cancelled():
             await _roll_back(session)
             return Attempt("cancelled")
@@ -306,7 +305,7 @@ class Transactions:
                     raise OperationalError("the connection was lost while on_failure ran") from fault
                 await session.execute(undo)
                 text = f"on_failure raised {type(fault).__name__} for message {message.id}"
-                self._workers.post(self._runtime.critical, fault, text)
+                self._workers.call_soon(self._runtime.critical, fault, text)
                 await session.command(begin)
         message.try_become(State.COMMITTING)
         try:
@@ -359,7 +358,7 @@ class Transactions:
             await session.command(end)
             return results
         # All in one command, which fails before `end` if one of the messages is not claimed any more.
-        acknowledge = _calls.ack_all_or_fail(self._quoted_name, [message.id for message in messages], messages[0].token)
+        acknowledge = _calls.ack_all_or_fail(name, [message.id for message in messages], messages[0].token)
         try:
             await session.command(acknowledge + end)
         except DivisionByZero as error:

@@ -145,7 +145,7 @@ class Workers:
         if self.is_async:
             await closed
 
-    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+    def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function on the event loop."""
         raise NotImplementedError
 
@@ -192,7 +192,7 @@ class AsyncWorkers(Workers):
         _exit_in_child(process, answer)
         return answer
 
-    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+    def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function."""
         function(*arguments)
 
@@ -235,7 +235,7 @@ class ThreadWorkers(Workers):
             # The thread counts as idle before the result is known, so that the next order can go to this thread.
             with self._lock:
                 self._idle_threads += 1
-            self.post(settle, future, outcome)
+            self.call_soon(settle, future, outcome)
 
         with self._lock:
             if self._idle_threads > 0:
@@ -260,7 +260,7 @@ class ThreadWorkers(Workers):
             if self._is_closed:
                 return
 
-    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+    def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function on the event loop, from a thread."""
         with suppress(RuntimeError):  # The loop is closed: nothing waits for the call any more.
             self._loop.call_soon_threadsafe(function, *arguments)
