@@ -7,10 +7,11 @@ depends only on which arguments are given. It is cached, so that psycopg sees th
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import datetime, timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 from uuid import UUID
 
+from psycopg import IsolationLevel, sql
 from psycopg.rows import BaseRowFactory, args_row, scalar_row, tuple_row
 from psycopg.types.json import Json, Jsonb
 
@@ -290,3 +291,173 @@ def prepare_wait_and_look(queue_name: str, max_records: int, timeout: timedelta)
     ready.
     """
     return Bound(_PREPARE_WAIT, [queue_name, max_records, queue_name, timeout], tuple_row)
+
+
+# Statements of the consumer. Each of them may concern several claims: ids and tokens are parallel lists.
+
+_CLAIMS = (
+    b"(select u.token, array_agg(u.id order by u.id) as ids"
+    b" from unnest(%s::bigint[], %s::uuid[]) as u(id, token) group by u.token) as c"
+)
+_ACK_CLAIMS = (
+    b"select c.token, pgqueue.ack_batch(queue_name => %s::text, ids => c.ids, claim_token => c.token) from " + _CLAIMS
+)
+_EXTEND_CLAIMS = (
+    b"select e.id from " + _CLAIMS + b", lateral pgqueue.extend_batch(queue_name => %s::text, ids => c.ids,"
+    b" claim_token => c.token, visibility_timeout => %s::interval) as e(id)"
+)
+_RELEASE_CLAIMS = (
+    b"select pgqueue.release(queue_name => %s::text, ids => c.ids, claim_token => c.token) from " + _CLAIMS
+)
+_LOCK_TIMEOUT = b" where (select pg_catalog.set_config('lock_timeout', %s::text, true)) is not null"
+_FIND_MESSAGES = (
+    b"select case count(*) when %s then max(b.id) end, array_agg(b.id) filter (where b.id = any(%s::bigint[]))"
+    b" from pgqueue.browse(queue_name => %s::text, state => %s::text, max_messages => %s::int,"
+    b" after_id => %s::bigint) as b"
+)
+# The claim depends on a row that exists only if the peek has seen a message. Otherwise nothing is claimed.
+_PEEK_AND_CLAIM = (
+    b"with look as materialized (select pgqueue.peek(queue_name => %s::text, max_records => %s::int) as seen)"
+    b" select l.seen, " + ", ".join([f"c.{field.name}" for field in fields(Message)]).encode() + b" from look as l"
+    b" left join lateral (select c.* from pg_catalog.generate_series(1, least(l.seen, 1)) as g(one),"
+    b" pgqueue.claim(queue_name => %s::text, max_messages => least(l.seen, %s::int) * g.one,"
+    b" visibility_timeout => %s::interval, claimed_by => %s::text) as c) as c on true"
+)
+
+COMMIT = b"commit"
+SET_CONSTRAINTS_IMMEDIATE = b"set constraints all immediate; "
+SAVEPOINT, RELEASE_SAVEPOINT = b"savepoint pgqueue", b"release savepoint pgqueue"
+POLICY_SAVEPOINT, RELEASE_POLICY_SAVEPOINT = b"savepoint pgqueue_policy", b"release savepoint pgqueue_policy"
+# These run on a cursor: psycopg clears its cache of prepared statements when a cursor executes a rollback.
+ROLLBACK: Bound[Any] = Bound(b"rollback", [], scalar_row)
+ROLLBACK_TO_SAVEPOINT: Bound[Any] = Bound(b"rollback to savepoint pgqueue", [], scalar_row)
+ROLLBACK_TO_POLICY_SAVEPOINT: Bound[Any] = Bound(b"rollback to savepoint pgqueue_policy", [], scalar_row)
+NO_COMMIT_WAIT = b"set synchronous_commit = off"
+BACKEND_PID: Bound[int] = Bound(b"select pg_catalog.pg_backend_pid()", [], scalar_row)
+
+
+def begin(isolation_level: IsolationLevel | None, read_only: bool | None, deferrable: bool | None) -> bytes:
+    """The statement that begins a transaction with the characteristics of a psycopg connection."""
+    text = "begin"
+    if isolation_level is not None:
+        text += f" isolation level {isolation_level.name.replace('_', ' ').lower()}"
+    if read_only is not None:
+        text += " read only" if read_only else " read write"
+    if deferrable is not None:
+        text += " deferrable" if deferrable else " not deferrable"
+    return text.encode()
+
+
+def with_lock_timeout(call: Bound[T], milliseconds: int) -> Bound[T]:
+    """Add a lock timeout to a statement that has no `where` clause.
+
+    The timeout holds for the transaction only, because a pooler keeps what is set for a session. PostgreSQL evaluates
+    the condition before it executes the rest of the statement.
+    """
+    return Bound(call.text + _LOCK_TIMEOUT, [*call.values, str(milliseconds)], call.row)
+
+
+def ack_claims(queue_name: str, ids: list[int], tokens: list[UUID | None]) -> Bound[tuple[UUID | None, int]]:
+    """Acknowledge messages of several claims: a row for each claim, with the number acknowledged."""
+    return Bound(_ACK_CLAIMS, [queue_name, ids, tokens], tuple_row)
+
+
+def extend_claims(
+    queue_name: str, ids: list[int], tokens: list[UUID | None], visibility_timeout: timedelta
+) -> Bound[int]:
+    """Extend several claims: the ids of the messages that are still claimed under these tokens."""
+    return Bound(_EXTEND_CLAIMS, [ids, tokens, queue_name, visibility_timeout], scalar_row)
+
+
+def release_claims(queue_name: str, ids: list[int], tokens: list[UUID | None]) -> Bound[int]:
+    """Release messages of several claims: for each claim the number released."""
+    return Bound(_RELEASE_CLAIMS, [queue_name, ids, tokens], scalar_row)
+
+
+def find_messages(
+    queue_name: str, ids: list[int], state: str, after_id: int, page: int
+) -> Bound[tuple[int | None, list[int] | None]]:
+    """Look for messages in a page of `browse`: the last id of a full page, and the ids that were found."""
+    return Bound(_FIND_MESSAGES, [page, ids, queue_name, state, page, after_id], tuple_row)
+
+
+def peek_and_claim(
+    queue_name: str, max_records: int, max_messages: int, visibility_timeout: timedelta, claimed_by: str
+) -> Bound[tuple[int, Message | None]]:
+    """Count the ready messages, and claim some: each row has the count, and a message or None."""
+    values = [queue_name, max_records, queue_name, max_messages, visibility_timeout, claimed_by]
+    return Bound(_PEEK_AND_CLAIM, values, _counted_message)
+
+
+def _counted_message(_cursor: Any) -> Callable[[Any], tuple[int, Message | None]]:
+    return lambda values: (values[0], None if values[1] is None else Message(*values[1:]))
+
+
+class LostAck(NamedTuple):
+    """A row of `exchange_messages`: an acknowledgement that came too late."""
+
+    id: int
+
+
+def exchange_messages(
+    queue_name: str,
+    ids: list[int],
+    token: UUID | None,
+    max_messages: int,
+    visibility_timeout: timedelta,
+    claimed_by: str,
+) -> Bound[Message | LostAck]:
+    """Acknowledge messages of a claim and claim others: the claimed messages, and the acknowledgements lost."""
+    call = exchange(queue_name, ids, token, max_messages, visibility_timeout, claimed_by)
+    return Bound(call.text, call.values, _message_or_lost_ack)
+
+
+def _message_or_lost_ack(_cursor: Any) -> Callable[[Any], Message | LostAck]:
+    # `lost` is the last column of `exchange`, after those of a message.
+    return lambda values: LostAck(values[0]) if values[-1] else Message(*values[:_MESSAGE_COLUMNS])
+
+
+_MESSAGE_COLUMNS = len(fields(Message))
+
+
+@lru_cache(maxsize=256)
+def begin_and_claim(
+    begin: bytes, queue_name: str, max_messages: int, claimed_by: str, name: bytes | None, is_prepared: bool
+) -> Bound[Message]:
+    """Begin a transaction, claim in it and set a savepoint, in one round trip.
+
+    With a `name` the claim is a prepared statement of this name, prepared first unless `is_prepared`.
+    """
+    call = claim(queue_name, max_messages, None, claimed_by)
+    text = call.text % tuple([sql.quote(value).encode() for value in call.values])
+    execute = text if name is None else b"execute " + name
+    prepare = b"" if name is None or is_prepared else b"prepare " + name + b" as " + text + b"; "
+    return Bound(prepare + begin + b"; " + execute + b"; " + SAVEPOINT, [], call.row)
+
+
+def ack_all_or_fail(queue_name: str, ids: list[int], token: UUID | None) -> bytes:
+    """Acknowledge all messages of a claim, without parameters; fails with division by zero if one is not claimed."""
+    listed = ",".join([str(int(one)) for one in ids])
+    text = (
+        f"select 1 / (pgqueue.ack_batch(queue_name => {_quoted(queue_name)}, ids => '{{{listed}}}',"
+        f" claim_token => '{token}') = {len(ids)})::int; "
+    )
+    return text.encode()
+
+
+_quoted = lru_cache(maxsize=256)(sql.quote)
+
+
+def notify(channel: str) -> Bound[object]:
+    """Notify a channel."""
+    return Bound(b"select pg_catalog.pg_notify(%s, '')", [channel], scalar_row)
+
+
+def listen(channel: str) -> sql.Composed:
+    """Listen to a channel."""
+    return sql.SQL("listen {}").format(sql.Identifier(channel))
+
+
+def unlisten(channel: str) -> sql.Composed:
+    """Listen to a channel no longer."""
+    return sql.SQL("unlisten {}").format(sql.Identifier(channel))

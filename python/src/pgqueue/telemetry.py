@@ -46,7 +46,7 @@ def instrument(consumer: "AnyConsumer") -> "AnyConsumer":
 
 
 def _traced(handler: Callable[[Any], Any], queue_name: str) -> Callable[[Any], Any]:
-    from .consumer.opener import is_async  # here, so that programs that only send do not import the consumer
+    from .consumer.connections import is_async  # here, so that programs that only send do not import the consumer
 
     tracer = trace.get_tracer("pgqueue")
 

@@ -29,17 +29,17 @@ from consumers import (
 )
 
 import pgqueue
-from pgqueue.consumer import jobs, pump
+from pgqueue.consumer import handlers, polling
 
 Connection = psycopg.Connection[Any]
 
 
 def waits_for_handlers(run: Run) -> bool:
     """Whether a stop has come to where it waits for handlers: only their end, or another stop, lets it go on."""
-    core = run.consumer._core
-    return core is not None and any(
+    runtime = run.consumer._runtime
+    return runtime is not None and any(
         getattr(happened, "func", None) is not None and happened.func.__name__ == "_is_over"
-        for happened in list(core._waiters.values())
+        for happened in list(runtime._waiters.values())
     )
 
 
@@ -546,14 +546,14 @@ def test_the_claim_of_a_message_that_cannot_be_settled_is_not_extended(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(connection, name, visibility_timeout=SECOND).enqueue(1)
-    settle = jobs.settlement
+    settle = handlers.settlement
 
     def mistaken(settings: Any, held: Any, error: BaseException) -> Any:
         if held.message.attempt_count == 1:
             raise ZeroDivisionError("a mistake of ours")
         return settle(settings, held, error)
 
-    monkeypatch.setattr(jobs, "settlement", mistaken)
+    monkeypatch.setattr(handlers, "settlement", mistaken)
 
     async def work(step: Step) -> None:
         if step.attempt < 3:
@@ -593,7 +593,7 @@ def test_prefetched_messages_are_handled_as_soon_as_the_limit_allows(
 def test_claims_with_a_shorter_visibility_timeout_than_earlier_ones_are_extended_in_time(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pump, "_INFO_SECONDS", 0.0)
+    monkeypatch.setattr(polling, "_INFO_SECONDS", 0.0)
     queue = prepare(connection, name, visibility_timeout=timedelta(hours=1))
     queue.enqueue("long")
     go_on = threading.Event()

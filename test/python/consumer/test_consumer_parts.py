@@ -17,27 +17,24 @@ from consumers import SECOND, THREADS, Form, Step, beside, each, each_plain, pre
 from psycopg.rows import scalar_row
 
 from pgqueue import AsyncConsumer, Consumer, Message
-from pgqueue._calls import Bound
-from pgqueue.consumer import jobs, leases, pump, waking
-from pgqueue.consumer.core import Core
-from pgqueue.consumer.delivery import Held
-from pgqueue.consumer.leases import Leases, LostAck
-from pgqueue.consumer.links import Link, Stack
-from pgqueue.consumer.opener import Opener
-from pgqueue.consumer.settlements import Result
-from pgqueue.consumer.steps import AsyncWorkers
-from pgqueue.consumer.tasks import ended, within
+from pgqueue._calls import Bound, LostAck
+from pgqueue.consumer import claims, handlers, polling
+from pgqueue.consumer.claims import Claims
+from pgqueue.consumer.connections import ConnectionFactory, IdleConnections, SharedConnection
+from pgqueue.consumer.delivery import ClaimedMessage, Event, HandlerCall, Result, State
+from pgqueue.consumer.runtime import Runtime
 from pgqueue.consumer.transactions import Transactions
+from pgqueue.consumer.workers import AsyncWorkers, end_tasks, within
 
 Connection = psycopg.Connection[Any]
 NOW = datetime.now(UTC)
 TOKEN = uuid4()
 
 
-def core(conninfo: Any = "", **options: Any) -> Core:
+def runtime(conninfo: Any = "", **options: Any) -> Runtime:
     """What the parts of a consumer share."""
     consumer = Consumer(conninfo, "q", lambda _: None, **{"concurrency": 4, **options})
-    return Core(consumer._settings, consumer._stats)
+    return Runtime(consumer._settings, consumer._stats)
 
 
 def asked(text: bytes) -> Bound[Any]:
@@ -48,12 +45,12 @@ def asked(text: bytes) -> Bound[Any]:
 
 
 def test_one_handler_runs_while_the_circuit_is_open() -> None:
-    parts = core(circuit_breaker_after=timedelta(0))
+    parts = runtime(circuit_breaker_after=timedelta(0))
     assert parts.limit == 4
-    parts.trouble("claim", psycopg.OperationalError("down"))
+    parts.failed("claim", psycopg.OperationalError("down"))
     assert parts.stats.circuit == "open"
     assert parts.limit == 1
-    parts.fine("connection")
+    parts.succeeded("connection")
     assert parts.stats.circuit == "closed"
     assert parts.limit == 4
 
@@ -61,23 +58,23 @@ def test_one_handler_runs_while_the_circuit_is_open() -> None:
 @pytest.mark.parametrize("error", [psycopg.errors.SerializationFailure(), psycopg.errors.DeadlockDetected()], ids=repr)
 @pytest.mark.parametrize("kind", ["work", "claim", "settle"])
 def test_a_conflict_does_not_count_as_trouble(error: Exception, kind: str) -> None:
-    parts = core()
-    parts.trouble(kind, error)
+    parts = runtime()
+    parts.failed(kind, error)
     assert parts.stats.circuit == "closed"
-    parts.trouble(kind, psycopg.OperationalError("down"))
+    parts.failed(kind, psycopg.OperationalError("down"))
     assert parts.stats.circuit == "armed"
 
 
 async def test_a_failure_is_followed_by_a_pause_that_can_be_interrupted() -> None:
-    parts = core()
-    for rest in (parts.rest, parts._calm):
+    parts = runtime()
+    for rest in (parts.rest, parts._pause_connecting):
         parts.breaker.succeeded("connection")
         started = time.monotonic()
-        parts.trouble("claim", psycopg.OperationalError("down"))
+        parts.failed("claim", psycopg.OperationalError("down"))
         await rest()
         assert time.monotonic() - started >= 0.05 * 0.75
     parts._not_before = parts._connect_at = time.monotonic() + 3600
-    resting = asyncio.gather(parts.rest(), parts._calm())
+    resting = asyncio.gather(parts.rest(), parts._pause_connecting())
     await asyncio.sleep(0)
     parts.stops = 2
     parts.signal()
@@ -86,20 +83,20 @@ async def test_a_failure_is_followed_by_a_pause_that_can_be_interrupted() -> Non
 
 
 async def test_trouble_of_the_workers_does_not_delay_connections_that_extend_claims() -> None:
-    parts = core(circuit_breaker_after=timedelta(0))
-    parts.trouble("work", OSError("can't start new thread"))
+    parts = runtime(circuit_breaker_after=timedelta(0))
+    parts.failed("work", OSError("can't start new thread"))
     assert parts.stats.circuit == "open"
     async with asyncio.timeout(5):  # Otherwise it pauses for 7.5 s at least.
-        await parts._calm()
-    parts.trouble("settle", psycopg.OperationalError("down"))
+        await parts._pause_connecting()
+    parts.failed("settle", psycopg.OperationalError("down"))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
-            await parts._calm()
+            await parts._pause_connecting()
 
 
 async def test_a_failed_task_is_restarted_and_an_unexpected_error_is_logged_as_critical() -> None:
     said: list[tuple[BaseException | None, str]] = []
-    parts = core(on_critical=lambda error, text: said.append((error, text)))
+    parts = runtime(on_critical=lambda error, text: said.append((error, text)))
     mistake = ValueError("a mistake of ours")
     errors: list[Exception] = [psycopg.OperationalError("down"), mistake]
     begun: list[int] = []
@@ -109,14 +106,14 @@ async def test_a_failed_task_is_restarted_and_an_unexpected_error_is_logged_as_c
         if errors:
             raise errors.pop(0)
 
-    await parts.keep_up("working", work)
+    await parts.keep_running("working", work)
     assert len(begun) == 3
     assert said == [(mistake, "working failed, and is begun again")]
     assert parts.stats.circuit == "armed"
 
 
 async def test_a_waiting_task_is_woken_only_by_its_own_condition() -> None:
-    parts = core()
+    parts = runtime()
     happened: list[str] = []
     looks: list[str] = []
 
@@ -145,20 +142,20 @@ async def test_a_waiting_task_is_woken_only_by_its_own_condition() -> None:
 
 
 async def test_only_claims_use_asynchronous_commit(database: str) -> None:
-    parts = core(database)
+    parts = runtime(database)
     try:
         question = asked(b"show synchronous_commit")
-        assert await parts.taking.run(question) == ["off"]
+        assert await parts.claiming.run(question) == ["off"]
         assert await parts.settling.run(question) == ["on"]
     finally:
         await parts.close()
 
 
 async def test_no_setting_is_left_on_a_pooled_connection(database: str) -> None:
-    parts = core(database)
-    parts.opener.proxied = True
+    parts = runtime(database)
+    parts.connections.proxied = True
     try:
-        assert await parts.taking.run(asked(b"show synchronous_commit")) == ["on"]
+        assert await parts.claiming.run(asked(b"show synchronous_commit")) == ["on"]
     finally:
         await parts.close()
 
@@ -167,7 +164,7 @@ async def test_a_statement_without_an_answer_is_abandoned_and_repeated(database:
     async def calm() -> None:
         pass
 
-    link = Link(Opener(database, "test"), calm, deadline=0.2)
+    link = SharedConnection(ConnectionFactory(database, "test"), calm, deadline=0.2)
     try:
         [first] = await link.run(asked(b"select pg_backend_pid()"))
         with pytest.raises(psycopg.OperationalError, match=r"no answer from the server within 0\.2 s"):
@@ -180,7 +177,7 @@ async def test_a_statement_without_an_answer_is_abandoned_and_repeated(database:
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 async def test_keepalives_are_set_unless_the_user_sets_them(is_async: bool, database: str) -> None:
-    opener = Opener(f"{database} keepalives_idle=77", "test")
+    opener = ConnectionFactory(f"{database} keepalives_idle=77", "test")
     connection: Any = await opener.open_async() if is_async else opener.open()
     given = connection.info.get_parameters()
     closed = connection.close()
@@ -192,7 +189,7 @@ async def test_keepalives_are_set_unless_the_user_sets_them(is_async: bool, data
 
 
 def test_no_more_idle_connections_are_kept_than_may_be_used(database: str) -> None:
-    stack: Stack[Connection] = Stack()
+    stack: IdleConnections[Connection] = IdleConnections()
     connections = [connect(database) for _ in range(3)]
     try:
         first, second, third = connections
@@ -226,17 +223,17 @@ async def test_a_look_claims_only_the_messages_that_it_counted(
 ) -> None:
     queue = prepare(connection, name)
     consumer = Consumer(database, name, lambda _: None, claimed_by="looker")
-    parts = Core(consumer._settings, consumer._stats)
-    mine = Leases(parts, lambda _: None, lambda _: None)
+    parts = Runtime(consumer._settings, consumer._stats)
+    mine = Claims(parts)
     try:
-        assert await mine.look(10, 5) == (0, [])
+        assert await mine.peek_and_claim(10, 5) == (0, [])
         queue.enqueue_batch(list(range(7)))
-        seen, found = await mine.look(6, 3)
+        seen, found = await mine.peek_and_claim(6, 3)
         assert (seen, [(one.payload, one.claimed_by) for one in found]) == (6, [(n, "looker") for n in range(3)])
         # Of fewer than are wanted it wants no more than it sees: who comes up short sweeps, which is dear.
-        seen, found = await mine.look(10, 5)
+        seen, found = await mine.peek_and_claim(10, 5)
         assert (seen, [one.payload for one in found]) == (4, [3, 4, 5, 6])
-        assert await mine.look(10, 5) == (0, [])
+        assert await mine.peek_and_claim(10, 5) == (0, [])
     finally:
         await parts.close()
 
@@ -251,7 +248,7 @@ class Desk:
         self.asked: list[str] = []
         self.settled: list[tuple[int, str]] = []
         self.criticals: list[str] = []
-        parts = core(on_critical=lambda _, text: self.criticals.append(text))
+        parts = runtime(on_critical=lambda _, text: self.criticals.append(text), observe=self._observe)
 
         async def run(call: Bound[Any], _: str) -> list[Any]:
             kind = next(kind for kind in answers if kind.encode() in call.text)
@@ -262,32 +259,64 @@ class Desk:
             return answer
 
         parts.run = run  # type: ignore[method-assign]
-        self.leases = Leases(parts, lambda result: self.settled.append((result.held.id, result.kind)), lambda _: None)
+        self.claims = Claims(parts)
 
-    def hold(self, *ids: int, seconds: float = 30.0) -> list[Held]:
-        self.leases.visibility_timeout = timedelta(seconds=seconds)
-        held = [Held(Message(one, "q", 1, None, None, None, 1, 5, NOW, NOW, None, "me", TOKEN, None)) for one in ids]
-        self.leases.add(held, time.monotonic())
+    def _observe(self, event: Event) -> None:
+        if event.message_id is not None:
+            self.settled.append((event.message_id, event.kind))
+
+    def hold(self, *ids: int, seconds: float = 30.0) -> list[ClaimedMessage]:
+        self.claims.visibility_timeout = timedelta(seconds=seconds)
+        held = [
+            ClaimedMessage(Message(one, "q", 1, None, None, None, 1, 5, NOW, NOW, None, "me", TOKEN, None))
+            for one in ids
+        ]
+        self.claims.add(held, time.monotonic())
+        for one in held:
+            one.become(State.WORKING)
         return held
 
-    def acknowledge(self, *held: Held) -> None:
+    def acknowledge(self, *held: ClaimedMessage) -> None:
         for one in held:
-            self.leases.acknowledge(Result(one, "succeeded"))
+            self.claims.acknowledge(Result(one, State.ACKED))
 
 
 async def test_a_call_that_is_cancelled_before_its_first_step_frees_its_slot() -> None:
-    parts = core()
+    parts = runtime()
     freed: list[int] = []
-    called = jobs.Jobs(parts, AsyncWorkers(parts.opener, lambda: parts.limit))
-    parts.go_on = lambda: freed.append(called.free)
+    called = handlers.HandlerCalls(parts, AsyncWorkers(parts.settings, parts.connections))
     held = Desk().hold(1)
-    called.lease(held)
+    called.claims.add(held, time.monotonic())
+    called._start(held, called._handle)
+    called.start_next = lambda: freed.append(called.free)  # type: ignore[method-assign]
     assert called.free == parts.limit - 1
+
+    async def nothing_kept(*_: Any) -> list[int]:
+        return []
+
+    parts.run = nothing_kept  # type: ignore[method-assign]
     # The answer to a heartbeat comes in the same turn of the loop, as when the process was stopped for a while.
-    called._lost(held[0])
+    await called.claims._extend(held, False)
     await parts.until(lambda: not called.running, time.monotonic() + 30)
     assert freed == [parts.limit]
     assert (parts.stats.running, parts.stats.lost) == (0, 1)
+
+
+async def test_a_forced_stop_leaves_a_settlement_that_is_on_its_way() -> None:
+    parts = runtime()
+    called = handlers.HandlerCalls(parts, AsyncWorkers(parts.settings, parts.connections))
+    held = Desk().hold(1, 2)
+
+    async def work(_: HandlerCall) -> None:
+        called.claims.acknowledge(Result(held[0], State.ACKED))
+        await asyncio.sleep(60)
+
+    called._start(held, work)
+    await asyncio.sleep(0)
+    for call in called.running:
+        call.cancel()
+    await parts.until(lambda: not called.running, time.monotonic() + 30)
+    assert [one.state for one in held] == [State.SETTLING, State.RELEASED]
 
 
 REFUSED = psycopg.errors.InvalidParameterValue("refused")
@@ -296,28 +325,28 @@ LOST = psycopg.OperationalError("the connection is lost")
 
 async def test_a_refused_settlement_is_repeated_in_its_second_form() -> None:
     desk = Desk(first=lambda _: REFUSED, plain=lambda _: [True])
-    [held] = desk.hold(1)
-    desk.leases.send(asked(b"first"), Result(held, "retried"), asked(b"plain"))
-    await desk.leases.flush()
+    held, other = desk.hold(1, 2)
+    desk.claims.send(asked(b"first"), Result(held, State.RETRIED), asked(b"plain"))
+    await desk.claims.flush()
     assert desk.asked == ["first", "plain"]
     assert (desk.settled, desk.criticals) == ([(1, "retried")], [])
-    desk.leases.send(asked(b"first"), Result(held, "retried"), asked(b"first"))
-    desk.leases.send(asked(b"plain"), None)
-    await desk.leases.flush()
+    desk.claims.send(asked(b"first"), Result(other, State.RETRIED), asked(b"first"))
+    desk.claims.send(asked(b"plain"), None)
+    await desk.claims.flush()
     assert desk.asked == ["first", "plain", "first", "first", "plain"]
     assert desk.criticals == ["a message could not be settled: it is left to be delivered again"]
-    assert desk.leases.is_settled
+    assert desk.claims.is_settled
 
 
 async def test_settlements_that_met_trouble_are_repeated_in_order() -> None:
     desk = Desk(first=lambda number: LOST if number == 1 else [False], second=lambda _: [True])
     held = desk.hold(1, 2)
-    desk.leases.send(asked(b"first"), Result(held[0], "dead"))
-    desk.leases.send(asked(b"second"), Result(held[1], "dead"))
+    desk.claims.send(asked(b"first"), Result(held[0], State.DEAD))
+    desk.claims.send(asked(b"second"), Result(held[1], State.DEAD))
     with pytest.raises(psycopg.OperationalError):
-        await desk.leases.flush()
-    assert not desk.leases.is_settled
-    await desk.leases.flush()
+        await desk.claims.flush()
+    assert not desk.claims.is_settled
+    await desk.claims.flush()
     assert desk.asked == ["first", "first", "second"]
     assert desk.settled == [(1, "lost"), (2, "dead")]
 
@@ -326,7 +355,7 @@ async def test_settlements_that_met_trouble_are_repeated_in_order() -> None:
 async def test_only_existing_messages_of_a_partly_acknowledged_batch_are_reported_as_lost(look: int) -> None:
     desk = Desk(ack_batch=lambda _: [(TOKEN, 2)], browse=lambda number: [(None, [2] if number == look else None)])
     desk.acknowledge(*desk.hold(1, 2, 3))
-    await desk.leases.flush()
+    await desk.claims.flush()
     assert desk.settled == [(1, "succeeded"), (2, "lost"), (3, "succeeded")]
 
 
@@ -337,9 +366,9 @@ async def test_a_check_that_fails_settles_nothing_and_is_repeated() -> None:
     )
     desk.acknowledge(*desk.hold(1, 2, 3))
     with pytest.raises(psycopg.OperationalError):
-        await desk.leases.flush()
+        await desk.claims.flush()
     assert desk.settled == []
-    await desk.leases.flush()
+    await desk.claims.flush()
     assert desk.settled == [(1, "succeeded"), (2, "succeeded"), (3, "succeeded")]
 
 
@@ -350,18 +379,18 @@ async def test_a_missing_message_after_a_broken_acknowledgement_counts_as_acknow
     desk = Desk(ack_batch=lambda number: LOST if number == 1 else [(TOKEN, 0)], browse=lambda _: [(None, None)])
     desk.acknowledge(*desk.hold(1, seconds=seconds))
     with pytest.raises(psycopg.OperationalError):
-        await desk.leases.flush()
+        await desk.claims.flush()
     assert desk.settled == []
-    await desk.leases.flush()
+    await desk.claims.flush()
     assert desk.settled == [(1, kind)]
 
 
 async def test_an_exchange_acknowledges_and_reports_lost_messages() -> None:
     desk = Desk(exchange=lambda _: [LostAck(2)])
     desk.acknowledge(*desk.hold(1, 2))
-    assert await desk.leases.claim(5, True) == []
+    assert await desk.claims.claim(5, True) == []
     assert desk.settled == [(1, "succeeded"), (2, "lost")]
-    assert desk.leases.is_settled
+    assert desk.claims.is_settled
 
 
 async def test_messages_that_a_broken_exchange_may_have_acknowledged_are_checked() -> None:
@@ -373,16 +402,16 @@ async def test_messages_that_a_broken_exchange_may_have_acknowledged_are_checked
     )
     desk.acknowledge(*desk.hold(1, 2))
     with pytest.raises(psycopg.OperationalError):
-        await desk.leases.claim(5, True)
+        await desk.claims.claim(5, True)
     assert desk.settled == []
-    assert await desk.leases.claim(5, True) == []  # It does not wait for that.
+    assert await desk.claims.claim(5, True) == []  # It does not wait for that.
     assert desk.settled == []
-    await desk.leases.flush()
+    await desk.claims.flush()
     assert desk.settled == [(1, "succeeded"), (2, "lost")]
     assert desk.asked == ["exchange", "claim", "ack_batch", "browse", "browse", "browse"]
     desk.acknowledge(*desk.hold(3))
     with pytest.raises(psycopg.OperationalError):
-        await desk.leases.claim(5, True)
+        await desk.claims.claim(5, True)
     assert desk.asked[-1] == "exchange"
 
 
@@ -392,9 +421,9 @@ LOCKED = psycopg.errors.LockNotAvailable("canceling statement due to lock timeou
 async def test_an_exchange_that_meets_a_lock_is_replaced_by_a_claim() -> None:
     desk = Desk(exchange=lambda _: LOCKED, ack_batch=lambda _: [(TOKEN, 2)], claim=lambda _: [])
     desk.acknowledge(*desk.hold(1, 2))
-    assert await desk.leases.claim(5, True) == []
+    assert await desk.claims.claim(5, True) == []
     assert desk.settled == []
-    await desk.leases.flush()
+    await desk.claims.flush()
     assert desk.settled == [(1, "succeeded"), (2, "succeeded")]
     assert desk.asked == ["exchange", "claim", "ack_batch"]
 
@@ -404,26 +433,26 @@ async def test_a_check_in_parts_covers_every_message_although_the_connection_bre
     desk = Desk(ack_batch=lambda number: answers[number - 1])
     desk.acknowledge(*desk.hold(1, 2, 3, 4))
     with pytest.raises(psycopg.OperationalError):
-        await desk.leases.flush()
+        await desk.claims.flush()
     assert desk.settled == []
-    await desk.leases.flush()
+    await desk.claims.flush()
     assert sorted(desk.settled) == [(one, "succeeded") for one in (1, 2, 3, 4)]
 
 
 async def test_a_locked_message_is_retried_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(claims, "_RETRY_SECONDS", 0.01)
     desk = Desk(
         ack_batch=lambda number: LOCKED if number < 3 else [(TOKEN, 1)],
         nack=lambda number: LOCKED if number < 3 else [True],
     )
     held = desk.hold(1, 2)
     desk.acknowledge(held[0])
-    desk.leases.send(asked(b"nack"), Result(held[1], "retried"))
-    delivering = asyncio.create_task(desk.leases.deliver(_break_nothing))
+    desk.claims.send(asked(b"nack"), Result(held[1], State.RETRIED))
+    delivering = asyncio.create_task(desk.claims.send_settlements())
     async with asyncio.timeout(30):
-        while not desk.leases.is_settled:  # noqa: ASYNC110 - it settles by itself
+        while not desk.claims.is_settled:  # noqa: ASYNC110 - it settles by itself
             await asyncio.sleep(0.001)
-    await ended([delivering])
+    await end_tasks([delivering])
     assert sorted(desk.settled) == [(1, "succeeded"), (2, "retried")]
     assert (desk.asked.count("ack_batch"), desk.asked.count("nack")) == (3, 3)
 
@@ -434,24 +463,26 @@ async def test_the_lock_timeout_is_not_left_on_the_connection(
 ) -> None:
     queue = prepare(connection, name)
     ids = queue.enqueue_batch([1, 2, 3])
-    held = [Held(message) for message in queue.claim(3)]
-    consumer = Consumer(database, name, lambda _: None)
-    parts = Core(consumer._settings, consumer._stats)
-    parts.opener.proxied = proxied
-    settled: list[tuple[int, str]] = []
-    mine = Leases(parts, lambda result: settled.append((result.held.id, result.kind)), lambda _: None)
+    held = [ClaimedMessage(message) for message in queue.claim(3)]
+    events: list[Event] = []
+    consumer = Consumer(database, name, lambda _: None, observe=events.append)
+    parts = Runtime(consumer._settings, consumer._stats)
+    parts.connections.proxied = proxied
+    mine = Claims(parts)
     mine.add(held, time.monotonic())
     try:
         with connection.transaction():
             connection.execute("select from pgqueue.messages where id = %s for update", (ids[1],))
-            mine._leases[held[0].token].renew_at = 0.0
-            await mine._extend()
+            mine._claims[held[0].token].renew_at = 0.0
+            await mine._heartbeat()
             assert parts.stats.extended == 2
             for one in held:
-                mine.acknowledge(Result(one, "succeeded"))
+                one.become(State.WORKING)
+                mine.acknowledge(Result(one, State.ACKED))
             await mine.flush()
+            settled = [(event.message_id, event.kind) for event in events if event.kind != "extended"]
             assert sorted(settled) == [(ids[0], "succeeded"), (ids[2], "succeeded")]
-            assert [one.locked for one in held] == [False, True, False]
+            assert [one.is_locked for one in held] == [False, True, False]
             assert await parts.settling.run(asked(b"show lock_timeout")) == ["0"]
         assert await mine.release([held[1]]) == (1, [])
         assert parts.stats.circuit == "closed"
@@ -463,12 +494,12 @@ async def test_an_acknowledgement_refused_after_a_broken_connection_is_no_longer
     desk = Desk(exchange=lambda _: [], ack_batch=lambda number: LOST if number == 1 else REFUSED)
     desk.acknowledge(*desk.hold(1))
     with pytest.raises(psycopg.OperationalError):
-        await desk.leases.flush()
+        await desk.claims.flush()
     with pytest.raises(psycopg.errors.InvalidParameterValue):
-        await desk.leases.flush()
+        await desk.claims.flush()
     assert len(desk.criticals) == 1
     desk.acknowledge(*desk.hold(2))
-    assert await desk.leases.claim(5, True) == []
+    assert await desk.claims.claim(5, True) == []
     assert desk.asked == ["ack_batch", "ack_batch", "exchange"]
 
 
@@ -480,13 +511,14 @@ async def test_a_message_that_is_claimed_again_was_not_acknowledged() -> None:
     [first] = desk.hold(1)
     desk.acknowledge(first)
     with pytest.raises(psycopg.OperationalError):
-        await desk.leases.flush()
-    second = Held(replace(first.message, claim_token=other))
-    desk.leases.add([second], time.monotonic())
+        await desk.claims.flush()
+    second = ClaimedMessage(replace(first.message, claim_token=other))
+    second.become(State.WORKING)
+    desk.claims.add([second], time.monotonic())
     with pytest.raises(psycopg.OperationalError):
-        await desk.leases.flush()
+        await desk.claims.flush()
     desk.acknowledge(second)
-    await desk.leases.flush()
+    await desk.claims.flush()
     assert desk.settled == [(1, "lost"), (1, "succeeded")]
 
 
@@ -497,12 +529,12 @@ FATES = {"acknowledged": "succeeded", "ready": "lost", "inflight": "lost", "sche
 async def test_an_acknowledgement_in_doubt_is_not_a_success_while_the_message_exists(
     fate: str, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases, "_PAGE", 2)  # It takes some pages to come from the first to the last.
+    monkeypatch.setattr(claims, "_PAGE", 2)  # It takes some pages to come from the first to the last.
     queue = prepare(connection, name)
     ids = queue.enqueue_batch(list(range(9)))
     others = queue.enqueue_batch(list(range(9)), delay=SECOND * 60)
     messages = queue.claim(9)
-    held = [Held(messages[place]) for place in (0, 8)]
+    held = [ClaimedMessage(messages[place]) for place in (0, 8)]
     assert (held[0].id, held[1].id) == (ids[0], ids[8])
     assert len(others) == 9
     if fate == "acknowledged":
@@ -518,65 +550,68 @@ async def test_an_acknowledgement_in_doubt_is_not_a_success_while_the_message_ex
         for message in wait_for(lambda: queue.claim(9, SECOND * 3600)):
             if fate == "scheduled":
                 queue.nack(message.id, message.claim_token, SECOND * 3600)
-    consumer = Consumer(database, name, lambda _: None)
-    parts = Core(consumer._settings, consumer._stats)
-    settled: list[str] = []
-    mine = leases.Leases(parts, lambda result: settled.append(result.kind), lambda _: None)
+    events: list[Event] = []
+    consumer = Consumer(database, name, lambda _: None, observe=events.append)
+    parts = Runtime(consumer._settings, consumer._stats)
+    mine = Claims(parts)
     mine.add(held, time.monotonic())
     for one in held:
-        mine.acknowledge(Result(one, "succeeded"))
+        one.become(State.WORKING)
+        mine.acknowledge(Result(one, State.ACKED))
     with monkeypatch.context() as broken:
         broken.setattr(parts.settling, "run", _break)
         with pytest.raises(psycopg.OperationalError):
             await mine.flush()
     await mine.flush()
     await parts.close()
-    assert settled == [FATES[fate]] * 2
+    assert [event.kind for event in events if event.message_id] == [FATES[fate]] * 2
 
 
 async def _break(_: Any) -> None:
     raise LOST
 
 
-async def _break_nothing() -> None:
-    pass
-
-
 async def test_claims_of_released_messages_are_not_extended() -> None:
     desk = Desk(release=lambda _: [1], extend_batch=lambda _: [2])
     held = desk.hold(1, 2, seconds=-1)
-    assert await desk.leases.release(held[:1]) == (1, [])
-    await desk.leases._extend()
+    assert await desk.claims.release(held[:1]) == (1, [])
+    await desk.claims._heartbeat()
     assert desk.asked == ["release", "extend_batch"]
-    assert [one.lost for one in held] == [False, False]
+    assert [one.is_lost for one in held] == [False, False]
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "of-two-claims"])
-def test_a_batch_is_settled_in_order_of_id_like_other_calls_that_lock_messages(marked: bool) -> None:
-    parts = core(transactional=True, batch_size=3)
+async def test_a_batch_is_settled_in_order_of_id_like_other_calls_that_lock_messages(marked: bool) -> None:
+    parts = runtime(transactional=True, batch_size=3)
     tokens = [TOKEN, TOKEN if marked else uuid4(), TOKEN]
     held = [
-        Held(Message(one, "q", 1, None, None, None, 1, 5, NOW, NOW, None, "me", token, None))
+        ClaimedMessage(Message(one, "q", 1, None, None, None, 1, 5, NOW, NOW, None, "me", token, None))
         for one, token in zip((3, 1, 2), tokens, strict=True)
     ]
+    HandlerCall(held, cancels_task=False)
     deliveries = [one.deliver(None, True) for one in held]
     if marked:
         deliveries[0].retry()
+    steps: list[Any] = []
+
+    class Recorder:
+        """A session that notes what is executed, and says that everything was still claimed."""
+
+        async def execute(self, call: Bound[Any]) -> list[Any]:
+            steps.append(call)
+            return [True]
+
+        async def command(self, text: bytes) -> None:
+            steps.append(text)
+
     workers: Any = None  # Settling does without.
-    script = Transactions(parts.settings, workers, parts.critical)._settle(held, deliveries, 0.1, b"commit")
-    steps: list[Any] = [next(script)]
-
-    def go_on() -> None:
-        while True:
-            steps.append(script.send([True]))
-
-    with pytest.raises(StopIteration) as end:
-        go_on()
+    session: Any = Recorder()
+    results = await Transactions(parts, workers)._settle(held, deliveries, 0.1, b"commit", session)
     assert [step.values[1] for step in steps[:-1]] == [1, 2, 3]
     assert b"nack" in steps[2].text if marked else b"ack" in steps[2].text
-    assert steps[-1].text == b"commit"
-    kinds = [(result.held.id, result.kind) for result in end.value.value]
-    assert kinds == [(3, "retried" if marked else "succeeded"), (1, "succeeded"), (2, "succeeded")]
+    assert steps[-1] == b"commit"
+    states = [(result.message.id, result.state) for result in results]
+    assert states == [(3, State.RETRIED if marked else State.ACKED), (1, State.ACKED), (2, State.ACKED)]
 
 
 # Settings of the queue
@@ -586,7 +621,7 @@ def test_a_batch_is_settled_in_order_of_id_like_other_calls_that_lock_messages(m
 def test_a_changed_visibility_timeout_is_noticed(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pump, "_INFO_SECONDS", 0.0)
+    monkeypatch.setattr(polling, "_INFO_SECONDS", 0.0)
     queue = prepare(connection, name, visibility_timeout=timedelta(hours=1))
     held: list[timedelta] = []
 
@@ -609,7 +644,7 @@ def test_a_changed_visibility_timeout_is_noticed(
 def test_preparing_to_wait_again_counts_as_a_look(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:
-    monkeypatch.setattr(waking, "_WAIT_SECONDS", 0.05)  # It has lapsed when the next look is due.
+    monkeypatch.setattr(polling, "_WAIT_SECONDS", 0.05)  # It has lapsed when the next look is due.
     prepare(connection, name)
 
     async def work(step: Step) -> None:
@@ -628,7 +663,7 @@ def test_each_of_several_successive_messages_costs_one_look(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:
     for pause in ("_QUIET", "_TRUST"):
-        monkeypatch.setattr(waking, pause, 60.0)  # Only a notification ends it.
+        monkeypatch.setattr(polling, pause, 60.0)  # Only a notification ends it.
     queue = prepare(connection, name)
 
     async def work(step: Step) -> None:
@@ -649,7 +684,7 @@ def test_each_of_several_successive_messages_costs_one_look(
 def test_acknowledgements_are_delayed_to_form_batches(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:
-    monkeypatch.setattr(leases, "_COMPANY_SECONDS", 60.0)  # Only a stop ends it.
+    monkeypatch.setattr(claims, "_BATCH_SECONDS", 60.0)  # Only a stop ends it.
     queue = prepare(connection, name)
 
     async def work(step: Step) -> None:
@@ -708,7 +743,7 @@ def test_a_look_that_may_have_missed_messages_is_repeated(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:
     for pause in ("_QUIET", "_TRUST"):
-        monkeypatch.setattr(waking, pause, 60.0)  # Only a notification ends it, and there is one for all.
+        monkeypatch.setattr(polling, pause, 60.0)  # Only a notification ends it, and there is one for all.
     queue = prepare(connection, name)
 
     async def work(step: Step) -> None:
@@ -807,7 +842,7 @@ def test_stop_raises_the_error_that_ended_the_consumer(
     async def fail(self: Any, pumping: Any) -> None:  # noqa: ARG001
         raise ZeroDivisionError("a mistake of ours")
 
-    monkeypatch.setattr(pump.Pump, "_end", fail)
+    monkeypatch.setattr(polling.Poller, "_end", fail)
     consumer = Consumer(database, name, lambda _: None)
     consumer.start()
     with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
@@ -827,7 +862,7 @@ async def test_a_task_that_drops_a_cancellation_is_cancelled_again() -> None:
     task = asyncio.create_task(stubborn())
     await asyncio.sleep(0)
     async with asyncio.timeout(30):
-        await ended([task])
+        await end_tasks([task])
     assert dropped.is_set()
     assert task.cancelled()
 
@@ -865,7 +900,7 @@ async def test_cancelling_a_waiter_cancels_the_work_that_it_waits_for() -> None:
     waiting = asyncio.create_task(within(60, deaf()))
     await deaf.begun.wait()
     async with asyncio.timeout(30):
-        await ended([waiting])
+        await end_tasks([waiting])
     assert waiting.cancelled()
     assert deaf.task is not None
     await asyncio.wait([deaf.task], timeout=10)
@@ -886,12 +921,12 @@ async def test_a_stop_ends_although_a_statement_swallows_its_cancellation(
 
     deaf = Deaf()
     consumer = AsyncConsumer(database, name, handle, concurrency=1, prefetch=1 if statement == "release" else 0)
-    monkeypatch.setattr(jobs, "_MANNERS", 0.2)
-    monkeypatch.setattr(pump, "_MANNERS", 0.2)
+    monkeypatch.setattr(handlers, "_END_SECONDS", 0.2)
+    monkeypatch.setattr(polling, "_END_SECONDS", 0.2)
     if statement == "find":
-        monkeypatch.setattr(pump.Pump, "_look_at_queue", deaf)
+        monkeypatch.setattr(polling.Poller, "_look_at_queue", deaf)
     else:
-        monkeypatch.setattr(leases.Leases, statement, deaf)
+        monkeypatch.setattr(claims.Claims, statement, deaf)
     async with asyncio.timeout(30):
         run = asyncio.create_task(consumer.run())
         await (deaf.begun if statement == "find" else begun).wait()

@@ -19,11 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgqueue import AsyncConsumer, Consumer, Handled, Message, Reject, Retries, Retry
-from pgqueue.consumer.breaker import CircuitBreaker
-from pgqueue.consumer.evidence import FAILURES, describe, evidence, failures_of, without_evidence
-from pgqueue.consumer.links import is_conflict, is_trouble
-from pgqueue.consumer.policy import checked, decide
-from pgqueue.consumer.waking import Pace
+from pgqueue.consumer.connections import is_conflict, is_trouble
+from pgqueue.consumer.policy import FAILURES, checked, decide, describe, failure_headers, failures_of, without_record
+from pgqueue.consumer.polling import PollSchedule
+from pgqueue.consumer.runtime import CircuitBreaker
 
 SECONDS = timedelta(seconds=1)
 NOW = datetime.now(UTC)
@@ -176,11 +175,11 @@ def test_the_cause_of_a_retry_is_what_failed() -> None:
     with pytest.raises(Retry) as caught:
         fail()
     assert describe(caught.value, caught.value).startswith("KeyError: 'id'\n\n")
-    assert evidence(message(), caught.value, "c", dies=False)[FAILURES][0]["exception_type"] == "KeyError"
+    assert failure_headers(message(), caught.value, "c", dies=False)[FAILURES][0]["exception_type"] == "KeyError"
 
 
 def test_a_failure_is_recorded_in_the_headers() -> None:
-    headers = evidence(message({"a": 1}, attempt=3), raised(ValueError("broken")), "host:1:q", dies=False)
+    headers = failure_headers(message({"a": 1}, attempt=3), raised(ValueError("broken")), "host:1:q", dies=False)
     assert list(headers) == [FAILURES]
     [entry] = headers[FAILURES]
     assert datetime.fromisoformat(entry.pop("failed_at")).tzinfo is not None
@@ -193,8 +192,8 @@ def test_a_failure_is_recorded_in_the_headers() -> None:
 
 
 def test_a_dead_letter_has_all_records_of_its_failures() -> None:
-    past = evidence(message(), raised(KeyError("x")), "c", dies=False)
-    headers = evidence(message(past, attempt=2), raised(psycopg.OperationalError("gone")), "c", dies=True)
+    past = failure_headers(message(), raised(KeyError("x")), "c", dies=False)
+    headers = failure_headers(message(past, attempt=2), raised(psycopg.OperationalError("gone")), "c", dies=True)
     assert [entry["attempt"] for entry in headers[FAILURES]] == [1, 2]
     assert headers["pgqueue.failed_queue"] == "q"
     assert headers["pgqueue.exception_type"] == "psycopg.OperationalError"
@@ -208,22 +207,22 @@ def test_the_history_keeps_the_last_20_attempts() -> None:
     one = message()
     for attempt in range(1, 31):
         one = replace(one, attempt_count=attempt)
-        one = replace(one, headers=evidence(one, ValueError(str(attempt)), "c", dies=False))
+        one = replace(one, headers=failure_headers(one, ValueError(str(attempt)), "c", dies=False))
     assert [entry["attempt"] for entry in failures_of(one)] == list(range(11, 31))
 
 
 def test_a_handler_does_not_see_the_records() -> None:
-    headers = {"a": 1} | evidence(message(), ValueError(), "c", dies=True)
-    assert without_evidence(message(headers)).headers == {"a": 1}
-    assert without_evidence(message(evidence(message(), ValueError(), "c", dies=True))).headers is None
+    headers = {"a": 1} | failure_headers(message(), ValueError(), "c", dies=True)
+    assert without_record(message(headers)).headers == {"a": 1}
+    assert without_record(message(failure_headers(message(), ValueError(), "c", dies=True))).headers is None
     plain = message({"a": 1})
-    assert without_evidence(plain) is plain
-    assert without_evidence(message({})).headers == {}
+    assert without_record(plain) is plain
+    assert without_record(message({})).headers == {}
 
 
 @pytest.mark.parametrize("records", [None, 1, "x", {}, [1, None, "x"], [[{}]]])
 def test_records_of_another_format_are_ignored(records: Any) -> None:
-    headers = evidence(message({FAILURES: records}), ValueError("x"), "c", dies=True)
+    headers = failure_headers(message({FAILURES: records}), ValueError("x"), "c", dies=True)
     assert [entry["attempt"] for entry in headers[FAILURES]] == [1]
 
 
@@ -233,7 +232,7 @@ class Mute(Exception):
 
 
 def test_an_exception_whose_text_cannot_be_formatted_is_recorded() -> None:
-    headers = evidence(message(), raised(Mute()), "c", dies=True)
+    headers = failure_headers(message(), raised(Mute()), "c", dies=True)
     assert "RuntimeError" in headers["pgqueue.exception_message"]
     assert headers["pgqueue.exception_type"].endswith("Mute")
     assert describe(raised(Mute()))
@@ -260,7 +259,7 @@ def test_records_are_bounded_and_can_be_stored(text: str, headers: Any, bulk: in
     one = message((headers or {}) | {"bulk": "x" * bulk} if bulk else headers)
     for attempt in range(1, 4):
         error = raised(ValueError(text))
-        words = evidence(replace(one, attempt_count=attempt), error, text, dies=attempt == 3)
+        words = failure_headers(replace(one, attempt_count=attempt), error, text, dies=attempt == 3)
         one = replace(one, headers=(one.headers or {}) | words)
         stored = json.dumps(words, ensure_ascii=False)
         assert "\\u0000" not in stored
@@ -288,11 +287,11 @@ def test_a_stack_trace_that_cannot_be_formatted_in_one_piece_is_recorded(monkeyp
         return formatted(error)
 
     monkeypatch.setattr(traceback, "format_exception", form)
-    assert "KeyError: 'x'" in evidence(message(), raised(KeyError("x")), "c", dies=True)["pgqueue.stack_trace"]
+    assert "KeyError: 'x'" in failure_headers(message(), raised(KeyError("x")), "c", dies=True)["pgqueue.stack_trace"]
 
 
 def test_a_deep_stack_trace_is_shortened() -> None:
-    words = evidence(message(), deep(), "c", dies=True)
+    words = failure_headers(message(), deep(), "c", dies=True)
     assert "RecursionError" in words["pgqueue.stack_trace"]
     assert len(words["pgqueue.stack_trace"]) <= 16_384
 
@@ -327,11 +326,11 @@ def test_the_circuit_opens_if_nothing_has_succeeded_for_long_enough() -> None:
 
 def test_the_circuit_opens_without_a_further_failure() -> None:
     circuit, clock, states = breaker()
-    circuit.look()
+    circuit.check()
     circuit.failed()
     clock.now += 30
-    circuit.look()
-    circuit.look()
+    circuit.check()
+    circuit.check()
     assert states == ["armed", "open"]
 
 
@@ -340,7 +339,7 @@ def test_a_success_disarms_the_circuit() -> None:
     circuit.failed()
     circuit.succeeded()
     clock.now += 31
-    circuit.look()
+    circuit.check()
     circuit.failed()
     assert states == ["armed", "closed", "armed"]
 
@@ -433,9 +432,9 @@ def test_conflicts_and_trouble_are_distinguished_from_mistakes() -> None:
 # 51: when to look again
 
 
-def pace(delay: float = 10.0) -> tuple[Pace, Clock]:
+def pace(delay: float = 10.0) -> tuple[PollSchedule, Clock]:
     clock = Clock()
-    return Pace(delay, clock), clock
+    return PollSchedule(delay, clock), clock
 
 
 def test_an_empty_look_is_followed_by_another_after_the_delay() -> None:
@@ -468,8 +467,8 @@ def test_looks_for_a_due_message_that_is_missing_become_rarer() -> None:
     assert looks.is_armed
 
 
-@pytest.mark.parametrize("note", [Pace.found, Pace.stirred])
-def test_the_next_due_time_is_queried_again_after_a_message(note: Callable[[Pace], None]) -> None:
+@pytest.mark.parametrize("note", [PollSchedule.found, PollSchedule.changed])
+def test_the_next_due_time_is_queried_again_after_a_message(note: Callable[[PollSchedule], None]) -> None:
     looks, clock = pace(1)
     looks.armed(0.5, is_empty=True)
     assert looks.is_settled
@@ -494,27 +493,29 @@ def test_a_short_result_proves_an_empty_queue_only_shortly_after_an_empty_look()
     looks, clock = pace()
     looks.empty()
     looks.found()
-    assert not looks.rests  # Nobody notifies.
+    assert not looks.trusts_notifications  # Nobody notifies.
     looks.armed(20, is_empty=True)
-    assert not looks.rests  # It may sleep for as long as it knows, and what comes due then has to be looked for.
+    assert (
+        not looks.trusts_notifications
+    )  # It may sleep for as long as it knows, and what comes due then has to be looked for.
     for _ in range(9):
         looks.found()
-        assert looks.rests
+        assert looks.trusts_notifications
         clock.now += 0.0112
     looks.armed(20, is_empty=False)
     looks.found()
-    assert not looks.rests
+    assert not looks.trusts_notifications
     looks.empty()
-    assert looks.rests
+    assert looks.trusts_notifications
     clock.now += 0.1
-    assert not looks.rests
+    assert not looks.trusts_notifications
 
 
 def test_looks_after_a_count_that_led_to_no_message_become_rarer() -> None:
     looks, clock = pace(1)
     waits = []
     for _ in range(5):
-        looks.fruitless()
+        looks.missed()
         waits.append(looks.next_look_at - clock.now)
         clock.now = looks.next_look_at
     assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8, 1])

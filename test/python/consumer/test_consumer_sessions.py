@@ -259,7 +259,7 @@ def test_a_lower_limit_leaves_fewer_connections(form: Form, database: str, conne
         wait_for(lambda: is_empty(connection, name) and not run.consumer.stats.running)
         run.consumer.concurrency = 1
         queue.enqueue(6)
-        # One for the handler, and those of the pump: to claim, to settle, to listen.
+        # One for the handler, and those of the consumer: to claim, to settle, to listen.
         wait_for(lambda: rows(connection, backends, name)[0][0] <= 4)
         wait_for(lambda: is_empty(connection, name))
 

@@ -36,7 +36,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
 from pgqueue import Queue
-from pgqueue.consumer import pump
+from pgqueue.consumer import polling
 from pgqueue.embedded import EmbeddedServer
 
 Connection = psycopg.Connection[Any]
@@ -460,7 +460,7 @@ def test_a_forced_stop_gives_back_what_a_handler_has_locked(
 def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(
     form: Form, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pump, "_LEAST_DEADLINE", 0.1)
+    monkeypatch.setattr(polling, "_LEAST_DEADLINE", 0.1)
     go_on = threading.Event()
 
     async def work(step: Step) -> None:
@@ -519,7 +519,7 @@ def test_a_result_that_takes_too_long_to_arrive_is_fetched_in_smaller_portions(f
     with connect(slow_line) as connection:
         queue = prepare(connection, "q")
         with form.consuming(slow_line, "q", concurrency=16, listen=False) as run:
-            run.consumer._core.taking.deadline = 0.5
+            run.consumer._runtime.claiming.deadline = 0.5
             queue.enqueue_batch(list(range(16)))
             wait_for(lambda: is_empty(connection, "q"))
     assert set(run.attempts) == {1}

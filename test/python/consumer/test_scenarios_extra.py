@@ -37,7 +37,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
 from pgqueue import Queue
-from pgqueue.consumer import breaker
+from pgqueue.consumer import runtime
 from pgqueue.embedded import EmbeddedServer, _identity
 
 Connection = psycopg.Connection[Any]
@@ -77,8 +77,8 @@ class Line:
 def test_the_circuit_is_armed_opens_and_closes_again(
     database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert breaker._OPEN_PAUSE == 10
-    monkeypatch.setattr(breaker, "_OPEN_PAUSE", 2.0)
+    assert runtime._OPEN_PAUSE == 10
+    monkeypatch.setattr(runtime, "_OPEN_PAUSE", 2.0)
     forms = [Form(is_async, mode) for is_async in (False, True) for mode in ("lease", "receive")]
     with ExitStack() as stack:
         runs = []

@@ -256,7 +256,7 @@ def _consumer_factory(
     queue: str, function: Callable[..., Any], settings: dict[str, Any], retries: dict[str, Any]
 ) -> "Callable[[str], Consumer | AsyncConsumer]":
     from ..consumer import AsyncConsumer, Consumer, Retries  # here, so that the other commands start without it
-    from ..consumer.opener import is_async
+    from ..consumer.connections import is_async
 
     kind: Any = AsyncConsumer if is_async(function) else Consumer
 

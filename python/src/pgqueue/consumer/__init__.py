@@ -1,8 +1,8 @@
-"""Consumers: they look for messages, hand them to a function, and settle them, through all trouble."""
+"""Consumers: they claim messages, give them to a function, and settle them."""
 
 from .consumer import AsyncConsumer, Consumer
-from .delivery import ConsumerStats, Delivery, Event
-from .policy import Decision, Failure, Handled, Reject, Retries, Retry
+from .delivery import ConsumerStats, Delivery, Event, Failure
+from .policy import Decision, Handled, Reject, Retries, Retry
 
 __all__ = [
     "AsyncConsumer",

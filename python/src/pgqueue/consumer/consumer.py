@@ -1,4 +1,4 @@
-"""The two consumers: plain functions on threads, coroutine functions on an event loop."""
+"""The public consumers: `Consumer` runs plain functions in threads, `AsyncConsumer` runs coroutine functions."""
 
 import asyncio
 import inspect
@@ -11,19 +11,19 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
-from .core import Core
-from .delivery import ConsumerStats, Event
-from .opener import is_async, unwrapped
-from .policy import Decision, Failure, Retries
-from .pump import Pump
+from .connections import is_async, unwrapped
+from .delivery import ConsumerStats, Event, Failure
+from .policy import Decision, Retries
+from .polling import Poller
+from .runtime import Runtime
 from .settings import Mode, Settings, checked_concurrency
-from .steps import AsyncWorkers, ThreadWorkers, Workers
+from .workers import AsyncWorkers, ThreadWorkers, Workers
 
 __all__ = ["AsyncConsumer", "Consumer"]
 
 
 class _Base:
-    """What both consumers are: settings, counters, and the run in progress."""
+    """What both consumers have: settings, counters, and the present run."""
 
     _ended: threading.Event | asyncio.Event
 
@@ -51,34 +51,17 @@ class _Base:
         claimed_by: str | None = None,
         observe: Callable[[Event], None] | None = None,
     ) -> None:
-        self._settings = Settings(
-            conninfo=conninfo,
-            queue_name=queue_name,
-            handler=handler,
-            mode=mode,
-            transactional=transactional,
-            concurrency=max(os.cpu_count() or 1, 2) if concurrency is None else concurrency,
-            batch_size=batch_size,
-            visibility_timeout=visibility_timeout,
-            prefetch=prefetch,
-            peek_delay=peek_delay,
-            peek_batch_size=peek_batch_size,
-            listen=listen,
-            retries=retries,
-            on_failure=on_failure,
-            on_critical=on_critical,
-            on_circuit=on_circuit,
-            circuit_breaker_after=circuit_breaker_after,
-            grace_period=grace_period,
-            claimed_by=claimed_by or "",
-            observe=observe,
-        )
+        arguments: dict[str, Any] = {**locals()}
+        del arguments["self"]
+        arguments["concurrency"] = max(os.cpu_count() or 1, 2) if concurrency is None else concurrency
+        arguments["claimed_by"] = claimed_by or ""
+        self._settings = Settings(**arguments)
         self._stats = ConsumerStats()
-        self._core: Core | None = None
+        self._runtime: Runtime | None = None
         self._workers: Workers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stops = 0
-        self._runs_in: int | None = None  # the process: what is forked has no thread of it
+        self._runs_in: int | None = None  # the process: a forked child does not run the consumer
         self._prepare()
 
     def _prepare(self) -> None:
@@ -89,12 +72,12 @@ class _Base:
 
     @property
     def queue_name(self) -> str:
-        """The queue it consumes."""
+        """The queue."""
         return self._settings.queue_name
 
     @property
     def handler(self) -> Callable[[Any], Any]:
-        """The function that gets the deliveries; may be replaced, by one that wraps it, while nothing runs."""
+        """The function that gets the deliveries. It can be replaced while the consumer does not run."""
         return self._settings.handler
 
     @handler.setter
@@ -103,7 +86,7 @@ class _Base:
 
     @property
     def observe(self) -> Callable[[Event], None] | None:
-        """The function that is told of events, on the event loop of the pump: it should be quick."""
+        """The function that gets the events, on the event loop of the consumer. It must be fast."""
         return self._settings.observe
 
     @observe.setter
@@ -112,12 +95,12 @@ class _Base:
 
     @property
     def batch_size(self) -> int | None:
-        """How many messages a handler gets at once at most; None if it gets them one by one."""
+        """The most messages that a handler gets at once; None if it gets them one by one."""
         return self._settings.batch_size
 
     @property
     def concurrency(self) -> int:
-        """How many handlers run at once at most. May be set at any time, from any thread; raises `ValueError`."""
+        """The most handlers that run at once. Can be set at any time, from any thread; raises `ValueError`."""
         return self._settings.concurrency
 
     @concurrency.setter
@@ -127,41 +110,41 @@ class _Base:
 
     @property
     def stats(self) -> ConsumerStats:
-        """The counters, as they are now: a copy."""
+        """A copy of the present counters."""
         return replace(self._stats)
 
     def request_stop(self) -> None:
-        """Begin to stop, and return at once; the second call forces. For signal handlers, and for any thread.
+        """Begin to stop, and return at once; the second call forces the stop. For signal handlers and any thread.
 
-        While nothing runs it counts for the next run, which ends as soon as it begins.
+        If the consumer does not run, the next run ends as soon as it begins.
         """
         self._stops += 1
         self._tell()
 
     def _tell(self) -> None:
-        """Let the pump look at what was asked of it."""
+        """Apply stops and a new concurrency, on the event loop of the consumer."""
         loop = self._loop
         if loop is not None:
             with suppress(RuntimeError):  # The loop was closed just now.
-                loop.call_soon_threadsafe(self._heed)
+                loop.call_soon_threadsafe(self._apply)
 
-    def _heed(self) -> None:
-        if self._core is not None:
-            self._core.stops = max(self._core.stops, min(self._stops, 2))
-            self._core.signal()
+    def _apply(self) -> None:
+        if self._runtime is not None:
+            self._runtime.stops = max(self._runtime.stops, min(self._stops, 2))
+            self._runtime.signal()
 
     def _end(self, force: bool, timeout: timedelta | None) -> None:
-        if timeout is not None and self._core is not None:
-            self._core.grace = timeout.total_seconds()
+        if timeout is not None and self._runtime is not None:
+            self._runtime.grace = timeout.total_seconds()
         self._stops = max(self._stops, 2 if force else 1)
         self._tell()
         if not self._busy:
-            self._stops = 0  # It has ended just now, by itself or by somebody else's word: the next run shall run.
+            self._stops = 0  # It has ended in the meantime: this stop must not end the next run.
 
     @property
     def _waits_for_caller(self) -> bool:
-        """Whether the end waits for who calls this."""
-        return self._workers is not None and self._workers.are_asking()
+        """Whether the consumer ends only after the caller returns."""
+        return self._workers is not None and self._workers.is_called_by_handler()
 
     @property
     def _busy(self) -> bool:
@@ -177,62 +160,60 @@ class _Base:
         self._stops = 0
         self._ended.set()
 
-    async def _pump(self, threads: bool, ready: Callable[[], None]) -> None:
+    async def _consume(self, workers: type[Workers], ready: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._core = core = Core(self._settings, self._stats)
-        if threads:
-            self._workers = ThreadWorkers(core.opener, lambda: self.concurrency, f"pgqueue-{self.queue_name}")
-        else:
-            self._workers = AsyncWorkers(core.opener, lambda: self.concurrency)
-        pump = Pump(core, self._workers)
-        self._heed()
+        self._runtime = runtime = Runtime(self._settings, self._stats)
+        self._workers = workers(self._settings, runtime.connections)
+        poller = Poller(runtime, self._workers)
+        self._apply()
         try:
-            await pump.run(ready)
+            await poller.run(ready)
         finally:
             self._loop = None
-            self._core = None
+            self._runtime = None
             self._workers = None
 
 
 class Consumer(_Base):
-    """Gives the messages of a queue to a plain function, on threads.
+    """Gives the messages of a queue to a plain function, in threads.
 
-    `handler` is called with a `Delivery`, or with a list of up to `batch_size` of them; when it returns, they are
-    acknowledged. What it raises is a failed attempt: `Retry` and `Reject` say what follows, `on_failure` decides about
-    other exceptions, and by default the queue's backoff does, or `retries`.
+    `handler` is called with a `Delivery`, or with a list of up to `batch_size` of them. When it returns, they are
+    acknowledged. An exception is a failed attempt: `Retry` and `Reject` tell what follows. For other exceptions
+    `on_failure` decides, and by default `retries` or the queue's backoff.
 
     Args:
-        conninfo: how to connect, or a function that returns a new connection.
+        conninfo: the connection string, or a function that returns a new connection.
         queue_name: the queue.
         handler: the function.
         mode: `lease` claims messages for `visibility_timeout`, extended while the handler runs; `receive` takes them in
-            a transaction, `delivery.connection`, that the handler works in.
-        transactional: in lease mode too the handler works in a transaction, which acknowledges: it happens as a whole,
-            and not at all if the claim was lost. When its connection dies the handler is called once more, which is not
+            a transaction, `delivery.connection`, in which the handler works.
+        transactional: in lease mode too the handler works in a transaction. The transaction also acknowledges, and
+            rolls back if the claim was lost. If its connection breaks the handler is called once more, which is not
             counted as an attempt.
-        concurrency: how many handlers run at once at most; by default one for each CPU, and two at least.
-        batch_size: how many messages the handler gets at once at most; None for one, not in a list. When it raises,
-            they are handled once more one by one, which is not counted as an attempt.
-        visibility_timeout: how long a claim lasts after a consumer has died, 1 s to 12 h; None for the queue's.
+        concurrency: the most handlers that run at once; by default one for each CPU, and at least two.
+        batch_size: the most messages that the handler gets at once; None for one, not in a list. If it raises, it is
+            called once more for each message by itself, which is not counted as an attempt.
+        visibility_timeout: how long a claim lasts after the consumer has died, 1 s to 12 h; None for the queue's.
         prefetch: how many messages are claimed in advance, in lease mode without transactions.
-        peek_delay: how long to wait before an empty queue is looked at again, at least 100 ms. What notifications tell
-            of is not waited for.
-        peek_batch_size: how many messages to ask a peek for at most; None for 10 times the concurrency.
-        listen: whether to wait for notifications. Where they do not arrive it polls, and says so once.
+        peek_delay: how long to wait before looking at an empty queue again, at least 100 ms. A notification ends the
+            wait.
+        peek_batch_size: the most messages that a peek counts; None for 10 times the concurrency.
+        listen: whether to wait for notifications. If they do not arrive the consumer polls, and logs a warning once.
         retries: immediate and delayed retries; None for the queue's backoff and `max_attempts`.
-        on_failure: the policy: a function of a `Failure` that answers `Retry`, `Reject`, `Handled`, or None for the
+        on_failure: the policy: a function of a `Failure` that returns `Retry`, `Reject`, `Handled`, or None for the
             default.
-        on_critical: told of what a person should know, with the exception if there is one; by default it is logged.
-        on_circuit: told of `armed`, `open` and `closed` as the database fails and comes back.
-        circuit_breaker_after: how long nothing may succeed before the consumer slows down to one at a time.
+        on_critical: called for problems that an operator should know, with the exception if there is one; by default
+            they are logged.
+        on_circuit: called with `armed`, `open` and `closed` as the database fails and recovers.
+        circuit_breaker_after: how long nothing may succeed before the consumer slows down to one handler.
         grace_period: how long a stop lets handlers run before it cancels them.
         claimed_by: the name in `claimed_by` of messages; by default host, process and queue.
-        observe: told of every `Event`, on the event loop of the pump: it should be quick.
+        observe: called with every `Event`, on the event loop of the consumer. It must be fast.
 
     Raises:
         ValueError: for a value out of its bounds.
-        TypeError: for a coroutine function, which is for `AsyncConsumer`, for what cannot be called with what it is
-            given, and for a generator function.
+        TypeError: for a coroutine function, which `AsyncConsumer` needs, for a generator function, and for a function
+            that cannot be called with its arguments.
     """
 
     _ended: threading.Event
@@ -250,7 +231,7 @@ class Consumer(_Base):
         self._ended.set()
 
     def run(self) -> None:
-        """Consume, in this thread, until somebody calls `stop` or `request_stop`.
+        """Consume in this thread until `stop` or `request_stop` is called.
 
         Raises what connecting raises, `QueueNotFound`, and `RuntimeError` if it is running already.
         """
@@ -264,12 +245,12 @@ class Consumer(_Base):
     def _run(self, ready: Callable[[], None]) -> None:
         try:
             with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-                runner.run(self._pump(True, ready))
+                runner.run(self._consume(ThreadWorkers, ready))
         finally:
             self._finish()
 
     def start(self) -> None:
-        """Consume in a thread of its own; returns when the queue was found. Raises what `run` raises."""
+        """Consume in a new thread; returns when the queue was found. Raises what `run` raises."""
         self._begin()
         self._failure = None
         ready = threading.Event()
@@ -285,7 +266,7 @@ class Consumer(_Base):
         thread = threading.Thread(target=run, name=f"pgqueue-{self.queue_name}", daemon=True)
         try:
             thread.start()
-        except BaseException:  # The process may have no more of them.
+        except BaseException:  # The process may have no more threads.
             self._finish()
             raise
         self._thread = thread
@@ -293,18 +274,18 @@ class Consumer(_Base):
         self._raise_failure()
 
     def stop(self, force: bool = False, timeout: timedelta | None = None) -> None:
-        """Stop, and return when it has; at once where that would wait for the caller, who is a handler or a callback.
+        """Stop, and return when the consumer has ended; at once if the caller is a handler or a callback.
 
         Running handlers may go on for `timeout`, by default the grace period, or not at all with `force`: then
-        `delivery.cancelled` becomes true, and their messages are back at once, without an attempt counted. Does
-        nothing if nothing runs. Raises what ended a consumer that was started before it was stopped.
+        `delivery.cancelled` becomes true, and their messages are given back at once, without an attempt counted. Does
+        nothing if the consumer does not run. Raises what ended a started consumer before it was stopped.
         """
         if self._busy:
             self._end(force, timeout)
             if self._waits_for_caller:
                 return
         elif self._runs_in is not None:
-            return  # It runs in the process that this one was forked from.
+            return  # It runs in the parent process.
         self._ended.wait()
         thread = self._thread
         if thread is not None:
@@ -330,8 +311,8 @@ class Consumer(_Base):
 class AsyncConsumer(_Base):
     """Gives the messages of a queue to a coroutine function. Arguments as those of `Consumer`.
 
-    A function as `conninfo` returns an `AsyncConnection`, to be awaited; `on_failure` may be a coroutine function. A
-    handler whose claim was lost, or that a forced stop breaks off, is cancelled.
+    A function as `conninfo` may return an awaitable `AsyncConnection`; `on_failure` may be a coroutine function. A
+    handler is cancelled if its claim was lost, or by a forced stop.
     """
 
     _ended: asyncio.Event
@@ -343,7 +324,7 @@ class AsyncConsumer(_Base):
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Consume until somebody calls `stop` or `request_stop`; to be cancelled is a forced stop.
+        """Consume until `stop` or `request_stop` is called. A cancellation is a forced stop.
 
         Raises what connecting raises, `QueueNotFound`, and `RuntimeError` if it is running already.
         """
@@ -356,12 +337,12 @@ class AsyncConsumer(_Base):
 
     async def _run(self, ready: Callable[[], None]) -> None:
         try:
-            await self._pump(False, ready)
+            await self._consume(AsyncWorkers, ready)
         finally:
             self._finish()
 
     async def start(self) -> None:
-        """Consume in a task of its own; returns when the queue was found. Raises what `run` raises."""
+        """Consume in a new task; returns when the queue was found. Raises what `run` raises."""
         self._begin()
         ready = asyncio.Event()
         self._task = asyncio.create_task(self._run(ready.set), name=f"pgqueue {self.queue_name}")
@@ -369,11 +350,11 @@ class AsyncConsumer(_Base):
         try:
             await asyncio.wait([self._task, waiting], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            # Who never saw it start will not stop it.
+            # The caller cannot stop a consumer that it has not seen start.
             task, self._task = self._task, None
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            self._finish()  # It may not even have begun.
+            self._finish()  # The task may not have begun.
             raise
         finally:
             waiting.cancel()
@@ -382,10 +363,11 @@ class AsyncConsumer(_Base):
             task.result()
 
     async def stop(self, force: bool = False, timeout: timedelta | None = None) -> None:
-        """Stop, and return when it has; at once where that would wait for the caller, who is a handler.
+        """Stop, and return when the consumer has ended; at once if the caller is a handler.
 
         Running handlers may go on for `timeout`, by default the grace period, or not at all with `force`: then they are
-        cancelled, and their messages are back at once, without an attempt counted. Does nothing if nothing runs.
+        cancelled, and their messages are given back at once, without an attempt counted. Does nothing if the consumer
+        does not run.
         """
         if self._busy:
             self._end(force, timeout)

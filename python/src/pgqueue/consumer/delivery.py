@@ -1,19 +1,251 @@
-"""What a handler is given, and what a consumer tells about itself."""
+"""A message in the hands of a consumer: its states, its delivery to a handler, its outcome, and how these are told."""
 
+import asyncio
 import copy
-from dataclasses import dataclass, field, replace
+import threading
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal
+from enum import Enum
+from typing import Any, Literal, NamedTuple
 from uuid import UUID
 
 from ..message import Message
-from .breaker import CircuitState
-from .evidence import without_evidence
-from .policy import Reject, Retry
+from .connections import ConnectionInUse
+from .policy import Reject, Retry, without_record
 
-__all__ = ["ConsumerStats", "Delivery", "Event"]
+# States
+
+
+class State(Enum):
+    """The state of a message in a consumer. python/CONSUMER_STATES.md describes them."""
+
+    __hash__ = object.__hash__  # Enum's own hashes the name, which takes four times as long.
+
+    CLAIMED = "claimed"
+    WORKING = "working"
+    COMMITTING = "committing"
+    SETTLING = "settling"
+    ACKED = "acked"
+    RETRIED = "retried"
+    DEAD = "dead"
+    LOST = "lost"
+    RELEASED = "released"
+
+
+_FINAL = (State.ACKED, State.RETRIED, State.DEAD, State.LOST, State.RELEASED)
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.CLAIMED: frozenset({State.WORKING, State.LOST, State.RELEASED}),
+    State.WORKING: frozenset({State.COMMITTING, State.SETTLING, State.LOST, State.RELEASED}),
+    State.COMMITTING: frozenset({State.WORKING, *_FINAL}),
+    State.SETTLING: frozenset(_FINAL),
+    **dict.fromkeys(_FINAL, frozenset()),
+}
+_state_lock = threading.Lock()  # the event loop and the threads of handlers change states
+
+
+class IllegalTransition(RuntimeError):
+    """A transition that is not in `TRANSITIONS`."""
+
+
+class ClaimedMessage:
+    """A message that the consumer has claimed or received, and its state."""
+
+    __slots__ = ("_state", "call", "claimed_until", "is_locked", "message")
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+        self.call: HandlerCall | None = None  # the call of the handler that has it
+        self.is_locked = False  # another transaction has locked the row
+        self.claimed_until = 0.0  # on the monotonic clock; before it no other consumer can claim the message
+        self._state = State.CLAIMED
+
+    @property
+    def id(self) -> int:
+        """The id of the message."""
+        return self.message.id
+
+    @property
+    def token(self) -> UUID | None:
+        """The token of the claim; None for a received message."""
+        return self.message.claim_token
+
+    @property
+    def state(self) -> State:
+        """The state, which a thread can change at any time."""
+        return self._state
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the claim was lost."""
+        return self._state is State.LOST
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the work of the handler does not count: the claim is lost, or a forced stop cancelled the call."""
+        return self._state is State.LOST or (self.call is not None and self.call.is_cancelled())
+
+    @property
+    def is_last_attempt(self) -> bool:
+        """Whether a failure of this attempt makes a dead letter."""
+        return self.message.attempt_count >= self.message.max_attempts
+
+    def become(self, state: State) -> None:
+        """Enter a state. Raises `IllegalTransition`."""
+        if not self.try_become(state):
+            raise IllegalTransition(f"message {self.id} is {self._state.value}: it cannot become {state.value}")
+
+    def try_become(self, state: State) -> bool:
+        """Enter a state if the transition is legal, for a thread and the event loop that may try at the same time."""
+        with _state_lock:
+            if state not in TRANSITIONS[self._state]:
+                return False
+            self._state = state
+            return True
+
+    def deliver(self, connection: Any, as_copy: bool) -> "Delivery":
+        """Give the message to a handler or a policy; `as_copy` if it may have to be delivered once more."""
+        self.try_become(State.WORKING)
+        message = without_record(self.message)
+        if as_copy:
+            message = replace(message, payload=_copy_of(message.payload), headers=_copy_of(message.headers))
+        return Delivery(self, message, connection)
+
+
+def _copy_of(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # The value is nested too deeply, or comes from a JSON loader of the user.
+        return value
+
+
+class HandlerCall:
+    """A call of the handler, or several one after another for the same messages, and the settlement that follows."""
+
+    __slots__ = ("_cancels_task", "_is_cancelled", "connection", "messages", "returned", "task", "unreadable")
+
+    def __init__(self, messages: list[ClaimedMessage], cancels_task: bool) -> None:
+        self.messages: list[ClaimedMessage] = []
+        self.unreadable: list[tuple[Any, Exception]] = []  # received messages that no handler can get
+        self._is_cancelled = False
+        self.returned = False  # whether it is known how many messages were received
+        self.connection = ConnectionInUse()
+        self.task: asyncio.Task[None] | None = None
+        self._cancels_task = cancels_task
+        self.take(messages)
+
+    def take(self, messages: list[ClaimedMessage]) -> None:
+        """Note the messages of the call."""
+        self.messages = messages
+        for message in messages:
+            message.call = self
+
+    def end(self) -> None:
+        """Free the messages of the call. A handler that goes on after a forced stop still sees that it is cancelled."""
+        if not self._is_cancelled:
+            for message in self.messages:
+                message.call = None  # There must be no cycle, which only the garbage collector would free.
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all its messages are lost."""
+        return bool(self.messages) and all(message.is_lost for message in self.messages)
+
+    def is_cancelled(self) -> bool:
+        """Whether a forced stop has cancelled the call. Threads ask this, too."""
+        return self._is_cancelled
+
+    def cancel(self) -> None:
+        """Let the work of the handler no longer count."""
+        self._is_cancelled = True
+        self.cancel_task()
+
+    def cancel_task(self, always: bool = False) -> None:
+        """Cancel the task if the handler runs in it, or `always`."""
+        if self.task is not None and (self._cancels_task or always):
+            self.task.cancel()
+
+
+class Delivery:
+    """A message as a handler gets it.
+
+    `message` is the message without the failures that consumers recorded in its headers. `connection` is the connection
+    with the transaction of the work; it is None in lease mode without `transactional`. The consumer acknowledges the
+    message on this connection and uses it for later messages, in the state in which the handler leaves it, for example
+    with the same role.
+    """
+
+    __slots__ = ("_claimed", "connection", "message", "outcome")
+
+    def __init__(self, claimed: ClaimedMessage, message: Message, connection: Any) -> None:
+        self._claimed = claimed
+        self.message = message
+        self.connection = connection
+        self.outcome: Retry | Reject | None = None
+
+    def __repr__(self) -> str:
+        return f"Delivery(queue_name={self.queue_name!r}, id={self.message.id}, attempt={self.attempt})"
+
+    @property
+    def queue_name(self) -> str:
+        """The queue of the message."""
+        return self.message.queue_name
+
+    @property
+    def attempt(self) -> int:
+        """The number of this attempt, from 1; other consumers may have made earlier ones."""
+        return self.message.attempt_count
+
+    @property
+    def lost(self) -> bool:
+        """Whether the claim was lost: another consumer may have the message, and this one does not acknowledge it."""
+        return self._claimed.is_lost
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether to stop working: the claim was lost or the consumer was forced to stop. Later work does not count."""
+        return self._claimed.is_void
+
+    def retry(self, after: timedelta | None = None, error: str | None = None) -> None:
+        """Mark the message to be delivered again, as raising `Retry` does, without raising.
+
+        Unlike an exception this does not undo the work of a transaction. Raises `ValueError` for a negative `after`.
+        """
+        self.outcome = Retry(after, error)
+
+    def reject(self, reason: str) -> None:
+        """Mark the message to become a dead letter, as raising `Reject` does, without raising."""
+        self.outcome = Reject(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failed attempt, for which a policy decides.
+
+    `delivery` has the message as the handler first got it, `exception` is what the handler raised, `attempt` counts
+    from 1. `connection` is in the transaction that carries out the decision: what the policy sends on it is sent if,
+    and only if, the message is settled.
+    """
+
+    delivery: Delivery
+    exception: BaseException
+    attempt: int
+    connection: Any
+
+
+# Outcomes
 
 EventKind = Literal["claimed", "succeeded", "retried", "dead", "lost", "extended", "released", "empty", "circuit"]
+EVENTS: dict[State, EventKind] = {State.ACKED: "succeeded", State.RETRIED: "retried", State.DEAD: "dead"}
+
+
+class Result(NamedTuple):
+    """The outcome of an attempt: the state that the message enters once the settlement has succeeded."""
+
+    message: ClaimedMessage
+    state: State
+    seconds: float | None = None
+    error: BaseException | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +253,7 @@ class Event:
     """Something that happened in a consumer, told after the commit.
 
     `count` is the number of messages concerned. `seconds` is how long the handler ran (succeeded, retried, dead).
-    `message_id` is the `id` of the message and `attempt` its attempt where one message is concerned, else None.
+    `message_id` is the `id` of the message and `attempt` its attempt if one message is concerned, else None.
     `detail` is the state of a circuit (closed, armed, open), or the type of the exception of a failure.
     """
 
@@ -36,15 +268,15 @@ class Event:
 
 @dataclass(slots=True)
 class ConsumerStats:
-    """Counters of a consumer since it was made, and its state now.
+    """Counters of a consumer since it was made, and its present state.
 
-    `received` messages were claimed; `succeeded` are acknowledged, also by word of a policy; `failed` attempts raised:
-    `retried` messages were given back, `dead` ones went to the dead letters; `lost` claims ran out or were taken away;
-    `released` messages were given back unhandled; `extended` counts claims that were prolonged.
+    `received` messages were claimed; `succeeded` were acknowledged, also by decision of a policy; `failed` attempts
+    raised an exception: `retried` messages were given back, `dead` ones became dead letters; `lost` claims expired or
+    were taken away; `released` messages were given back unhandled; `extended` counts extensions of claims.
 
-    `peeks`, `receives` and `waits` count looks, claims and preparations to wait; `empty_receives` those claims that a
-    peek had promised something and that found nothing. `running` handlers are at work now, `prefetched` messages wait
-    for one, `circuit` is the state of the breaker, and `listening` says whether notifications arrive.
+    `peeks`, `receives` and `waits` count peeks, claims and preparations to wait; `empty_receives` counts claims that
+    found nothing after a peek had seen messages. `running` handlers are at work, `prefetched` messages wait for one,
+    `circuit` is the state of the circuit breaker, and `listening` says whether notifications arrive.
     """
 
     received: int = 0
@@ -61,104 +293,5 @@ class ConsumerStats:
     waits: int = 0
     running: int = 0
     prefetched: int = 0
-    circuit: CircuitState = "closed"
+    circuit: Literal["closed", "armed", "open"] = "closed"
     listening: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Held:
-    """A message that is ours for now. The flags are read by threads."""
-
-    message: Message
-    lost: bool = False
-    cancelled: bool = False  # a forced stop: whatever the handler does now does not count
-    settling: bool = False  # the row is locked by a transaction about to end: do not touch it
-    locked: bool = False  # somebody has locked the row, who knows for how long
-    sent: bool = False  # its settlement is on its way
-    counted: bool = False  # as lost
-    until: float = 0.0  # the moment of the monotonic clock until which nobody else can have it
-    bare: Message = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.bare = without_evidence(self.message)
-
-    @property
-    def id(self) -> int:
-        return self.message.id
-
-    @property
-    def token(self) -> UUID | None:
-        return self.message.claim_token
-
-    @property
-    def gone(self) -> bool:
-        return self.lost or self.cancelled
-
-    @property
-    def last_attempt(self) -> bool:
-        return self.message.attempt_count >= self.message.max_attempts
-
-    def deliver(self, connection: Any, keep: bool) -> "Delivery":
-        """A delivery, of a copy where the message may have to be delivered once more."""
-        message = self.bare
-        if keep:
-            message = replace(message, payload=_copy_of(message.payload), headers=_copy_of(message.headers))
-        return Delivery(self, message, connection)
-
-
-def _copy_of(value: Any) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # Nested too deeply, or made by a loader of the user's: better as it is than not at all.
-        return value
-
-
-class Delivery:
-    """A message in a handler's hands.
-
-    `message` is the message without the failures that consumers recorded in its headers, `connection` the one whose
-    transaction the work belongs to: None in plain lease mode, which has none. It acknowledges the message, and serves
-    later ones, in the state in which the handler leaves it, such as the role.
-    """
-
-    __slots__ = ("_held", "connection", "message", "outcome")
-
-    def __init__(self, held: Held, message: Message, connection: Any) -> None:
-        self._held = held
-        self.message = message
-        self.connection = connection
-        self.outcome: Retry | Reject | None = None
-
-    def __repr__(self) -> str:
-        return f"Delivery(queue_name={self.queue_name!r}, id={self.message.id}, attempt={self.attempt})"
-
-    @property
-    def queue_name(self) -> str:
-        """The queue it came from."""
-        return self.message.queue_name
-
-    @property
-    def attempt(self) -> int:
-        """The number of this attempt, from 1; earlier ones may have been made by other consumers."""
-        return self.message.attempt_count
-
-    @property
-    def lost(self) -> bool:
-        """Whether the claim was lost: somebody else may be at work on the message, which is not acknowledged."""
-        return self._held.lost
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether to break off: the claim was lost, or the consumer was forced to stop. What follows does not count."""
-        return self._held.gone
-
-    def retry(self, after: timedelta | None = None, error: str | None = None) -> None:
-        """Mark the message to be delivered again, as raising `Retry` does, without raising.
-
-        Unlike an exception this does not undo the work of a transaction. Raises `ValueError` for a negative `after`.
-        """
-        self.outcome = Retry(after, error)
-
-    def reject(self, reason: str) -> None:
-        """Mark the message for the dead letters, as raising `Reject` does, without raising."""
-        self.outcome = Reject(reason)

@@ -1,45 +1,65 @@
-"""What becomes of a message whose handler failed: the words for it, and the retries of the transport."""
+"""What follows a failed attempt: the decisions, the retries that the consumer counts, and the record of the failure."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+import json
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from .._calls import as_duration
+from ..message import Message
 
-if TYPE_CHECKING:
-    from .delivery import Delivery
+FAILURES = "pgqueue.failures"
+_RECORD_HEADERS = frozenset(
+    {
+        FAILURES,
+        "pgqueue.failed_queue",
+        "pgqueue.exception_type",
+        "pgqueue.exception_message",
+        "pgqueue.stack_trace",
+        "pgqueue.failed_at",
+        "pgqueue.attempts",
+    }
+)
+_MOST_RETRY_DELAY = timedelta(hours=24)  # of `Retries`
+_MOST_DELAY = timedelta(days=3652.5)  # of the database
 
-__all__ = ["Decision", "Exhausted", "Failure", "Handled", "Reject", "Retries", "Retry"]
-
-_LONGEST_DELAY = timedelta(hours=24)  # of the retries of the transport
-_LONGEST_AFTER = timedelta(days=3652.5)  # of the database
+# Bounds of the record, in characters, entries and bytes.
+_TYPE_CHARACTERS = 500
+_MESSAGE_CHARACTERS = 4_096
+_PAST_MESSAGE_CHARACTERS = 500
+_STACK_CHARACTERS = 16_384
+_LAST_ERROR_CHARACTERS = 65_536
+_MOST_FAILURES = 20
+_HEADERS_BYTES = 65_536
+_UNSTORABLE = dict.fromkeys((0, *range(0xD800, 0xE000)), "\ufffd")
 
 
 class Retry(Exception):
-    """Raised by a handler or answered by a policy: deliver the message again.
+    """Raised by a handler or returned by a policy: deliver the message again.
 
-    `after` is the delay, by default what the consumer's `retries` or the queue's backoff say. `error` is kept as
-    the message's `last_error`, by default the exception that caused this one. A message whose attempts are spent
-    goes to the dead letters all the same. Raises `ValueError` for a negative delay or one of more than 3652.5 days,
-    `TypeError` for one that is no timedelta.
+    `after` is the delay; by default the consumer's `retries` or the queue's backoff decide. `error` becomes the
+    message's `last_error`; by default the exception that caused this one does. A message without attempts left becomes
+    a dead letter nevertheless. Raises `ValueError` for a delay below 0 or above 3652.5 days, `TypeError` for a delay
+    that is no timedelta.
     """
 
-    after: timedelta | None = None  # also of a subclass that does not call this class
+    after: timedelta | None = None  # also for a subclass that does not call __init__
     error: str | None = None
 
     def __init__(self, after: timedelta | None = None, error: str | None = None) -> None:
         super().__init__(error if error is not None else "try again")
-        if after is not None and not timedelta(0) <= as_duration("after", after) <= _LONGEST_AFTER:
+        if after is not None and not timedelta(0) <= as_duration("after", after) <= _MOST_DELAY:
             raise ValueError(f"invalid after: {after}; must be from 0 to 3652.5 days")
         self.after = after
         self.error = error
 
 
 class Reject(Exception):
-    """Raised by a handler or answered by a policy: the message goes to the dead letters at once.
+    """Raised by a handler or returned by a policy: the message becomes a dead letter at once.
 
-    Its reason there is `rejected`, and `reason` begins its `last_error`.
+    The dead letter has the reason `rejected`, and a `last_error` that begins with `reason`.
     """
 
     reason: str = ""
@@ -50,41 +70,26 @@ class Reject(Exception):
 
 
 class Exhausted(Reject):
-    """The retries are spent: the same, with `attempts_exhausted` as the reason among the dead letters."""
+    """No retries are left: the dead letter has the reason `attempts_exhausted`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handled:
-    """Answered by a policy: the message is dealt with, acknowledge it."""
+    """Returned by a policy: acknowledge the message."""
 
 
 Decision = Retry | Reject | Handled
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """A failed attempt, for a policy to decide.
-
-    `delivery` is as the handler first saw it, `exception` is what the handler raised, `attempt` counts from 1.
-    `connection` is in the transaction in which the decision is carried out: what the policy sends on it is sent
-    if, and only if, the message is settled.
-    """
-
-    delivery: "Delivery"
-    exception: BaseException
-    attempt: int
-    connection: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Retries:
-    """Retries as the transport counts them: a few at once, then again and again after a delay.
+    """Immediate and delayed retries.
 
-    `immediate` retries follow the first attempt at once; `delayed` times the whole is repeated, each time after the
-    next of `delays`, whose last one repeats. So there are (immediate + 1) x (delayed + 1) attempts in all, 24 by
-    default; then the message goes to the dead letters, with the reason `attempts_exhausted`. The `max_attempts` of a
-    message bounds them all the same. Raises `ValueError` for negative numbers and for a delay of more than 24 hours,
-    `TypeError` for a delay that is no timedelta.
+    `immediate` retries follow the first attempt without a delay. This series of attempts is repeated `delayed` times,
+    each time after the next of `delays`; the last delay is used again if there are too few. A message gets
+    (immediate + 1) x (delayed + 1) attempts, 24 by default, but no more than its `max_attempts`. Then it becomes a
+    dead letter with the reason `attempts_exhausted`. Raises `ValueError` for negative numbers and for a delay of more
+    than 24 hours, `TypeError` for a delay that is no timedelta.
     """
 
     immediate: int = 5
@@ -98,7 +103,7 @@ class Retries:
         if self.delayed and not self.delays:
             raise ValueError("invalid delays: none given; delayed retries need at least one")
         for delay in self.delays:
-            if not timedelta(0) <= as_duration("delay", delay) <= _LONGEST_DELAY:
+            if not timedelta(0) <= as_duration("delay", delay) <= _MOST_RETRY_DELAY:
                 raise ValueError(f"invalid delay: {delay}; must be from 0 to 24 hours")
 
     @property
@@ -107,7 +112,7 @@ class Retries:
         return (self.immediate + 1) * (self.delayed + 1)
 
     def decide(self, attempt: int) -> Decision:
-        """What follows when attempt number `attempt`, from 1, has failed."""
+        """The decision after the failed attempt number `attempt`, which counts from 1."""
         if attempt >= self.total:
             return Exhausted(f"all {self.total} attempts failed")
         rounds, step = divmod(attempt, self.immediate + 1)
@@ -117,7 +122,7 @@ class Retries:
 
 
 def checked(answer: object) -> Decision | None:
-    """The answer of a policy. Raises `TypeError` if it is none."""
+    """The return value of a policy as a decision. Raises `TypeError` if it is none."""
     if answer is None or isinstance(answer, (Retry, Reject, Handled)):
         return answer
     if answer is Retry or answer is Handled:
@@ -126,7 +131,7 @@ def checked(answer: object) -> Decision | None:
 
 
 def decide(error: BaseException, answer: Decision | None, attempt: int, retries: Retries | None) -> Decision:
-    """The decision that is carried out: the policy's answer, else the handler's own word, else the retries."""
+    """The decision that applies: that of the policy, else that of the handler, else that of the retries."""
     decision = answer
     if decision is None and isinstance(error, (Retry, Reject)):
         decision = error
@@ -136,3 +141,132 @@ def decide(error: BaseException, answer: Decision | None, attempt: int, retries:
             return default
         return Retry(default.after, decision.error)
     return decision
+
+
+# The record of a failure
+
+
+def clean(text: str, limit: int) -> str:
+    """At most `limit` characters of a text, from both its ends, without characters that PostgreSQL cannot store."""
+    if len(text) > limit:
+        mark = " … "
+        head = (limit - len(mark)) // 2
+        text = text[:head] + mark + text[head + len(mark) - limit :]
+    return text.translate(_UNSTORABLE)
+
+
+def type_name(error: BaseException) -> str:
+    """The type of an exception, with its module unless this is builtins."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return clean(name, _TYPE_CHARACTERS)
+
+
+def text_of(error: object, limit: int = _MESSAGE_CHARACTERS) -> str:
+    """The text of an exception or another object, even if its `str()` raises."""
+    try:
+        return clean(str(error), limit)
+    except BaseException as fault:  # also SystemExit, which would end the consumer
+        return f"<no text: str() raised {type_name(fault)}>"
+
+
+def stack_of(error: BaseException, limit: int = _STACK_CHARACTERS) -> str:
+    """The traceback of an exception and its causes."""
+    try:
+        try:
+            lines = traceback.format_exception(error)
+        except SystemError:  # Python 3.11 parses the source for its carets, in one thread at a time only.
+            lines = traceback.format_exception(error)
+        return clean("".join(lines), limit)
+    except BaseException as fault:
+        return f"<no traceback: formatting it raised {type_name(fault)}>"
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The exception that a Retry or Reject was raised from, or while handling; else the exception itself."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return cause if isinstance(error, (Retry, Reject)) and cause is not None else error
+
+
+def describe(error: BaseException, decision: Decision | None = None) -> str:
+    """The text for `last_error`: the text of the decision, then type, message and traceback of the exception."""
+    text = None
+    if isinstance(decision, Reject):
+        text = decision.reason
+    elif isinstance(decision, Retry):
+        text = decision.error
+    cause = cause_of(error)
+    if isinstance(cause, (Retry, Reject)):
+        return text_of(cause if text is None else text, _LAST_ERROR_CHARACTERS)
+    account = f"{type_name(cause)}: {text_of(cause)}\n\n{stack_of(cause, _LAST_ERROR_CHARACTERS - 8_192)}"
+    return clean(account if text is None else f"{text_of(text)}\n\n{account}", _LAST_ERROR_CHARACTERS)
+
+
+def failures_of(message: Message) -> list[Any]:
+    """The failures recorded in a message's headers; none if another program has set this header."""
+    past = message.headers.get(FAILURES) if isinstance(message.headers, dict) else None
+    return [entry for entry in past if isinstance(entry, dict)] if isinstance(past, list) else []
+
+
+def without_record(message: Message) -> Message:
+    """A message with the headers that its sender set."""
+    headers = message.headers
+    if not headers or _RECORD_HEADERS.isdisjoint(headers):
+        return message
+    kept = {name: value for name, value in headers.items() if name not in _RECORD_HEADERS}
+    return replace(message, headers=kept or None)
+
+
+def failure_headers(message: Message, error: BaseException, consumer: str, dies: bool) -> dict[str, Any]:
+    """The headers for a message after a failed attempt: its failures, and those of a dead letter if it `dies`.
+
+    They are shortened to fit beside the sender's headers.
+    """
+    cause = cause_of(error)
+    failed_at = datetime.now(UTC).isoformat()
+    entry = {
+        "attempt": message.attempt_count,
+        "failed_at": failed_at,
+        "exception_type": type_name(cause),
+        "exception_message": text_of(cause, _PAST_MESSAGE_CHARACTERS),
+        "consumer": clean(consumer, _TYPE_CHARACTERS),
+    }
+    headers: dict[str, Any] = {FAILURES: [*failures_of(message), entry][-_MOST_FAILURES:]}
+    if dies:
+        headers |= dead_letter_headers(message.queue_name, message.attempt_count, cause, failed_at)
+    own = without_record(message).headers
+    return _fitted(headers, _HEADERS_BYTES - 64 - (_size(own) if isinstance(own, dict) else 0))
+
+
+def dead_letter_headers(
+    queue_name: str, attempt: int, error: BaseException, failed_at: str | None = None
+) -> dict[str, Any]:
+    """The headers of a dead letter: its queue, the exception, the time and the number of attempts."""
+    return {
+        "pgqueue.failed_queue": queue_name,
+        "pgqueue.exception_type": type_name(error),
+        "pgqueue.exception_message": text_of(error),
+        "pgqueue.stack_trace": stack_of(error),
+        "pgqueue.failed_at": failed_at or datetime.now(UTC).isoformat(),
+        "pgqueue.attempts": attempt,
+    }
+
+
+def _size(headers: Mapping[str, Any]) -> int:
+    try:
+        return len(json.dumps(headers, ensure_ascii=False, default=str).encode(errors="replace"))
+    except (TypeError, ValueError, RecursionError):
+        return _HEADERS_BYTES // 2
+
+
+def _fitted(headers: dict[str, Any], room: int) -> dict[str, Any]:
+    # The stack trace is shortened first, then the earlier failures, then the message of this failure.
+    for name, limit in (("pgqueue.stack_trace", 4_096), ("pgqueue.stack_trace", 1_024)):
+        if _size(headers) > room and name in headers:
+            headers[name] = clean(headers[name], limit)
+    while _size(headers) > room and len(headers[FAILURES]) > 1:
+        headers[FAILURES] = headers[FAILURES][(len(headers[FAILURES]) + 1) // 2 :]
+    for name in ("pgqueue.stack_trace", "pgqueue.exception_message"):
+        if _size(headers) > room and name in headers:
+            headers[name] = clean(headers[name], 200)
+    return headers

@@ -1,4 +1,4 @@
-"""What a consumer is told when it is made, checked."""
+"""The arguments of a consumer, checked."""
 
 import inspect
 import os
@@ -9,19 +9,16 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from .._calls import as_duration
+from .connections import is_async, unwrapped
 from .delivery import Event
-from .evidence import clean
-from .opener import is_async, unwrapped
-from .policy import Retries
-
-__all__ = ["Mode", "Settings"]
+from .policy import Retries, clean
 
 Mode = Literal["lease", "receive"]
 
-_MOST_MESSAGES = 10_000
+MOST_MESSAGES = 10_000  # of one claim or peek
 
 
-def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+def _check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
         bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
         raise ValueError(f"invalid {name}: {value!r}; must be a whole number {bounds}")
@@ -29,17 +26,17 @@ def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:
 
 def checked_concurrency(value: int) -> int:
     """A number of handlers. Raises `ValueError`."""
-    _whole("concurrency", value, 1)
+    _check_integer("concurrency", value, 1)
     return value
 
 
-def _check_call(name: str, function: Any, arguments: int) -> None:
-    """Raises `TypeError` for what cannot be called with so many arguments, as far as it tells."""
+def _check_callable(name: str, function: Any, arguments: int) -> None:
+    """Raises `TypeError` if a function cannot be called with so many arguments, as far as its signature is known."""
     if not callable(function):
         raise TypeError(f"invalid {name}: {function!r:.200}; must be callable")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # as of some that are written in C
+    except (TypeError, ValueError):  # as for some functions written in C
         return
     try:
         signature.bind(*[None] * arguments)
@@ -50,7 +47,7 @@ def _check_call(name: str, function: Any, arguments: int) -> None:
 
 @dataclass(slots=True)
 class Settings:
-    """The arguments of a consumer. Raises `ValueError` or `TypeError` for what makes no sense."""
+    """The arguments of a consumer. Raises `ValueError` or `TypeError` for invalid ones."""
 
     conninfo: str | Callable[[], Any]
     queue_name: str
@@ -78,27 +75,27 @@ class Settings:
         if not isinstance(self.conninfo, str) and not callable(self.conninfo):
             raise TypeError("invalid conninfo: must be a string or a function that returns a new connection")
         if not isinstance(self.conninfo, str):
-            _check_call("conninfo", self.conninfo, 0)
-        _check_call("handler", self.handler, 1)
+            _check_callable("conninfo", self.conninfo, 0)
+        _check_callable("handler", self.handler, 1)
         function = unwrapped(self.handler)
         for made in (function, type(function).__call__):
             if inspect.isgeneratorfunction(made) or inspect.isasyncgenfunction(made):
                 raise TypeError("invalid handler: is a generator function, of which a call runs nothing")
         for name, arguments in (("on_failure", 1), ("on_critical", 2), ("on_circuit", 1), ("observe", 1)):
             if (callback := getattr(self, name)) is not None:
-                _check_call(name, callback, arguments)
+                _check_callable(name, callback, arguments)
                 if name != "on_failure" and is_async(callback):
                     raise TypeError(f"invalid {name}: is a coroutine function, which nobody would await")
         if self.mode not in ("lease", "receive"):
             raise ValueError(f"invalid mode: {self.mode!r}; must be 'lease' or 'receive'")
         checked_concurrency(self.concurrency)
         if self.batch_size is not None:
-            _whole("batch_size", self.batch_size, 1, _MOST_MESSAGES)
-        _whole("prefetch", self.prefetch, 0, _MOST_MESSAGES)
+            _check_integer("batch_size", self.batch_size, 1, MOST_MESSAGES)
+        _check_integer("prefetch", self.prefetch, 0, MOST_MESSAGES)
         if self.prefetch and self.in_transaction:
             raise ValueError("invalid prefetch: messages are prefetched in lease mode only, and not with transactional")
         if self.peek_batch_size is not None:
-            _whole("peek_batch_size", self.peek_batch_size, 1, _MOST_MESSAGES)
+            _check_integer("peek_batch_size", self.peek_batch_size, 1, MOST_MESSAGES)
         if as_duration("peek_delay", self.peek_delay) < timedelta(milliseconds=100):
             raise ValueError(f"invalid peek_delay: {self.peek_delay}; must be from 100 ms to 10 s")
         if self.visibility_timeout is not None and not (
@@ -115,14 +112,14 @@ class Settings:
 
     @property
     def in_transaction(self) -> bool:
-        """Whether the handler works in a transaction of ours."""
+        """Whether the handler works in a transaction that the consumer begins and ends."""
         return self.transactional or self.mode == "receive"
 
     @property
     def delivers_copies(self) -> bool:
-        """Whether a message may have to be shown again as it was, after a handler had it."""
+        """Whether a message may have to be delivered unchanged once more, after a handler had it."""
         return self.in_transaction or self.batch_size is not None or self.on_failure is not None
 
     def argument(self, deliveries: list[Any]) -> Any:
-        """What the handler is called with: a list of its own, which it may sort or empty."""
+        """The argument of the handler: a delivery, or a new list that the handler may change."""
         return deliveries[0] if self.batch_size is None else list(deliveries)

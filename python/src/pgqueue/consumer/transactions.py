@@ -1,6 +1,5 @@
-"""The transactions of a consumer, as scripts: a handler's work and its settlement, a failure and its policy."""
+"""The transactions in which handlers and policies work, and how failed attempts are settled."""
 
-import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -8,251 +7,290 @@ from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 from weakref import WeakSet
 
-from psycopg import Error, OperationalError, sql
+from psycopg import Error, OperationalError
 from psycopg.errors import DivisionByZero, InFailedSqlTransaction, InsufficientPrivilege, InvalidSqlStatementName
 from psycopg.pq import TransactionStatus
-from psycopg.rows import scalar_row
 
 from .. import _calls
 from .._calls import Bound
 from ..errors import QueueNotFound
-from .delivery import Delivery, Held
-from .links import begin_of, in_no_transaction, is_broken, is_busy, is_conflict, is_trouble
-from .policy import Decision, Failure, Reject, Retry, checked
-from .seats import Seat
-from .settings import Settings
-from .settlements import Result, kind_of, rejection, settlement, sorted_out
-from .steps import Answer, Command, Run, Script, Workers
-
-__all__ = ["Attempt", "Job", "Transactions"]
-
-_CONFLICTS = 20
-_NOTICE = 0.05  # seconds that others have to see that a connection is cut
-
-
-def _back(text: bytes) -> Bound[Any]:
-    """By a cursor: psycopg forgets what it has prepared when it sees one roll back."""
-    return Bound(text, [], scalar_row)
-
-
-_COMMIT, _ROLLBACK = Command(b"commit"), _back(b"rollback")
-_SAVE, _GO_BACK = Command(b"savepoint pgqueue"), _back(b"rollback to savepoint pgqueue")
-_PART = (
-    Command(b"savepoint pgqueue_policy"),
-    Command(b"release savepoint pgqueue_policy"),
-    _back(b"rollback to savepoint pgqueue_policy"),
+from .connections import (
+    Unreadable,
+    begin_statement,
+    is_broken,
+    is_busy,
+    is_conflict,
+    is_outside_transaction,
+    is_trouble,
 )
+from .delivery import ClaimedMessage, Delivery, Failure, HandlerCall, Result, State
+from .policy import (
+    Decision,
+    Exhausted,
+    Handled,
+    Reject,
+    Retry,
+    checked,
+    dead_letter_headers,
+    decide,
+    describe,
+    failure_headers,
+)
+from .runtime import Runtime
+from .settings import Settings
+from .workers import Answer, Session, Workers
+
+_MOST_CONFLICTS = 20
+_CUT_SECONDS = 0.05  # for the server and for other threads to notice that a connection was cut
+
+# Settlement
+
+
+def settlement(
+    settings: Settings, claimed: ClaimedMessage, error: BaseException, answer: Decision | None = None
+) -> tuple[State, Bound[Any]]:
+    """The outcome of a failed attempt, by the answer of a policy or without one, and the statement that settles it."""
+    message, name, by = claimed.message, settings.queue_name, settings.claimed_by
+    decision = decide(error, answer, message.attempt_count, settings.retries)
+    if isinstance(decision, Handled):
+        return State.ACKED, _calls.ack(name, claimed.id, claimed.token)
+    is_rejected = isinstance(decision, Reject)
+    dies = is_rejected or claimed.is_last_attempt
+    headers = failure_headers(message, error, by, dies)
+    text = describe(error, decision)
+    if isinstance(decision, Retry):
+        statement = _calls.nack(name, claimed.id, claimed.token, decision.after, text, headers)
+    else:
+        reason = "attempts_exhausted" if isinstance(decision, Exhausted) else None
+        statement = _calls.reject(name, claimed.id, claimed.token, text, headers, reason)
+    return State.DEAD if dies else State.RETRIED, statement
+
+
+def failure_record(settings: Settings, claimed: ClaimedMessage, error: BaseException) -> Bound[bool]:
+    """The statement that counts an attempt whose transaction was rolled back."""
+    decision = decide(error, None, claimed.message.attempt_count, settings.retries)
+    return _calls.record_failure(
+        settings.queue_name,
+        claimed.id,
+        claimed.message.attempt_count,
+        decision.after if isinstance(decision, Retry) else None,
+        describe(error, decision),
+        failure_headers(claimed.message, error, settings.claimed_by, claimed.is_last_attempt),
+    )
+
+
+def rejection(queue_name: str, row: Any, error: Exception) -> Bound[bool]:
+    """The statement that makes a dead letter of a message that cannot be read."""
+    headers = dead_letter_headers(queue_name, row.attempt_count, error)
+    return _calls.reject(queue_name, row.id, row.claim_token, describe(error), headers, None)
+
+
+def split_readable(rows: list[Any]) -> tuple[list[ClaimedMessage], list[tuple[Any, Exception]]]:
+    """The messages that a handler can get, and those that it cannot, each with the reason."""
+    messages: list[ClaimedMessage] = []
+    unreadable: list[tuple[Any, Exception]] = []
+    for row in rows:
+        if isinstance(row, Unreadable):
+            unreadable.append((row, row.error))
+        elif row.headers is not None and not isinstance(row.headers, dict):
+            unreadable.append((row, TypeError(f"the headers are no JSON object but {type(row.headers).__name__}")))
+        else:
+            messages.append(ClaimedMessage(row))
+    return messages, unreadable
+
+
+# Transactions
 
 
 class Attempt(NamedTuple):
-    """How a call of the handler ended.
+    """How a transaction with a call of the handler ended.
 
-    done: settled, as the results say. failed: nothing was settled, and error says why. lost: a claim was lost, and
-    nothing was settled. cancelled: the consumer was forced to stop. undone: the transaction is gone with its
-    connection, and in receive mode the claim with it. empty: nothing was received.
+    done: settled, as the results say. failed: nothing was settled, because of `error`. lost: nothing was settled,
+    because the claims of `lost` messages were lost. cancelled: by a forced stop. undone: the transaction was rolled
+    back because its connection broke; in receive mode this also undoes the claim. empty: nothing was received.
     """
 
     kind: Literal["done", "failed", "lost", "cancelled", "undone", "empty"]
     results: Sequence[Result] = ()
     error: BaseException | None = None
     seconds: float | None = None
-
-
-class Job:
-    """A slot's work: a call of the handler, and all that follows from it."""
-
-    def __init__(self, held: list[Held], received: Callable[[int], None] = lambda _: None) -> None:
-        self.held = held
-        self.unfit: list[tuple[Any, Exception]] = []  # received, but not to be handed to anybody
-        self.cancelled = False
-        self.received = received
-        self.seat = Seat()
-        self.task: asyncio.Task[None] | None = None
-
-    def is_cancelled(self) -> bool:
-        """Whether what the handler does still counts; asked in threads."""
-        return self.cancelled
-
-    def cancel(self) -> None:
-        """Let what the handler does no longer count."""
-        self.cancelled = True
-        for held in self.held:
-            held.cancelled = True
+    lost: Sequence[ClaimedMessage] = ()
 
 
 class Transactions:
-    """Makes the scripts. They run where handlers run: what they touch of the pump's, they tell it."""
+    """The work on the connections of handlers. It may run in threads: it posts to the event loop what belongs there."""
 
-    def __init__(
-        self, settings: Settings, workers: Workers, critical: Callable[[BaseException | None, str], None]
-    ) -> None:
-        self._settings = settings
+    def __init__(self, runtime: Runtime, workers: Workers) -> None:
+        self._runtime = runtime
+        self._settings = runtime.settings
         self._workers = workers
-        self._critical = critical
-        self._claims: dict[tuple[str, bytes], Bound[Any]] = {}
         self._claim_name = f"pgqueue_{uuid4().hex}".encode()
-        self._prepared: WeakSet[Any] = WeakSet()  # connections that know the claim by that name
-        self._name = sql.quote(settings.queue_name)
+        self._prepared: WeakSet[Any] = WeakSet()  # connections that have prepared the claim under this name
 
-    def attempt(self, job: Job, held: list[Held], connection: Any) -> Script[Attempt]:
-        """The handler and the acknowledgement in one transaction, under claims that are committed."""
+    async def attempt(self, call: HandlerCall, messages: list[ClaimedMessage], session: Session) -> Attempt:
+        """Call the handler and acknowledge in one transaction, for messages whose claims are committed."""
         conflicts = 0
         while True:
-            if job.is_cancelled():
-                return Attempt("cancelled")  # It took long to connect.
-            yield Command(begin_of(connection))
-            deliveries, answer, seconds = yield from self._handle(held, connection)
+            if call.is_cancelled():
+                return Attempt("cancelled")  # Connecting may have taken long.
+            await session.command(begin_statement(session.connection))
+            deliveries, answer, seconds = await self._handle(messages, session)
             error = answer.error
-            if job.is_cancelled() or all(message.gone for message in held):
-                yield from _undo(connection)
-                return Attempt("cancelled" if job.is_cancelled() else "lost")
             if error is None:
-                _settling(held, True)
+                _enter(messages, State.COMMITTING)
+            if call.is_cancelled() or all(message.is_void for message in messages):
+                _enter(messages, State.WORKING)
+                await _roll_back(session)
+                return Attempt("cancelled" if call.is_cancelled() else "lost")
+            if error is None:
                 try:
-                    return Attempt("done", (yield from self._settle(held, deliveries, seconds, b"commit")))
-                except _Lost as loss:
-                    yield from _undo(connection)
-                    if len((yield from self.keep(held, connection))) < len(held):
-                        return Attempt("lost")
+                    return Attempt("done", await self._settle(messages, deliveries, seconds, _calls.COMMIT, session))
+                except _ClaimLost as loss:
+                    await _roll_back(session)
+                    if lost := await self.extend(messages, session):
+                        return Attempt("lost", lost=lost)
                     error = loss.__cause__ or loss
                 except Exception as failure:
                     error = _explained(failure)
-                finally:
-                    _settling(held, False)
-            yield from _undo(connection)
-            if is_trouble(error) and is_broken(connection):
+                _enter(messages, State.WORKING)
+            await _roll_back(session)
+            if is_trouble(error) and is_broken(session.connection):
                 return Attempt("undone", error=error, seconds=seconds)
-            if not is_conflict(error) or conflicts >= _CONFLICTS:
+            if not is_conflict(error) or conflicts >= _MOST_CONFLICTS:
                 return Attempt("failed", error=error, seconds=seconds)
             conflicts += 1
-            yield from self._conflict(conflicts)
+            await _pause_after_conflict(conflicts, session)
 
-    def receive(self, job: Job, connection: Any) -> Script[Attempt]:
-        """The claim, the handler and the settlement in one transaction, which alone holds the messages."""
+    async def receive(
+        self, call: HandlerCall, received: Callable[[HandlerCall, int], None], session: Session
+    ) -> Attempt:
+        """Claim, call the handler and settle in one transaction. `received` is told how many messages were claimed."""
+        connection = session.connection
         conflicts = 0
         while True:
             try:
-                attempt = yield from self._receive(job, connection, conflicts < _CONFLICTS)
+                attempt = await self._receive(call, received, session, conflicts < _MOST_CONFLICTS)
             except Exception as fault:
-                # Whatever this was, the transaction is over, or as good as over.
-                yield from _undo(connection)
-                if job.is_cancelled():
+                # The transaction has ended or cannot go on.
+                await _roll_back(session)
+                if call.is_cancelled():
                     return Attempt("cancelled")
-                if isinstance(fault, InvalidSqlStatementName) and not job.held:
-                    self._prepared.discard(connection)  # Somebody has deallocated it.
+                if isinstance(fault, InvalidSqlStatementName) and not call.messages:
+                    self._prepared.discard(connection)  # A handler has deallocated the claim.
                 elif not is_conflict(fault):
-                    if not job.held:
+                    if not call.messages:
                         if not isinstance(fault, QueueNotFound):
-                            # What a handler may have left there, such as a role, is to stand in nobody's way.
+                            # A setting that a handler has left, such as a role, must not make other claims fail.
                             connection.pgconn.finish()
                         if isinstance(fault, (Error, OSError)):
                             raise
                         name = type(fault).__name__
                         raise OperationalError(f"no claim on the handler's connection: {name}: {fault}") from fault
-                    return Attempt("undone", error=fault.__cause__ if isinstance(fault, _Undone) else fault)
+                    return Attempt("undone", error=fault.__cause__ if isinstance(fault, _RolledBack) else fault)
             else:
                 if attempt is not None:
                     return attempt
-                yield from _undo(connection)
+                await _roll_back(session)
             conflicts += 1
-            if conflicts > _CONFLICTS + 5:
+            if conflicts > _MOST_CONFLICTS + 5:
                 return Attempt("empty")
-            yield from self._conflict(conflicts)
-            job.held = []
+            await _pause_after_conflict(conflicts, session)
+            _enter(call.messages, State.RELEASED)
+            call.take([])
 
-    def _receive(self, job: Job, connection: Any, again: bool) -> Script[Attempt | None]:
-        rows = yield self._claim(connection)
-        job.held, job.unfit = sorted_out(rows)
-        for row, reason in job.unfit:
-            yield rejection(self._settings.queue_name, row, reason)
-        self._workers.tell(job.received, len(rows))
-        if job.is_cancelled():
-            job.cancel()
-            yield from _undo(connection)
+    async def _receive(
+        self, call: HandlerCall, received: Callable[[HandlerCall, int], None], session: Session, again: bool
+    ) -> Attempt | None:
+        """The same once; None after a conflict, if `again`."""
+        rows = await session.execute(self._claim(session.connection))
+        messages, call.unreadable = split_readable(rows)
+        call.take(messages)
+        for row, reason in call.unreadable:
+            await session.execute(rejection(self._settings.queue_name, row, reason))
+        self._workers.call_soon(received, call, len(rows))
+        if call.is_cancelled():
+            await _roll_back(session)
             return Attempt("cancelled")
-        if not job.held:
-            yield _COMMIT
+        if not messages:
+            await session.command(_calls.COMMIT)
             return Attempt("empty")
-        if job.unfit:
-            yield _SAVE
-        results, error, seconds = yield from self._work(job, job.held, connection, b"commit")
+        if call.unreadable:
+            await session.command(_calls.SAVEPOINT)
+        results, error, seconds = await self._work(call, messages, session, _calls.COMMIT)
         if error is not None:
             results = []
-            for held in job.held:
-                if len(job.held) > 1 and not job.is_cancelled():
-                    # One of them is to blame: each by itself, so that only that one fails.
-                    yield _SAVE
-                    one, error, seconds = yield from self._work(job, [held], connection, b"release savepoint pgqueue")
+            for message in messages:
+                if len(messages) > 1 and not call.is_cancelled():
+                    # The handler gets each message by itself, so that only the one that caused the error fails.
+                    await session.command(_calls.SAVEPOINT)
+                    one, error, seconds = await self._work(call, [message], session, _calls.RELEASE_SAVEPOINT)
                     results += one
                 if is_conflict(error) and again:
                     return None
-                if error is not None and not job.is_cancelled():
-                    results.append((yield from self.fail(job, held, error, seconds, connection)))
-            if not job.is_cancelled():
-                yield _COMMIT
-        if job.is_cancelled() and not in_no_transaction(connection):
-            yield _ROLLBACK
+                if error is not None and not call.is_cancelled():
+                    results.append(await self.fail(call, message, error, seconds, session))
+            if not call.is_cancelled():
+                await session.command(_calls.COMMIT)
+        if call.is_cancelled() and not is_outside_transaction(session.connection):
+            await session.execute(_calls.ROLLBACK)
             return Attempt("cancelled")
         return Attempt("done", results)
 
     def _claim(self, connection: Any) -> Bound[Any]:
-        """The claim within a transaction and ahead of a savepoint, in one go; prepared where that is allowed."""
-        stage = (
-            "plain" if connection.prepare_threshold is None else "again" if connection in self._prepared else "first"
-        )
-        if stage == "first":
+        """The statements that begin the transaction, claim and set a savepoint; prepared if that is allowed."""
+        settings, name = self._settings, None if connection.prepare_threshold is None else self._claim_name
+        is_prepared = name is not None and connection in self._prepared
+        if name is not None and not is_prepared:
             self._prepared.add(connection)
-        begin = begin_of(connection)
-        call = self._claims.get((stage, begin))
-        if call is None:
-            settings = self._settings
-            claim = _calls.claim(settings.queue_name, settings.batch_size or 1, None, settings.claimed_by)
-            plain = claim.text % tuple([sql.quote(value).encode() for value in claim.values])
-            before = b"prepare " + self._claim_name + b" as " + plain + b"; " if stage == "first" else b""
-            take = plain if stage == "plain" else b"execute " + self._claim_name
-            text = before + begin + b"; " + take + b"; savepoint pgqueue"
-            call = self._claims[stage, begin] = Bound(text, [], claim.row)
-        return call
+        begin, size = begin_statement(connection), settings.batch_size or 1
+        return _calls.begin_and_claim(begin, settings.queue_name, size, settings.claimed_by, name, is_prepared)
 
-    def _work(
-        self, job: Job, held: list[Held], connection: Any, end: bytes
-    ) -> Script[tuple[list[Result], BaseException | None, float]]:
-        """The handler and the settlement, from the savepoint on: whatever fails goes back to it."""
+    async def _work(
+        self, call: HandlerCall, messages: list[ClaimedMessage], session: Session, end: bytes
+    ) -> tuple[list[Result], BaseException | None, float]:
+        """Call the handler and settle, after a savepoint; any failure rolls back to the savepoint."""
         results: list[Result] = []
-        deliveries, answer, seconds = yield from self._handle(held, connection)
+        deliveries, answer, seconds = await self._handle(messages, session)
         error = answer.error
-        if job.is_cancelled():
+        if call.is_cancelled():
             return results, None, seconds
         if error is None:
+            _enter(messages, State.COMMITTING)
             try:
-                # Deferred constraints speak up while there is still something to go back to.
-                last = b"set constraints all immediate; " + end
-                results = yield from self._settle(held, deliveries, seconds, last)
+                # Deferred constraints are checked while the transaction can still roll back to the savepoint.
+                end = _calls.SET_CONSTRAINTS_IMMEDIATE + end
+                results = await self._settle(messages, deliveries, seconds, end, session)
             except Exception as failure:
                 error = _explained(failure)
+                _enter(messages, State.WORKING)
         if error is not None:
-            if in_no_transaction(connection):
-                raise _Undone from error
-            yield _GO_BACK
+            if is_outside_transaction(session.connection):
+                raise _RolledBack from error
+            await session.execute(_calls.ROLLBACK_TO_SAVEPOINT)
         return results, error, seconds
 
-    def fail(
-        self, job: Job, held: Held, error: BaseException, seconds: float | None, connection: Any
-    ) -> Script[Result]:
-        """A failed message: the policy and what it decides, in one transaction, or in a part of one."""
-        begin, commit, undo = _PART
-        if in_no_transaction(connection):
-            begin, commit, undo = Command(begin_of(connection)), _COMMIT, _ROLLBACK
+    async def fail(
+        self, call: HandlerCall, message: ClaimedMessage, error: BaseException, seconds: float | None, session: Session
+    ) -> Result:
+        """Call the policy and carry out the decision, in one transaction, or in a savepoint of the present one."""
+        connection = session.connection
+        begin, commit, undo = (
+            _calls.POLICY_SAVEPOINT,
+            _calls.RELEASE_POLICY_SAVEPOINT,
+            _calls.ROLLBACK_TO_POLICY_SAVEPOINT,
+        )
+        if is_outside_transaction(connection):
+            begin, commit, undo = begin_statement(connection), _calls.COMMIT, _calls.ROLLBACK
         answer: Decision | None = None
-        yield begin
+        await session.command(begin)
         if self._settings.on_failure is not None and not isinstance(error, (Retry, Reject)):
             for _ in range(2):
-                failure = Failure(held.deliver(connection, True), error, held.message.attempt_count, connection)
-                said: Answer = yield Run(self._settings.on_failure, failure)
+                failure = Failure(message.deliver(connection, True), error, message.message.attempt_count, connection)
+                said = await session.call(self._settings.on_failure, failure)
                 if is_busy(connection):
-                    yield from self._cut(connection)
+                    await _cut(session)
                     raise OperationalError("on_failure has left a statement running") from said.error
-                if job.is_cancelled():
+                if call.is_cancelled():
                     break
                 fault = said.error
                 if fault is None and connection.pgconn.transaction_status == TransactionStatus.INERROR:
@@ -265,101 +303,114 @@ class Transactions:
                         fault = mistake
                 if connection.closed:
                     raise OperationalError("the connection was lost while on_failure ran") from fault
-                yield undo
-                name = type(fault).__name__
-                self._workers.tell(self._critical, fault, f"on_failure raised {name} for message {held.id}")
-                yield begin
-        if job.is_cancelled():
-            yield undo
-            return Result(held, "lost")
-        decision, statement = settlement(self._settings, held, error, answer)
-        _settling([held], True)
+                await session.execute(undo)
+                text = f"on_failure raised {type(fault).__name__} for message {message.id}"
+                self._workers.call_soon(self._runtime.critical, fault, text)
+                await session.command(begin)
+        message.try_become(State.COMMITTING)
         try:
-            kept = yield statement
-            yield commit if kept[0] else undo
-        finally:
-            _settling([held], False)
-        return Result(held, kind_of(decision, held) if kept[0] else "lost", seconds, error)
+            if call.is_cancelled():
+                message.try_become(State.WORKING)
+                await session.execute(undo)
+                return Result(message, State.LOST)
+            state, statement = settlement(self._settings, message, error, answer)
+            (kept,) = await session.execute(statement)
+            if kept:
+                await session.command(commit)
+            else:
+                await session.execute(undo)
+        except Exception:
+            message.try_become(State.WORKING)
+            raise
+        return Result(message, state if kept else State.LOST, seconds, error)
 
-    def _handle(self, held: list[Held], connection: Any) -> Script[tuple[list[Delivery], Answer, float]]:
-        deliveries = [message.deliver(connection, True) for message in held]
+    async def _handle(self, messages: list[ClaimedMessage], session: Session) -> tuple[list[Delivery], Answer, float]:
+        connection = session.connection
+        deliveries = [message.deliver(connection, True) for message in messages]
         started = time.monotonic()
-        answer = yield Run(self._settings.handler, self._settings.argument(deliveries))
+        answer = await session.call(self._settings.handler, self._settings.argument(deliveries))
         seconds = time.monotonic() - started
         if is_busy(connection):
-            yield from self._cut(connection)
+            await _cut(session)
             answer = Answer(error=answer.error or RuntimeError("the handler has left a statement running"))
-        if answer.error is None and in_no_transaction(connection):
-            answer = Answer(error=_ended(connection))
+        if answer.error is None and is_outside_transaction(connection):
+            answer = Answer(error=_transaction_ended(connection))
         return deliveries, answer, seconds
 
-    def _settle(self, held: list[Held], deliveries: list[Delivery], seconds: float, end: bytes) -> Script[list[Result]]:
-        """Acknowledge what is done, do with the others as they are marked, and end as told. Raises `_Lost`."""
+    async def _settle(
+        self, messages: list[ClaimedMessage], deliveries: list[Delivery], seconds: float, end: bytes, session: Session
+    ) -> list[Result]:
+        """Acknowledge the messages, or settle them as they are marked, and execute `end`. Raises `_ClaimLost`."""
         name = self._settings.queue_name
         results: list[Result] = []
         statements: dict[int, Bound[Any]] = {}
-        for message, delivery in zip(held, deliveries, strict=True):
-            if delivery.outcome is None:
-                results.append(Result(message, "succeeded", seconds))
-            else:
-                decision, statements[message.id] = settlement(self._settings, message, delivery.outcome)
-                results.append(Result(message, kind_of(decision, message), seconds, delivery.outcome))
-        if statements or len({message.token for message in held}) > 1:
-            # One by one, by id: in the order in which heartbeats lock.
-            for message in sorted(held, key=lambda message: message.id):
-                kept = yield statements.get(message.id) or _calls.ack(name, message.id, message.token)
+        for message, delivery in zip(messages, deliveries, strict=True):
+            state, error = State.ACKED, delivery.outcome
+            if error is not None:
+                state, statements[message.id] = settlement(self._settings, message, error)
+            results.append(Result(message, state, seconds, error))
+        if statements or len({message.token for message in messages}) > 1:
+            # One by one, by id: heartbeats lock messages in this order.
+            for message in sorted(messages, key=lambda message: message.id):
+                kept = await session.execute(statements.get(message.id) or _calls.ack(name, message.id, message.token))
                 if not kept[0]:
-                    raise _Lost
-            yield Command(end)
+                    raise _ClaimLost
+            await session.command(end)
             return results
-        # All or nothing, in one go: what is not ours makes it fail before it ends.
-        ids = ",".join([str(int(message.id)) for message in held])
-        text = (
-            f"select 1 / (pgqueue.ack_batch(queue_name => {self._name}, ids => '{{{ids}}}',"
-            f" claim_token => '{held[0].token}') = {len(held)})::int; "
-        )
+        # All in one command, which fails before `end` if one of the messages is not claimed any more.
+        acknowledge = _calls.ack_all_or_fail(name, [message.id for message in messages], messages[0].token)
         try:
-            yield Command(text.encode() + end)
+            await session.command(acknowledge + end)
         except DivisionByZero as error:
-            raise _Lost("the message was not there any more to be acknowledged") from error
+            raise _ClaimLost("the message was not there any more to be acknowledged") from error
         return results
 
-    def keep(self, held: list[Held], connection: Any) -> Script[list[Held]]:  # noqa: ARG002
-        """Extend claims, and mark as lost those that are not ours any more; returns the others."""
-        for token in {message.token for message in held}:
-            ids = [message.id for message in held if message.token == token]
-            kept = yield _calls.extend_batch(self._settings.queue_name, ids, token, self._settings.visibility_timeout)
-            for message in held:
-                if message.token == token and message.id not in kept:
-                    message.lost = True
-        return [message for message in held if not message.lost]
-
-    def _cut(self, connection: Any) -> Script[None]:
-        """Give up a connection that is stuck in something of the user's, as a stream that was not read to its end."""
-        yield Run(self._workers.sever, connection)
-        yield Run(self._workers.nap, _NOTICE)  # Who waits on it, and the server, are to see that first.
-        connection.pgconn.finish()
-
-    def _conflict(self, number: int) -> Script[None]:
-        # Two that met should not meet again.
-        yield Run(self._workers.nap, random.uniform(0, min(0.005 * number, 0.1)))  # noqa: S311
+    async def extend(self, messages: list[ClaimedMessage], session: Session) -> list[ClaimedMessage]:
+        """Extend claims; returns the messages whose claims are lost."""
+        kept: set[int] = set()
+        for token in {message.token for message in messages}:
+            ids = [message.id for message in messages if message.token == token]
+            kept.update(
+                await session.execute(
+                    _calls.extend_batch(self._settings.queue_name, ids, token, self._settings.visibility_timeout)
+                )
+            )
+        return [message for message in messages if message.id not in kept]
 
 
-class _Undone(Exception):
-    """The transaction is gone; the cause is what the handler raised, if it did."""
+class _RolledBack(Exception):
+    """The transaction is gone. The cause is what the handler raised."""
 
 
-class _Lost(Exception):
-    """The message is not ours any more, or the handler has settled it itself."""
+class _ClaimLost(Exception):
+    """The claim of the message was lost, or the handler has settled the message itself."""
 
 
-def _undo(connection: Any) -> Script[None]:
-    if not in_no_transaction(connection):
-        yield _ROLLBACK
+def _enter(messages: list[ClaimedMessage], state: State) -> None:
+    """Change the state of those messages that may change to it: others can be lost or released by now."""
+    for message in messages:
+        message.try_become(state)
+
+
+async def _roll_back(session: Session) -> None:
+    if not is_outside_transaction(session.connection):
+        await session.execute(_calls.ROLLBACK)
+
+
+async def _cut(session: Session) -> None:
+    """Close a connection on which a statement of the user runs, for example a stream that was not read to its end."""
+    await session.cut()
+    await session.sleep(_CUT_SECONDS)
+    session.connection.pgconn.finish()
+
+
+async def _pause_after_conflict(number: int, session: Session) -> None:
+    # For a random time, so that two transactions do not conflict again.
+    await session.sleep(random.uniform(0, min(0.005 * number, 0.1)))  # noqa: S311
 
 
 def _explained(error: Exception) -> Exception:
-    """What an acknowledgement raised, with a word on what the handler may have to do with it."""
+    """The error of an acknowledgement, with a note if the handler may have caused it."""
     if isinstance(error, InsufficientPrivilege):
         error.add_note(
             "The message is acknowledged on delivery.connection, in the role that the handler has left it in:"
@@ -368,12 +419,7 @@ def _explained(error: Exception) -> Exception:
     return error
 
 
-def _ended(connection: Any) -> Exception:
+def _transaction_ended(connection: Any) -> Exception:
     if connection.closed:
         return OperationalError("the connection was lost while the handler ran")
     return RuntimeError("the handler ended the transaction that its work and the message share")
-
-
-def _settling(held: list[Held], settling: bool) -> None:
-    for message in held:
-        message.settling = settling

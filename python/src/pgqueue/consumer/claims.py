@@ -1,0 +1,473 @@
+"""The claims of a consumer: extended by heartbeats, acknowledged in batches, released when they are not used.
+
+A message can be locked by another transaction: by a handler that works on its row, or by `select … for update`. It can
+be neither extended nor settled before that transaction ends, and no other consumer can claim it. The other messages do
+not wait for it.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from uuid import UUID
+
+import psycopg
+from psycopg.errors import LockNotAvailable
+
+from .. import _calls
+from .._calls import Bound, LostAck
+from .connections import is_trouble
+from .delivery import ClaimedMessage, Result, State
+from .runtime import Runtime
+from .settings import MOST_MESSAGES
+
+_MOST_ACKS = 5_000
+_PAGE = 10_000
+# Seconds
+_BATCH_SECONDS = 0.01  # for which acknowledgements wait, to be sent together
+_LONGEST_LOCK_TIMEOUT = 0.5  # all other statements wait as well
+_SHORTEST_LOCK_TIMEOUT = 0.02  # if a message is known to be locked
+_SEARCH_SECONDS = 1.0  # for finding out which messages are locked
+_RETRY_SECONDS = 0.5  # until the settlement of a locked message is tried again
+
+
+@dataclass(slots=True)
+class _Claim:
+    messages: dict[int, ClaimedMessage]
+    renew_at: float
+
+
+@dataclass(slots=True)
+class _Settlement:
+    """A statement that returns whether the message was still claimed, a fallback if it is refused, and the outcome."""
+
+    statement: Bound[Any]
+    fallback: Bound[Any] | None
+    result: Result | None
+    met_lock: bool = False
+
+
+class Claims:
+    """Keeps claims, and settles their messages. It belongs to the event loop."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._settings = settings = runtime.settings
+        self._claims: dict[UUID | None, _Claim] = {}
+        self._acks: dict[UUID | None, list[Result]] = {}
+        self._ack_count = 0
+        self._settlements: deque[_Settlement] = deque()
+        self._postponed = 0  # settlements of locked messages
+        # The connection broke during their acknowledgement, which may have been committed.
+        self._in_doubt: dict[int, ClaimedMessage] = {}
+        self._flushing = asyncio.Lock()
+        self._has_work = asyncio.Event()
+        self._is_full = asyncio.Event()
+        self._due_sooner = asyncio.Event()
+        self._heartbeat_at = math.inf
+        self._portion = MOST_MESSAGES
+        self.visibility_timeout = settings.visibility_timeout or timedelta(seconds=30)
+
+    # Claiming
+
+    async def peek_and_claim(self, most: int, wanted: int) -> tuple[int, list[Any]]:
+        """Peek for up to `most` messages, and claim up to `wanted` of them, in one statement.
+
+        Returns how many were seen, and the rows. Raises `psycopg.Error`.
+        """
+        name, by = self._settings.queue_name, self._settings.claimed_by
+        with self._portion_of(wanted) as wanted:
+            call = _calls.peek_and_claim(name, most, wanted, self.visibility_timeout, by)
+            found = await self._runtime.run(call, "peek")
+        seen = next((row[0] for row in found if isinstance(row, tuple)), len(found))
+        rows = [row[1] if isinstance(row, tuple) else row for row in found]
+        if rows[0] is None:
+            return seen, []
+        self._runtime.succeeded("claim")
+        return seen, rows
+
+    async def claim(self, wanted: int, more: bool) -> list[Any]:
+        """Claim up to `wanted` messages; if there are still `more`, acknowledge others in the same statement.
+
+        Returns the rows. Raises `psycopg.Error`: what was not acknowledged is kept then.
+        """
+        with self._portion_of(wanted) as wanted:
+            terms = (wanted, self.visibility_timeout, self._settings.claimed_by)
+            # Acknowledgements in doubt may need a search afterwards. A claim must not wait for it.
+            if more and self._acks and not self._in_doubt and not self._flushing.locked():
+                async with self._flushing:
+                    rows = await self._exchange(terms) if self._acks else None
+                if rows is not None:
+                    return rows
+            return await self._runtime.run(_calls.claim(self._settings.queue_name, *terms), "claim")
+
+    @contextmanager
+    def _portion_of(self, wanted: int) -> Iterator[int]:
+        """How many to claim at once: fewer after a claim that failed, because its result may be too large."""
+        portion = min(wanted, self._portion)
+        try:
+            yield portion
+        except (psycopg.Error, OSError):
+            self._portion = max(1, portion // 4)
+            raise
+        self._portion = min(2 * self._portion, MOST_MESSAGES)
+
+    async def _exchange(self, terms: tuple[int, timedelta, str]) -> list[Any] | None:
+        """Acknowledge the messages of one claim, and claim others; None, and nothing was done, if one is locked."""
+        token = max(self._acks, key=lambda token: len(self._acks[token]))
+        done = self._acks.pop(token)
+        self._ack_count -= len(done)
+        ids = sorted(result.message.id for result in done)
+        call = _calls.exchange_messages(self._settings.queue_name, ids, token, *terms)
+        try:
+            rows = await self._run(call, any(result.message.is_locked for result in done))
+        except BaseException:
+            self._keep(done)
+            raise
+        if rows is None:
+            self._queue_acks(done)
+            return None
+        lost = {row.id for row in rows if isinstance(row, LostAck)}
+        self._acknowledged(done, {result.message for result in done if result.message.id in lost})
+        return [row for row in rows if not isinstance(row, LostAck)] if lost else rows
+
+    def add(self, messages: list[ClaimedMessage], claimed_at: float) -> None:
+        """Keep claims that were made not before `claimed_at` of the monotonic clock."""
+        seconds = self.visibility_timeout.total_seconds()
+        renew_at = claimed_at + seconds / 3
+        for message in messages:
+            if message.id in self._in_doubt:
+                self._in_doubt[message.id].claimed_until = 0.0  # It was claimed again: the earlier claim was lost.
+            message.claimed_until = claimed_at + seconds
+            claim = self._claims.get(message.token)
+            if claim is None:
+                claim = self._claims[message.token] = _Claim({}, renew_at)
+            claim.messages[message.id] = message
+        if renew_at < self._heartbeat_at:
+            self._due_sooner.set()
+
+    def drop(self, message: ClaimedMessage) -> None:
+        """Keep the claim of a message no longer."""
+        claim = self._claims.get(message.token)
+        if claim is not None and claim.messages.pop(message.id, None) is not None and not claim.messages:
+            del self._claims[message.token]
+
+    # Heartbeats
+
+    async def heartbeats(self) -> None:
+        """Extend each claim when a third of its time has passed, endlessly."""
+        while True:
+            self._due_sooner.clear()
+            self._heartbeat_at = min((claim.renew_at for claim in self._claims.values()), default=math.inf)
+            wait = self._heartbeat_at - time.monotonic()
+            if wait > 0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait if wait < math.inf else None):
+                        await self._due_sooner.wait()
+            else:
+                await self._heartbeat()
+
+    async def _heartbeat(self) -> None:
+        seconds = self.visibility_timeout.total_seconds()
+        now = time.monotonic()
+        due = {token: claim for token, claim in self._claims.items() if claim.renew_at <= now + seconds / 12}
+        messages = sorted((one for claim in due.values() for one in claim.messages.values()), key=lambda one: one.id)
+        locked = {message.token for message in await self._in_parts(messages, self._extend)}
+        for token, claim in due.items():
+            claim.renew_at = now + seconds / (6 if token in locked else 3)
+
+    async def _extend(self, messages: list[ClaimedMessage], is_locked: bool) -> bool:
+        messages = [message for message in messages if message.state is not State.COMMITTING]
+        if not messages:
+            return True
+        ids, tokens = [message.id for message in messages], [message.token for message in messages]
+        now = time.monotonic()
+        call = _calls.extend_claims(self._settings.queue_name, ids, tokens, self.visibility_timeout)
+        rows = await self._run(call, is_locked)
+        if rows is None:
+            return False
+        self._runtime.stats.extended += len(rows)
+        self._runtime.event("extended", len(rows))
+        kept = set(rows)
+        for message in messages:
+            claim = self._claims.get(message.token)
+            if message.id in kept:
+                message.claimed_until = now + self.visibility_timeout.total_seconds()
+            # Otherwise it was lost, unless it was settled while the statement ran.
+            elif message.state is not State.COMMITTING and claim is not None and message.id in claim.messages:
+                self.lose(message)
+                if message.call is not None and message.call.is_lost:
+                    message.call.cancel_task()
+        return True
+
+    def lose(self, message: ClaimedMessage) -> None:
+        """Note that the claim of a message was lost."""
+        self.drop(message)
+        if message.try_become(State.LOST):
+            self._runtime.report_loss(message)
+
+    # Locked messages
+
+    async def _run(self, call: Bound[Any], is_locked: bool) -> list[Any] | None:
+        """Execute a statement that locks messages; None, and nothing was done, if one is locked for too long."""
+        timeout = min(_LONGEST_LOCK_TIMEOUT, self.visibility_timeout.total_seconds() / 12)
+        milliseconds = round((_SHORTEST_LOCK_TIMEOUT if is_locked else timeout) * 1000)
+        try:
+            return await self._runtime.run(_calls.with_lock_timeout(call, milliseconds), "settle")
+        except LockNotAvailable:
+            return None
+
+    async def _in_parts(
+        self, messages: list[ClaimedMessage], work: Callable[[list[ClaimedMessage], bool], Awaitable[bool]]
+    ) -> list[ClaimedMessage]:
+        """Do work for all messages except those that are locked, which are returned. They are found by halving.
+
+        `work` gets messages, and whether to use the short lock timeout; it returns False if one of them is locked.
+        """
+        fresh = [message for message in messages if not message.is_locked]
+        parts = [part for part in ([message for message in messages if message.is_locked], fresh) if part]
+        deadline = time.monotonic() + min(_SEARCH_SECONDS, self.visibility_timeout.total_seconds() / 6)
+        left: list[ClaimedMessage] = []
+        while parts:
+            part = parts.pop()
+            if await work(part, part is not fresh):
+                for message in part:
+                    message.is_locked = False
+            elif len(part) > 1 and time.monotonic() < deadline:
+                middle = len(part) // 2
+                parts += (part[middle:], part[:middle])
+            else:
+                left += part
+                if len(part) == 1:
+                    self._note_lock(part[0])
+        return left
+
+    def _note_lock(self, message: ClaimedMessage) -> None:
+        if not message.is_locked and message.state is not State.COMMITTING:
+            message.is_locked = True
+            self._runtime.log(
+                logging.WARNING,
+                f"message {message.id} is locked by a transaction: it is neither extended nor settled before that ends",
+                message_id=message.id,
+            )
+
+    def _postpone(self, again: Callable[[], None]) -> None:
+        """Queue a settlement again in a moment, because its message is locked now."""
+        self._postponed += 1
+        asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._resume, again)
+
+    def _resume(self, again: Callable[[], None]) -> None:
+        self._postponed -= 1
+        again()
+        self._has_work.set()
+
+    # Settling
+
+    def acknowledge(self, result: Result) -> None:
+        """Acknowledge a message soon, together with others."""
+        result.message.become(State.SETTLING)
+        self._queue_ack(result)
+
+    def _queue_ack(self, result: Result) -> None:
+        self._acks.setdefault(result.message.token, []).append(result)
+        self._ack_count += 1
+        self._has_work.set()
+        if self._ack_count >= _MOST_ACKS:
+            self._is_full.set()
+
+    def _queue_acks(self, done: Iterable[Result]) -> None:
+        for result in done:
+            self._queue_ack(result)
+
+    def send(self, statement: Bound[Any], result: Result | None, fallback: Bound[Any] | None = None) -> None:
+        """Settle a message by a statement, or by `fallback` if it is refused. It returns whether the claim was kept."""
+        if result is not None:
+            result.message.become(State.SETTLING)
+        self._settlements.append(_Settlement(statement, fallback, result))
+        self._has_work.set()
+
+    def settled(self, result: Result) -> None:
+        """Note the outcome of a message."""
+        if result.state is State.LOST:
+            self.lose(result.message)
+            return
+        self.drop(result.message)
+        if not result.message.is_lost:  # A heartbeat can find a claim lost while its transaction commits.
+            result.message.become(result.state)
+        self._runtime.report_result(result)
+
+    def give_up(self, message: ClaimedMessage) -> None:
+        """Keep a message no longer that was not settled: it is delivered again, after its claim has expired."""
+        self.drop(message)
+        message.try_become(State.RELEASED)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all settlements were sent and answered."""
+        return not self._ack_count and not self._settlements and not self._postponed and not self._flushing.locked()
+
+    async def send_settlements(self) -> None:
+        """Send settlements, endlessly."""
+        while True:
+            await self._has_work.wait()
+            try:
+                async with asyncio.timeout(_BATCH_SECONDS):
+                    await self._is_full.wait()
+            except TimeoutError:
+                pass
+            self._has_work.clear()
+            self._is_full.clear()
+            try:
+                await self.flush()
+            except (psycopg.Error, OSError):
+                self._has_work.set()
+                await self._runtime.rest()
+
+    async def flush(self) -> None:
+        """Send the settlements that are due. Raises `psycopg.Error`: what was not settled is kept then."""
+        async with self._flushing:
+            # Acknowledgements come first. They succeed on a full disk, and make room for what is given back.
+            acks, self._acks, self._ack_count = self._acks, {}, 0
+            if acks:
+                await self._acknowledge([result for results in acks.values() for result in results])
+            await self._send()
+
+    async def _acknowledge(self, done: list[Result]) -> None:
+        left = {result.message: result for result in done}
+
+        async def acknowledge(messages: list[ClaimedMessage], is_locked: bool) -> bool:
+            part = [left.pop(message) for message in messages]
+            is_done = await self._acknowledge_part(part, is_locked)
+            if not is_done:
+                left.update(zip(messages, part, strict=True))
+            return is_done
+
+        try:
+            await self._in_parts(list(left), acknowledge)
+        except BaseException:
+            self._queue_acks(left.values())
+            raise
+        if left:
+            self._postpone(partial(self._queue_acks, left.values()))
+
+    async def _acknowledge_part(self, done: list[Result], is_locked: bool) -> bool:
+        """Acknowledge all of these messages; False, and none was acknowledged, if one is locked."""
+        ids, tokens = [result.message.id for result in done], [result.message.token for result in done]
+        try:
+            counts = await self._run(_calls.ack_claims(self._settings.queue_name, ids, tokens), is_locked)
+        except BaseException as error:
+            if isinstance(error, psycopg.Error) and not is_trouble(error):
+                for result in done:
+                    self.give_up(result.message)
+                    self._in_doubt.pop(result.message.id, None)
+                text = f"{len(done)} messages could not be acknowledged: they will be delivered again"
+                self._runtime.critical(error, text)
+            else:
+                self._keep(done)
+            raise
+        if counts is None:
+            return False
+        try:
+            lost = await self._lost_of(done, dict(counts))
+        except BaseException:
+            self._keep(done)
+            raise
+        self._acknowledged(done, lost)
+        return True
+
+    async def _lost_of(self, done: list[Result], counts: dict[UUID | None, int]) -> set[ClaimedMessage]:
+        """The messages whose claims were lost, by how many of each claim were acknowledged."""
+        now = time.monotonic()
+        lost: set[ClaimedMessage] = set()
+        doubtful: set[ClaimedMessage] = set()
+        for token, count in counts.items():
+            messages = [result.message for result in done if result.message.token == token]
+            if count == len(messages):
+                continue
+            for message in messages:
+                # An earlier try has acknowledged it, if no other consumer can have claimed it; else the claim was lost.
+                was_tried = self._in_doubt.get(message.id) is message and now < message.claimed_until
+                (doubtful if count or was_tried else lost).add(message)
+        # A crash of the server may have undone the claim, because claims do not wait for the disk.
+        present = await self._still_present({message.id for message in doubtful}) if doubtful else ()
+        return lost | {message for message in doubtful if message.id in present}
+
+    async def _still_present(self, ids: set[int]) -> set[int]:
+        """The messages that are in the queue, so that they were not acknowledged."""
+        found: set[int] = set()
+        for state in ("ready", "inflight", "scheduled"):  # in the order in which a message passes through them
+            after: int | None = min(ids) - 1
+            while after is not None and after < max(ids):
+                call = _calls.find_messages(self._settings.queue_name, list(ids), state, after, _PAGE)
+                ((after, seen),) = await self._runtime.run(call, "settle")
+                found.update(seen or ())
+        return found
+
+    def _acknowledged(self, done: list[Result], lost: set[ClaimedMessage]) -> None:
+        for result in done:
+            message = result.message
+            self._in_doubt.pop(message.id, None)
+            if message.is_lost:
+                self.drop(message)
+            else:
+                self.settled(result._replace(state=State.LOST) if message in lost else result)
+
+    def _keep(self, done: list[Result]) -> None:
+        """Acknowledge these messages once more: it is unknown whether the acknowledgement was committed."""
+        self._in_doubt.update((result.message.id, result.message) for result in done)
+        self._queue_acks(done)
+
+    async def _send(self) -> None:
+        while self._settlements:
+            settlement = self._settlements[0]
+            result = settlement.result
+            try:
+                rows = await self._run(settlement.statement, settlement.met_lock)
+            except psycopg.Error as error:
+                if is_trouble(error):
+                    raise
+                if settlement.fallback is not None:
+                    settlement.statement, settlement.fallback = settlement.fallback, None
+                    continue
+                self._settlements.popleft()
+                self._runtime.critical(error, "a message could not be settled: it is left to be delivered again")
+                if result is not None:
+                    self.give_up(result.message)
+                continue
+            self._settlements.popleft()
+            if rows is None:
+                settlement.met_lock = True
+                self._postpone(partial(self._settlements.append, settlement))
+                if result is not None:
+                    self._note_lock(result.message)
+            elif result is not None:
+                if result.message.is_lost:
+                    self.drop(result.message)
+                else:
+                    self.settled(result if rows[0] else result._replace(state=State.LOST))
+
+    async def release(self, messages: list[ClaimedMessage]) -> tuple[int, list[ClaimedMessage]]:
+        """Give messages back as they were before the claim; returns how many were claimed, and the locked ones."""
+        count = 0
+        for message in messages:
+            self.drop(message)
+            if message.state is not State.COMMITTING:  # A commit that succeeds decides its state.
+                message.try_become(State.RELEASED)
+
+        async def release(part: list[ClaimedMessage], is_locked: bool) -> bool:
+            nonlocal count
+            ids, tokens = [message.id for message in part], [message.token for message in part]
+            rows = await self._run(_calls.release_claims(self._settings.queue_name, ids, tokens), is_locked)
+            count += sum(rows or ())
+            return rows is not None
+
+        left = [message for message in messages if not message.is_lost]
+        locked = await self._in_parts(sorted(left, key=lambda message: message.id), release)
+        return count, locked

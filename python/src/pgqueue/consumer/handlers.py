@@ -1,0 +1,387 @@
+"""Calls of the handler: how they start, end and fail, and how a stop cancels them."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
+
+import psycopg
+
+from .. import _calls
+from .claims import Claims
+from .connections import is_conflict, is_trouble
+from .delivery import ClaimedMessage, HandlerCall, Result, State
+from .policy import Reject, Retry
+from .runtime import Runtime
+from .transactions import Attempt, Transactions, failure_record, rejection, settlement, split_readable
+from .workers import Workers, within
+
+T = TypeVar("T")
+Failed = tuple[BaseException | None, float | None]  # what the handler raised, and how long it ran in seconds
+
+_MOST_OPEN_RECEIVES = 2  # receives whose result is not known: as many may return nothing
+# Seconds
+_CANCEL_SECONDS = 0.5  # for a thread to notice that its call is cancelled, before its connection is cut
+_END_SECONDS = 2.5  # for all cancelled calls to end
+
+
+class ReceiveRound:
+    """The receives that follow a peek. After the first that returns nothing, no other is started."""
+
+    def __init__(self, messages: int, promised: bool) -> None:
+        self.left = messages  # that may still be received
+        self.promised = promised  # by a peek
+        self.open = 0  # receives whose result is not known
+        self.received = 0
+        self.failed = False
+
+
+class HandlerCalls:
+    """The running calls of the handler, and the messages and receives that wait for one."""
+
+    def __init__(self, runtime: Runtime, workers: Workers) -> None:
+        self._runtime = runtime
+        self._settings = runtime.settings
+        self._workers = workers
+        self._transactions = Transactions(runtime, workers)
+        self._round: ReceiveRound | None = None
+        self._warned_of_expiry = False
+        self.claims = Claims(runtime)
+        self.running: set[HandlerCall] = set()
+        self.waiting: deque[ClaimedMessage] = deque()
+
+    @property
+    def free(self) -> int:
+        """How many calls may start now."""
+        return self._runtime.limit - len(self.running)
+
+    def add(self, rows: list[Any], claimed_at: float) -> None:
+        """Give claimed messages to the handler, when it is free. They were claimed not before `claimed_at`."""
+        messages, unreadable = split_readable(rows)
+        for row, error in unreadable:
+            self._runtime.report_unreadable(row, error)
+            name = self._settings.queue_name
+            fallback = _calls.reject(name, row.id, row.claim_token, None, None, None)
+            self.claims.send(rejection(name, row, error), None, fallback)
+        self._runtime.stats.received += len(rows)
+        if messages:
+            self.claims.add(messages, claimed_at)
+            self.waiting.extend(messages)
+            self.start_next()
+            self._runtime.event("claimed", len(messages))
+
+    async def receive(self, messages: int, promised: bool) -> ReceiveRound:
+        """Receive messages until one receive finds nothing, and handle each in its transaction."""
+        current = self._round = ReceiveRound(messages, promised)
+        try:
+            self.start_next()
+            await self._runtime.until(lambda: not current.open and (current.left <= 0 or self._runtime.is_stopping))
+        finally:
+            current.left = 0
+        return current
+
+    async def start_when_free(self) -> None:
+        """Start calls when the limit of calls rises, endlessly. When a call ends, the next is started at once."""
+        while True:
+            await self._runtime.until(self._can_start)
+            self.start_next()
+
+    def _can_receive(self) -> bool:
+        current = self._round
+        return current is not None and current.left > 0 and current.open < _MOST_OPEN_RECEIVES
+
+    def _can_start(self) -> bool:
+        return (bool(self.waiting) or self._can_receive()) and self.free > 0 and not self._runtime.is_stopping
+
+    def start_next(self) -> None:
+        """Start the calls that can start."""
+        size = self._settings.batch_size or 1
+        free = 0 if self._runtime.is_stopping else self.free
+        while free > 0 and self._round is not None and self._can_receive():
+            self._round.left -= size
+            self._round.open += 1
+            self._start([], self._receive)
+            free -= 1
+        while free > 0 and self.waiting:
+            messages: list[ClaimedMessage] = []
+            while self.waiting and len(messages) < size:
+                message = self.waiting.popleft()
+                if not message.is_lost:
+                    messages.append(message)
+            if messages:
+                self._warn_of_expiry(messages)
+                self._start(messages, self._handle)
+                free -= 1
+        self._runtime.stats.prefetched = len(self.waiting)
+
+    def _warn_of_expiry(self, messages: Iterable[ClaimedMessage]) -> None:
+        """Warn once if messages may expire between two peeks."""
+        if self._warned_of_expiry:
+            return
+        for message in [one.message for one in messages]:
+            if message.expires_at and message.expires_at - message.enqueued_at < self._settings.peek_delay:
+                self._warned_of_expiry = True
+                self._runtime.log(
+                    logging.WARNING,
+                    f"messages live for {message.expires_at - message.enqueued_at} only, less than the peek_delay"
+                    f" of {self._settings.peek_delay}: they may expire unseen",
+                    message_id=message.id,
+                )
+                break
+
+    def _start(self, messages: list[ClaimedMessage], work: Callable[[HandlerCall], Awaitable[None]]) -> None:
+        call = HandlerCall(messages, self._workers.is_async)
+        self.running.add(call)
+        self._runtime.stats.running = len(self.running)
+        call.task = asyncio.create_task(self._run(call, work))
+        # Not at the end of the work: a task that is cancelled before its first step does not run it.
+        call.task.add_done_callback(lambda _: self._ended(call))
+
+    async def _run(self, call: HandlerCall, work: Callable[[HandlerCall], Awaitable[None]]) -> None:
+        try:
+            await work(call)
+        except asyncio.CancelledError:
+            if not call.is_cancelled() and not call.is_lost:
+                raise
+        except Exception as error:
+            self._runtime.critical(error, "a message could not be settled: it is left to be delivered again")
+
+    def _ended(self, call: HandlerCall) -> None:
+        for message in call.messages:
+            if message.state is State.SETTLING:
+                continue
+            if call.is_cancelled():
+                message.try_become(State.RELEASED)  # Its claim is kept until `release` gives it back.
+            else:
+                self.claims.give_up(message)
+        call.end()
+        self.running.discard(call)
+        self._runtime.stats.running = len(self.running)
+        self.start_next()
+        self._runtime.signal()
+
+    # Lease mode
+
+    async def _handle(self, call: HandlerCall) -> None:
+        work = self._work_in_transaction if self._settings.in_transaction else self._work
+        error, seconds = await work(call, call.messages)
+        if error is not None and len(call.messages) == 1:
+            await self._fail(call, call.messages[0], error, seconds)
+        elif error is not None:
+            # The handler gets each message by itself, so that only the one that caused the error fails.
+            for message in call.messages:
+                if not message.is_void:
+                    error, seconds = await work(call, [message])
+                    if error is not None:
+                        await self._fail(call, message, error, seconds)
+
+    async def _work(self, call: HandlerCall, messages: list[ClaimedMessage]) -> Failed:
+        """Call the handler without a transaction, and queue the acknowledgements."""
+        deliveries = [message.deliver(None, self._settings.delivers_copies) for message in messages]
+        argument = self._settings.argument(deliveries)
+        started = time.monotonic()
+        answer = await self._insist(call, lambda: self._workers.call(self._settings.handler, argument))
+        seconds = time.monotonic() - started
+        if answer is None:
+            return None, None
+        if answer.error is not None or call.is_cancelled():
+            return answer.error, seconds
+        for message, delivery in zip(messages, deliveries, strict=True):
+            if message.state is not State.WORKING:  # It was lost or released.
+                continue
+            if delivery.outcome is None:
+                self.claims.acknowledge(Result(message, State.ACKED, seconds))
+            else:
+                await self._fail(call, message, delivery.outcome, seconds)
+        return None, seconds
+
+    async def _work_in_transaction(self, call: HandlerCall, messages: list[ClaimedMessage]) -> Failed:
+        """Call the handler in a transaction that also acknowledges."""
+        is_first = True
+        while messages:
+            attempt: Attempt | None = await self._insist_with_session(
+                call, partial(self._transactions.attempt, call, messages)
+            )
+            if attempt is None or attempt.kind == "cancelled":
+                break
+            lost = attempt.lost
+            if attempt.kind == "undone" and is_first:
+                # The message need not be the cause of the broken connection, the first time. Its transaction was
+                # rolled back, or it was committed and the message is not there any more.
+                is_first = False
+                lost = await self._insist_with_session(call, partial(self._transactions.extend, messages)) or ()
+            elif attempt.kind != "lost":
+                for result in attempt.results:
+                    self.claims.settled(result)
+                return attempt.error, attempt.seconds
+            for message in lost:
+                self.claims.lose(message)
+            messages = [message for message in messages if not message.is_lost]
+        return None, None
+
+    async def _fail(
+        self, call: HandlerCall, message: ClaimedMessage, error: BaseException, seconds: float | None
+    ) -> None:
+        """Settle a message whose handler failed, if its claim is not lost."""
+        if message.is_void:
+            return
+        if self._settings.on_failure is None or isinstance(error, (Retry, Reject)):
+            state, statement = settlement(self._settings, message, error)
+            fallback = _calls.nack(self._settings.queue_name, message.id, message.token, None, None, None)
+            self.claims.send(statement, Result(message, state, seconds, error), fallback)
+            return
+        result = await self._insist_with_session(call, partial(self._transactions.fail, call, message, error, seconds))
+        if result is not None and not call.is_cancelled():
+            self.claims.settled(result)
+
+    async def _insist_with_session(self, call: HandlerCall, work: Callable[[Any], Any]) -> Any:
+        """Do work with a session, with another connection if one breaks; None if the work is void."""
+        return await self._insist(call, lambda: self._workers.run(work, call.connection))
+
+    async def _insist(self, call: HandlerCall, work: Callable[[], Awaitable[T]]) -> T | None:
+        """Do work, again after trouble; None if the work is void."""
+        while not call.is_cancelled() and not call.is_lost:
+            try:
+                value = await work()
+            except (psycopg.Error, OSError) as error:
+                self._runtime.failed("work", error)
+                if not is_trouble(error):
+                    raise
+                await self._runtime.rest()
+            else:
+                self._runtime.succeeded("work")
+                return value
+        return None
+
+    # Receive mode
+
+    async def _receive(self, call: HandlerCall) -> None:
+        work = partial(self._transactions.receive, call, self._received)
+        try:
+            attempt = await self._workers.run(work, call.connection)
+        except (psycopg.Error, OSError) as error:
+            self._runtime.failed("work", error)
+            if not call.is_cancelled():
+                self._record_failures(call, error)
+        except asyncio.CancelledError as error:
+            if not call.is_cancelled() and not self._runtime.is_stopping:
+                self._record_failures(call, error)  # The handler has cancelled its own task.
+            raise
+        else:
+            self._runtime.succeeded("work")
+            self._warn_of_expiry(call.messages)
+            for result in attempt.results:
+                self.claims.settled(result)
+            if attempt.kind in ("done", "empty"):
+                for row, reason in call.unreadable:
+                    self._runtime.report_unreadable(row, reason)
+            if attempt.kind == "undone":
+                self._record_failures(call, attempt.error)
+        finally:
+            self._received(call, -1)
+
+    def _received(self, call: HandlerCall, number: int) -> None:
+        """Note that a receive returned so many messages, or -1 for an error. Only the first report of a call counts."""
+        if call.returned:
+            return
+        call.returned = True
+        self._runtime.stats.received += max(number, 0)
+        current = self._round
+        assert current is not None  # noqa: S101 - only rounds start receives
+        current.open -= 1
+        if number > 0:
+            current.received += number
+        else:
+            current.left = 0
+        if number < 0:
+            current.failed = True
+        else:
+            self._runtime.report_receive(number, current.promised)
+        self.start_next()
+        self._runtime.signal()
+
+    def _record_failures(self, call: HandlerCall, error: BaseException | None) -> None:
+        """Count the attempt of messages that are in the queue again, because their transaction was rolled back."""
+        for message in call.messages:
+            fault = error or psycopg.OperationalError("the connection was lost")
+            self._runtime.report_failure(message, fault)
+            self.claims.send(failure_record(self._settings, message, fault), None)
+
+    # The end
+
+    async def finish(self) -> None:
+        """Wait for the running calls, at most for the grace period, then cancel them."""
+        runtime = self._runtime
+        grace = -1.0
+        while runtime.grace != grace:  # A later stop can change it.
+            grace = runtime.grace
+            await runtime.until(partial(self._is_over, grace), time.monotonic() + grace)
+        if self.running:
+            await self._cancel()
+
+    def _is_over(self, grace: float) -> bool:
+        return not self.running or self._runtime.is_forced or self._runtime.grace != grace
+
+    async def _cancel(self) -> None:
+        deadline = time.monotonic() + _END_SECONDS
+        calls = list(self.running)
+        for call in calls:
+            call.cancel()
+        await self._runtime.until(lambda: not self.running, time.monotonic() + _CANCEL_SECONDS)
+        locked: list[ClaimedMessage] = []
+        if self._settings.mode == "lease":
+            locked = await self.release([message for call in calls for message in call.messages], once_more=True)
+        cuts = [asyncio.create_task(call.connection.cut()) for call in self.running]
+        await self._runtime.until(lambda: not self.running, deadline)
+        for message in locked:
+            message.is_locked = False  # A handler may have locked it, whose connection is cut now.
+        await self.release(locked)
+        if cuts:
+            await asyncio.wait(cuts, timeout=max(0.0, deadline - time.monotonic()))
+        for cut in cuts:
+            cut.cancel()
+        for _ in self.running:
+            self._runtime.critical(None, "a handler does not end: the consumer stops without it")
+
+    def abandon(self) -> None:
+        """Do not wait for the calls that have not ended: what they do does not count."""
+        for call in list(self.running):
+            call.cancel()
+            call.cancel_task(always=True)
+
+    async def release_waiting(self) -> None:
+        """Release the messages that wait for the handler."""
+        messages = list(self.waiting)
+        self.waiting.clear()
+        await self.release(messages)
+
+    async def release(self, messages: list[ClaimedMessage], once_more: bool = False) -> list[ClaimedMessage]:
+        """Give messages back as they were before the claim, except those that are lost or settled.
+
+        Returns the locked ones: they come back when their claims expire, unless the caller tries `once_more`.
+        """
+        held = (State.CLAIMED, State.WORKING, State.COMMITTING, State.RELEASED)
+        messages = [message for message in messages if message.state in held]
+        deadline = time.monotonic() + _END_SECONDS
+        while messages:
+            try:
+                count, locked = await within(max(0.1, deadline - time.monotonic()), self.claims.release(messages))
+            except (psycopg.Error, OSError) as error:
+                if time.monotonic() < deadline and (is_trouble(error) or is_conflict(error)):
+                    await asyncio.sleep(0.1)
+                    continue
+                self._warn_not_released(messages, str(error).strip() or "no answer from the server")
+                return []
+            self._runtime.stats.released += count
+            if count:
+                self._runtime.event("released", count)
+            if locked and not once_more:
+                self._warn_not_released(locked, "other transactions have locked them")
+            return locked
+        return []
+
+    def _warn_not_released(self, messages: list[ClaimedMessage], why: str) -> None:
+        self._runtime.log(logging.WARNING, f"{len(messages)} messages come back when their claims run out: {why}")

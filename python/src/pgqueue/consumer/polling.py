@@ -1,0 +1,471 @@
+"""The main loop of a consumer: when to look for messages, how many to claim, and how to stop."""
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import psycopg
+from psycopg import AsyncConnection
+
+from .. import _calls
+from .connections import NoConnection, as_trouble
+from .handlers import HandlerCalls
+from .runtime import Runtime
+from .settings import MOST_MESSAGES
+from .workers import Workers, end_tasks, within
+
+# Seconds
+_WAIT_SECONDS = 20.0  # for which senders notify after a consumer has begun to wait
+_SHORTEST_WAIT = 0.1
+_QUIET = 0.02  # without a notification, after which a consumer asks when the next message is due
+_TRUST = 0.1  # after an empty look, in which notifications suffice; then the consumer looks again
+_PROBE_SECONDS = 5.0
+_PROXY_PROBE_SECONDS = 0.3
+_LONGEST_PAUSE = 30.0
+_INFO_SECONDS = 60.0  # between two readings of the settings of the queue
+_END_SECONDS = 5.0  # for the last statements
+_LEAST_DEADLINE = 10.0  # for any statement
+
+_CLAIM_EVERY = {"lease": 10, "receive": 30}  # empty looks; a receive is three statements
+
+
+class PollSchedule:
+    """Tells when the next look is due. It neither looks nor waits.
+
+    After an empty look the next look is due after `delay` seconds, or at the earliest known due time of a message. A
+    message that is not there then can be held by another consumer, or not committed yet. For it, and for a message that
+    a look has promised in vain, the next looks are due after 0.1, 0.2, 0.4 … s, up to the delay. One of `claim_every`
+    empty looks is a claim.
+
+    While messages arrive one after another, each is notified. To ask after each message when the next one is due would
+    cost more than to claim it: see `trusts_notifications` and `is_settled`.
+    """
+
+    def __init__(self, delay: float, clock: Callable[[], float] = time.monotonic, claim_every: int = 10) -> None:
+        self._delay = delay
+        self._clock = clock
+        self._claim_every = claim_every
+        self._looked_at = clock()
+        self._emptied_at = float("-inf")
+        self._due_at: float | None = None
+        self._armed_until: float | None = None
+        self._knows_due = False
+        self._misses = 0
+        self._empty = 0
+        self.is_notified = False  # since the last look
+
+    def found(self) -> None:
+        """Note that a look found messages."""
+        self._misses = self._empty = 0
+        self.changed()
+
+    def changed(self) -> None:
+        """Note that the queue has changed: the next due time is unknown."""
+        self._due_at = None
+        self._knows_due = False
+
+    def notified(self) -> None:
+        """Note a notification."""
+        self.is_notified = True
+        self.changed()
+
+    def empty(self) -> None:
+        """Note that a look found nothing."""
+        self._looked_at = self._emptied_at = now = self._clock()
+        self._empty += 1
+        if self._due_at is not None and self._due_at <= now:
+            self._retry()
+
+    def missed(self) -> None:
+        """Note that a look promised messages that could not be claimed."""
+        self._looked_at = self._clock()
+        self._retry()
+
+    def _retry(self) -> None:
+        self._due_at = self._looked_at + min(_SHORTEST_WAIT * 2.0 ** min(self._misses, 20), self._delay)
+        self._misses += 1
+
+    def due(self, at: float) -> None:
+        """Note a moment of the clock at which a message is due. The earliest counts."""
+        if self._due_at is None or at < self._due_at:
+            self._due_at = at
+
+    def armed(self, seconds: float, is_empty: bool) -> None:
+        """Note that senders notify, that a message is due in so many seconds, and whether none is ready."""
+        now = self._clock()
+        if seconds > _SHORTEST_WAIT:
+            self._misses = 0  # The missed message is not due any more.
+        if is_empty:
+            self._emptied_at = now
+        self._armed_until = now + 0.95 * _WAIT_SECONDS  # before senders stop to notify, and before that moment is due
+        self._knows_due = True
+        self.due(now + max(seconds, 0.0))
+
+    def disarm(self) -> None:
+        """Note that senders may not notify."""
+        self._armed_until = None
+        self.changed()
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether senders notify."""
+        return self._armed_until is not None and self._clock() < self._armed_until
+
+    @property
+    def is_lapsed(self) -> bool:
+        """Whether senders soon stop to notify."""
+        return self._armed_until is not None and not self.is_armed
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether senders notify and the next due time is known, so that the consumer can wait without asking."""
+        return self.is_armed and self._knows_due
+
+    @property
+    def trusts_notifications(self) -> bool:
+        """Whether an empty look is so recent that all messages sent since are notified."""
+        return self.is_armed and not self._knows_due and self._clock() < self._emptied_at + _TRUST
+
+    @property
+    def quiet_at(self) -> float:
+        """The moment of the clock at which to ask for the next due time, without a notification until then."""
+        return self._clock() + (_QUIET if self.is_armed else 0.0)
+
+    @property
+    def claims(self) -> bool:
+        """Whether the next look is a claim. A claim also removes spent messages, and finds what a peek overlooks."""
+        return self._empty % self._claim_every == self._claim_every - 1
+
+    @property
+    def next_look_at(self) -> float:
+        """The moment of the clock at which to look again."""
+        at = self._looked_at + self._delay
+        return at if self._due_at is None else min(at, self._due_at)
+
+
+class NotificationListener:
+    """Listens for notifications on its own connection. If that fails the consumer polls, and logs a warning once."""
+
+    def __init__(self, runtime: Runtime, schedule: PollSchedule) -> None:
+        self._runtime = runtime
+        self._schedule = schedule
+        self._has_warned = False
+        self.is_listening = False
+
+    async def listen(self) -> None:
+        """Listen endlessly, on one connection after another."""
+        failures = 0
+        while True:
+            try:
+                with as_trouble():
+                    connection = await self._runtime.connections.open_async()
+            except (psycopg.Error, OSError) as error:
+                self._warn(f"cannot listen: {str(error).strip()}")
+            else:
+                try:
+                    if await self._prepare(connection):
+                        failures = 0
+                        self.is_listening = True
+                        self._notified()  # Earlier messages were not notified here.
+                        await self._wait(connection)
+                    else:
+                        failures += 6
+                        self._warn("LISTEN brings no notifications, as through a pooler by transaction")
+                except (psycopg.Error, OSError) as error:
+                    self._warn(f"stopped listening: {str(error).strip()}")
+                finally:
+                    self.is_listening = False
+                    await connection.close()
+            self._notified()
+            pause = min(_SHORTEST_WAIT * 2.0 ** min(failures, 20), _LONGEST_PAUSE)
+            failures += 1
+            await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
+
+    async def _prepare(self, connection: AsyncConnection[Any]) -> bool:
+        """Listen to the channel of the queue; returns whether a notification arrives."""
+        (channel,) = await self._runtime.run(_calls.channel(self._runtime.settings.queue_name), "peek")
+        probe = f"pgqueue_probe_{uuid.uuid4().hex}"
+        for name in (channel, probe):
+            await connection.execute(_calls.listen(name))
+        await self._runtime.run(_calls.notify(probe), "peek")
+        timeout = _PROXY_PROBE_SECONDS if self._runtime.connections.proxied else _PROBE_SECONDS
+        has_arrived = False
+        async with aclosing(connection.notifies(timeout=timeout, stop_after=1)) as notifications:
+            async for notification in notifications:
+                has_arrived = has_arrived or notification.channel == probe
+        await connection.execute(_calls.unlisten(probe))
+        return has_arrived
+
+    async def _wait(self, connection: AsyncConnection[Any]) -> NoReturn:
+        """Wait for notifications until the connection breaks; raises `psycopg.Error` then.
+
+        Notifications that arrive together count as one. `connection.notifies` would cost more time for each.
+        """
+        loop = asyncio.get_running_loop()
+        number = connection.fileno()
+        broken: asyncio.Future[psycopg.Error] = loop.create_future()
+
+        def read() -> None:
+            has_arrived = False
+            try:
+                connection.pgconn.consume_input()
+                while connection.pgconn.notifies():
+                    has_arrived = True
+            except psycopg.Error as error:
+                loop.remove_reader(number)
+                broken.set_result(error)
+            if has_arrived:
+                self._notified()
+
+        loop.add_reader(number, read)
+        try:
+            raise await broken
+        finally:
+            loop.remove_reader(number)
+
+    def _notified(self) -> None:
+        self._runtime.stats.listening = self.is_listening
+        self._schedule.notified()
+        self._runtime.signal()
+
+    def _warn(self, text: str) -> None:
+        self._runtime.log(logging.DEBUG if self._has_warned else logging.WARNING, f"{text}; polling instead")
+        self._has_warned = True
+
+
+class Poller:
+    """One run of a consumer: it looks for messages, claims them, gives them to the handler, and stops."""
+
+    def __init__(self, runtime: Runtime, workers: Workers) -> None:
+        settings = runtime.settings
+        self._runtime = runtime
+        self._settings = settings
+        self._workers = workers
+        self._calls = HandlerCalls(runtime, workers)
+        self._claims = self._calls.claims
+        self._schedule = PollSchedule(settings.peek_seconds, claim_every=_CLAIM_EVERY[settings.mode])
+        self._listener = NotificationListener(runtime, self._schedule)
+        self._saw_all = False  # whether the last look saw all messages, and all of them were claimed
+        self._info_at = 0.0
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Consume until stopped. Raises what connecting raises at the start, and `QueueNotFound`."""
+        runtime = self._runtime
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await self._find_queue()
+            if runtime.is_stopping:
+                return
+            if self._settings.listen:
+                tasks.append(runtime.keep_running("listening", self._listener.listen))
+            tasks.append(runtime.keep_running("settling", self._claims.send_settlements))
+            tasks.append(runtime.keep_running("starting", self._calls.start_when_free))
+            if self._settings.mode == "lease":
+                tasks.append(runtime.keep_running("extending", self._claims.heartbeats))
+            tasks.append(
+                runtime.keep_running("polling", self._lease if self._settings.mode == "lease" else self._receive)
+            )
+            ready()
+            await runtime.until(lambda: runtime.is_stopping)
+            await self._end(tasks[-1])
+        except asyncio.CancelledError:
+            runtime.stops = 2
+            if tasks:
+                await self._end(tasks[-1])
+            raise
+        finally:
+            self._calls.abandon()
+            try:
+                await end_tasks(tasks)
+            finally:
+                await runtime.close()
+                await self._workers.close()
+
+    async def _end(self, polling: asyncio.Task[None]) -> None:
+        runtime, claims = self._runtime, self._claims
+        # The polling ends by itself, unless it waits for a server that does not answer.
+        await asyncio.wait([polling], timeout=0.5 if runtime.is_forced else _END_SECONDS)
+        await end_tasks([polling])
+        await self._calls.release_waiting()
+        await self._calls.finish()
+        deadline = time.monotonic() + _END_SECONDS
+        while not claims.is_settled and time.monotonic() < deadline:
+            with suppress(psycopg.Error, OSError):
+                await within(deadline - time.monotonic(), claims.flush())
+            if not claims.is_settled:
+                await asyncio.sleep(0.1)
+        if not claims.is_settled:
+            runtime.log(logging.WARNING, "stopped without having settled all messages: they will be delivered again")
+        runtime.stats.prefetched = 0
+        runtime.stats.listening = False
+
+    # Looking. A look returns how many messages to take and whether a peek has promised them, or (0, False) after a wait
+    # in vain. In lease mode a look claims at once; then it returns how many more messages there are.
+
+    async def _find_queue(self) -> None:
+        """Read the settings of the queue for the first time. A stop ends this: a server can be slow to answer."""
+        looking = asyncio.create_task(self._look_at_queue(is_first=True))
+        looking.add_done_callback(lambda _: self._runtime.signal())
+        try:
+            await self._runtime.until(lambda: looking.done() or self._runtime.is_stopping)
+        finally:
+            await end_tasks([looking])
+        if not looking.cancelled():
+            try:
+                looking.result()
+            except NoConnection as error:
+                raise error.__cause__ or error from None
+
+    async def _look_at_queue(self, is_first: bool = False) -> None:
+        settings, runtime = self._settings, self._runtime
+        call = _calls.get_queue(settings.queue_name)
+        info: Any
+        (info,) = await runtime.claiming.run(call) if is_first else await runtime.run(call, "peek")
+        self._info_at = time.monotonic()
+        self._claims.visibility_timeout = visibility_timeout = settings.visibility_timeout or info.visibility_timeout
+        # A broken connection must be noticed while there is time to extend the claims on another one.
+        deadline = max(visibility_timeout.total_seconds() / 3, _LEAST_DEADLINE)
+        runtime.settling.deadline = min(deadline, runtime.claiming.deadline)
+        if is_first and settings.peek_seconds > 10:
+            text = f"a peek_delay of {settings.peek_delay} is long: 100 ms to 10 s are recommended"
+            runtime.log(logging.WARNING, text)
+        if is_first and settings.retries is not None and settings.retries.total > info.max_attempts:
+            total = settings.retries.total
+            text = f"retries allow {total} attempts, but messages of this queue get {info.max_attempts}"
+            runtime.log(logging.WARNING, text)
+
+    async def _look(self, room: int) -> tuple[int, bool]:
+        if time.monotonic() - self._info_at > _INFO_SECONDS:
+            await self._look_at_queue()
+        schedule, is_listening = self._schedule, self._listener.is_listening
+        if is_listening and schedule.trusts_notifications and self._saw_all and not schedule.is_notified:
+            return await self._wait(room)
+        schedule.is_notified = self._saw_all = False
+        if schedule.claims:
+            schedule.empty()
+            return room, False
+        if self._listener.is_listening and schedule.is_lapsed:
+            schedule.disarm()  # `_wait` arms it again, and looks.
+        else:
+            self._runtime.stats.peeks += 1
+            if found := await (self._take(room) if self._settings.mode == "lease" else self._peek(room)):
+                return found
+        schedule.empty()
+        return await self._wait(room)
+
+    async def _wait(self, room: int) -> tuple[int, bool]:
+        """Wait after a look that found nothing."""
+        schedule, stats = self._schedule, self._runtime.stats
+        if self._listener.is_listening and not schedule.is_settled:
+            await self._runtime.until(self._is_called, schedule.quiet_at)
+            if self._is_called():
+                return 0, False
+            stats.waits += 1
+            stats.peeks += 1
+            most = self._most(room)
+            wait = timedelta(seconds=_WAIT_SECONDS)
+            call = _calls.prepare_wait_and_look(self._settings.queue_name, most, wait)
+            [(seconds, count)] = await self._runtime.run(call, "peek")
+            self._saw_all = count < most
+            schedule.armed(seconds, is_empty=not count)
+            if schedule.is_notified:
+                schedule.changed()
+            if count:
+                return count, True
+        await self._runtime.until(self._is_called, schedule.next_look_at)
+        return 0, False
+
+    def _is_called(self) -> bool:
+        return self._schedule.is_notified or self._runtime.is_stopping
+
+    async def _wait_for_more(self, room: int, promised: bool) -> tuple[int, bool]:
+        """Wait after a claim that found nothing."""
+        if promised:
+            self._schedule.missed()
+        return await self._wait(room)
+
+    async def _peek(self, room: int) -> tuple[int, bool] | None:
+        most = self._most(room)
+        (count,) = await self._runtime.run(_calls.peek(self._settings.queue_name, most), "peek")
+        self._saw_all = count < most
+        return (count, True) if count else None
+
+    def _most(self, room: int) -> int:
+        """How many messages to ask a peek for."""
+        return min(self._settings.peek_batch_size or max(10 * self._settings.concurrency, room), MOST_MESSAGES)
+
+    # Lease mode
+
+    async def _lease(self) -> None:
+        runtime = self._runtime
+        credit, promised = 0, False  # how many messages to claim before the next look
+        while not runtime.is_stopping:
+            room = self._room()
+            if room <= 0:
+                await runtime.until(lambda: runtime.is_stopping or self._room() > 0)
+                continue
+            if credit <= 0:
+                credit, promised = await self._look(room)
+                continue
+            wanted = min(room, credit, MOST_MESSAGES)
+            now = time.monotonic()
+            rows = await self._claims.claim(wanted, promised and credit > wanted)
+            self._saw_all = self._saw_all and len(rows) == wanted
+            credit = credit - wanted if len(rows) == wanted and promised else 0
+            self._claimed(rows, now, promised)
+            if not rows:
+                credit, promised = await self._wait_for_more(room, promised)
+
+    async def _take(self, room: int) -> tuple[int, bool] | None:
+        """Look, and claim as many messages as there is room for; None if nothing was seen."""
+        now, most, wanted = time.monotonic(), self._most(room), min(room, MOST_MESSAGES)
+        seen, rows = await self._claims.peek_and_claim(most, wanted)
+        if not seen:
+            return None
+        self._saw_all = seen < most and len(rows) == min(seen, wanted)
+        self._claimed(rows, now, promised=True)
+        if not rows:
+            return await self._wait_for_more(room, promised=True)
+        return seen - len(rows) if len(rows) >= room else 0, True
+
+    def _claimed(self, rows: list[Any], now: float, promised: bool) -> None:
+        self._runtime.report_receive(len(rows), promised)
+        if rows:
+            self._schedule.found()
+        self._calls.add(rows, now)
+
+    def _room(self) -> int:
+        """How many messages to claim."""
+        free = self._calls.free * (self._settings.batch_size or 1)
+        waiting, prefetch = len(self._calls.waiting), self._settings.prefetch
+        room = free + prefetch - waiting
+        # While enough messages wait, small claims would not be worth their cost.
+        return room if free > waiting or room > prefetch // 2 else 0
+
+    # Receive mode
+
+    async def _receive(self) -> None:
+        runtime, calls = self._runtime, self._calls
+        count, promised = 0, False
+        while not runtime.is_stopping:
+            if calls.free <= 0:
+                await runtime.until(lambda: runtime.is_stopping or calls.free > 0)
+                continue
+            room = calls.free * (self._settings.batch_size or 1)
+            if count <= 0:
+                count, promised = await self._look(room)
+                continue
+            current = await calls.receive(count if promised else 1, promised)
+            count = 0
+            if current.received:
+                self._schedule.found()
+            if current.failed:
+                await runtime.rest()
+            elif not current.received:
+                count, promised = await self._wait_for_more(room, promised)

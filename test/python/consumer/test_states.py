@@ -1,0 +1,56 @@
+"""The states of a message in a consumer: the table in python/CONSUMER_STATES.md is the table of the code."""
+
+import re
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from pgqueue import Message
+from pgqueue.consumer.delivery import TRANSITIONS, ClaimedMessage, IllegalTransition, State
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "python/CONSUMER_STATES.md"
+ROWS = re.findall(r"^\| `(\w+)` \| .+? \|(.*)\|$", DOCUMENT.read_text(), re.MULTILINE)
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+FINAL = {State.ACKED, State.RETRIED, State.DEAD, State.LOST, State.RELEASED}
+
+
+def claimed_in(state: State) -> ClaimedMessage:
+    """A message in a state, reached by legal transitions."""
+    message = ClaimedMessage(Message(1, "q", 1, None, None, None, 1, 5, NOW, NOW, None, "me", uuid4(), None))
+    paths = {
+        State.CLAIMED: [],
+        State.WORKING: [State.WORKING],
+        State.COMMITTING: [State.WORKING, State.COMMITTING],
+        State.SETTLING: [State.WORKING, State.SETTLING],
+        **{final: [State.WORKING, State.SETTLING, final] for final in FINAL},
+    }
+    for step in paths[state]:
+        message.become(step)
+    return message
+
+
+def test_the_document_has_the_transitions_of_the_code() -> None:
+    documented = {State(name): frozenset(map(State, re.findall(r"`(\w+)`", after))) for name, after in ROWS}
+    assert len(ROWS) == len(documented)
+    assert documented == TRANSITIONS
+
+
+def test_every_state_has_its_transitions() -> None:
+    assert set(TRANSITIONS) == set(State)
+    assert {state for state, following in TRANSITIONS.items() if not following} == FINAL
+
+
+@pytest.mark.parametrize(("before", "after"), list(product(State, State)), ids=lambda state: state.value)
+def test_a_message_makes_the_legal_transitions_and_no_others(before: State, after: State) -> None:
+    message = claimed_in(before)
+    if after in TRANSITIONS[before]:
+        message.become(after)
+        assert message.state is after
+    else:
+        with pytest.raises(IllegalTransition, match=f"message 1 is {before.value}: it cannot become {after.value}"):
+            message.become(after)
+        assert not message.try_become(after)
+        assert message.state is before
