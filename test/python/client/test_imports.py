@@ -4,7 +4,6 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pgqueue
@@ -12,8 +11,6 @@ import pgqueue
 SOURCE = Path(pgqueue.__file__).parent
 # Optional dependencies, and the packages of this distribution that need them.
 HEAVY = ("fastapi", "pyarrow", "pydantic", "pyspark", "starlette", "uvicorn", "pgqueue.http", "pgqueue.spark")
-# Imports (importer, imported) that close a cycle and are not removed yet. Never add one.
-EXCLUDED = {("pgqueue.consumer.policy", "pgqueue.consumer.delivery")}
 
 Graph = dict[str, set[str]]
 
@@ -49,10 +46,6 @@ def graph(root: Path) -> Graph:
     return {name: set(imports(name, path, modules)) - {name} for name, path in modules.items()}
 
 
-def without(edges: Graph, excluded: set[tuple[str, str]]) -> Graph:
-    return {name: {each for each in found if (name, each) not in excluded} for name, found in edges.items()}
-
-
 def cycle(edges: Graph) -> list[str]:
     """A path of imports that ends where it starts; empty if there is none."""
     done: set[str] = set()
@@ -72,15 +65,8 @@ def cycle(edges: Graph) -> list[str]:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    found = cycle(without(graph(SOURCE), EXCLUDED))
+    found = cycle(graph(SOURCE))
     assert not found, f"circular import: {' -> '.join(found)}"
-
-
-def test_every_excluded_import_still_closes_a_cycle() -> None:
-    edges = graph(SOURCE)
-    for importer, imported in EXCLUDED:
-        found = cycle(without(edges, EXCLUDED - {(importer, imported)}))
-        assert (importer, imported) in pairwise(found), f"{importer} -> {imported} need not be excluded"
 
 
 def test_the_graph_has_imports_of_every_form(tmp_path: Path) -> None:

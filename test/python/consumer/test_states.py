@@ -1,4 +1,4 @@
-"""The states of a message in a consumer: the table in python/CONSUMER_STATES.md is the table of the code."""
+"""The states of a message in a consumer: the table in python/README.md is the table of the code."""
 
 import re
 from datetime import UTC, datetime
@@ -11,8 +11,9 @@ import pytest
 from pgqueue import Message
 from pgqueue.consumer.delivery import TRANSITIONS, ClaimedMessage, IllegalTransition, State
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "python/CONSUMER_STATES.md"
-ROWS = re.findall(r"^\| `(\w+)` \| .+? \|(.*)\|$", DOCUMENT.read_text(), re.MULTILINE)
+DOCUMENT = Path(__file__).resolve().parents[3] / "python/README.md"
+TABLE = DOCUMENT.read_text(encoding="utf-8").partition("\n| State | Meaning |")[2].partition("\n\n")[0]
+ROWS = re.findall(r"^\| `(\w+)` \| .+? \|(.*)\|$", TABLE, re.MULTILINE)
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 FINAL = {State.ACKED, State.RETRIED, State.DEAD, State.LOST, State.RELEASED}
 

@@ -17,7 +17,7 @@ from .policy import Reject, Retry, without_record
 
 
 class State(Enum):
-    """The state of a message in a consumer. python/CONSUMER_STATES.md describes them."""
+    """The state of a message in a consumer. python/README.md describes them."""
 
     __hash__ = object.__hash__  # Enum's own hashes the name, which takes four times as long.
 
