@@ -339,7 +339,7 @@ def test_a_process_that_does_not_stop_prints_the_stacks_of_its_threads_and_tasks
         child.close()
     assert "Thread 0x" in said
     assert "in _listen" in said  # a thread
-    assert "jobs.py" in said  # a task, down to where it waits
+    assert "handlers.py" in said  # a task, down to where it waits
     assert ("in __call__" if flavour == "sync" else " call\n") in said  # the handler
 
 

@@ -221,7 +221,7 @@ def test_the_error_of_a_poisoned_batch_names_stream_batch_and_messages(orders: p
     sent = orders.enqueue_batch([1, 2])
     assert "the sink is broken" in queries.fails(broken, maxReplays="0")
     said = queries.fails(maxReplays="0")
-    assert f"batch 1 up after 0 replays: messages {sent[0]}, {sent[1]}" in said
+    assert f"gives up batch 1 after 0 replays: messages {sent[0]}, {sent[1]}" in said
     assert "stream 's'" in said
 
 
