@@ -87,8 +87,8 @@ def test_flow_report_prints_the_path_of_its_page(database: str, queue: Queue, tm
         (("summarize-flights", "PATH", "--queue", "nobody"), 1, "'nobody' does not exist"),
         (("archive-to-parquet", "/proc/nowhere", "--queue", "QUEUE"), 1, "file:/proc/nowhere cannot be made"),
         (("flow-report", "PATH", "--queue", "QUEUE", "--parquet", FILE), 1, "pgqueue: Encountered error while reading"),
-        (("replay", "PATH", "QUEUE", "--since", "yesterday"), 2, "'yesterday' is not a moment"),
-        (("replay", "PATH", "QUEUE", "--since", "0001-01-01T00:00+14:00"), 2, "is not a moment"),
+        (("replay", "PATH", "QUEUE", "--since", "yesterday"), 2, "'yesterday' is not a timestamp"),
+        (("replay", "PATH", "QUEUE", "--since", "0001-01-01T00:00+14:00"), 2, "is not a timestamp"),
     ],
 )
 def test_errors_are_printed_without_stack_traces(

@@ -27,6 +27,8 @@ def blocks(language: str) -> list[str]:
 def queues(database: str) -> Iterator[tuple[Queue, Queue]]:
     """The queues of the examples, with an archived order, a dead one and one to be streamed."""
     with psycopg.connect(database, autocommit=True) as connection:
+        # A queue of this name that was dropped has left its archive.
+        connection.execute("delete from pgqueue.archived_messages where queue_name = 'orders'")
         orders, bills = Queue(connection, "orders"), Queue(connection, "bills")
         orders.create_queue(archive_for=timedelta(days=1), max_attempts=1)
         bills.create_queue()
