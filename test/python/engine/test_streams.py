@@ -59,7 +59,7 @@ def test_errors_name_lost_and_poisoned_batches(queue: Any) -> None:
     stream = queue.stream_open("s")
     with pytest.raises(
         pgqueue.StreamPoisoned,
-        match=f"batch 1 up after 0 replays: messages {ids[0]}, {ids[1]}",
+        match=f"gives up batch 1 after 0 replays: messages {ids[0]}, {ids[1]}",
     ):
         queue.stream_begin("s", stream.epoch, 1, batch.claim_token, max_replays=0)
     queue.purge_queue()
