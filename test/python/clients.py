@@ -257,7 +257,7 @@ def watch(dsn: str, queue: str, stop: str) -> int:
                     "select pgqueue.ack_batch(%s, %s, %s)", (queue, ids, rows[0][1])
                 ).fetchone()[0]
             elif not rows:
-                time.sleep(0.01)  # soon enough, and whoever else is at work has the processor meanwhile
+                time.sleep(0.01)  # short, and other processes get the processor meanwhile
     return acked
 
 

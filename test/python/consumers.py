@@ -45,7 +45,7 @@ class Interrupted(Exception):
 
 
 def beside(function: Callable[[], Any]) -> "Future[Any]":
-    """Call a function on a thread that keeps nobody from leaving."""
+    """Call a function on a daemon thread."""
     future: Future[Any] = Future()
 
     def call() -> None:
@@ -70,7 +70,7 @@ def driven(work: Coroutine[Any, Any, Any]) -> Any:
 
 @contextmanager
 def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop on a thread of its own; whoever leaves a task behind is told so."""
+    """An event loop on a thread of its own; tasks that are left behind are reported."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="beside-loop", daemon=True)
     thread.start()

@@ -161,7 +161,7 @@ def locked(dsn: str, statement: str, *values: Any) -> Iterator[psycopg.Connectio
 
 
 def waiters(dsn: str, statement: str = "%") -> list[int]:
-    """Who waits for a lock in a database with such a statement, but for those who clean up."""
+    """The sessions that wait for a lock with such a statement, without those that clean up."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         rows = connection.execute(
             "select pid from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"

@@ -44,7 +44,7 @@ class Transport:
         return number
 
     def receive(self) -> Received | None:
-        """Delete the lowest message that nobody holds."""
+        """Delete the lowest message that no transaction has locked."""
         row = self._execute(
             "delete from {q} rs where rs.Id = (select Id from {q} order by Seq limit 1 for update skip locked)"
             " returning Id, case when Expires is null then 0 when Expires > now() at time zone 'UTC' then 0 else 1 end,"
@@ -54,7 +54,7 @@ class Transport:
         return Received(*row[0]) if row else None
 
     def peek(self) -> int:
-        """The estimate: the highest less the lowest number that nobody holds, and one."""
+        """The estimate: the highest minus the lowest number that no transaction has locked, plus one."""
         return self._execute(
             "select coalesce(cast("
             "(select Seq from {q} order by Seq desc limit 1 for update skip locked)"
@@ -80,7 +80,7 @@ class Transport:
 
 
 def send_numbered(dsn: str, address: str, sender: int, number: int) -> None:
-    """Send messages that say who sent them, and which one they are."""
+    """Send messages that contain their sender and their number."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         transport = Transport(connection, address)
         for n in range(number):

@@ -1,1 +1,1 @@
-"""The systems that are measured, one a file, each by its own public API or SQL."""
+"""The measured systems, one file each, used through their public API or SQL."""

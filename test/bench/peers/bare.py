@@ -1,4 +1,4 @@
-"""A table without any product around it, worked on by statements alone."""
+"""A bare table and SQL statements, without a queue product."""
 
 from typing import ClassVar
 

@@ -42,16 +42,16 @@ WORKERS = 2  # threads or processes of a client program
 
 
 class Missing(Exception):
-    """A peer cannot be had on this machine; the message says why."""
+    """A peer is missing on this machine; the message says why."""
 
 
 class Dry(Exception):
-    """A consumer found no message: the queue was not deep enough, and the figure is worth nothing."""
+    """A consumer found no message: the queue was not deep enough, so the figure is invalid."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is done: a verb, on so many messages a call, by so many clients, with payloads of so many bytes."""
+    """A workload: a verb, messages a call, clients, bytes of a payload."""
 
     verb: str  # enqueue, take (claim and ack), exchange, cycle (enqueue, claim and ack), copy
     batch: int = 1
@@ -62,7 +62,7 @@ class Work:
 
     @property
     def name(self) -> str:
-        """As tables call it."""
+        """The name in tables."""
         names = {
             "enqueue": f"enqueue {self.batch}",
             "copy": f"COPY {self.batch:,}",
@@ -75,7 +75,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one run came to: messages, in how many seconds, and how long each call took, in ms, in order."""
+    """The result of a run: messages, seconds, and the duration of each call in ms, sorted."""
 
     messages: float
     seconds: float
@@ -87,21 +87,21 @@ class Sample:
         return self.messages / self.seconds
 
     def percentile(self, part: float) -> float | None:
-        """How long that part of the calls took at most, in ms."""
+        """The duration in ms that this part of the calls did not exceed."""
         if not self.latencies:
             return None
         return round(self.latencies[min(int(part * len(self.latencies)), len(self.latencies) - 1)], 3)
 
 
 def payload(size: int) -> str:
-    """A JSON object of so many bytes, which does not compress."""
+    """A JSON object of this size in bytes that does not compress."""
     head, tail = '{"order_id": 1001, "event": "created", "data": "', '"}'
     letters = random.Random(size).choices(string.ascii_letters + string.digits, k=size - len(head) - len(tail))
     return head + "".join(letters) + tail
 
 
 class Peer:
-    """One system. Its subclasses say how; `setup` raises Missing where it cannot be had."""
+    """One system. `setup` raises Missing if the system is not available."""
 
     name: ClassVar[str]
     client: ClassVar[str]
@@ -113,15 +113,15 @@ class Peer:
         self.sync = "off"
 
     def setup(self) -> None:
-        """Make its database, install it there, and make a queue."""
+        """Create its database, install it there, and create a queue."""
         raise NotImplementedError
 
     def can(self, work: Work) -> bool:
-        """Whether it has a counterpart of that work."""
+        """Whether the system supports this workload."""
         raise NotImplementedError
 
     def fill(self, messages: int, size: int) -> None:
-        """Leave its queue with that many messages, and the server with nothing to tidy up."""
+        """Fill its queue with this many messages, and vacuum and checkpoint."""
         raise NotImplementedError
 
     def worsen(self, condition: str, size: int) -> None:
@@ -129,20 +129,20 @@ class Peer:
         raise NotImplementedError
 
     def left(self) -> int:
-        """How many messages are in the queue; one is enough to look for."""
+        """How many messages are in the queue; may stop counting at one."""
         raise NotImplementedError
 
     def run(self, work: Work) -> Sample:
-        """Work for that long; raises Dry where messages ran out."""
+        """Run the workload for this long; raises Dry if messages ran out."""
         raise NotImplementedError
 
     def use(self, sync: str) -> None:
-        """Have all connections that are made from now on commit like this."""
+        """Set synchronous_commit for new connections."""
         self.sync = sync
         self.execute(f"alter database {self.database} set synchronous_commit = {sync}")
 
     def close(self) -> None:
-        """Stop what it has started."""
+        """Stop the processes that it has started."""
 
     @property
     def database(self) -> str:
@@ -164,7 +164,7 @@ class Peer:
         return rows
 
     def settle(self) -> None:
-        """Tidy up behind a fill."""
+        """Vacuum, analyze and checkpoint after a fill."""
         self.execute("vacuum analyze", "checkpoint")
 
 
@@ -196,7 +196,7 @@ class SqlPeer(Peer):
         return self.run(work)
 
     def assisted(self) -> AbstractContextManager[object]:
-        """Have what the full cycle needs besides."""
+        """Prepare what the full cycle needs."""
         return nullcontext()
 
     @property

@@ -32,7 +32,7 @@ class Session:
         raise NotImplementedError
 
     async def exchange(self, number: int) -> int:
-        """Acknowledge those of the step before, and claim."""
+        """Acknowledge the messages of the previous step, and claim."""
         raise NotImplementedError
 
     async def copy(self, bodies: list[str]) -> None:
@@ -86,7 +86,7 @@ class LibraryPeer(Peer):
 
 
 def joined(parts: list[Any]) -> Sample:
-    """What several processes did at the same time, each [messages, seconds, latencies] or words of what went wrong."""
+    """Join the results of several processes: [messages, seconds, latencies] of each, or the text of its error."""
     if "dry" in parts:
         raise Dry
     if failures := [part for part in parts if isinstance(part, str)]:
@@ -103,7 +103,7 @@ async def _send(kind: type[Session], dsn: str, bodies: list[str]) -> None:
 
 
 def _drive(kind: type[Session], dsn: str, work: Work, barrier: Any, results: Any) -> None:
-    """What a child process does."""
+    """The program of a child process."""
     try:
         results.put(asyncio.run(_clients(kind, dsn, work, barrier)))
     except Dry:
@@ -146,7 +146,7 @@ async def _client(session: Session, work: Work, until: float) -> list[float]:
 
 @asynccontextmanager
 async def until_told(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Have a worker work while the context lasts, then end it; its failure is ours."""
+    """Run a worker while the context lasts, then end it and raise its error."""
     task = asyncio.create_task(work)
     yield
     if not task.done():
@@ -156,7 +156,7 @@ async def until_told(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 def loads(text: str) -> Any:
-    """A payload as a library wants it."""
+    """A payload in the form that the library needs."""
     return json.loads(text)
 
 

@@ -1,4 +1,4 @@
-"""Connections of consumers: wherever one is being opened when nobody wants it any more, it is closed."""
+"""Connections of consumers: a connection whose waiter is gone is closed as soon as it is open."""
 
 import asyncio
 import gc
@@ -81,7 +81,7 @@ async def test_a_task_cancelled_before_it_uses_its_connection_closes_it(database
     await asyncio.to_thread(gate.reached.wait)
     [thread] = opening_threads()
     gate.opened.set()
-    thread.join()  # The loop stands still: the connection is there, and nobody has it yet.
+    thread.join()  # The event loop is blocked: the connection is open, and no task has it yet.
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
@@ -207,7 +207,7 @@ def test_a_stop_during_connecting_does_not_wait_and_loses_no_message(
     consumer = form.consumer(gate, name, idle)
     starting = beside(consumer.start)
     assert gate.reached.wait(30)
-    beside(lambda: consumer.stop(force=True)).result(30)  # Whoever waits for who connects would wait for us.
+    beside(lambda: consumer.stop(force=True)).result(30)  # A stop that waited for the connecting thread would wait for this thread.
     starting.result(30)
     assert gate.reached.is_set()
     gate.opened.set()
@@ -316,7 +316,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing_running(
     assert len(asyncio.all_tasks()) == 1
     go_on.set()
     async with consumer:
-        while not handled:  # noqa: ASYNC110 - the handler knows nothing of who waits
+        while not handled:  # noqa: ASYNC110 - the handler cannot signal this task
             await asyncio.sleep(0.001)
     assert handled == [1]
 

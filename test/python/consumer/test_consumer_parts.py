@@ -230,7 +230,7 @@ async def test_a_look_claims_only_the_messages_that_it_counted(
         queue.enqueue_batch(list(range(7)))
         seen, found = await mine.peek_and_claim(6, 3)
         assert (seen, [(one.payload, one.claimed_by) for one in found]) == (6, [(n, "looker") for n in range(3)])
-        # Of fewer than are wanted it wants no more than it sees: who comes up short sweeps, which is dear.
+        # It claims no more than it has seen: a claim that finds fewer than it wants runs a sweep, which is expensive.
         seen, found = await mine.peek_and_claim(10, 5)
         assert (seen, [one.payload for one in found]) == (4, [3, 4, 5, 6])
         assert await mine.peek_and_claim(10, 5) == (0, [])

@@ -177,7 +177,7 @@ def test_a_claim_that_a_server_crash_undid_is_lost_and_not_acknowledged(form: Fo
         with connect(server.dsn) as connection:
             pgqueue.install(connection)
             prepare(connection, name).enqueue(1)
-            # Claims do not wait for the disk, and now nobody writes to it what nobody waits for.
+            # Claims do not wait for the disk, and with the WAL writer stopped no process writes them to it.
             ((writer,),) = rows(connection, "select pid from pg_stat_activity where backend_type = 'walwriter'")
             os.kill(writer, signal.SIGSTOP)
             stack.callback(kill_process, writer, signal.SIGCONT)  # Else a test that fails would leave it behind.

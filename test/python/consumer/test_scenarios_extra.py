@@ -190,7 +190,7 @@ ZONES = ["UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asi
 
 def test_timestamps_are_the_same_in_every_time_zone(connection: Connection, name: str) -> None:
     prepare(connection, name)
-    # An hour before clocks change in Berlin; in a transaction of its own, so that nobody else's stands still.
+    # An hour before clocks change in Berlin; in its own transaction, so that the clock of other tests goes on.
     with connection.transaction(force_rollback=True):
         connection.execute(
             "create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe"
@@ -285,7 +285,7 @@ def test_concurrent_claims_of_due_messages_share_none_and_do_not_wait(
 
     held = True
     with psycopg.connect(database) as holder:
-        # Somebody who moved some of them sits on his transaction.
+        # A transaction that moved some of them stays open.
         first = [message.id for message in Queue(holder, name).claim(20)]
         assert len(first) == 20
         for taking in [beside(take) for _ in range(4)]:
@@ -390,7 +390,7 @@ def test_a_handler_that_ends_the_transaction_fails_its_message(
     with form.consuming(database, name, work, concurrency=1) as run:
         wait_for(lambda: 2 in run.returned)
         wait_for(lambda: is_empty(connection, name))
-    # No message is gone without its work, and nobody else's work is lost.
+    # No message is gone without its work, and no other work is lost.
     worked = [n for (n,) in rows(connection, f'select n from "{name}"')]
     assert worked.count(2) == 1
     if verb == "rollback":
@@ -399,7 +399,7 @@ def test_a_handler_that_ends_the_transaction_fails_its_message(
         assert 1 in worked
 
 
-# H9, H10: who runs it, and how isolated
+# H9, H10: the role that runs it, and the isolation level
 
 one_at_a_time = threading.Lock()
 

@@ -371,7 +371,7 @@ def spied(empty_database: Callable[[], str]) -> str:
 
 
 def called(dsn: str) -> dict[str, int]:
-    """How often each verb was called, once nobody else is connected."""
+    """How often each verb was called, read when no other session is connected."""
     with connect(dsn) as connection:
         wait_for(
             lambda: (
