@@ -207,7 +207,8 @@ def test_a_stop_during_connecting_does_not_wait_and_loses_no_message(
     consumer = form.consumer(gate, name, idle)
     starting = beside(consumer.start)
     assert gate.reached.wait(30)
-    beside(lambda: consumer.stop(force=True)).result(30)  # A stop that waited for the connecting thread would wait for this thread.
+    # A stop that waited for the connecting thread would wait for this one.
+    beside(lambda: consumer.stop(force=True)).result(30)
     starting.result(30)
     assert gate.reached.is_set()
     gate.opened.set()
