@@ -27,6 +27,8 @@ STATES = ("empty", "deep", "never_analysed", "bloated")
 # Limits for the buffers (read and hit) of one call in a warmed session: the median, and the maximum over 20 calls.
 # The limits are about twice the values measured on PostgreSQL 18, which follow as comments: the worst median and
 # maximum over all states. Sweeps depend on time. They have a case of their own, and are prevented in all others.
+# A call that extends a table or splits a page of an index touches some buffers more: the maximum allows for one of them.
+GROWTH = 24
 BOUNDS: dict[str, tuple[int, int]] = {
     "enqueue": (16, 20),  # 8 10
     "claim 1": (40, 56),  # 20 28
@@ -322,7 +324,7 @@ def test_calls_touch_few_buffers_and_use_the_primary_key_of_messages(session: Se
     print(f"{call:24} {statistics.median(counts):7} {max(counts):7}")
     most, any_call = BOUNDS[call]
     assert statistics.median(counts) <= most
-    assert max(counts) <= any_call
+    assert max(counts) <= any_call + GROWTH
     if call in ("stats", "enqueue"):
         return
 
