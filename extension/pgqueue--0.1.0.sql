@@ -432,8 +432,9 @@ create table pgqueue.requeued_messages (
 create index requeued_messages_check_at on pgqueue.requeued_messages (queue_name, check_at, id);
 alter table pgqueue.requeued_messages replica identity full;
 comment on table pgqueue.requeued_messages is
-'Scheduled messages that came due and were moved to messages under their old ids. A sweep may skip those ids, so it
-looks up the messages listed here separately.';
+'Messages that a sweep looks up separately, because it may skip their ids: scheduled messages that came due and were
+moved to messages under their old ids and, with check_at -infinity, messages that another transaction held when a sweep
+passed them.';
 
 create table pgqueue.sweep_state (
     queue_name text collate "C" not null,
@@ -2297,7 +2298,7 @@ comment on function pgqueue._promote_due(pgqueue.queues, timestamptz, int, times
 requeued_messages, as the walk may never reach that id again.';
 
 create function pgqueue._dead_letter_spent(q pgqueue.queues, ids bigint[], at timestamptz)
-returns void
+returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
@@ -2309,7 +2310,7 @@ declare
         for update of m skip locked);
 begin
     if spent_ids = '{}' then
-        return;
+        return 0;
     end if;
     begin
         with gone as (
@@ -2326,13 +2327,69 @@ begin
             last_error = excluded.last_error, reason = excluded.reason;
     exception when disk_full then
         -- The messages stay for a later sweep and block no others.
-        null;
+        return 0;
     end;
+    return cardinality(spent_ids);
 end;
 $$;
 comment on function pgqueue._dead_letter_spent(pgqueue.queues, bigint[], timestamptz) is
-'Removes those of the messages that are visible and have no attempts left or have expired. They become dead letters if
-the queue keeps them.';
+'Removes those of the messages that are visible and have no attempts left or have expired, and returns how many. They
+become dead letters if the queue keeps them.';
+
+create function pgqueue._spent_ids(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
+returns bigint[]
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+begin
+    return array(
+        select distinct w.id
+        from (
+            (
+                select m.id
+                from pgqueue.sweep_state s
+                cross join lateral unnest(int8multirange(int8range(after_id + 1, greatest(after_id + 1, fresh))) - s.vacant_ids) as r
+                cross join lateral (
+                    select c.id from pgqueue.messages c
+                    where c.queue_name = q.name and c.id >= lower(r) and c.id < upper(r)
+                        and c.visible_at <= at and not pgqueue._is_ready(c, at)
+                    order by c.id limit wanted
+                ) m
+                where s.queue_name = q.name
+                limit wanted
+            )
+            union all
+            (
+                -- Claims by plain SQL do not move the register.
+                select c.id
+                from (
+                    select m.id, m.visible_at <= at and not pgqueue._is_ready(m, at) as is_spent from pgqueue.messages m
+                    where m.queue_name = q.name and m.id >= greatest(after_id + 1, fresh)
+                    order by m.id limit 1000
+                ) c
+                where c.is_spent
+            )
+            union all
+            (
+                select m.id
+                from (
+                    select r.id from pgqueue.requeued_messages r
+                    where r.queue_name = q.name order by r.check_at, r.id limit 10000
+                ) c
+                join pgqueue.messages m on m.queue_name = q.name and m.id = c.id
+                where m.id > after_id and m.visible_at <= at and not pgqueue._is_ready(m, at)
+            )
+        ) w
+        order by w.id
+        limit wanted
+    );
+end;
+$$;
+comment on function pgqueue._spent_ids(pgqueue.queues, timestamptz, bigint, int) is
+'The ids above after_id, lowest first and up to wanted, of the visible messages that have no attempts left or have
+expired. The next sweep that passes them removes them.';
 
 create function pgqueue._lock_ready(
     q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
@@ -2377,7 +2434,9 @@ $$;
 comment on function pgqueue._prune_requeued(pgqueue.queues, bigint[], timestamptz) is
 'Deletes from requeued_messages the watched ids, recorded up to seen_at, whose messages are gone.';
 
-create function pgqueue._sweep_requeued(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
+create function pgqueue._sweep_requeued(
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, up_to timestamptz
+)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2395,7 +2454,7 @@ begin
         into watched, seen_at, seen_id
         from (
             select r.check_at, r.id from pgqueue.requeued_messages r
-            where r.queue_name = q.name and (r.check_at, r.id) > (seen_at, seen_id)
+            where r.queue_name = q.name and (r.check_at, r.id) > (seen_at, seen_id) and r.check_at <= up_to
             order by r.check_at, r.id limit 1000
         ) w;
         exit when watched is null;
@@ -2413,9 +2472,62 @@ begin
     return picks;
 end;
 $$;
-comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int) is
-'Checks the messages that came back from scheduled_messages: removes those that have no attempts left or have expired,
-deletes the rows of those that are gone, and returns up to wanted ids of ready messages, locked.';
+comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int, timestamptz) is
+'Checks the messages that requeued_messages lists with a check_at up to up_to: removes those that have no attempts left
+or have expired, deletes the rows of those that are gone, and returns up to wanted ids of ready messages, locked.';
+
+create function pgqueue._sweep_held(
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    picks bigint[] := pgqueue._sweep_requeued(q, taken, at, wanted, '-infinity');
+    ready bigint[];
+begin
+    if cardinality(picks) < wanted then
+        ready := array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= fresh - 4096 and m.id < fresh and m.visible_at <= at
+            order by m.id limit 1000);
+        if ready <> '{}' then
+            perform pgqueue._dead_letter_spent(q, ready, at);
+            picks := picks || pgqueue._lock_ready(q, ready, taken || picks, at, wanted - cardinality(picks));
+        end if;
+    end if;
+    return picks;
+end;
+$$;
+comment on function pgqueue._sweep_held(pgqueue.queues, bigint[], timestamptz, int, bigint) is
+'Checks the places where a message can appear at any time, at a small bounded cost: the ids that _watch_held recorded,
+and the last 4096 ids below fresh, where transactions roll back or commit late. Returns up to wanted ids of ready
+messages, locked.';
+
+create function pgqueue._watch_held(q pgqueue.queues, ids bigint[], picks bigint[], at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    insert into pgqueue.requeued_messages (queue_name, check_at, id)
+    select q.name, '-infinity', m.id
+    from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        and pgqueue._is_ready(m, at) and m.id <> all (picks)
+        and not exists (
+            select from pgqueue.requeued_messages r
+            where r.queue_name = q.name and r.check_at = '-infinity' and r.id = m.id
+        );
+exception when disk_full then
+    -- A later sweep finds the messages.
+    null;
+end;
+$$;
+comment on function pgqueue._watch_held(pgqueue.queues, bigint[], bigint[], timestamptz) is
+'Records those of the ids, except picks, whose messages are ready but locked by another transaction, for example by a
+receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
 
 create function pgqueue._first_possible_id(s pgqueue.sweep_state)
 returns bigint
@@ -2563,6 +2675,9 @@ declare
     below_id bigint;
     live bigint[];
     ready bigint[];
+    held bigint[] := '{}'::bigint[];
+    is_far boolean;
+    is_full boolean := false;
     is_quick boolean;
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
@@ -2604,24 +2719,18 @@ begin
     if pos < head or pos >= fresh then
         pos := head;
     end if;
-    if pos < fresh - 4096 and cardinality(picks) < wanted then
-        -- A full pass takes long while a long write transaction runs. Messages that committed only a little late must
-        -- not wait for it, so the last 4096 ids are checked first.
-        ready := array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= fresh - 4096 and m.id < fresh and m.visible_at <= at
-            order by m.id limit 1000);
-        if ready <> '{}' then
-            perform pgqueue._dead_letter_spent(q, ready, at);
-            picks := picks || pgqueue._lock_ready(q, ready, picks, at, wanted - cardinality(picks));
-        end if;
+    is_far := pos < fresh - 4096;
+    if is_far and cardinality(picks) < wanted then
+        -- A full pass takes long while a long write transaction runs. Messages of transactions that have just rolled
+        -- back or committed must not wait for it.
+        picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh);
     end if;
     start := pos;
     goal := fresh;
     <<round>>
     loop
         if pos = head then
-            picks := picks || pgqueue._sweep_requeued(q, picks, at, wanted - cardinality(picks));
+            picks := picks || pgqueue._sweep_requeued(q, picks, at, wanted - cardinality(picks), 'infinity');
             if cardinality(picks) < wanted then
                 picks := picks || pgqueue._promote_due(q, at, wanted - cardinality(picks), '-infinity');
             end if;
@@ -2649,16 +2758,27 @@ begin
                     if cardinality(picks) >= wanted then
                         -- The next sweep continues here.
                         pos := picks[cardinality(picks)] + 1;
+                    elsif ready[1] < fresh - 4096 and cardinality(held) < 1000 then
+                        held := held || ready;
                     end if;
                 end if;
                 exit round when pgqueue._now() > started_at + interval '10 ms';
             end loop;
         end loop;
-        exit round when goal < fresh or start = head or cardinality(picks) >= wanted;
+        is_full := goal < fresh or start = head;
+        exit round when is_full or cardinality(picks) >= wanted;
         pos := head;
         goal := start;
     end loop;
 
+    if cardinality(picks) < wanted then
+        if not is_full and not is_far then
+            picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh);
+        end if;
+        if held <> '{}' then
+            perform pgqueue._watch_held(q, held, picks, at);
+        end if;
+    end if;
     -- 1 if the full pass was fast: the next sweep starts at the head.
     is_quick := cardinality(picks) < wanted and pgqueue._now() < started_at + interval '500 us';
     perform setval(q.sweep_resume_id, case when is_quick then 1 else greatest(pos, 1) end);
@@ -2725,9 +2845,12 @@ begin
         picks := picks || found_ids;
     end if;
 
-    -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue, unless
-    -- the last sweep was expensive. The next sweep is due within 150 ms only if the last one took less than 7.5 ms.
-    if cardinality(picks) < wanted and next_sweep <= now_micros + 150000 then
+    -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. If the
+    -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back. The next
+    -- sweep is due within 150 ms only if the last one took less than 7.5 ms.
+    if cardinality(picks) < wanted and next_sweep > now_micros + 150000 then
+        picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh);
+    elsif cardinality(picks) < wanted then
         -- The claim could not take the messages above fresh. From now on the sweep finds them.
         select m.id + 1 into last_id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= fresh
@@ -3375,7 +3498,31 @@ comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) 
 'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call.
 Returns first a row with lost = true, id and queue_name for each id whose claim was lost, then the claimed messages by
 id with lost = false. ids may be empty or null; claim_token may then be null, too. Raises 22023, PQ001.';
--- Returns dead letters to their queue, or deletes them.
+-- Makes dead letters of the messages that have no attempts left, returns dead letters to their queue, or deletes them.
+
+create function pgqueue.sweep_queue(queue_name text, max_messages int default 10000)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+begin
+    if max_messages is null or max_messages not between 1 and 1000000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 1000000');
+    end if;
+    return pgqueue._dead_letter_spent(q, pgqueue._spent_ids(q, at, 0, max_messages), at);
+end;
+$$;
+comment on function pgqueue.sweep_queue(text, int) is
+'Removes up to max_messages (1 to 1000000) messages that have no attempts left and whose last claim has ended, or that
+have expired after a claim, and returns how many. They become dead letters if the queue keeps them. Every claim does
+this on its way, so the call is needed only while no consumer claims. Repeat it until it returns 0. Expired messages
+that were never claimed may stay: see purge_expired. Raises 22023, PQ001.';
 
 create function pgqueue.redrive(
     queue_name text, max_messages int default 1000, ids bigint[] default null
@@ -3396,6 +3543,7 @@ begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
     end if;
+    perform pgqueue._dead_letter_spent(q, coalesce(ids, pgqueue._spent_ids(q, at, 0, max_messages)), at);
     if ids is null then
         picks := array(
             select d.id from pgqueue.dead_messages d
@@ -3433,8 +3581,9 @@ $$;
 comment on function pgqueue.redrive(text, int, bigint[]) is
 'Returns up to max_messages dead letters to their queue and returns how many. It takes the lowest ids first; with ids,
 only those. The messages keep id, payload, headers and last_error. They start with no attempts, the queue''s
-max_attempts and no expiry, and are ready at once. Due messages are claimed before new ones, so a large redrive delays
-all new messages. Raises 22023, PQ001.';
+max_attempts and no expiry, and are ready at once. Messages that no claim has moved to the dead letters yet are
+included, as by sweep_queue. Due messages are claimed before new ones, so a large redrive delays all new messages.
+Raises 22023, PQ001.';
 
 create function pgqueue.purge_dead_messages(queue_name text, ids bigint[] default null)
 returns bigint
@@ -3445,6 +3594,8 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
+    at constant timestamptz := pgqueue._now();
+    q pgqueue.queues;
     picks bigint[];
     purged bigint;
 begin
@@ -3453,6 +3604,10 @@ begin
         or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name collate "C")
     then
         perform pgqueue._get_locked_queue(queue_name);
+    end if;
+    select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
+    if found then
+        perform pgqueue._dead_letter_spent(q, coalesce(ids, pgqueue._spent_ids(q, at, 0, 1000000)), at);
     end if;
     if ids is null then
         picks := array(
@@ -3473,8 +3628,9 @@ begin
 end;
 $$;
 comment on function pgqueue.purge_dead_messages(text, bigint[]) is
-'Deletes the dead letters of a queue, all or only those in ids, and returns how many. The dead letters of a dropped
-queue are found by its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
+'Deletes the dead letters of a queue, all or only those in ids, and returns how many. Messages that
+no claim has moved to the dead letters yet are included, as by sweep_queue. The dead letters of a dropped queue are
+found by its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
 -- Removes expired messages before a claim would pass over them.
 
 create function pgqueue.purge_expired(queue_name text, batch_size int default 10000)
@@ -3703,7 +3859,7 @@ begin
             from pgqueue.messages m
             where m.queue_name = q.name and m.id > after_id
                 and case browse.state
-                    when 'ready' then m.visible_at <= at and coalesce(m.expires_at > at, true)
+                    when 'ready' then pgqueue._is_ready(m, at)
                     when 'inflight' then m.visible_at > at and m.attempt_count > 0
                     else m.visible_at > at and m.attempt_count = 0
                 end
@@ -3738,25 +3894,47 @@ create function pgqueue.browse_dead_messages(
 returns setof pgqueue.dead_message
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q pgqueue.queues;
+    spent bigint[];
 begin
     -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not exists (select from pgqueue.dead_messages d where d.queue_name = browse_dead_messages.queue_name collate "C") then
         perform pgqueue._get_unlocked_queue(queue_name);
     end if;
     perform pgqueue._check_page(max_messages, after_id);
+    select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
+    spent := case when found then pgqueue._spent_ids(q, at, after_id, max_messages) end;
     return query
     select
         d.id, d.queue_name, d.payload, d.body, d.headers, d.message_id, d.attempt_count, d.max_attempts,
         d.enqueued_at, d.expires_at, d.claimed_by, d.last_error, d.reason, d.died_at
-    from pgqueue.dead_messages d
-    where d.queue_name = browse_dead_messages.queue_name collate "C" and d.id > after_id
+    from (
+        (
+            select c.* from pgqueue.dead_messages c
+            where c.queue_name = browse_dead_messages.queue_name collate "C" and c.id > after_id
+            order by c.id limit browse_dead_messages.max_messages
+        )
+        union all
+        (
+            select l.*
+            from pgqueue.messages m
+            cross join lateral pgqueue._lookup_keys(q.name, spent) k
+            cross join lateral pgqueue._as_dead_letter(m, m.visible_at, null) l
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._keeps_spent(q, m)
+        )
+    ) d
     order by d.id limit browse_dead_messages.max_messages;
 end;
 $$;
 comment on function pgqueue.browse_dead_messages(text, int, bigint) is
 'Shows up to max_messages (1 to 10000) dead letters with reason, last error and time, by id, starting after after_id;
-for the next page pass the last id. For a dropped queue it shows the messages that were never delivered. Raises 22023,
+for the next page pass the last id. Messages that no claim has moved to the dead letters yet are included; died_at is
+the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
 PQ001.';
 
 create function pgqueue.browse_archived_messages(
@@ -3820,8 +3998,9 @@ end;
 $$;
 comment on function pgqueue._check_page(int, bigint) is
 'Raises 22023 if max_messages or after_id is out of bounds.';
--- Reports the depth of queues at a bounded cost: up to 300 messages are counted; more are estimated from samples at
--- even distances, and the result names the estimated figures.
+-- Reports the depth of queues at a bounded cost: up to 10,000 messages are counted; more are estimated from samples at
+-- even distances, and the result names the estimated figures. Samples are read first, so that only a queue of moderate
+-- depth is counted beyond 300 messages.
 
 create function pgqueue._samples(ids int8multirange)
 returns table (from_id bigint, below_id bigint, stands_for bigint)
@@ -3862,80 +4041,86 @@ read completely, else up to last_id.';
 
 create function pgqueue._message_stats(
     q pgqueue.queues, at timestamptz,
-    out ready bigint, out inflight bigint, out scheduled bigint, out oldest_at timestamptz, out estimated boolean
+    out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint, out oldest_at timestamptz,
+    out estimated boolean
 )
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    most int;
     fresh bigint;
     counted bigint;
     first_id bigint;
     last_id bigint;
     stretches int8multirange;
 begin
-    select
-        count(*), min(w.id),
-        count(*) filter (where w.is_ready),
-        count(*) filter (where w.visible_at > at and w.attempt_count > 0),
-        count(*) filter (where w.visible_at > at and w.attempt_count = 0),
-        min(w.enqueued_at) filter (where w.is_ready)
-    into counted, first_id, ready, inflight, scheduled, oldest_at
-    from (
+    foreach most in array array[300, 10000] loop
         select
-            m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-            pgqueue._is_ready(m, at) as is_ready
-        from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
-        order by m.id limit 301
-    ) w;
-    -- Only a deep queue is locked: locks of thousands of queues would fill the lock table.
-    estimated := counted > 300 and pgqueue._try_lock_existing_queue(q);
-    if not estimated then
-        return;
-    end if;
-    fresh := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
-
-    select m.id into last_id from pgqueue.messages m
-    where m.queue_name = q.name and m.id >= first_id
-    order by m.id desc limit 1;
-    select int8multirange(int8range(first_id, last_id, '[]')) - s.vacant_ids into stretches
-    from pgqueue.sweep_state s where s.queue_name = q.name;
-    -- The samples are split at fresh: messages in flight lie below it, ready ones mostly above.
-    select
-        sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled),
-        least(_message_stats.oldest_at, min(p.oldest_at))
-    into ready, inflight, scheduled, oldest_at
-    from (
-        select * from pgqueue._samples(stretches * int8multirange(int8range(null, fresh)))
-        union all
-        select * from pgqueue._samples(stretches * int8multirange(int8range(fresh, null)))
-    ) t
-    cross join lateral (
-        select
-            pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight,
-            count(*) filter (where w.is_ready) as ready,
-            count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
-            count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
-            min(w.enqueued_at) filter (where w.is_ready) as oldest_at
+            count(*), min(w.id),
+            count(*) filter (where w.is_ready),
+            count(*) filter (where w.visible_at > at and w.attempt_count > 0),
+            count(*) filter (where w.visible_at > at and w.attempt_count = 0),
+            count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept),
+            min(w.enqueued_at) filter (where w.is_ready)
+        into counted, first_id, ready, inflight, scheduled, dead, oldest_at
         from (
             select
                 m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                pgqueue._is_ready(m, at) as is_ready
+                pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
             from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
-            order by m.id limit 16
-        ) w
-    ) p;
+            where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
+            order by m.id limit most + 1
+        ) w;
+        -- Only a deep queue is locked: locks of thousands of queues would fill the lock table.
+        estimated := counted > most and pgqueue._try_lock_existing_queue(q);
+        exit when not estimated;
+        fresh := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+
+        select m.id into last_id from pgqueue.messages m
+        where m.queue_name = q.name and m.id >= first_id
+        order by m.id desc limit 1;
+        select int8multirange(int8range(first_id, last_id, '[]')) - s.vacant_ids into stretches
+        from pgqueue.sweep_state s where s.queue_name = q.name;
+        -- The samples are split at fresh: messages in flight lie below it, ready ones mostly above.
+        select
+            sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled), sum(p.weight * p.dead),
+            least(_message_stats.oldest_at, min(p.oldest_at))
+        into ready, inflight, scheduled, dead, oldest_at
+        from (
+            select * from pgqueue._samples(stretches * int8multirange(int8range(null, fresh)))
+            union all
+            select * from pgqueue._samples(stretches * int8multirange(int8range(fresh, null)))
+        ) t
+        cross join lateral (
+            select
+                pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight,
+                count(*) filter (where w.is_ready) as ready,
+                count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
+                count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
+                count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept) as dead,
+                min(w.enqueued_at) filter (where w.is_ready) as oldest_at
+            from (
+                select
+                    m.id, m.visible_at, m.attempt_count, m.enqueued_at,
+                    pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
+                from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
+                order by m.id limit 16
+            ) w
+        ) p;
+        exit when ready + inflight + scheduled + dead > 1.5 * 10000;
+    end loop;
 end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
-'Counts the rows of messages up to 300, and estimates beyond. Excludes messages that came back from scheduled_messages
-to ids that sweeps skip.';
+'Counts the rows of messages up to 10,000, and estimates beyond. dead are the messages that the next sweep moves to the
+dead letters. Excludes messages that came back from scheduled_messages to ids that sweeps skip.';
 
 create function pgqueue._returned_stats(
     q pgqueue.queues, at timestamptz, deep boolean,
-    out ready bigint, out inflight bigint, out scheduled bigint, out oldest_at timestamptz, out estimated boolean
+    out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint, out oldest_at timestamptz,
+    out estimated boolean
 )
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -3947,24 +4132,27 @@ begin
     ready := 0;
     inflight := 0;
     scheduled := 0;
+    dead := 0;
     estimated := false;
     if not exists (select from pgqueue.requeued_messages c where c.queue_name = q.name) then
         return;
     end if;
     -- If the queue is not deep, _message_stats has read all ids from the head on, including those that sweeps skip.
-    select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end into hidden
+    select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end
+    into hidden
     from pgqueue.sweep_state s where s.queue_name = q.name;
-    select * into r from pgqueue._returned(q.name, hidden, 150);
+    select * into r from pgqueue._returned(q.name, hidden, 1000);
     select
         r.stand_for * count(*) filter (where w.is_ready),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count > 0),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count = 0),
+        r.stand_for * count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept),
         min(w.enqueued_at) filter (where w.is_ready)
-    into ready, inflight, scheduled, oldest_at
+    into ready, inflight, scheduled, dead, oldest_at
     from (
         select
             m.visible_at, m.attempt_count, m.enqueued_at,
-            pgqueue._is_ready(m, at) as is_ready
+            pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, r.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w;
@@ -3972,71 +4160,78 @@ begin
 end;
 $$;
 comment on function pgqueue._returned_stats(pgqueue.queues, timestamptz, boolean) is
-'Counts the messages that came back from scheduled_messages to ids that sweeps skip: up to 150, and estimates beyond.';
+'Counts the messages that came back from scheduled_messages to ids that sweeps skip: up to 1,000, and estimates
+beyond.';
 
 create function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    most int;
 begin
-    select count(*) into messages
-    from (
-        select from pgqueue.scheduled_messages s
-        where s.queue_name = _scheduled_count.queue_name order by s.id limit 301
-    ) w;
-    estimated := messages > 300;
-    if not estimated then
-        return;
-    end if;
-    select sum(p.weight * p.n) into messages
-    from pgqueue._samples(int8multirange(int8range(
-        (select min(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
-        (select max(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
-        '[]'))) t
-    cross join lateral (
-        select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
+    foreach most in array array[300, 10000] loop
+        select count(*) into messages
         from (
-            select s.id from pgqueue.scheduled_messages s
-            where s.queue_name = _scheduled_count.queue_name and s.id >= t.from_id and s.id < t.below_id
-            order by s.id limit 16
-        ) w
-    ) p;
+            select from pgqueue.scheduled_messages s
+            where s.queue_name = _scheduled_count.queue_name order by s.id limit most + 1
+        ) w;
+        estimated := messages > most;
+        exit when not estimated;
+        select sum(p.weight * p.n) into messages
+        from pgqueue._samples(int8multirange(int8range(
+            (select min(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
+            (select max(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
+            '[]'))) t
+        cross join lateral (
+            select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
+            from (
+                select s.id from pgqueue.scheduled_messages s
+                where s.queue_name = _scheduled_count.queue_name and s.id >= t.from_id and s.id < t.below_id
+                order by s.id limit 16
+            ) w
+        ) p;
+        exit when messages > 1.5 * 10000;
+    end loop;
 end;
 $$;
 comment on function pgqueue._scheduled_count(text) is
-'Counts the rows of scheduled_messages up to 300, and estimates beyond.';
+'Counts the rows of scheduled_messages up to 10,000, and estimates beyond.';
 
 create function pgqueue._dead_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    most int;
 begin
-    select count(*) into messages
-    from (
-        select from pgqueue.dead_messages d
-        where d.queue_name = _dead_count.queue_name order by d.id limit 301
-    ) w;
-    estimated := messages > 300;
-    if not estimated then
-        return;
-    end if;
-    select sum(p.weight * p.n) into messages
-    from pgqueue._samples(int8multirange(int8range(
-        (select min(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
-        (select max(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
-        '[]'))) t
-    cross join lateral (
-        select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
+    foreach most in array array[300, 10000] loop
+        select count(*) into messages
         from (
-            select d.id from pgqueue.dead_messages d
-            where d.queue_name = _dead_count.queue_name and d.id >= t.from_id and d.id < t.below_id
-            order by d.id limit 16
-        ) w
-    ) p;
+            select from pgqueue.dead_messages d
+            where d.queue_name = _dead_count.queue_name order by d.id limit most + 1
+        ) w;
+        estimated := messages > most;
+        exit when not estimated;
+        select sum(p.weight * p.n) into messages
+        from pgqueue._samples(int8multirange(int8range(
+            (select min(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
+            (select max(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
+            '[]'))) t
+        cross join lateral (
+            select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
+            from (
+                select d.id from pgqueue.dead_messages d
+                where d.queue_name = _dead_count.queue_name and d.id >= t.from_id and d.id < t.below_id
+                order by d.id limit 16
+            ) w
+        ) p;
+        exit when messages > 1.5 * 10000;
+    end loop;
 end;
 $$;
 comment on function pgqueue._dead_count(text) is
-'Counts dead letters up to 300, and estimates beyond.';
+'Counts dead letters up to 10,000, and estimates beyond.';
 
 create function pgqueue._stats(q pgqueue.queues, at timestamptz)
 returns pgqueue.queue_stats
@@ -4057,6 +4252,7 @@ begin
     m.ready := m.ready + b.ready;
     m.inflight := m.inflight + b.inflight;
     m.scheduled := m.scheduled + b.scheduled;
+    m.dead := m.dead + b.dead;
     m.oldest_at := least(m.oldest_at, b.oldest_at);
     m.estimated := m.estimated or b.estimated;
     select * into s from pgqueue._scheduled_count(q.name);
@@ -4066,27 +4262,27 @@ begin
     from (
         select c.enqueued_at from pgqueue.scheduled_messages c
         where c.queue_name = q.name and c.due_at <= at and coalesce(c.expires_at > at, true)
-        order by c.due_at limit 300
+        order by c.due_at limit 10000
     ) w;
-    if due = 300 and s.estimated then
-        -- Due messages are counted up to 300 only. Beyond, all scheduled messages are assumed to be due.
+    if due = 10000 and s.estimated then
+        -- Due messages are counted up to 10,000 only. Beyond, all scheduled messages are assumed to be due.
         due := greatest(due, s.messages);
     end if;
     r.queue_name := q.name;
     r.ready_messages := m.ready + due;
     r.inflight_messages := m.inflight;
     r.scheduled_messages := m.scheduled + greatest(s.messages - due, 0);
-    r.dead_messages := d.messages;
+    r.dead_messages := d.messages + m.dead;
     r.oldest_age_seconds := date_part('epoch', at - nullif(least(m.oldest_at, due_oldest_at), '-infinity'));
     r.paused := q.paused_at is not null;
     r.estimates := array(
         select e.figure
         from (
             values
-            ('ready_messages', m.estimated or due > 300),
+            ('ready_messages', m.estimated or due > 10000),
             ('inflight_messages', m.estimated),
             ('scheduled_messages', m.estimated or s.estimated),
-            ('dead_messages', d.estimated),
+            ('dead_messages', d.estimated or m.estimated and m.dead > 0),
             ('oldest_age_seconds', m.estimated)
         ) as e (figure, estimated)
         where e.estimated
@@ -4124,8 +4320,9 @@ $$;
 comment on function pgqueue.stats(text) is
 'Returns the depth of one queue or, if queue_name is null, of every queue, by name: the numbers of ready, in-flight,
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
-and whether the queue is paused. Up to 300 messages are counted. Higher figures are estimated from samples and named in
-estimates, so that the cost stays bounded. Raises PQ001.';
+and whether the queue is paused. A message without attempts left counts as dead as soon as its last claim has ended,
+also while no claim has moved it to the dead letters yet. Up to 10,000 messages of a kind are counted. Higher figures
+are estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';
 -- Lets a consumer wait without polling. It listens on channel, calls prepare_wait, claims once more, and sleeps. Until
 -- its timeout an enqueue notifies; if no consumer waits, an enqueue sends no notification.
 
@@ -7722,6 +7919,7 @@ as $$
     ('redrive', '{admin}'::text[]),
     ('purge_dead_messages', '{admin}'::text[]),
     ('purge_expired', '{admin}'::text[]),
+    ('sweep_queue', '{consumer,admin}'::text[]),
     ('sweep_staged', '{admin}'::text[]),
     ('doctor', '{admin}'::text[]),
     ('expose_transport', '{admin}'::text[]),

@@ -26,7 +26,7 @@ begin
             from pgqueue.messages m
             where m.queue_name = q.name and m.id > after_id
                 and case browse.state
-                    when 'ready' then m.visible_at <= at and coalesce(m.expires_at > at, true)
+                    when 'ready' then pgqueue._is_ready(m, at)
                     when 'inflight' then m.visible_at > at and m.attempt_count > 0
                     else m.visible_at > at and m.attempt_count = 0
                 end
@@ -61,25 +61,47 @@ create or replace function pgqueue.browse_dead_messages(
 returns setof pgqueue.dead_message
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q pgqueue.queues;
+    spent bigint[];
 begin
     -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not exists (select from pgqueue.dead_messages d where d.queue_name = browse_dead_messages.queue_name collate "C") then
         perform pgqueue._get_unlocked_queue(queue_name);
     end if;
     perform pgqueue._check_page(max_messages, after_id);
+    select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
+    spent := case when found then pgqueue._spent_ids(q, at, after_id, max_messages) end;
     return query
     select
         d.id, d.queue_name, d.payload, d.body, d.headers, d.message_id, d.attempt_count, d.max_attempts,
         d.enqueued_at, d.expires_at, d.claimed_by, d.last_error, d.reason, d.died_at
-    from pgqueue.dead_messages d
-    where d.queue_name = browse_dead_messages.queue_name collate "C" and d.id > after_id
+    from (
+        (
+            select c.* from pgqueue.dead_messages c
+            where c.queue_name = browse_dead_messages.queue_name collate "C" and c.id > after_id
+            order by c.id limit browse_dead_messages.max_messages
+        )
+        union all
+        (
+            select l.*
+            from pgqueue.messages m
+            cross join lateral pgqueue._lookup_keys(q.name, spent) k
+            cross join lateral pgqueue._as_dead_letter(m, m.visible_at, null) l
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._keeps_spent(q, m)
+        )
+    ) d
     order by d.id limit browse_dead_messages.max_messages;
 end;
 $$;
 comment on function pgqueue.browse_dead_messages(text, int, bigint) is
 'Shows up to max_messages (1 to 10000) dead letters with reason, last error and time, by id, starting after after_id;
-for the next page pass the last id. For a dropped queue it shows the messages that were never delivered. Raises 22023,
+for the next page pass the last id. Messages that no claim has moved to the dead letters yet are included; died_at is
+the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
 PQ001.';
 
 create or replace function pgqueue.browse_archived_messages(

@@ -47,9 +47,12 @@ begin
         picks := picks || found_ids;
     end if;
 
-    -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue, unless
-    -- the last sweep was expensive. The next sweep is due within 150 ms only if the last one took less than 7.5 ms.
-    if cardinality(picks) < wanted and next_sweep <= now_micros + 150000 then
+    -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. If the
+    -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back. The next
+    -- sweep is due within 150 ms only if the last one took less than 7.5 ms.
+    if cardinality(picks) < wanted and next_sweep > now_micros + 150000 then
+        picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh);
+    elsif cardinality(picks) < wanted then
         -- The claim could not take the messages above fresh. From now on the sweep finds them.
         select m.id + 1 into last_id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= fresh

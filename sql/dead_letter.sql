@@ -1,4 +1,28 @@
--- Returns dead letters to their queue, or deletes them.
+-- Makes dead letters of the messages that have no attempts left, returns dead letters to their queue, or deletes them.
+
+create or replace function pgqueue.sweep_queue(queue_name text, max_messages int default 10000)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+begin
+    if max_messages is null or max_messages not between 1 and 1000000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 1000000');
+    end if;
+    return pgqueue._dead_letter_spent(q, pgqueue._spent_ids(q, at, 0, max_messages), at);
+end;
+$$;
+comment on function pgqueue.sweep_queue(text, int) is
+'Removes up to max_messages (1 to 1000000) messages that have no attempts left and whose last claim has ended, or that
+have expired after a claim, and returns how many. They become dead letters if the queue keeps them. Every claim does
+this on its way, so the call is needed only while no consumer claims. Repeat it until it returns 0. Expired messages
+that were never claimed may stay: see purge_expired. Raises 22023, PQ001.';
 
 create or replace function pgqueue.redrive(
     queue_name text, max_messages int default 1000, ids bigint[] default null
@@ -19,6 +43,7 @@ begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
     end if;
+    perform pgqueue._dead_letter_spent(q, coalesce(ids, pgqueue._spent_ids(q, at, 0, max_messages)), at);
     if ids is null then
         picks := array(
             select d.id from pgqueue.dead_messages d
@@ -56,8 +81,9 @@ $$;
 comment on function pgqueue.redrive(text, int, bigint[]) is
 'Returns up to max_messages dead letters to their queue and returns how many. It takes the lowest ids first; with ids,
 only those. The messages keep id, payload, headers and last_error. They start with no attempts, the queue''s
-max_attempts and no expiry, and are ready at once. Due messages are claimed before new ones, so a large redrive delays
-all new messages. Raises 22023, PQ001.';
+max_attempts and no expiry, and are ready at once. Messages that no claim has moved to the dead letters yet are
+included, as by sweep_queue. Due messages are claimed before new ones, so a large redrive delays all new messages.
+Raises 22023, PQ001.';
 
 create or replace function pgqueue.purge_dead_messages(queue_name text, ids bigint[] default null)
 returns bigint
@@ -68,6 +94,8 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
+    at constant timestamptz := pgqueue._now();
+    q pgqueue.queues;
     picks bigint[];
     purged bigint;
 begin
@@ -76,6 +104,10 @@ begin
         or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name collate "C")
     then
         perform pgqueue._get_locked_queue(queue_name);
+    end if;
+    select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
+    if found then
+        perform pgqueue._dead_letter_spent(q, coalesce(ids, pgqueue._spent_ids(q, at, 0, 1000000)), at);
     end if;
     if ids is null then
         picks := array(
@@ -96,5 +128,6 @@ begin
 end;
 $$;
 comment on function pgqueue.purge_dead_messages(text, bigint[]) is
-'Deletes the dead letters of a queue, all or only those in ids, and returns how many. The dead letters of a dropped
-queue are found by its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
+'Deletes the dead letters of a queue, all or only those in ids, and returns how many. Messages that
+no claim has moved to the dead letters yet are included, as by sweep_queue. The dead letters of a dropped queue are
+found by its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';

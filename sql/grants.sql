@@ -50,6 +50,7 @@ as $$
     ('redrive', '{admin}'::text[]),
     ('purge_dead_messages', '{admin}'::text[]),
     ('purge_expired', '{admin}'::text[]),
+    ('sweep_queue', '{consumer,admin}'::text[]),
     ('sweep_staged', '{admin}'::text[]),
     ('doctor', '{admin}'::text[]),
     ('expose_transport', '{admin}'::text[]),

@@ -1,5 +1,6 @@
--- Reports the depth of queues at a bounded cost: up to 300 messages are counted; more are estimated from samples at
--- even distances, and the result names the estimated figures.
+-- Reports the depth of queues at a bounded cost: up to 10,000 messages are counted; more are estimated from samples at
+-- even distances, and the result names the estimated figures. Samples are read first, so that only a queue of moderate
+-- depth is counted beyond 300 messages.
 
 create or replace function pgqueue._samples(ids int8multirange)
 returns table (from_id bigint, below_id bigint, stands_for bigint)
@@ -40,80 +41,86 @@ read completely, else up to last_id.';
 
 create or replace function pgqueue._message_stats(
     q pgqueue.queues, at timestamptz,
-    out ready bigint, out inflight bigint, out scheduled bigint, out oldest_at timestamptz, out estimated boolean
+    out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint, out oldest_at timestamptz,
+    out estimated boolean
 )
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    most int;
     fresh bigint;
     counted bigint;
     first_id bigint;
     last_id bigint;
     stretches int8multirange;
 begin
-    select
-        count(*), min(w.id),
-        count(*) filter (where w.is_ready),
-        count(*) filter (where w.visible_at > at and w.attempt_count > 0),
-        count(*) filter (where w.visible_at > at and w.attempt_count = 0),
-        min(w.enqueued_at) filter (where w.is_ready)
-    into counted, first_id, ready, inflight, scheduled, oldest_at
-    from (
+    foreach most in array array[300, 10000] loop
         select
-            m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-            pgqueue._is_ready(m, at) as is_ready
-        from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
-        order by m.id limit 301
-    ) w;
-    -- Only a deep queue is locked: locks of thousands of queues would fill the lock table.
-    estimated := counted > 300 and pgqueue._try_lock_existing_queue(q);
-    if not estimated then
-        return;
-    end if;
-    fresh := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
-
-    select m.id into last_id from pgqueue.messages m
-    where m.queue_name = q.name and m.id >= first_id
-    order by m.id desc limit 1;
-    select int8multirange(int8range(first_id, last_id, '[]')) - s.vacant_ids into stretches
-    from pgqueue.sweep_state s where s.queue_name = q.name;
-    -- The samples are split at fresh: messages in flight lie below it, ready ones mostly above.
-    select
-        sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled),
-        least(_message_stats.oldest_at, min(p.oldest_at))
-    into ready, inflight, scheduled, oldest_at
-    from (
-        select * from pgqueue._samples(stretches * int8multirange(int8range(null, fresh)))
-        union all
-        select * from pgqueue._samples(stretches * int8multirange(int8range(fresh, null)))
-    ) t
-    cross join lateral (
-        select
-            pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight,
-            count(*) filter (where w.is_ready) as ready,
-            count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
-            count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
-            min(w.enqueued_at) filter (where w.is_ready) as oldest_at
+            count(*), min(w.id),
+            count(*) filter (where w.is_ready),
+            count(*) filter (where w.visible_at > at and w.attempt_count > 0),
+            count(*) filter (where w.visible_at > at and w.attempt_count = 0),
+            count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept),
+            min(w.enqueued_at) filter (where w.is_ready)
+        into counted, first_id, ready, inflight, scheduled, dead, oldest_at
         from (
             select
                 m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                pgqueue._is_ready(m, at) as is_ready
+                pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
             from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
-            order by m.id limit 16
-        ) w
-    ) p;
+            where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
+            order by m.id limit most + 1
+        ) w;
+        -- Only a deep queue is locked: locks of thousands of queues would fill the lock table.
+        estimated := counted > most and pgqueue._try_lock_existing_queue(q);
+        exit when not estimated;
+        fresh := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+
+        select m.id into last_id from pgqueue.messages m
+        where m.queue_name = q.name and m.id >= first_id
+        order by m.id desc limit 1;
+        select int8multirange(int8range(first_id, last_id, '[]')) - s.vacant_ids into stretches
+        from pgqueue.sweep_state s where s.queue_name = q.name;
+        -- The samples are split at fresh: messages in flight lie below it, ready ones mostly above.
+        select
+            sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled), sum(p.weight * p.dead),
+            least(_message_stats.oldest_at, min(p.oldest_at))
+        into ready, inflight, scheduled, dead, oldest_at
+        from (
+            select * from pgqueue._samples(stretches * int8multirange(int8range(null, fresh)))
+            union all
+            select * from pgqueue._samples(stretches * int8multirange(int8range(fresh, null)))
+        ) t
+        cross join lateral (
+            select
+                pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight,
+                count(*) filter (where w.is_ready) as ready,
+                count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
+                count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
+                count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept) as dead,
+                min(w.enqueued_at) filter (where w.is_ready) as oldest_at
+            from (
+                select
+                    m.id, m.visible_at, m.attempt_count, m.enqueued_at,
+                    pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
+                from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
+                order by m.id limit 16
+            ) w
+        ) p;
+        exit when ready + inflight + scheduled + dead > 1.5 * 10000;
+    end loop;
 end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
-'Counts the rows of messages up to 300, and estimates beyond. Excludes messages that came back from scheduled_messages
-to ids that sweeps skip.';
+'Counts the rows of messages up to 10,000, and estimates beyond. dead are the messages that the next sweep moves to the
+dead letters. Excludes messages that came back from scheduled_messages to ids that sweeps skip.';
 
 create or replace function pgqueue._returned_stats(
     q pgqueue.queues, at timestamptz, deep boolean,
-    out ready bigint, out inflight bigint, out scheduled bigint, out oldest_at timestamptz, out estimated boolean
+    out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint, out oldest_at timestamptz,
+    out estimated boolean
 )
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -125,24 +132,27 @@ begin
     ready := 0;
     inflight := 0;
     scheduled := 0;
+    dead := 0;
     estimated := false;
     if not exists (select from pgqueue.requeued_messages c where c.queue_name = q.name) then
         return;
     end if;
     -- If the queue is not deep, _message_stats has read all ids from the head on, including those that sweeps skip.
-    select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end into hidden
+    select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end
+    into hidden
     from pgqueue.sweep_state s where s.queue_name = q.name;
-    select * into r from pgqueue._returned(q.name, hidden, 150);
+    select * into r from pgqueue._returned(q.name, hidden, 1000);
     select
         r.stand_for * count(*) filter (where w.is_ready),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count > 0),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count = 0),
+        r.stand_for * count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept),
         min(w.enqueued_at) filter (where w.is_ready)
-    into ready, inflight, scheduled, oldest_at
+    into ready, inflight, scheduled, dead, oldest_at
     from (
         select
             m.visible_at, m.attempt_count, m.enqueued_at,
-            pgqueue._is_ready(m, at) as is_ready
+            pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, r.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w;
@@ -150,71 +160,78 @@ begin
 end;
 $$;
 comment on function pgqueue._returned_stats(pgqueue.queues, timestamptz, boolean) is
-'Counts the messages that came back from scheduled_messages to ids that sweeps skip: up to 150, and estimates beyond.';
+'Counts the messages that came back from scheduled_messages to ids that sweeps skip: up to 1,000, and estimates
+beyond.';
 
 create or replace function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    most int;
 begin
-    select count(*) into messages
-    from (
-        select from pgqueue.scheduled_messages s
-        where s.queue_name = _scheduled_count.queue_name order by s.id limit 301
-    ) w;
-    estimated := messages > 300;
-    if not estimated then
-        return;
-    end if;
-    select sum(p.weight * p.n) into messages
-    from pgqueue._samples(int8multirange(int8range(
-        (select min(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
-        (select max(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
-        '[]'))) t
-    cross join lateral (
-        select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
+    foreach most in array array[300, 10000] loop
+        select count(*) into messages
         from (
-            select s.id from pgqueue.scheduled_messages s
-            where s.queue_name = _scheduled_count.queue_name and s.id >= t.from_id and s.id < t.below_id
-            order by s.id limit 16
-        ) w
-    ) p;
+            select from pgqueue.scheduled_messages s
+            where s.queue_name = _scheduled_count.queue_name order by s.id limit most + 1
+        ) w;
+        estimated := messages > most;
+        exit when not estimated;
+        select sum(p.weight * p.n) into messages
+        from pgqueue._samples(int8multirange(int8range(
+            (select min(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
+            (select max(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
+            '[]'))) t
+        cross join lateral (
+            select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
+            from (
+                select s.id from pgqueue.scheduled_messages s
+                where s.queue_name = _scheduled_count.queue_name and s.id >= t.from_id and s.id < t.below_id
+                order by s.id limit 16
+            ) w
+        ) p;
+        exit when messages > 1.5 * 10000;
+    end loop;
 end;
 $$;
 comment on function pgqueue._scheduled_count(text) is
-'Counts the rows of scheduled_messages up to 300, and estimates beyond.';
+'Counts the rows of scheduled_messages up to 10,000, and estimates beyond.';
 
 create or replace function pgqueue._dead_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    most int;
 begin
-    select count(*) into messages
-    from (
-        select from pgqueue.dead_messages d
-        where d.queue_name = _dead_count.queue_name order by d.id limit 301
-    ) w;
-    estimated := messages > 300;
-    if not estimated then
-        return;
-    end if;
-    select sum(p.weight * p.n) into messages
-    from pgqueue._samples(int8multirange(int8range(
-        (select min(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
-        (select max(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
-        '[]'))) t
-    cross join lateral (
-        select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
+    foreach most in array array[300, 10000] loop
+        select count(*) into messages
         from (
-            select d.id from pgqueue.dead_messages d
-            where d.queue_name = _dead_count.queue_name and d.id >= t.from_id and d.id < t.below_id
-            order by d.id limit 16
-        ) w
-    ) p;
+            select from pgqueue.dead_messages d
+            where d.queue_name = _dead_count.queue_name order by d.id limit most + 1
+        ) w;
+        estimated := messages > most;
+        exit when not estimated;
+        select sum(p.weight * p.n) into messages
+        from pgqueue._samples(int8multirange(int8range(
+            (select min(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
+            (select max(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
+            '[]'))) t
+        cross join lateral (
+            select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
+            from (
+                select d.id from pgqueue.dead_messages d
+                where d.queue_name = _dead_count.queue_name and d.id >= t.from_id and d.id < t.below_id
+                order by d.id limit 16
+            ) w
+        ) p;
+        exit when messages > 1.5 * 10000;
+    end loop;
 end;
 $$;
 comment on function pgqueue._dead_count(text) is
-'Counts dead letters up to 300, and estimates beyond.';
+'Counts dead letters up to 10,000, and estimates beyond.';
 
 create or replace function pgqueue._stats(q pgqueue.queues, at timestamptz)
 returns pgqueue.queue_stats
@@ -235,6 +252,7 @@ begin
     m.ready := m.ready + b.ready;
     m.inflight := m.inflight + b.inflight;
     m.scheduled := m.scheduled + b.scheduled;
+    m.dead := m.dead + b.dead;
     m.oldest_at := least(m.oldest_at, b.oldest_at);
     m.estimated := m.estimated or b.estimated;
     select * into s from pgqueue._scheduled_count(q.name);
@@ -244,27 +262,27 @@ begin
     from (
         select c.enqueued_at from pgqueue.scheduled_messages c
         where c.queue_name = q.name and c.due_at <= at and coalesce(c.expires_at > at, true)
-        order by c.due_at limit 300
+        order by c.due_at limit 10000
     ) w;
-    if due = 300 and s.estimated then
-        -- Due messages are counted up to 300 only. Beyond, all scheduled messages are assumed to be due.
+    if due = 10000 and s.estimated then
+        -- Due messages are counted up to 10,000 only. Beyond, all scheduled messages are assumed to be due.
         due := greatest(due, s.messages);
     end if;
     r.queue_name := q.name;
     r.ready_messages := m.ready + due;
     r.inflight_messages := m.inflight;
     r.scheduled_messages := m.scheduled + greatest(s.messages - due, 0);
-    r.dead_messages := d.messages;
+    r.dead_messages := d.messages + m.dead;
     r.oldest_age_seconds := date_part('epoch', at - nullif(least(m.oldest_at, due_oldest_at), '-infinity'));
     r.paused := q.paused_at is not null;
     r.estimates := array(
         select e.figure
         from (
             values
-            ('ready_messages', m.estimated or due > 300),
+            ('ready_messages', m.estimated or due > 10000),
             ('inflight_messages', m.estimated),
             ('scheduled_messages', m.estimated or s.estimated),
-            ('dead_messages', d.estimated),
+            ('dead_messages', d.estimated or m.estimated and m.dead > 0),
             ('oldest_age_seconds', m.estimated)
         ) as e (figure, estimated)
         where e.estimated
@@ -302,5 +320,6 @@ $$;
 comment on function pgqueue.stats(text) is
 'Returns the depth of one queue or, if queue_name is null, of every queue, by name: the numbers of ready, in-flight,
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
-and whether the queue is paused. Up to 300 messages are counted. Higher figures are estimated from samples and named in
-estimates, so that the cost stays bounded. Raises PQ001.';
+and whether the queue is paused. A message without attempts left counts as dead as soon as its last claim has ended,
+also while no claim has moved it to the dead letters yet. Up to 10,000 messages of a kind are counted. Higher figures
+are estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';

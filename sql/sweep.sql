@@ -89,7 +89,7 @@ comment on function pgqueue._promote_due(pgqueue.queues, timestamptz, int, times
 requeued_messages, as the walk may never reach that id again.';
 
 create or replace function pgqueue._dead_letter_spent(q pgqueue.queues, ids bigint[], at timestamptz)
-returns void
+returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
@@ -101,7 +101,7 @@ declare
         for update of m skip locked);
 begin
     if spent_ids = '{}' then
-        return;
+        return 0;
     end if;
     begin
         with gone as (
@@ -118,13 +118,69 @@ begin
             last_error = excluded.last_error, reason = excluded.reason;
     exception when disk_full then
         -- The messages stay for a later sweep and block no others.
-        null;
+        return 0;
     end;
+    return cardinality(spent_ids);
 end;
 $$;
 comment on function pgqueue._dead_letter_spent(pgqueue.queues, bigint[], timestamptz) is
-'Removes those of the messages that are visible and have no attempts left or have expired. They become dead letters if
-the queue keeps them.';
+'Removes those of the messages that are visible and have no attempts left or have expired, and returns how many. They
+become dead letters if the queue keeps them.';
+
+create or replace function pgqueue._spent_ids(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
+returns bigint[]
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+begin
+    return array(
+        select distinct w.id
+        from (
+            (
+                select m.id
+                from pgqueue.sweep_state s
+                cross join lateral unnest(int8multirange(int8range(after_id + 1, greatest(after_id + 1, fresh))) - s.vacant_ids) as r
+                cross join lateral (
+                    select c.id from pgqueue.messages c
+                    where c.queue_name = q.name and c.id >= lower(r) and c.id < upper(r)
+                        and c.visible_at <= at and not pgqueue._is_ready(c, at)
+                    order by c.id limit wanted
+                ) m
+                where s.queue_name = q.name
+                limit wanted
+            )
+            union all
+            (
+                -- Claims by plain SQL do not move the register.
+                select c.id
+                from (
+                    select m.id, m.visible_at <= at and not pgqueue._is_ready(m, at) as is_spent from pgqueue.messages m
+                    where m.queue_name = q.name and m.id >= greatest(after_id + 1, fresh)
+                    order by m.id limit 1000
+                ) c
+                where c.is_spent
+            )
+            union all
+            (
+                select m.id
+                from (
+                    select r.id from pgqueue.requeued_messages r
+                    where r.queue_name = q.name order by r.check_at, r.id limit 10000
+                ) c
+                join pgqueue.messages m on m.queue_name = q.name and m.id = c.id
+                where m.id > after_id and m.visible_at <= at and not pgqueue._is_ready(m, at)
+            )
+        ) w
+        order by w.id
+        limit wanted
+    );
+end;
+$$;
+comment on function pgqueue._spent_ids(pgqueue.queues, timestamptz, bigint, int) is
+'The ids above after_id, lowest first and up to wanted, of the visible messages that have no attempts left or have
+expired. The next sweep that passes them removes them.';
 
 create or replace function pgqueue._lock_ready(
     q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
@@ -169,7 +225,9 @@ $$;
 comment on function pgqueue._prune_requeued(pgqueue.queues, bigint[], timestamptz) is
 'Deletes from requeued_messages the watched ids, recorded up to seen_at, whose messages are gone.';
 
-create or replace function pgqueue._sweep_requeued(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
+create or replace function pgqueue._sweep_requeued(
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, up_to timestamptz
+)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -187,7 +245,7 @@ begin
         into watched, seen_at, seen_id
         from (
             select r.check_at, r.id from pgqueue.requeued_messages r
-            where r.queue_name = q.name and (r.check_at, r.id) > (seen_at, seen_id)
+            where r.queue_name = q.name and (r.check_at, r.id) > (seen_at, seen_id) and r.check_at <= up_to
             order by r.check_at, r.id limit 1000
         ) w;
         exit when watched is null;
@@ -205,9 +263,62 @@ begin
     return picks;
 end;
 $$;
-comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int) is
-'Checks the messages that came back from scheduled_messages: removes those that have no attempts left or have expired,
-deletes the rows of those that are gone, and returns up to wanted ids of ready messages, locked.';
+comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int, timestamptz) is
+'Checks the messages that requeued_messages lists with a check_at up to up_to: removes those that have no attempts left
+or have expired, deletes the rows of those that are gone, and returns up to wanted ids of ready messages, locked.';
+
+create or replace function pgqueue._sweep_held(
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    picks bigint[] := pgqueue._sweep_requeued(q, taken, at, wanted, '-infinity');
+    ready bigint[];
+begin
+    if cardinality(picks) < wanted then
+        ready := array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= fresh - 4096 and m.id < fresh and m.visible_at <= at
+            order by m.id limit 1000);
+        if ready <> '{}' then
+            perform pgqueue._dead_letter_spent(q, ready, at);
+            picks := picks || pgqueue._lock_ready(q, ready, taken || picks, at, wanted - cardinality(picks));
+        end if;
+    end if;
+    return picks;
+end;
+$$;
+comment on function pgqueue._sweep_held(pgqueue.queues, bigint[], timestamptz, int, bigint) is
+'Checks the places where a message can appear at any time, at a small bounded cost: the ids that _watch_held recorded,
+and the last 4096 ids below fresh, where transactions roll back or commit late. Returns up to wanted ids of ready
+messages, locked.';
+
+create or replace function pgqueue._watch_held(q pgqueue.queues, ids bigint[], picks bigint[], at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    insert into pgqueue.requeued_messages (queue_name, check_at, id)
+    select q.name, '-infinity', m.id
+    from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        and pgqueue._is_ready(m, at) and m.id <> all (picks)
+        and not exists (
+            select from pgqueue.requeued_messages r
+            where r.queue_name = q.name and r.check_at = '-infinity' and r.id = m.id
+        );
+exception when disk_full then
+    -- A later sweep finds the messages.
+    null;
+end;
+$$;
+comment on function pgqueue._watch_held(pgqueue.queues, bigint[], bigint[], timestamptz) is
+'Records those of the ids, except picks, whose messages are ready but locked by another transaction, for example by a
+receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
 
 create or replace function pgqueue._first_possible_id(s pgqueue.sweep_state)
 returns bigint
@@ -355,6 +466,9 @@ declare
     below_id bigint;
     live bigint[];
     ready bigint[];
+    held bigint[] := '{}'::bigint[];
+    is_far boolean;
+    is_full boolean := false;
     is_quick boolean;
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
@@ -396,24 +510,18 @@ begin
     if pos < head or pos >= fresh then
         pos := head;
     end if;
-    if pos < fresh - 4096 and cardinality(picks) < wanted then
-        -- A full pass takes long while a long write transaction runs. Messages that committed only a little late must
-        -- not wait for it, so the last 4096 ids are checked first.
-        ready := array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= fresh - 4096 and m.id < fresh and m.visible_at <= at
-            order by m.id limit 1000);
-        if ready <> '{}' then
-            perform pgqueue._dead_letter_spent(q, ready, at);
-            picks := picks || pgqueue._lock_ready(q, ready, picks, at, wanted - cardinality(picks));
-        end if;
+    is_far := pos < fresh - 4096;
+    if is_far and cardinality(picks) < wanted then
+        -- A full pass takes long while a long write transaction runs. Messages of transactions that have just rolled
+        -- back or committed must not wait for it.
+        picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh);
     end if;
     start := pos;
     goal := fresh;
     <<round>>
     loop
         if pos = head then
-            picks := picks || pgqueue._sweep_requeued(q, picks, at, wanted - cardinality(picks));
+            picks := picks || pgqueue._sweep_requeued(q, picks, at, wanted - cardinality(picks), 'infinity');
             if cardinality(picks) < wanted then
                 picks := picks || pgqueue._promote_due(q, at, wanted - cardinality(picks), '-infinity');
             end if;
@@ -441,16 +549,27 @@ begin
                     if cardinality(picks) >= wanted then
                         -- The next sweep continues here.
                         pos := picks[cardinality(picks)] + 1;
+                    elsif ready[1] < fresh - 4096 and cardinality(held) < 1000 then
+                        held := held || ready;
                     end if;
                 end if;
                 exit round when pgqueue._now() > started_at + interval '10 ms';
             end loop;
         end loop;
-        exit round when goal < fresh or start = head or cardinality(picks) >= wanted;
+        is_full := goal < fresh or start = head;
+        exit round when is_full or cardinality(picks) >= wanted;
         pos := head;
         goal := start;
     end loop;
 
+    if cardinality(picks) < wanted then
+        if not is_full and not is_far then
+            picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh);
+        end if;
+        if held <> '{}' then
+            perform pgqueue._watch_held(q, held, picks, at);
+        end if;
+    end if;
     -- 1 if the full pass was fast: the next sweep starts at the head.
     is_quick := cardinality(picks) < wanted and pgqueue._now() < started_at + interval '500 us';
     perform setval(q.sweep_resume_id, case when is_quick then 1 else greatest(pos, 1) end);

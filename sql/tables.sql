@@ -243,8 +243,9 @@ create table pgqueue.requeued_messages (
 create index requeued_messages_check_at on pgqueue.requeued_messages (queue_name, check_at, id);
 alter table pgqueue.requeued_messages replica identity full;
 comment on table pgqueue.requeued_messages is
-'Scheduled messages that came due and were moved to messages under their old ids. A sweep may skip those ids, so it
-looks up the messages listed here separately.';
+'Messages that a sweep looks up separately, because it may skip their ids: scheduled messages that came due and were
+moved to messages under their old ids and, with check_at -infinity, messages that another transaction held when a sweep
+passed them.';
 
 create table pgqueue.sweep_state (
     queue_name text collate "C" not null,

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(85);
+select plan(121);
 
 -- Three messages die because their only claim expires, one is rejected.
 create function pg_temp.die(queue text) returns bigint[] language plpgsql as $$
@@ -83,6 +83,56 @@ begin
 end;
 $$;
 select pg_temp.leaves_other_queues_alone();
+
+-- The last consumers died, and no consumer claims.
+create function pg_temp.is_abandoned(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    ids bigint[];
+    late bigint;
+begin
+    perform pgqueue.create_queue(queue, max_attempts => 1, visibility_timeout => '30 s', dedicated => has_table);
+    ids := array(select pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[3])));
+    perform pgqueue.claim(queue, 3);
+    late := pgqueue.enqueue(queue, '2', delay => '1 s');
+    perform pg_temp.pass('2 s');
+    perform pgqueue.claim(queue);
+    return next is((select (s.inflight_messages, s.dead_messages)::text from pgqueue.stats(queue) s), '(4,0)', queue || ': messages of a last attempt are in flight until their claims end');
+    perform pg_temp.pass('31 s');
+    return next is((select s::text from pgqueue.stats(queue) s), format('(%s,0,0,0,4,,f,{})', queue), queue || ': stats counts messages without attempts as dead when their last claims have ended');
+    return next is((select count(*) from pgqueue.browse(queue)), 0::bigint, queue || ': browse does not show messages without attempts as ready');
+    return next is((select array_agg((d.id, d.reason, d.died_at)::text) from pgqueue.browse_dead_messages(queue, 2, ids[1]) d),
+        array[(ids[2], 'attempts_exhausted'::text, pgqueue._now() - interval '3 s')::text, (ids[3], 'attempts_exhausted'::text, pgqueue._now() - interval '3 s')::text],
+        queue || ': browse_dead_messages shows them by page, with the end of their last claim as died_at');
+    return next is((select array_agg(f.finding || ': ' || f.detail) from pgqueue.doctor() f where f.queue_name = queue), array['dead_messages: 4 dead letters'], queue || ': doctor reports them');
+    return next is(pgqueue.purge_dead_messages(queue, ids[1:1]), 1::bigint, queue || ': purge_dead_messages of ids deletes such a message');
+    return next is(pgqueue.redrive(queue, ids => ids[2:2]), 1, queue || ': redrive of ids returns such a message to the queue');
+    return next is((select array_agg(c.id) from pgqueue.claim(queue, 10) c), ids[2:2], queue || ': claim returns it');
+    perform pg_temp.pass('31 s');
+    return next is(pgqueue.sweep_queue(queue), 1, queue || ': sweep_queue returns the number of messages that it removed');
+    return next is((select array_agg(d.id) from pgqueue.dead_messages d where d.queue_name = queue), ids[2:3] || late, queue || ': claim and sweep_queue have moved them to the dead letters');
+    return next is(pgqueue.sweep_queue(queue), 0, queue || ': sweep_queue returns 0 if there is nothing to remove');
+    return next is(pgqueue.redrive(queue), 3, queue || ': redrive returns all of them to the queue');
+    perform pgqueue.claim(queue, 3);
+    perform pg_temp.pass('31 s');
+    return next is(pgqueue.sweep_queue(queue, 2), 2, queue || ': sweep_queue removes at most max_messages');
+    return next is(pgqueue.redrive(queue), 3, queue || ': redrive includes messages that no claim has removed');
+    perform pgqueue.claim(queue, 3);
+    perform pg_temp.pass('31 s');
+    return next is(pgqueue.purge_dead_messages(queue), 3::bigint, queue || ': purge_dead_messages includes them, too');
+
+    perform pgqueue.alter_queue(queue, dlq_enabled => false);
+    perform pgqueue.enqueue(queue, '3');
+    perform pgqueue.claim(queue);
+    perform pg_temp.pass('31 s');
+    return next is((select (s.dead_messages, (select count(*) from pgqueue.browse_dead_messages(queue)))::text from pgqueue.stats(queue) s), '(0,0)', queue || ': without dead letters such a message is not shown as one');
+    return next is(pgqueue.sweep_queue(queue), 1, queue || ': sweep_queue deletes it');
+end;
+$$;
+select pg_temp.is_abandoned('dead_letter_abandoned', false);
+select pg_temp.is_abandoned('dead_letter_abandoned_apart', true);
+select throws_ok($$ select pgqueue.sweep_queue('dead_letter_shared', 0) $$, '22023', null, 'sweep_queue refuses zero messages');
+select throws_ok($$ select pgqueue.sweep_queue('dead_letter_shared', 1000001) $$, '22023', null, 'sweep_queue refuses more than a million messages');
+
 select throws_ok($$ select pgqueue.redrive('dead_letter_shared', 0) $$, '22023', null, 'redrive refuses zero messages');
 select throws_ok($$ select pgqueue.redrive('dead_letter_shared', null) $$, '22023', null, 'redrive refuses a null number of messages');
 select throws_ok($$ select pgqueue.redrive('dead_letter_nowhere') $$, 'PQ001', null, 'redrive refuses an unknown queue');

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(379);
+select plan(384);
 
 create role pgqueue_test_producer;
 create role pgqueue_test_consumer;
@@ -65,6 +65,7 @@ insert into verbs values
 ('redrive', 'select pgqueue.redrive(''grants'')', false, false, true),
 ('purge_dead_messages', 'select pgqueue.purge_dead_messages(''grants'')', false, false, true),
 ('purge_expired', 'select pgqueue.purge_expired(''grants'')', false, false, true),
+('sweep_queue', 'select pgqueue.sweep_queue(''grants'')', false, true, true),
 ('doctor', 'select count(*) from pgqueue.doctor()', false, false, true),
 ('expose_transport', 'select pgqueue.expose_transport(''missing'')', false, false, null),
 ('expose_subscriptions', 'select pgqueue.expose_subscriptions(''nowhere'')', false, false, null),

@@ -102,6 +102,7 @@ select results_eq(
     ('stream_read', 'queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition integer', 1, 'SETOF pgqueue.message'),
     ('stream_skip', 'queue_name text, stream_name text, seq bigint, ids bigint[], error text, epoch bigint', 3, 'integer'),
     ('subscribe', 'topic text, queue_name text', 0, 'boolean'),
+    ('sweep_queue', 'queue_name text, max_messages integer', 1, 'integer'),
     ('sweep_staged', 'older_than interval, forget_after interval', 2, 'bigint'),
     ('unexpose_subscriptions', 'schema_name text, table_name text', 2, 'boolean'),
     ('unexpose_transport', 'queue_name text', 0, 'boolean'),

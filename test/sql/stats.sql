@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(54);
+select plan(62);
 
 create function pg_temp.measures(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -59,17 +59,23 @@ begin
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[9700]));
     perform pgqueue.claim(queue, 1880);
     s := pgqueue.stats(queue);
-    return next ok(s.ready_messages between 7200 and 8800, queue || ': the estimate of 8,000 ready messages is within a tenth');
-    return next ok(s.inflight_messages between 1800 and 2200, queue || ': the estimate of 2,000 messages in flight is within a tenth');
+    return next is((s.ready_messages, s.inflight_messages, s.estimates)::text, '(8000,2000,{})', queue || ': stats counts up to 10,000 messages exactly');
     perform pgqueue.claim(queue, 7999);
     s := pgqueue.stats(queue);
-    return next is(s.ready_messages, 1::bigint, queue || ': stats counts one ready message behind ten thousand in flight exactly');
+    return next is((s.ready_messages, s.inflight_messages, s.estimates)::text, '(1,9999,{})', queue || ': stats counts one ready message behind 9,999 in flight');
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[30000]));
+    s := pgqueue.stats(queue);
+    return next ok(s.ready_messages between 27000 and 33000, queue || ': the estimate of 30,001 ready messages is within a tenth');
+    return next ok(s.inflight_messages between 9000 and 11000, queue || ': the estimate of 9,999 messages in flight is within a tenth');
     return next ok(s.estimates @> array['ready_messages', 'inflight_messages', 'oldest_age_seconds'], queue || ': the column estimates names the estimated columns');
     return next ok(not s.estimates @> array['dead_messages'], queue || ': the column estimates does not name dead_messages, which was counted');
     perform pgqueue.purge_queue(queue);
-    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[3000]), delay => '1 h');
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[10000]), delay => '1 h');
     s := pgqueue.stats(queue);
-    return next ok(s.scheduled_messages between 2700 and 3300 and s.estimates @> array['scheduled_messages'], queue || ': stats estimates 3,000 scheduled messages within a tenth');
+    return next is((s.scheduled_messages, s.estimates)::text, '(10000,{})', queue || ': stats counts up to 10,000 scheduled messages exactly');
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[20000]), delay => '1 h');
+    s := pgqueue.stats(queue);
+    return next ok(s.scheduled_messages between 27000 and 33000 and s.estimates @> array['scheduled_messages'], queue || ': stats estimates 30,000 scheduled messages within a tenth');
     perform pgqueue.purge_queue(queue);
 
     -- A requeued message lies in a range that sweeps have recorded as vacant.
@@ -85,18 +91,31 @@ begin
     return next is((s.ready_messages, s.inflight_messages, s.oldest_age_seconds)::text, '(1,0,33)', queue || ': stats counts a requeued message whose claim has expired as ready');
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[400]));
     s := pgqueue.stats(queue);
-    return next ok(s.ready_messages between 361 and 441 and s.oldest_age_seconds = 33, queue || ': stats counts a requeued message among 400 others and uses its age');
+    return next ok(s.ready_messages = 401 and s.oldest_age_seconds = 33, queue || ': stats counts a requeued message among 400 others and uses its age');
     perform pg_temp.pass('1 h');
     s := pgqueue.stats(queue);
-    return next ok(s.ready_messages between 360 and 440 and s.oldest_age_seconds = 3600, queue || ': stats does not count a requeued message that has expired');
+    return next ok(s.ready_messages = 400 and s.oldest_age_seconds = 3600, queue || ': stats does not count a requeued message that has expired');
     perform pgqueue.purge_queue(queue);
-    -- A thousand requeued messages, of which stats samples some.
+    -- Stats samples more than a thousand requeued messages.
     insert into pgqueue.messages (id, queue_name, payload, visible_at, attempt_count)
-    select far - n, queue, '1', pgqueue._now() + interval '1 min', 1 from generate_series(1, 1000) n;
-    insert into pgqueue.requeued_messages (queue_name, check_at, id) select queue, pgqueue._now(), far - n from generate_series(1, 1000) n, generate_series(1, 2);
+    select far - n, queue, '1', pgqueue._now() + interval '1 min', 1 from generate_series(1, 2400) n;
+    insert into pgqueue.requeued_messages (queue_name, check_at, id) select queue, pgqueue._now(), far - n from generate_series(1, 2400) n, generate_series(1, 2);
     s := pgqueue.stats(queue);
-    return next ok(s.inflight_messages between 900 and 1100 and s.estimates @> array['inflight_messages'], queue || ': the estimate of 1,000 requeued messages is within a tenth');
+    return next ok(s.inflight_messages between 2160 and 2640 and s.estimates @> array['inflight_messages'], queue || ': the estimate of 2,400 requeued messages is within a tenth');
     perform pgqueue.purge_queue(queue);
+
+    -- Dead letters.
+    delete from pgqueue.requeued_messages r where r.queue_name = queue;
+    perform pgqueue.purge_dead_messages(queue);
+    insert into pgqueue.dead_messages (id, queue_name, enqueued_at, attempt_count, max_attempts, reason)
+    select far + n, queue, pgqueue._now(), 1, 1, 'rejected' from generate_series(1, 10000) n;
+    s := pgqueue.stats(queue);
+    return next is((s.dead_messages, s.estimates)::text, '(10000,{})', queue || ': stats counts up to 10,000 dead letters exactly');
+    insert into pgqueue.dead_messages (id, queue_name, enqueued_at, attempt_count, max_attempts, reason)
+    select far + 10000 + n, queue, pgqueue._now(), 1, 1, 'rejected' from generate_series(1, 20000) n;
+    s := pgqueue.stats(queue);
+    return next ok(s.dead_messages between 27000 and 33000 and s.estimates = array['dead_messages'], queue || ': stats estimates 30,000 dead letters within a tenth');
+    perform pgqueue.purge_dead_messages(queue);
 end;
 $$;
 select pg_temp.measures('stats_shared', false);

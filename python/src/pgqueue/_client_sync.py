@@ -739,6 +739,12 @@ class Queue(_Calls):
         """Delete expired messages, up to `batch_size` (10000). Returns their number."""
         return self._one(_calls.purge_expired(self.name, batch_size))
 
+    def sweep_queue(self, max_messages: int | None = None) -> int:
+        """Move messages without attempts left to the dead letters, up to `max_messages` (10000), once their last claims
+        have ended. Every claim does so, too. Returns the number of removed messages. Raises `InvalidArgument`.
+        """
+        return self._one(_calls.sweep_queue(self.name, max_messages))
+
     def channel(self) -> str:
         """The channel to LISTEN on. Its notifications have no payload."""
         return self._one(_calls.channel(self.name))

@@ -1,7 +1,6 @@
 """Every verb through both clients: arguments reach the database, results have the right types, nothing is committed."""
 
 import inspect
-import time
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -10,6 +9,7 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pytest
+from clients import wait_for
 from conftest import Client
 from psycopg import sql
 from psycopg.types.json import Json, Jsonb, set_json_loads
@@ -23,11 +23,8 @@ NOWHERE = UUID(int=0)
 
 
 def received(queue: Any) -> list[Any]:
-    """The payload of the next message. After a rollback it may take a moment until the message is found again."""
-    deadline = time.monotonic() + 5
-    while not (messages := queue.receive()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return [message.payload for message in messages]
+    """The payload of the next message, in a list; an empty list if no message is ready."""
+    return [message.payload for message in queue.receive()]
 
 
 def soon(moment: datetime | None, after: timedelta) -> bool:
@@ -400,6 +397,16 @@ def test_dead_letters_are_redriven_or_purged(queue: Any) -> None:
     assert {message.id for message in queue.claim(10)} == {ids[0], ids[3]}
     assert queue.purge_dead_messages([ids[1]]) == 1
     assert queue.purge_dead_messages() == 1
+
+
+def test_sweep_queue_makes_dead_letters_of_messages_without_attempts(queue: Any) -> None:
+    queue.alter_queue(max_attempts=1)
+    ids = queue.enqueue_batch([1, 2])
+    queue.claim(2, visibility_timeout=SECOND)
+    wait_for(lambda: queue.stats().dead_messages == 2)
+    assert queue.sweep_queue(1) == 1
+    assert queue.sweep_queue() == 1
+    assert [letter.id for letter in queue.browse_dead_messages()] == ids
 
 
 def test_purge_expired_deletes_expired_messages(queue: Any) -> None:

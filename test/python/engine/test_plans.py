@@ -27,7 +27,7 @@ STATES = ("empty", "deep", "never_analysed", "bloated")
 # Limits for the buffers (read and hit) of one call in a warmed session: the median, and the maximum over 20 calls.
 # The limits are about twice the values measured on PostgreSQL 18, which follow as comments: the worst median and
 # maximum over all states. Sweeps depend on time. They have a case of their own, and are prevented in all others.
-# A call that extends a table or splits a page of an index touches some buffers more: the maximum allows for one of them.
+# A call that extends a table or splits a page of an index touches more buffers, for which the maximum allows.
 GROWTH = 24
 BOUNDS: dict[str, tuple[int, int]] = {
     "enqueue": (16, 20),  # 8 10

@@ -6,6 +6,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from clients import wait_for
 from psycopg.sql import SQL
 from served import Server, Site, new_name, serving
 
@@ -165,6 +166,25 @@ def buffers(connection: psycopg.Connection[Any], mark: int | None) -> int:
             pass
         ((plans,),) = cursor.fetchall()
     return int(plans[0]["Plan"]["Shared Hit Blocks"] + plans[0]["Plan"]["Shared Read Blocks"])
+
+
+async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_to_remove(
+    dsn: str, sql: psycopg.Connection[Any]
+) -> None:
+    name = new_name()
+    service = Service("one", dsn, (sql.info.dbname,))
+    settings = Settings("", {"one": service}, {})
+    databases = Databases(settings)
+    sampler = Sampler(settings, databases)
+    sql.execute("select pgqueue.create_queue(%s, max_attempts => 1)", [name])
+    for number in (1, 2):
+        sql.execute("select pgqueue.enqueue(%s, '1')", [name])
+        sql.execute("select from pgqueue.claim(%s, visibility_timeout => '1 s')", [name])
+        wait_for(lambda: pgqueue.Queue(sql, name).stats().dead_messages == number)  # noqa: B023 - called at once
+        assert await sampler.sample(service, sql.info.dbname)
+        letters = sql.execute("select count(*) from pgqueue.dead_messages where queue_name = %s", [name])
+        assert letters.fetchone() == (number,)
+    await databases.close()
 
 
 # Listeners

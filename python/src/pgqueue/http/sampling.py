@@ -5,15 +5,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 import psycopg
 from psycopg_pool import PoolTimeout
 
-from ..client import AsyncQueues
+from ..client import AsyncQueue, AsyncQueues
+from ..errors import QueueNotFound
 from ..message import QueueStats
-from .databases import Databases, cancel_and_wait
+from .databases import Connection, Databases, cancel_and_wait
 from .settings import Service, Settings
 from .throughput import Counts, QueueActivity, Throughput, read_activity, throughput_between
 
@@ -142,12 +144,22 @@ class Sampler:
             cost = time.monotonic() - began if was_sampled else 0.0
             await asyncio.sleep(max(self._settings.limits.sample_seconds, cost / _MAX_TIME_SHARE))
 
+    async def _bury(self, place: tuple[str, str], connection: Connection, found: list[QueueStats]) -> None:
+        """Have messages without attempts moved to the dead letters: perhaps no consumer is left to do so."""
+        for stats in found:
+            history = self.history((*place, stats.queue_name))
+            if stats.dead_messages > (history.last.stats.dead_messages if history else 0):
+                # The role of the server may lack the right, and the queue may have been dropped since.
+                with suppress(psycopg.errors.InsufficientPrivilege, QueueNotFound):
+                    await AsyncQueue(connection, stats.queue_name).sweep_queue()
+
     async def sample(self, service: Service, database: str) -> bool:
         """Sample one database now. Returns whether this succeeded."""
         place = (service.id, database)
         try:
             async with self._databases.target(service, database) as connection:
                 found = await AsyncQueues(connection).stats()
+                await self._bury(place, connection, found)
                 activities, self._last_message_ids[place] = await read_activity(
                     connection, self._last_message_ids.get(place)
                 )
