@@ -2477,7 +2477,7 @@ comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestampt
 or have expired, deletes the rows of those that are gone, and returns up to wanted ids of ready messages, locked.';
 
 create function pgqueue._sweep_held(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint, reach int
 )
 returns bigint[]
 language plpgsql volatile
@@ -2490,7 +2490,7 @@ begin
     if cardinality(picks) < wanted then
         ready := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= fresh - 4096 and m.id < fresh and m.visible_at <= at
+            where m.queue_name = q.name and m.id >= fresh - reach and m.id < fresh and m.visible_at <= at
             order by m.id limit 1000);
         if ready <> '{}' then
             perform pgqueue._dead_letter_spent(q, ready, at);
@@ -2500,10 +2500,10 @@ begin
     return picks;
 end;
 $$;
-comment on function pgqueue._sweep_held(pgqueue.queues, bigint[], timestamptz, int, bigint) is
+comment on function pgqueue._sweep_held(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
 'Checks the places where a message can appear at any time, at a small bounded cost: the ids that _watch_held recorded,
-and the last 4096 ids below fresh, where transactions roll back or commit late. Returns up to wanted ids of ready
-messages, locked.';
+and the last ids below fresh, as many as reach, where transactions roll back or commit late. Returns up to wanted ids of
+ready messages, locked.';
 
 create function pgqueue._watch_held(q pgqueue.queues, ids bigint[], picks bigint[], at timestamptz)
 returns void
@@ -2723,7 +2723,7 @@ begin
     if is_far and cardinality(picks) < wanted then
         -- A full pass takes long while a long write transaction runs. Messages of transactions that have just rolled
         -- back or committed must not wait for it.
-        picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh);
+        picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh, 4096);
     end if;
     start := pos;
     goal := fresh;
@@ -2773,7 +2773,7 @@ begin
 
     if cardinality(picks) < wanted then
         if not is_full and not is_far then
-            picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh);
+            picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh, 4096);
         end if;
         if held <> '{}' then
             perform pgqueue._watch_held(q, held, picks, at);
@@ -2846,10 +2846,12 @@ begin
     end if;
 
     -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. If the
-    -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back. The next
-    -- sweep is due within 150 ms only if the last one took less than 7.5 ms.
+    -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back, and fewer of
+    -- these places if it has found some messages: where producers are slower than consumers, most claims are such ones.
+    -- The next sweep is due within 150 ms only if the last one took less than 7.5 ms.
     if cardinality(picks) < wanted and next_sweep > now_micros + 150000 then
-        picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh);
+        picks := picks || pgqueue._sweep_held(
+            q, picks, at, wanted - cardinality(picks), fresh, case picks when '{}' then 4096 else 128 end);
     elsif cardinality(picks) < wanted then
         -- The claim could not take the messages above fresh. From now on the sweep finds them.
         select m.id + 1 into last_id from pgqueue.messages m

@@ -48,10 +48,12 @@ begin
     end if;
 
     -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. If the
-    -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back. The next
-    -- sweep is due within 150 ms only if the last one took less than 7.5 ms.
+    -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back, and fewer of
+    -- these places if it has found some messages: where producers are slower than consumers, most claims are such ones.
+    -- The next sweep is due within 150 ms only if the last one took less than 7.5 ms.
     if cardinality(picks) < wanted and next_sweep > now_micros + 150000 then
-        picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh);
+        picks := picks || pgqueue._sweep_held(
+            q, picks, at, wanted - cardinality(picks), fresh, case picks when '{}' then 4096 else 128 end);
     elsif cardinality(picks) < wanted then
         -- The claim could not take the messages above fresh. From now on the sweep finds them.
         select m.id + 1 into last_id from pgqueue.messages m

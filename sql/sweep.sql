@@ -268,7 +268,7 @@ comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestampt
 or have expired, deletes the rows of those that are gone, and returns up to wanted ids of ready messages, locked.';
 
 create or replace function pgqueue._sweep_held(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint, reach int
 )
 returns bigint[]
 language plpgsql volatile
@@ -281,7 +281,7 @@ begin
     if cardinality(picks) < wanted then
         ready := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= fresh - 4096 and m.id < fresh and m.visible_at <= at
+            where m.queue_name = q.name and m.id >= fresh - reach and m.id < fresh and m.visible_at <= at
             order by m.id limit 1000);
         if ready <> '{}' then
             perform pgqueue._dead_letter_spent(q, ready, at);
@@ -291,10 +291,10 @@ begin
     return picks;
 end;
 $$;
-comment on function pgqueue._sweep_held(pgqueue.queues, bigint[], timestamptz, int, bigint) is
+comment on function pgqueue._sweep_held(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
 'Checks the places where a message can appear at any time, at a small bounded cost: the ids that _watch_held recorded,
-and the last 4096 ids below fresh, where transactions roll back or commit late. Returns up to wanted ids of ready
-messages, locked.';
+and the last ids below fresh, as many as reach, where transactions roll back or commit late. Returns up to wanted ids of
+ready messages, locked.';
 
 create or replace function pgqueue._watch_held(q pgqueue.queues, ids bigint[], picks bigint[], at timestamptz)
 returns void
@@ -514,7 +514,7 @@ begin
     if is_far and cardinality(picks) < wanted then
         -- A full pass takes long while a long write transaction runs. Messages of transactions that have just rolled
         -- back or committed must not wait for it.
-        picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh);
+        picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh, 4096);
     end if;
     start := pos;
     goal := fresh;
@@ -564,7 +564,7 @@ begin
 
     if cardinality(picks) < wanted then
         if not is_full and not is_far then
-            picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh);
+            picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh, 4096);
         end if;
         if held <> '{}' then
             perform pgqueue._watch_held(q, held, picks, at);
