@@ -4571,7 +4571,7 @@ first 1,000 scheduled messages), sequence_cache, unfit_keys (after pg_upgrade), 
 pgqueue cannot see the transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off,
 stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
 consumers that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
-archive_overdue.';
+archive_overdue, subscriber_without_relation (endpoints of a transport do not find the subscription).';
 -- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
@@ -7245,13 +7245,15 @@ comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
 'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns
 its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and
 seq; with body_string also bodystring, the body as text if it is UTF-8; with flavor sqlserver (default postgresql) also
-correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; a message without a body, or with
-headers that are not a JSON object, goes to the dead letters unchanged. A delete takes messages as receive does, and
-archives them if the queue has archive_for; a purge cannot be told apart from a receive. The relation shows messages
-that could be claimed, and expired ones, which the transport deletes itself and which are not archived. The queue
-becomes dedicated. The caller needs the CREATE privilege on the schema, and gets all privileges on the relation, with
-grant option. A role that reads the relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004,
-42501, 42P07 if the name is taken, and 42710 if the queue is already exposed.';
+correlationid, replytoaddress, recoverable and rowversion. An insert sends a message. It raises 23502 if id or headers
+are null, and PQ003 if the body exceeds max_payload_bytes, or the headers exceed both max_payload_bytes and 64 KB. A
+null body becomes an empty one. Headers that are not a JSON object are kept as they came; pgqueue returns them as a JSON
+string, and its consumers reject the message. A delete takes messages as receive does, and archives them if the queue
+has archive_for; a purge cannot be told apart from a receive. The relation shows messages that could be claimed, and
+expired ones, which the transport deletes itself and which are not archived. The queue becomes dedicated. The caller
+needs the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. A role that reads
+the relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004, 42501, 42P07 if the name is
+taken, and 42710 if the queue is already exposed.';
 
 create function pgqueue._unexpose(q pgqueue.queues)
 returns boolean
@@ -7412,12 +7414,14 @@ begin
 end;
 $$;
 comment on function pgqueue.expose_subscriptions(text, text) is
-'Creates a relation over all subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
-uses it like its own table. The columns are queueaddress, endpoint and topic. An address is one that expose_transport
-returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each topic once across
-all such relations: two systems in one database need different endpoint names. A role that may insert into the relation
-can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets all privileges on
-the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
+'Creates a relation over the subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
+uses it like its own table. The columns are queueaddress, endpoint and topic. It shows the subscriptions of queues that
+have a relation of expose_transport: what an endpoint publishes reaches those that are subscribed to exactly the name of
+the event or of one of its base types. publish reaches all subscribed queues, also by patterns. An address is one that
+expose_transport returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each
+topic once across all such relations: two systems in one database need different endpoint names. A role that may insert
+into the relation can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets
+all privileges on the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
 
 create function pgqueue._drop_subscriptions_relation(relation regclass)
 returns boolean
@@ -7522,11 +7526,20 @@ begin
                 )::pgqueue.finding;
             end if;
         end if;
+    elsif exists (select from pgqueue.subscriptions s where s.queue_name = q.name)
+        and exists (
+            select from pg_description d
+            where d.classoid = 'pg_class'::regclass and d.description = pgqueue._subscriptions_comment())
+    then
+        return next row('info', q.name, 'subscriber_without_relation',
+            'the queue is subscribed, but has no relation: what endpoints of a transport publish does not reach it',
+            format('select pgqueue.expose_transport(%L);', q.name))::pgqueue.finding;
     end if;
 end;
 $$;
 comment on function pgqueue._findings_of_transport(pgqueue.queues) is
-'The findings of doctor about the relation of a queue: a sequence that is behind, or a missing index on expires.';
+'The findings of doctor about the relation of a queue: a sequence that is behind, a missing index on expires, or a
+subscription that endpoints do not find because there is no relation.';
 -- Temporary queues, such as one for the replies to each instance of a service. A queue with expires_after_idle is
 -- dropped when it is empty and was not used for that long. No daemon is needed: creating a queue drops idle ones.
 

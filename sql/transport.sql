@@ -677,13 +677,15 @@ comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
 'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns
 its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and
 seq; with body_string also bodystring, the body as text if it is UTF-8; with flavor sqlserver (default postgresql) also
-correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; a message without a body, or with
-headers that are not a JSON object, goes to the dead letters unchanged. A delete takes messages as receive does, and
-archives them if the queue has archive_for; a purge cannot be told apart from a receive. The relation shows messages
-that could be claimed, and expired ones, which the transport deletes itself and which are not archived. The queue
-becomes dedicated. The caller needs the CREATE privilege on the schema, and gets all privileges on the relation, with
-grant option. A role that reads the relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004,
-42501, 42P07 if the name is taken, and 42710 if the queue is already exposed.';
+correlationid, replytoaddress, recoverable and rowversion. An insert sends a message. It raises 23502 if id or headers
+are null, and PQ003 if the body exceeds max_payload_bytes, or the headers exceed both max_payload_bytes and 64 KB. A
+null body becomes an empty one. Headers that are not a JSON object are kept as they came; pgqueue returns them as a JSON
+string, and its consumers reject the message. A delete takes messages as receive does, and archives them if the queue
+has archive_for; a purge cannot be told apart from a receive. The relation shows messages that could be claimed, and
+expired ones, which the transport deletes itself and which are not archived. The queue becomes dedicated. The caller
+needs the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. A role that reads
+the relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004, 42501, 42P07 if the name is
+taken, and 42710 if the queue is already exposed.';
 
 create or replace function pgqueue._unexpose(q pgqueue.queues)
 returns boolean
@@ -844,12 +846,14 @@ begin
 end;
 $$;
 comment on function pgqueue.expose_subscriptions(text, text) is
-'Creates a relation over all subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
-uses it like its own table. The columns are queueaddress, endpoint and topic. An address is one that expose_transport
-returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each topic once across
-all such relations: two systems in one database need different endpoint names. A role that may insert into the relation
-can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets all privileges on
-the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
+'Creates a relation over the subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
+uses it like its own table. The columns are queueaddress, endpoint and topic. It shows the subscriptions of queues that
+have a relation of expose_transport: what an endpoint publishes reaches those that are subscribed to exactly the name of
+the event or of one of its base types. publish reaches all subscribed queues, also by patterns. An address is one that
+expose_transport returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each
+topic once across all such relations: two systems in one database need different endpoint names. A role that may insert
+into the relation can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets
+all privileges on the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
 
 create or replace function pgqueue._drop_subscriptions_relation(relation regclass)
 returns boolean
@@ -954,8 +958,17 @@ begin
                 )::pgqueue.finding;
             end if;
         end if;
+    elsif exists (select from pgqueue.subscriptions s where s.queue_name = q.name)
+        and exists (
+            select from pg_description d
+            where d.classoid = 'pg_class'::regclass and d.description = pgqueue._subscriptions_comment())
+    then
+        return next row('info', q.name, 'subscriber_without_relation',
+            'the queue is subscribed, but has no relation: what endpoints of a transport publish does not reach it',
+            format('select pgqueue.expose_transport(%L);', q.name))::pgqueue.finding;
     end if;
 end;
 $$;
 comment on function pgqueue._findings_of_transport(pgqueue.queues) is
-'The findings of doctor about the relation of a queue: a sequence that is behind, or a missing index on expires.';
+'The findings of doctor about the relation of a queue: a sequence that is behind, a missing index on expires, or a
+subscription that endpoints do not find because there is no relation.';

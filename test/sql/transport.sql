@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(206);
+select plan(215);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -141,6 +141,14 @@ delete from inserted;
 with i as (insert into public."transport-sqlserver" (headers, rowversion) values ('{}', 1000000) returning id, rowversion, seq) insert into inserted select i.id, i.seq from i where i.rowversion = i.seq;
 select results_eq('select t.id, t.rowversion from public."transport-sqlserver" t', 'select i.id, i.seq from inserted i', 'an insert into the relation of flavor sqlserver returns the rowversion that the message got');
 delete from public."transport-sqlserver";
+
+-- Statements that fail on a view, and that no endpoint makes.
+select throws_ok($$ truncate public.transport $$, '42809', null, 'the relation cannot be truncated');
+select throws_ok($$ create index on public.transport (expires) $$, '42809', null, 'the relation cannot have an index');
+select throws_ok($$ alter table public.transport add bodystring text $$, '42809', null, 'no column can be added to the relation');
+select throws_ok($$ insert into public.transport (id, headers) values (gen_random_uuid(), '{}') on conflict (id) do nothing $$, '42P10', null, 'an insert into the relation cannot name a conflict');
+select throws_ok($$ update public.transport set body = 'x' $$, '0A000', null, 'the body of a message cannot be updated through the relation');
+select throws_ok($$ update public.transport set expires = null $$, '0A000', null, 'the expiry of a message cannot be updated through the relation');
 
 -- Sizes.
 select lives_ok($$ select pg_temp.send('transport', repeat('h', 262144), 'x') $$, 'the relation accepts headers of the size of max_payload_bytes');
@@ -313,11 +321,13 @@ select pgqueue.unsubscribe('Ns.Event', 'transport-sub') as ended \gset
 select is((select array_agg(l.queue_name) from pgqueue.list_subscriptions() l where l.topic = 'Ns.Event'), '{transport-pub}', 'the subscription of the queue stays after the endpoint unsubscribed');
 select lives_ok($$ select pgqueue.expose_transport('transport-pub') $$, 'a subscribed queue can be exposed');
 select is(pg_temp.addresses('{Ns.Event}'), '{"\"public\".\"transport-pub\""}', 'the address of an exposed subscriber is its relation');
+select is_empty($$ select from pgqueue.doctor() f where f.queue_name in ('transport-pub', 'transport-sub') $$, 'doctor reports no subscribed queue that has a relation');
 select is(pgqueue.subscribe('Ns.Other', 'transport-pub'), true, 'an exposed queue can subscribe to another topic');
 select is(pg_temp.addresses('{Ns.Other}'), '{"\"public\".\"transport-pub\""}', 'the address of a queue that subscribed after it was exposed is its relation');
 select is(pgqueue.unexpose_transport('transport-pub'), true, 'a subscribed queue can be unexposed');
 select is(pg_temp.addresses('{Ns.Event}'), null, 'a transport does not find the address of an unexposed subscriber');
 select is((select array_agg(s.queue_address) from pgqueue.subscriptions s where s.topic = 'Ns.Event'), '{transport-pub}', 'the address of an unexposed subscriber is the name of the queue');
+select results_eq($$ select f.severity, f.finding, f.repair from pgqueue.doctor() f where f.queue_name = 'transport-pub' $$, $$ values ('info', 'subscriber_without_relation', 'select pgqueue.expose_transport(''transport-pub'');') $$, 'doctor reports a subscribed queue without a relation');
 select pgqueue.subscribe('Ns.*', 'transport-sub') as subscribed \gset
 select is(pg_temp.addresses('{Ns.Unknown}'), null, 'a transport does not find a queue that subscribed to a pattern');
 select pgqueue.unsubscribe('Ns.*', 'transport-sub') as ended \gset
@@ -328,6 +338,7 @@ select throws_ok($$ select pgqueue.expose_subscriptions() $$, '42P07', null, 'ex
 select is(pgqueue.unexpose_subscriptions('public', 'Sub.Scriber'), false, 'unexpose_subscriptions returns false for another relation');
 select is(pgqueue.unexpose_subscriptions(), true, 'unexpose_subscriptions returns true for its relation');
 select is(pgqueue.unexpose_subscriptions(), false, 'unexpose_subscriptions returns false if there is no such relation');
+select is_empty($$ select from pgqueue.doctor() f where f.finding = 'subscriber_without_relation' $$, 'doctor reports no subscribed queue if no relation shows subscriptions');
 
 -- Archiving what a transport receives.
 create function pg_temp.archived(queue text) returns jsonb language sql as $$ select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages(queue) a $$;

@@ -205,6 +205,36 @@ def test_statements_have_the_same_result_as_on_a_table_of_the_transport(
     assert SCENARIOS[scenario](Transport(connection, relation)) == expected
 
 
+def test_a_relation_with_readable_bodies_satisfies_the_installer(
+    connection: psycopg.Connection[Any], relation: str, name: str
+) -> None:
+    transport = Transport(connection, relation)
+    transport.create()
+    # No column can be added to a view.
+    assert outcome(transport, transport.add_body_string) == "42809"
+    queue = pgqueue.Queue(connection, name)
+    queue.unexpose_transport()
+    queue.expose_transport(body_string=True)
+    transport.create()
+    transport.add_body_string()
+    transport.send("{}", "größe".encode())
+    assert transport.execute("select BodyString from {q}").fetchall() == [("größe",)]
+
+
+def test_the_sequence_of_a_relation_counts_the_messages(
+    connection: psycopg.Connection[Any], relation: str, name: str
+) -> None:
+    transport = Transport(connection, relation)
+    for _ in range(3):
+        transport.send("{}", b"x")
+        transport.receive()
+    pgqueue.Queue(connection, name).enqueue(1)
+    row = connection.execute(
+        "select pg_sequence_last_value(t.seq_register) from pgqueue.transports t where t.queue_name = %s", (name,)
+    ).fetchone()
+    assert row == (4,)
+
+
 @pytest.fixture
 def routing(connection: psycopg.Connection[Any]) -> Iterator[Subscriptions]:
     """The relation of subscriptions."""
@@ -646,6 +676,28 @@ def test_a_receive_reads_few_buffers_of_a_backlog_without_statistics(
         assert explained is not None
         plan = explained[0][0]["Plan"]
         assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] <= 30, (statement, plan)
+
+
+def test_the_length_of_an_analyzed_backlog_reads_few_buffers(
+    connection: psycopg.Connection[Any], relation: str, name: str
+) -> None:
+    connection.execute(
+        f"insert into {relation} (headers, body) select '{{}}', 'x' from generate_series(1, 12000) i".encode()
+    )
+    partition = connection.execute(
+        "select pgqueue._partition_of(q)::text from pgqueue.queues q where q.name = %s", (name,)
+    ).fetchone()
+    assert partition is not None
+    connection.execute(f"analyze {partition[0]}".encode())
+    transport = Transport(connection, relation)
+    assert transport.peek() == 12000  # maintains the relation
+    with connection.transaction():
+        assert transport.length() == 12000
+        read = connection.execute(
+            "select seq_tup_read + idx_tup_fetch from pg_stat_xact_user_tables where relid = %s::regclass", partition
+        ).fetchone()
+    assert read is not None
+    assert 2 <= read[0] <= 10
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
