@@ -374,4 +374,4 @@ first 1,000 scheduled messages), sequence_cache, unfit_keys (after pg_upgrade), 
 pgqueue cannot see the transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off,
 stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
 consumers that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
-archive_overdue.';
+archive_overdue, subscriber_without_relation (endpoints of a transport do not find the subscription).';

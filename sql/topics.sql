@@ -106,7 +106,9 @@ comment on function pgqueue.subscribe(text, text) is
 'Subscribes the queue to topic and returns true; false if it is already subscribed. The queue gets a copy of each
 message that is published to topic from now on. topic is 1 to 255 characters: words joined by dots. In place of a word,
 * matches exactly one word and # any number of words, including none: orders.* matches orders.paid, and orders.# also
-matches orders and orders.paid.late. A queue that several subscriptions match gets one copy. Raises 22023, PQ001.';
+matches orders and orders.paid.late. A queue that several subscriptions match gets one copy. Endpoints of an NServiceBus
+transport find the subscription if the queue has a relation of expose_transport and topic is not a pattern. Raises
+22023, PQ001.';
 
 create or replace function pgqueue.unsubscribe(topic text, queue_name text)
 returns boolean

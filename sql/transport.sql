@@ -32,6 +32,28 @@ $$;
 comment on function pgqueue._raise_not_allowed(name, text, text) is
 'Raises 42501: the caller lacks a privilege that the security definer function itself has.';
 
+create or replace function pgqueue._raise_null_column(relation regclass, column_name name)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    of_relation record;
+begin
+    select n.nspname, c.relname into of_relation
+    from pg_class c join pg_namespace n on n.oid = c.relnamespace
+    where c.oid = relation;
+    -- The message and the fields are those of a table with a not-null constraint.
+    raise exception using
+        errcode = 'not_null_violation',
+        message = format('null value in column "%s" of relation "%s" violates not-null constraint', column_name, of_relation.relname),
+        hint = 'A table of the transport has the same constraint. Headers may be {}.',
+        schema = of_relation.nspname, table = of_relation.relname, column = column_name;
+end;
+$$;
+comment on function pgqueue._raise_null_column(regclass, name) is
+'Raises 23502: a transport inserted null into a column that must not be null.';
+
 create or replace function pgqueue._wire_string(content text)
 returns text
 language sql immutable parallel safe
@@ -112,64 +134,66 @@ comment on function pgqueue._is_transport_id(uuid) is
 'Returns whether _transport_id can return this id. No other source may give such an id to a message of a queue.';
 
 create or replace function pgqueue._accept_from_transport(
-    queue_name text, id uuid, expires timestamp, wire_headers text, body bytea, own jsonb
+    relation regclass, queue_name text, id uuid, expires timestamp, wire_headers text, body bytea, own jsonb
 )
-returns void
+returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    largest constant int := greatest(65536, q.max_payload_bytes);
     headers jsonb;
-    fault text;
+    seq bigint;
 begin
-    if wire_headers ~ e'\\S' then
-        headers := pgqueue._parsed_headers(wire_headers);
-        if headers is null or jsonb_typeof(headers) <> 'object' then
-            fault := 'the headers are not a JSON object';
-            headers := null;
-        end if;
+    if id is null then
+        perform pgqueue._raise_null_column(relation, 'id');
     end if;
-    if own <> '{}' then
-        headers := own || coalesce(headers, '{}');
+    if wire_headers is null then
+        perform pgqueue._raise_null_column(relation, 'headers');
     end if;
-    if body is null then
-        fault := concat_ws(', and ', fault, 'the body is null');
-    end if;
-    if octet_length(wire_headers) > 65536 then
-        perform pgqueue._raise_payload_too_large(q.name, 'headers', octet_length(wire_headers), 65536);
+    if octet_length(wire_headers) > largest then
+        perform pgqueue._raise_payload_too_large(q.name, 'column headers', octet_length(wire_headers), largest);
     end if;
     if octet_length(body) > q.max_payload_bytes then
         perform pgqueue._raise_payload_too_large(q.name, 'body', octet_length(body), q.max_payload_bytes);
     end if;
-    if fault is not null then
-        -- No consumer could read this message. It becomes a dead letter, unchanged, and blocks no other message. This
-        -- holds even if the queue has dlq_enabled false, because the message was never attempted.
-        perform pgqueue._add_dead_letter(
-            row(
-                nextval('pgqueue.message_id'), q.name, at, at, 0, q.max_attempts, null::int, null::uuid,
-                expires at time zone 'UTC', id, null::jsonb, body, headers, null::text, fault, null::timestamptz,
-                wire_headers, null::uuid, null::bigint
-            )::pgqueue.messages, at, 'rejected');
-        return;
+    if wire_headers ~ e'\\S' then
+        headers := pgqueue._parsed_headers(wire_headers);
+        if jsonb_typeof(headers) = 'null' then
+            -- The transport reads JSON null, but fails at its first use of the headers, again and again. It reads an
+            -- empty object as no headers.
+            headers := null;
+            wire_headers := '{}';
+        elsif headers is null or jsonb_typeof(headers) <> 'object' then
+            -- A transport moves a message whose headers it cannot read to the error queue of its endpoint. A consumer
+            -- rejects a message whose headers are not an object.
+            headers := to_jsonb(wire_headers);
+        end if;
+    end if;
+    if own <> '{}' and coalesce(jsonb_typeof(headers) = 'object', true) then
+        headers := own || coalesce(headers, '{}');
     end if;
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, body, headers,
         transport_headers, transport_id
     )
     values (
-        q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, body, headers, wire_headers,
+        -- A transport reads a null body as an empty one. A message has either a payload or a body.
+        q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, coalesce(body, ''), headers, wire_headers,
         -- Such an id was read from another queue. In this queue it can be the id of another message that will be put
         -- back.
         case when not pgqueue._is_transport_id(id) then id end
-    );
+    )
+    returning transport_seq into seq;
     perform pgqueue._wake_waiting(q, at);
+    return seq;
 end;
 $$;
-comment on function pgqueue._accept_from_transport(text, uuid, timestamp, text, bytea, jsonb) is
-'Sends a message that a transport inserted. A message that no consumer could read goes to the dead letters. own holds
-the headers that came in columns of their own. Raises PQ001, PQ003.';
+comment on function pgqueue._accept_from_transport(regclass, text, uuid, timestamp, text, bytea, jsonb) is
+'Sends a message that a transport inserted into the relation, and returns its seq. own holds the headers that came in
+columns of their own. Headers that are not a JSON object become a JSON string. Raises 23502, PQ001, PQ003.';
 
 create or replace function pgqueue._insert_by_postgresql()
 returns trigger
@@ -177,8 +201,8 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    new.id := coalesce(new.id, gen_random_uuid());
-    perform pgqueue._accept_from_transport(tg_argv[0], new.id, new.expires, new.headers, new.body, '{}');
+    new.seq := pgqueue._accept_from_transport(
+        tg_relid, tg_argv[0], new.id, new.expires, new.headers, new.body, '{}');
     return new;
 end;
 $$;
@@ -191,11 +215,11 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    new.id := coalesce(new.id, gen_random_uuid());
-    perform pgqueue._accept_from_transport(
-        tg_argv[0], new.id, new.expires, new.headers, new.body,
+    new.seq := pgqueue._accept_from_transport(
+        tg_relid, tg_argv[0], new.id, new.expires, new.headers, new.body,
         jsonb_strip_nulls(jsonb_build_object(
             'NServiceBus.CorrelationId', new.correlationid, 'NServiceBus.ReplyToAddress', new.replytoaddress)));
+    new.rowversion := new.seq;
     return new;
 end;
 $$;
@@ -545,6 +569,7 @@ begin
     perform pgqueue._revoke_default_privileges(pgqueue._transport_table(q)::regclass);
     execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
     perform pgqueue._revoke_default_privileges(relation::regclass);
+    execute format('alter view %s alter column id set default gen_random_uuid()', relation);
     execute format(
         'create trigger insert_by_transport instead of insert on %s for each row'
         ' execute function pgqueue.%I(%L)', relation, '_insert_by_' || flavor, q.name);
@@ -652,13 +677,15 @@ comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
 'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns
 its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and
 seq; with body_string also bodystring, the body as text if it is UTF-8; with flavor sqlserver (default postgresql) also
-correlationid, replytoaddress, recoverable and rowversion. An insert sends a message; a message without a body, or with
-headers that are not a JSON object, goes to the dead letters unchanged. A delete takes messages as receive does, and
-archives them if the queue has archive_for; a purge cannot be told apart from a receive. The relation shows messages
-that could be claimed, and expired ones, which the transport deletes itself and which are not archived. The queue
-becomes dedicated. The caller needs the CREATE privilege on the schema, and gets all privileges on the relation, with
-grant option. A role that reads the relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004,
-42501, 42P07 if the name is taken, and 42710 if the queue is already exposed.';
+correlationid, replytoaddress, recoverable and rowversion. An insert sends a message. It raises 23502 if id or headers
+are null, and PQ003 if the body exceeds max_payload_bytes, or the headers exceed both max_payload_bytes and 64 KB. A
+null body becomes an empty one. Headers that are not a JSON object are kept as they came; pgqueue returns them as a JSON
+string, and its consumers reject the message. A delete takes messages as receive does, and archives them if the queue
+has archive_for; a purge cannot be told apart from a receive. The relation shows messages that could be claimed, and
+expired ones, which the transport deletes itself and which are not archived. The queue becomes dedicated. The caller
+needs the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. A role that reads
+the relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004, 42501, 42P07 if the name is
+taken, and 42710 if the queue is already exposed.';
 
 create or replace function pgqueue._unexpose(q pgqueue.queues)
 returns boolean
@@ -725,6 +752,12 @@ as $$
 declare
     found_name text;
 begin
+    if new.topic is null then
+        perform pgqueue._raise_null_column(tg_relid, 'topic');
+    end if;
+    if new.queue_address is null then
+        perform pgqueue._raise_null_column(tg_relid, 'queue_address');
+    end if;
     perform pgqueue._check_topic('topic', new.topic, true);
     select t.queue_name into found_name
     from pgqueue.transports t
@@ -735,7 +768,7 @@ end;
 $$;
 comment on function pgqueue._resolve_subscription() is
 'Trigger of subscriptions: sets queue_name to the queue that queue_address leads to, if only the address was given or
-changed. Raises 22023, PQ001.';
+changed. Raises 22023, 23502, PQ001.';
 
 create or replace function pgqueue._address_subscription()
 returns trigger
@@ -786,8 +819,11 @@ as $$
 declare
     relation constant text := format('%I.%I', schema_name, table_name);
 begin
+    -- A transport sends an event to all addresses or to none, and fails if one is not a relation. So the view does not
+    -- show the subscriptions of a queue without a relation. Their address is the name of the queue.
     execute format(
-        'create view %s as select s.queue_address as queueaddress, s.endpoint, s.topic from pgqueue.subscriptions s', relation);
+        'create view %s as select s.queue_address as queueaddress, s.endpoint, s.topic from pgqueue.subscriptions s'
+        ' where s.queue_address <> s.queue_name', relation);
     perform pgqueue._revoke_default_privileges(relation::regclass);
     execute format('comment on view %s is %L', relation, pgqueue._subscriptions_comment());
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
@@ -810,12 +846,14 @@ begin
 end;
 $$;
 comment on function pgqueue.expose_subscriptions(text, text) is
-'Creates a relation over all subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
-uses it like its own table. The columns are queueaddress, endpoint and topic. An address is one that expose_transport
-returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each topic once across
-all such relations: two systems in one database need different endpoint names. A role that may insert into the relation
-can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets all privileges on
-the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
+'Creates a relation over the subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
+uses it like its own table. The columns are queueaddress, endpoint and topic. It shows the subscriptions of queues that
+have a relation of expose_transport: what an endpoint publishes reaches those that are subscribed to exactly the name of
+the event or of one of its base types. publish reaches all subscribed queues, also by patterns. An address is one that
+expose_transport returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each
+topic once across all such relations: two systems in one database need different endpoint names. A role that may insert
+into the relation can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets
+all privileges on the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
 
 create or replace function pgqueue._drop_subscriptions_relation(relation regclass)
 returns boolean
@@ -920,8 +958,17 @@ begin
                 )::pgqueue.finding;
             end if;
         end if;
+    elsif exists (select from pgqueue.subscriptions s where s.queue_name = q.name)
+        and exists (
+            select from pg_description d
+            where d.classoid = 'pg_class'::regclass and d.description = pgqueue._subscriptions_comment())
+    then
+        return next row('info', q.name, 'subscriber_without_relation',
+            'the queue is subscribed, but has no relation: what endpoints of a transport publish does not reach it',
+            format('select pgqueue.expose_transport(%L);', q.name))::pgqueue.finding;
     end if;
 end;
 $$;
 comment on function pgqueue._findings_of_transport(pgqueue.queues) is
-'The findings of doctor about the relation of a queue: a sequence that is behind, or a missing index on expires.';
+'The findings of doctor about the relation of a queue: a sequence that is behind, a missing index on expires, or a
+subscription that endpoints do not find because there is no relation.';

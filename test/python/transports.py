@@ -15,25 +15,65 @@ class Received(NamedTuple):
     id: uuid.UUID
     expired: int
     headers: str
-    body: bytes
+    body: bytes | None
 
 
-class Transport:
-    """The statements of the transport on a table, or on what stands for one."""
+# The transport creates its tables with these statements, also if they exist.
+QUEUE_TABLE = """
+create table if not exists {q} (
+    Id uuid not null primary key, Expires timestamp, Headers text not null, Body bytea, Seq serial not null unique
+)
+"""
+DELAYED_TABLE = """
+create table if not exists {q} (
+    Id uuid not null default gen_random_uuid() primary key, Headers text not null, Body bytea, Due timestamptz not null
+)
+"""
+SUBSCRIPTION_TABLE = """
+create table if not exists {q} (
+    QueueAddress varchar(200) not null, Endpoint varchar(200) not null, Topic varchar(200) not null,
+    primary key (Endpoint, Topic)
+)
+"""
+
+
+class Table:
+    """A table of the transport, or a relation in its place, by the address in which the names are quoted."""
 
     def __init__(self, connection: psycopg.Connection[Any], address: str) -> None:
         self.connection = connection
-        self._address = sql.SQL(address)  # type: ignore[arg-type] # as expose_transport returns it: quoted
+        self.address = address
 
-    def _execute(self, statement: str, *values: Any) -> psycopg.Cursor[Any]:
-        return self.connection.execute(sql.SQL(statement).format(q=self._address), values)  # type: ignore[arg-type]
+    def execute(self, statement: str, *values: Any, **names: str) -> psycopg.Cursor[Any]:
+        """Execute a statement, with the address in place of {q}."""
+        parts = {key: sql.SQL(value) for key, value in {"q": self.address, **names}.items()}  # type: ignore[arg-type]
+        return self.connection.execute(sql.SQL(statement).format(**parts), values)  # type: ignore[arg-type]
+
+
+class Transport(Table):
+    """The statements of the transport on the table of a queue."""
+
+    def create(self) -> None:
+        """Create the table if it does not exist."""
+        self.execute(QUEUE_TABLE)
+
+    def add_body_string(self) -> None:
+        """Add the column of readable bodies if the table lacks it."""
+        schema, table = self.address.strip('"').split('"."')
+        ((exists,),) = self.connection.execute(
+            "select exists (select from information_schema.columns"
+            " where table_schema = %s and table_name = %s and column_name = 'bodystring')",
+            (schema, table),
+        ).fetchall()
+        if not exists:
+            self.execute("alter table {q} add BodyString text generated always as (encode(Body, 'escape')) stored")
 
     def send(
-        self, headers: str, body: bytes | None, ttbr: int | None = None, given: uuid.UUID | None = None
+        self, headers: str | None, body: bytes | None, ttbr: int | None = None, given: uuid.UUID | None = None
     ) -> uuid.UUID:
         """Insert a message that lives for `ttbr` milliseconds."""
         number = given or uuid.uuid4()
-        self._execute(
+        self.execute(
             "insert into {q} (Id, Expires, Headers, Body)"
             " values (%s, now() at time zone 'UTC' + %s::bigint * interval '1 ms', %s, %s)",
             number,
@@ -45,7 +85,7 @@ class Transport:
 
     def receive(self) -> Received | None:
         """Delete the lowest message that no transaction has locked."""
-        row = self._execute(
+        row = self.execute(
             "delete from {q} rs where rs.Id = (select Id from {q} order by Seq limit 1 for update skip locked)"
             " returning Id, case when Expires is null then 0 when Expires > now() at time zone 'UTC' then 0 else 1 end,"
             " Headers, Body"
@@ -55,21 +95,32 @@ class Transport:
 
     def peek(self) -> int:
         """The estimate: the highest minus the lowest number that no transaction has locked, plus one."""
-        return self._execute(
+        return self.execute(
             "select coalesce(cast("
             "(select Seq from {q} order by Seq desc limit 1 for update skip locked)"
             " - (select Seq from {q} order by Seq limit 1 for update skip locked) + 1 as int), 0)"
         ).fetchall()[0][0]
 
+    def length(self) -> int:
+        """The length that ServiceControl shows."""
+        schema, table = self.address.strip('"').split('"."')
+        return self.execute(
+            "select case when exists (select table_name from information_schema.tables"
+            " where table_schema = %s and table_name = %s)"
+            " then coalesce(cast(max(seq) - min(seq) + 1 as int), 0) else -1 end as Id from {q}",
+            schema,
+            table,
+        ).fetchall()[0][0]
+
     def purge(self) -> int:
         """Delete everything."""
-        return self._execute("delete from {q}").rowcount
+        return self.execute("delete from {q}").rowcount
 
     def purge_expired(self, batch: int) -> int:
         """Delete what expired, batch by batch."""
         total = 0
         while True:
-            done = self._execute(
+            done = self.execute(
                 "delete from {q} where Seq in (select Seq from {q} where Expires < now() at time zone 'UTC'"
                 " order by Seq limit %s for update skip locked)",
                 batch,
@@ -77,6 +128,58 @@ class Transport:
             total += done
             if done < batch:
                 return total
+
+
+class DelayedMessages(Table):
+    """The statements of the transport on its table of delayed messages."""
+
+    def store(self, headers: str | None, body: bytes | None, seconds: float) -> None:
+        """Insert a message that is due after some seconds."""
+        self.execute(
+            "insert into {q} (Headers, Body, Due) select %s, %s, now() + %s * interval '1 s'", headers, body, seconds
+        )
+
+    def move_due(self, queue: Transport, batch: int = 100) -> int:
+        """Move messages that are due into the table of a queue."""
+        return self.execute(
+            "with message as ("
+            "delete from {q} where id in (select id from {q} where due < now() limit %s) returning id, headers, body)"
+            " insert into {into} (id, expires, headers, body) select id, null, headers, body from message",
+            batch,
+            into=queue.address,
+        ).rowcount
+
+
+class Subscriptions(Table):
+    """The statements of the transport on its table of subscriptions."""
+
+    def subscribe(self, address: str | None, endpoint: str | None, topic: str | None) -> int:
+        """Insert or update the subscription of an endpoint to a topic."""
+        return self.execute(
+            "insert into {q} (QueueAddress, Topic, Endpoint) values (%s, %s, %s)"
+            " on conflict (Endpoint, Topic) do update set QueueAddress = excluded.QueueAddress",
+            address,
+            topic,
+            endpoint,
+        ).rowcount
+
+    def unsubscribe(self, endpoint: str, topic: str) -> int:
+        """Delete the subscription of an endpoint to a topic."""
+        return self.execute("delete from {q} where Endpoint = %s and Topic = %s", endpoint, topic).rowcount
+
+    def addresses(self, *topics: str) -> list[str]:
+        """The addresses to which an event of these topics is sent."""
+        places = ", ".join(["%s"] * len(topics))
+        rows = self.execute(f"select distinct QueueAddress from {{q}} where Topic in ({places})", *topics)
+        return sorted(address for (address,) in rows)
+
+    def publish(self, headers: str, body: bytes, *topics: str) -> int:
+        """Send an event to the subscribers of its topics, all or none; returns the number of copies."""
+        with self.connection.transaction():
+            addresses = self.addresses(*topics)
+            for address in addresses:
+                Transport(self.connection, address).send(headers, body)
+        return len(addresses)
 
 
 def send_numbered(dsn: str, address: str, sender: int, number: int) -> None:

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(183);
+select plan(215);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -105,19 +105,64 @@ select is(pgqueue.subscribe('transport.*', 'transport'), true, 'an exposed queue
 select is(pgqueue.publish('transport.made', '1'), 1, 'publish sends a copy to an exposed queue');
 select is((pg_temp.take('transport')).headers, '{"pgqueue.topic":"transport.made"}', 'a transport receives the topic of a published message as a header');
 
--- Messages that cannot be read.
-create temp table corrupt (headers text, body bytea);
-insert into corrupt values ('no json', 'a'), ('{"a":', 'a'), ('null', 'a'), ('[]', 'a'), ('"x"', 'a'), ('{}', null), ('null', null), (repeat('[', 60000), 'a'), ('{"a":"\x"}', 'a');
-select is((select count(*) from (select pg_temp.send('transport', c.headers, c.body) from corrupt c) s), 9::bigint, 'the relation accepts corrupt messages from a transport');
+-- Messages whose headers cannot be read, and null bodies.
+create temp table corrupt (headers text, body bytea, read jsonb, shown text);
+insert into corrupt (headers, body) values ('no json', 'a'), ('{"a":', 'a'), ('[]', 'a'), ('"x"', 'a'), ('{}', null), ('null', null), (' null ', 'a'), (repeat('[', 60000), 'a'), ('{"a":"\x"}', 'a');
+update corrupt set read = case when headers = '{}' then '{}' when headers !~ 'null' then to_jsonb(headers) end, shown = case when headers ~ 'null' then '{}' else headers end;
+select is((select count(*) from (select pg_temp.send('transport', c.headers, c.body) from corrupt c) s), 9::bigint, 'the relation accepts headers that cannot be read, and null bodies');
 select pg_temp.send('transport', '{"behind":"it"}', 'b') as sent \gset
-select is((pg_temp.take('transport')).headers, '{"behind":"it"}', 'a transport receives the message behind corrupt ones');
-select set_eq($$ select d.transport_headers, d.body from pgqueue.dead_messages d where d.queue_name = 'transport' $$, $$ select * from corrupt $$, 'corrupt messages become dead letters with unchanged headers and body');
-select is_empty($$ select from pgqueue.browse_dead_messages('transport', 100) d where d.reason <> 'rejected' or d.last_error is null or d.message_id is null $$, 'dead letters of corrupt messages have reason rejected, an error and a message_id');
-select is((select d.last_error from pgqueue.dead_messages d where d.queue_name = 'transport' and d.transport_headers = 'null' and d.body is null), 'the headers are not a JSON object, and the body is null', 'the error of a corrupt message names everything that is wrong with it');
-select is(pgqueue.redrive('transport', 100), 9, 'redrive sends corrupt messages back');
+select set_eq($$ select t.headers, t.body from public.transport t where t.headers <> '{"behind":"it"}' $$, $$ select c.shown, coalesce(c.body, '') from corrupt c $$, 'the relation shows unreadable headers unchanged, except JSON null, and a null body as an empty one');
+select is((pg_temp.take('transport')).headers, 'no json', 'a transport receives a message whose headers it cannot read');
+select pg_temp.send('transport', 'no json', 'a') as sent \gset
+select set_eq($$ select c.headers, c.body from pgqueue.claim('transport', 20) c where c.headers is distinct from '{"behind": "it"}' $$, $$ select c.read, coalesce(c.body, '') from corrupt c $$, 'claim returns unreadable headers as a JSON string of their text, and JSON null as no headers');
+select is_empty($$ select from pgqueue.dead_messages d where d.queue_name = 'transport' $$, 'a message with unreadable headers is not a dead letter before a consumer rejects it');
+select count(pgqueue.reject('transport', m.id, m.claim_token, headers => '{"pgqueue.attempts": 1}')) as rejected from pgqueue.messages m where m.queue_name = 'transport' and m.headers is distinct from '{"behind": "it"}' \gset
+select pgqueue.purge_queue('transport') as purged \gset
+select set_eq($$ select d.transport_headers, d.body from pgqueue.dead_messages d where d.queue_name = 'transport' $$, $$ select c.shown, coalesce(c.body, '') from corrupt c $$, 'rejected messages become dead letters with unchanged headers and body');
+select is(pgqueue.redrive('transport', 100), 9, 'redrive sends messages with unreadable headers back');
 select pg_temp.hurry('transport'), pg_temp.estimate('transport') as looked \gset
-select set_eq($$ select t.headers, t.body from public.transport t $$, $$ select * from corrupt $$, 'the relation shows redriven corrupt messages with unchanged headers and body');
+select set_eq($$ select t.headers, t.body from public.transport t $$, $$ select c.shown, coalesce(c.body, '') from corrupt c $$, 'the relation shows redriven messages with unchanged headers and body');
 delete from public.transport;
+insert into public."transport-sqlserver" (id, correlationid, headers, body) values (gen_random_uuid(), 'c', 'no json', 'x');
+select is((select c.headers from pgqueue.claim('transport-sqlserver') c), '"no json"', 'a legacy column does not change unreadable headers');
+select pgqueue.purge_queue('transport-sqlserver') as purged \gset
+
+-- The constraints of the table of the transport.
+select throws_ok($$ insert into public.transport (id, headers, body) values (null, '{}', 'x') $$, '23502', 'null value in column "id" of relation "transport" violates not-null constraint', 'the relation refuses an id that is null');
+select throws_ok($$ insert into public.transport (id, headers, body) values (gen_random_uuid(), null, 'x') $$, '23502', 'null value in column "headers" of relation "transport" violates not-null constraint', 'the relation refuses headers that are null');
+select throws_ok($$ insert into public.transport (body) values ('x') $$, '23502', null, 'the relation refuses an insert without headers');
+select throws_ok($$ insert into public."transport-sqlserver" (id, headers, body) values (null, '{}', 'x') $$, '23502', null, 'the relation of flavor sqlserver refuses an id that is null');
+select throws_ok($$ insert into public."transport-sqlserver" (headers) values (null) $$, '23502', null, 'the relation of flavor sqlserver refuses headers that are null');
+create temp table inserted (id uuid, seq bigint);
+with i as (insert into public.transport (headers) values ('{}') returning id, seq) insert into inserted select i.* from i;
+select results_eq('select t.id, t.seq from public.transport t', 'select i.id, i.seq from inserted i', 'an insert without id creates one, and returns id and seq');
+delete from public.transport;
+delete from inserted;
+with i as (insert into public."transport-sqlserver" (headers, rowversion) values ('{}', 1000000) returning id, rowversion, seq) insert into inserted select i.id, i.seq from i where i.rowversion = i.seq;
+select results_eq('select t.id, t.rowversion from public."transport-sqlserver" t', 'select i.id, i.seq from inserted i', 'an insert into the relation of flavor sqlserver returns the rowversion that the message got');
+delete from public."transport-sqlserver";
+
+-- Statements that fail on a view, and that no endpoint makes.
+select throws_ok($$ truncate public.transport $$, '42809', null, 'the relation cannot be truncated');
+select throws_ok($$ create index on public.transport (expires) $$, '42809', null, 'the relation cannot have an index');
+select throws_ok($$ alter table public.transport add bodystring text $$, '42809', null, 'no column can be added to the relation');
+select throws_ok($$ insert into public.transport (id, headers) values (gen_random_uuid(), '{}') on conflict (id) do nothing $$, '42P10', null, 'an insert into the relation cannot name a conflict');
+select throws_ok($$ update public.transport set body = 'x' $$, '0A000', null, 'the body of a message cannot be updated through the relation');
+select throws_ok($$ update public.transport set expires = null $$, '0A000', null, 'the expiry of a message cannot be updated through the relation');
+
+-- Sizes.
+select lives_ok($$ select pg_temp.send('transport', repeat('h', 262144), 'x') $$, 'the relation accepts headers of the size of max_payload_bytes');
+select throws_ok($$ select pg_temp.send('transport', repeat('h', 262145), 'x') $$, 'PQ003', 'column headers of 262145 bytes is over the limit of 262144 bytes of queue ''transport''', 'the relation refuses headers over max_payload_bytes');
+select throws_ok($$ select pg_temp.send('transport', '{}', convert_to(repeat('b', 262145), 'UTF8')) $$, 'PQ003', null, 'the relation refuses a body over max_payload_bytes');
+select pgqueue.alter_queue('transport', max_payload_bytes => 300000) is not null as altered \gset
+select lives_ok($$ select pg_temp.send('transport', repeat('h', 300000), convert_to(repeat('b', 300000), 'UTF8')) $$, 'the relation accepts larger headers and bodies after max_payload_bytes was raised');
+select pgqueue.alter_queue('transport', max_payload_bytes => 100) is not null as altered \gset
+select lives_ok($$ select pg_temp.send('transport', repeat('h', 65536), 'x') $$, 'the relation accepts headers of 64 KB whatever max_payload_bytes is');
+select throws_ok($$ select pg_temp.send('transport', repeat('h', 65537), 'x') $$, 'PQ003', null, 'the relation refuses headers over 64 KB if max_payload_bytes is smaller');
+select pgqueue.alter_queue('transport', max_payload_bytes => 262144) is not null as altered \gset
+delete from public.transport;
+
+-- Unusual headers.
 create temp table odd (wire text, headers jsonb);
 insert into odd values ('', null), ('  ', null), ('{"a":"\u0000"}', '{"a": "\ufffd"}'), ('{"a":"\ud800x\udc00\ud83d\udc18\\u0000"}', '{"a": "\ufffdx\ufffd🐘\\u0000"}'), ('{"a":1,"a":2}', '{"a": 2}');
 select pg_temp.send('transport', o.wire, 'x'::bytea) as sent from odd o \g /dev/null
@@ -218,7 +263,7 @@ select throws_ok($$ insert into pgqueue.messages (queue_name) values ('transport
 set local role pgqueue_test_transport;
 select lives_ok($$ delete from public.transport where id = (select id from public.transport order by seq limit 1 for update skip locked) $$, 'a role with select, update and delete on the relation can receive');
 select throws_ok($$ insert into public.transport (headers) values ('{}') $$, '42501', null, 'a role without insert on the relation may not send');
-select throws_ok($$ select pgqueue._accept_from_transport('transport', null, null, '{}', 'x', '{}') $$, '42501', null, 'a role with transport access may not call the function behind the insert trigger');
+select throws_ok($$ select pgqueue._accept_from_transport('public.transport', 'transport', null, null, '{}', 'x', '{}') $$, '42501', null, 'a role with transport access may not call the function behind the insert trigger');
 set local role pgqueue_test_exposer;
 select throws_ok($$ select pgqueue.expose_transport('transport-names') $$, '42501', null, 'expose_transport refuses a role that may not create in the schema');
 reset role;
@@ -258,11 +303,15 @@ select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'Sub.Scriber',
 select is(pgqueue.publish('Ns.Event', '1'), 1, 'publish sends one copy to a queue that subscribed twice');
 select is((select count(*) from public."Sub.Scriber"), 1::bigint, 'the relation of the subscriber shows the published copy');
 select is(pgqueue.subscribe('Ns.Event', 'transport-pub'), true, 'a queue without a relation can subscribe');
-select is(pg_temp.addresses('{Ns.Event,System.Object}'), '{"\"public\".\"Sub.Scriber\"",transport-pub}', 'a transport finds the addresses of all subscribers of a topic');
+select is(pg_temp.addresses('{Ns.Event,System.Object}'), '{"\"public\".\"Sub.Scriber\""}', 'a transport finds the addresses of all subscribers of a topic that have a relation');
+select is(pgqueue.publish('Ns.Event', '1'), 2, 'publish also sends a copy to a subscriber without a relation');
 select lives_ok($$ select pg_temp.enrol('transport-pub', 'Sub.Scriber', 'Ns.Event') $$, 'an endpoint can move its subscription to another address');
 select is(pgqueue.publish('Ns.Event', '1'), 1, 'publish sends one copy to a queue with two subscribed endpoints');
 select is((select array_agg(l.topic || ' ' || l.queue_name) from pgqueue.list_subscriptions('transport-pub') l), '{"Ns.Event transport-pub"}', 'list_subscriptions returns one row for a queue with two subscribed endpoints');
-select lives_ok($$ delete from public."SubscriptionRouting" where Endpoint = 'Sub.Scriber' and Topic = 'Ns.Event' $$, 'a transport can unsubscribe');
+select is(pg_temp.addresses('{Ns.Event}'), null, 'a transport finds no address while no subscriber has a relation');
+select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'Sub.Scriber', 'Ns.Event') $$, 'an endpoint can move a subscription that the relation does not show');
+prepare unsubscribing as delete from public."SubscriptionRouting" where Endpoint = 'Sub.Scriber' and Topic = 'Ns.Event' returning QueueAddress;
+select results_eq('unsubscribing', $$ values ('"public"."Sub.Scriber"'::text) $$, 'a transport can unsubscribe');
 select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Named') $$, 'an endpoint with another address can have the name of a queue');
 select is(pgqueue.subscribe('Ns.Named', 'transport-pub'), true, 'a queue can subscribe although an endpoint has its name');
 select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Event') $$, 'an endpoint with the name of a queue can subscribe to a topic of that queue');
@@ -272,16 +321,24 @@ select pgqueue.unsubscribe('Ns.Event', 'transport-sub') as ended \gset
 select is((select array_agg(l.queue_name) from pgqueue.list_subscriptions() l where l.topic = 'Ns.Event'), '{transport-pub}', 'the subscription of the queue stays after the endpoint unsubscribed');
 select lives_ok($$ select pgqueue.expose_transport('transport-pub') $$, 'a subscribed queue can be exposed');
 select is(pg_temp.addresses('{Ns.Event}'), '{"\"public\".\"transport-pub\""}', 'the address of an exposed subscriber is its relation');
+select is_empty($$ select from pgqueue.doctor() f where f.queue_name in ('transport-pub', 'transport-sub') $$, 'doctor reports no subscribed queue that has a relation');
 select is(pgqueue.subscribe('Ns.Other', 'transport-pub'), true, 'an exposed queue can subscribe to another topic');
 select is(pg_temp.addresses('{Ns.Other}'), '{"\"public\".\"transport-pub\""}', 'the address of a queue that subscribed after it was exposed is its relation');
 select is(pgqueue.unexpose_transport('transport-pub'), true, 'a subscribed queue can be unexposed');
-select is(pg_temp.addresses('{Ns.Event}'), '{transport-pub}', 'the address of an unexposed subscriber is the name of the queue');
+select is(pg_temp.addresses('{Ns.Event}'), null, 'a transport does not find the address of an unexposed subscriber');
+select is((select array_agg(s.queue_address) from pgqueue.subscriptions s where s.topic = 'Ns.Event'), '{transport-pub}', 'the address of an unexposed subscriber is the name of the queue');
+select results_eq($$ select f.severity, f.finding, f.repair from pgqueue.doctor() f where f.queue_name = 'transport-pub' $$, $$ values ('info', 'subscriber_without_relation', 'select pgqueue.expose_transport(''transport-pub'');') $$, 'doctor reports a subscribed queue without a relation');
+select pgqueue.subscribe('Ns.*', 'transport-sub') as subscribed \gset
+select is(pg_temp.addresses('{Ns.Unknown}'), null, 'a transport does not find a queue that subscribed to a pattern');
+select pgqueue.unsubscribe('Ns.*', 'transport-sub') as ended \gset
+select throws_ok(format('select pg_temp.enrol(%L, %L, %L)', a, e, t), '23502', null, format('a subscription of the endpoint %s to the topic %s at the address %s is refused', e, t, a)) from (values (null, 'e', 'Ns.Event'), ('transport-pub', null, 'Ns.Event'), ('transport-pub', 'e', null)) v (a, e, t);
 select throws_ok($$ select pg_temp.enrol('"public"."nowhere"', 'e', 'Ns.Event') $$, 'PQ001', null, 'a subscription with an unknown address is refused');
 select throws_ok($$ select pg_temp.enrol('transport-pub', 'e', 'a..b') $$, '22023', null, 'a subscription to an invalid topic is refused');
 select throws_ok($$ select pgqueue.expose_subscriptions() $$, '42P07', null, 'expose_subscriptions refuses the name of an existing relation');
 select is(pgqueue.unexpose_subscriptions('public', 'Sub.Scriber'), false, 'unexpose_subscriptions returns false for another relation');
 select is(pgqueue.unexpose_subscriptions(), true, 'unexpose_subscriptions returns true for its relation');
 select is(pgqueue.unexpose_subscriptions(), false, 'unexpose_subscriptions returns false if there is no such relation');
+select is_empty($$ select from pgqueue.doctor() f where f.finding = 'subscriber_without_relation' $$, 'doctor reports no subscribed queue if no relation shows subscriptions');
 
 -- Archiving what a transport receives.
 create function pg_temp.archived(queue text) returns jsonb language sql as $$ select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages(queue) a $$;

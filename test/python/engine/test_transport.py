@@ -14,7 +14,17 @@ from typing import Any
 import psycopg
 import pytest
 from clients import processes, wait_for
-from transports import Transport, hold_a_receive, pump, send_numbered
+from transports import (
+    DELAYED_TABLE,
+    SUBSCRIPTION_TABLE,
+    DelayedMessages,
+    Subscriptions,
+    Table,
+    Transport,
+    hold_a_receive,
+    pump,
+    send_numbered,
+)
 
 import pgqueue
 
@@ -66,6 +76,234 @@ def others(database: str) -> Iterator[Callable[[], psycopg.Connection[Any]]]:
         each.close()
 
 
+# The relation and a table of the transport's own, under the same statements.
+
+
+@pytest.fixture
+def own_table(connection: psycopg.Connection[Any], name: str) -> Iterator[Transport]:
+    """A table that the transport created."""
+    table = Transport(connection, f'"public"."{name}.own"')
+    table.create()
+    yield table
+    table.execute("drop table {q}")
+
+
+def outcome(table: Table, step: Callable[[], Any]) -> Any:
+    """What a step returns, or the SQLSTATE with which it fails."""
+    try:
+        with table.connection.transaction():
+            return step()
+    except psycopg.Error as error:
+        return error.sqlstate
+
+
+def received(table: Transport) -> tuple[str, bytes, int] | None:
+    """What a receive returns, as the transport reads it: a body that is null is empty."""
+    message = table.receive()
+    return message and (message.headers, message.body or b"", message.expired)
+
+
+def drained(table: Transport) -> list[tuple[str, bytes, int]]:
+    """What the receives return until the table is empty."""
+    return list(iter(lambda: received(table), None))
+
+
+def insert_twice(table: Transport) -> list[Any]:
+    number = uuid.uuid4()
+    return [outcome(table, lambda: table.send("{}", b"x", given=number) == number) for _ in range(2)]
+
+
+def insert_without(columns: str) -> Callable[[Transport], Any]:
+    kept = {"id": uuid.uuid4(), "headers": "{}", "body": b"x"}
+    values = {column: None if column in columns else value for column, value in kept.items()}
+
+    def insert(table: Transport) -> list[Any]:
+        statement = "insert into {q} (Id, Headers, Body) values (%s, %s, %s)"
+        return [outcome(table, lambda: table.execute(statement, *values.values()).rowcount), drained(table)]
+
+    return insert
+
+
+def insert_headers(*headers: str) -> Callable[[Transport], Any]:
+    def insert(table: Transport) -> list[Any]:
+        sent = [outcome(table, lambda h=h: table.send(h, b"x") is not None) for h in headers]  # type: ignore[misc]
+        return [sent, table.peek(), drained(table)]
+
+    return insert
+
+
+def insert_returning_seq(table: Transport) -> bool:
+    statement = "insert into {q} (Id, Headers, Body) values (%s, '{{}}', 'x') returning Seq"
+    first, second = (table.execute(statement, uuid.uuid4()).fetchall() for _ in range(2))
+    return second[0][0] - first[0][0] == 1 and table.execute("select Seq from {q} order by Seq").fetchall() == [
+        *first,
+        *second,
+    ]
+
+
+def count_and_purge(table: Transport) -> list[int]:
+    counts = [table.peek(), table.length()]
+    for n in range(4):
+        table.send("{}", b"%d" % n)
+    table.execute("delete from {q} where body in ('0', '2')")
+    return [*counts, table.peek(), table.length(), table.purge(), table.peek(), table.length(), table.purge()]
+
+
+def create_again(table: Transport) -> list[Any]:
+    table.send("{}", b"x")
+    return [outcome(table, table.create), drained(table)]
+
+
+def move_delayed_messages(table: Transport) -> list[Any]:
+    delayed = DelayedMessages(table.connection, table.address.replace('"."', '"."delayed.'))
+    delayed.execute(DELAYED_TABLE)
+    for body, seconds in ((b"late", 3600), (b"due", -1), (None, -1)):
+        delayed.store('{"a":"b"}', body, seconds)
+    moved = [delayed.move_due(table), delayed.move_due(table)]
+    delayed.execute("drop table {q}")
+    return [moved, sorted(drained(table))]
+
+
+def move_to_the_error_queue(table: Transport) -> list[Any]:
+    """Receive what cannot be read, and insert it again under its id, in one transaction."""
+    table.send("no json", b"x", ttbr=-1000)
+    with table.connection.transaction():
+        message = table.receive()
+        assert message is not None
+        table.send(message.headers, message.body, given=message.id)
+    return drained(table)
+
+
+def send_to_no_table(table: Transport) -> Any:
+    gone = Transport(table.connection, '"public"."no such table"')
+    return outcome(gone, lambda: gone.send("{}", b"x"))
+
+
+SCENARIOS: dict[str, Callable[[Transport], Any]] = {
+    "the id is null": insert_without("id"),
+    "the headers are null": insert_without("headers"),
+    "the body is null": insert_without("body"),
+    "id and headers are null": insert_without("id, headers"),
+    "the id exists": insert_twice,
+    "the headers are empty": insert_headers("", " ", "{}"),
+    "the headers cannot be read": insert_headers("no json", '{"a":', "[]", '"x"', "[" * 60000, "{}"),
+    "the headers are large": insert_headers(json.dumps({"StackTrace": "x" * 200_000}), "y" * 200_000),
+    "the insert returns seq": insert_returning_seq,
+    "messages are counted and purged": count_and_purge,
+    "the table is created again": create_again,
+    "delayed messages are moved": move_delayed_messages,
+    "a message is moved to the error queue": move_to_the_error_queue,
+    "there is no such table": send_to_no_table,
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_statements_have_the_same_result_as_on_a_table_of_the_transport(
+    connection: psycopg.Connection[Any], relation: str, own_table: Transport, scenario: str
+) -> None:
+    expected = SCENARIOS[scenario](own_table)
+    assert SCENARIOS[scenario](Transport(connection, relation)) == expected
+
+
+def test_a_relation_with_readable_bodies_satisfies_the_installer(
+    connection: psycopg.Connection[Any], relation: str, name: str
+) -> None:
+    transport = Transport(connection, relation)
+    transport.create()
+    # No column can be added to a view.
+    assert outcome(transport, transport.add_body_string) == "42809"
+    queue = pgqueue.Queue(connection, name)
+    queue.unexpose_transport()
+    queue.expose_transport(body_string=True)
+    transport.create()
+    transport.add_body_string()
+    transport.send("{}", "größe".encode())
+    assert transport.execute("select BodyString from {q}").fetchall() == [("größe",)]
+
+
+def test_the_sequence_of_a_relation_counts_the_messages(
+    connection: psycopg.Connection[Any], relation: str, name: str
+) -> None:
+    transport = Transport(connection, relation)
+    for _ in range(3):
+        transport.send("{}", b"x")
+        transport.receive()
+    pgqueue.Queue(connection, name).enqueue(1)
+    row = connection.execute(
+        "select pg_sequence_last_value(t.seq_register) from pgqueue.transports t where t.queue_name = %s", (name,)
+    ).fetchone()
+    assert row == (4,)
+
+
+@pytest.fixture
+def routing(connection: psycopg.Connection[Any]) -> Iterator[Subscriptions]:
+    """The relation of subscriptions."""
+    (address,) = connection.execute("select pgqueue.expose_subscriptions(table_name => 'Routing')").fetchone() or ("",)
+    yield Subscriptions(connection, address)
+    connection.execute("select pgqueue.unexpose_subscriptions(table_name => 'Routing')")
+
+
+@pytest.fixture
+def own_routing(connection: psycopg.Connection[Any]) -> Iterator[Subscriptions]:
+    """A table of subscriptions that the transport created."""
+    table = Subscriptions(connection, '"public"."Routing.own"')
+    table.execute(SUBSCRIPTION_TABLE)
+    yield table
+    table.execute("drop table {q}")
+
+
+def change_subscriptions(table: Subscriptions, address: str, other: str) -> list[Any]:
+    def subscribe(*values: str | None) -> Any:
+        return outcome(table, lambda: table.subscribe(*values))
+
+    return [
+        [subscribe(address, "e1", "Ns.A"), subscribe(address, "e1", "Ns.A"), subscribe(address, "e2", "Ns.A")],
+        [subscribe(other, "e2", "Ns.A"), subscribe(address, "e2", "Ns.B`1[[Ns.C, Ns, Version=1.0.0.0]]")],
+        [table.addresses("Ns.A", "Ns.B"), table.addresses("Ns.B"), table.addresses("ns.a")],
+        [subscribe(None, "e3", "Ns.A"), subscribe(address, None, "Ns.A"), subscribe(address, "e3", None)],
+        [table.unsubscribe("e1", "Ns.A"), table.unsubscribe("e1", "Ns.A"), table.unsubscribe("E2", "Ns.A")],
+        [table.addresses("Ns.A"), outcome(table, lambda: table.execute(SUBSCRIPTION_TABLE).rowcount)],
+        table.unsubscribe("e2", "Ns.A"),
+    ]
+
+
+def test_subscriptions_change_as_in_a_table_of_the_transport(
+    connection: psycopg.Connection[Any], relation: str, routing: Subscriptions, own_routing: Subscriptions, name: str
+) -> None:
+    queue = pgqueue.Queue(connection, f"{name}-other")
+    queue.create_queue()
+    other = queue.expose_transport()
+    expected = change_subscriptions(own_routing, relation, other)
+    assert change_subscriptions(routing, relation, other) == expected
+    queue.drop_queue()
+
+
+def test_a_subscriber_without_a_relation_does_not_stop_the_publishers(
+    connection: psycopg.Connection[Any], relation: str, routing: Subscriptions, name: str
+) -> None:
+    topic = f"Ns.{name}"
+    routing.subscribe(relation, name, topic)
+    inner = pgqueue.Queue(connection, f"{name}-inner")
+    inner.create_queue()
+    inner.subscribe(topic)
+    assert routing.publish("{}", b"1", topic) == 1
+    assert inner.peek() == 0
+    assert pgqueue.Queues(connection).publish(topic, 2) == 2  # publish reaches both
+
+    inner.expose_transport()
+    assert routing.publish("{}", b"3", topic) == 2
+    # The address of a relation that is gone stops nobody either, and the subscription of the endpoint stays.
+    inner.unexpose_transport()
+    pgqueue.Queue(connection, name).unexpose_transport()
+    assert routing.publish("{}", b"4", topic) == 0
+    assert pgqueue.Queues(connection).publish(topic, 5) == 2
+    assert outcome(routing, lambda: routing.subscribe(relation, name, topic)) == "PQ001"
+    pgqueue.Queue(connection, name).expose_transport()
+    assert routing.publish("{}", b"6", topic) == 1
+    assert routing.unsubscribe(name, topic) == 1
+    inner.drop_queue()
+
+
 def test_a_consumer_receives_messages_sent_by_a_transport(
     exposed: Any, connection: psycopg.Connection[Any], name: str
 ) -> None:
@@ -78,6 +316,23 @@ def test_a_consumer_receives_messages_sent_by_a_transport(
     transport.send("{}", b"")
     (message,) = exposed.receive()
     assert (message.body, message.headers) == (b"", {})
+
+
+def test_a_consumer_rejects_messages_whose_headers_cannot_be_read(
+    database: str, connection: psycopg.Connection[Any], relation: str, name: str
+) -> None:
+    queue, transport = pgqueue.Queue(connection, name), Transport(connection, relation)
+    for headers in ("no json", "[]", "{}"):
+        transport.send(headers, headers.encode())
+    handled: list[bytes | None] = []
+    with pgqueue.Consumer(database, name, lambda delivery: handled.append(delivery.message.body)):
+        wait_for(lambda: len(queue.browse_dead_messages()) == 2 and handled)
+        wait_for(lambda: queue.next_due_at() is None)
+    assert handled == [b"{}"]
+    assert {(dead.reason, dead.body) for dead in queue.browse_dead_messages()} == {
+        ("rejected", b"no json"),
+        ("rejected", b"[]"),
+    }
 
 
 def test_a_transport_receives_enqueued_messages(exposed: Any, connection: psycopg.Connection[Any], name: str) -> None:
@@ -421,6 +676,28 @@ def test_a_receive_reads_few_buffers_of_a_backlog_without_statistics(
         assert explained is not None
         plan = explained[0][0]["Plan"]
         assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] <= 30, (statement, plan)
+
+
+def test_the_length_of_an_analyzed_backlog_reads_few_buffers(
+    connection: psycopg.Connection[Any], relation: str, name: str
+) -> None:
+    connection.execute(
+        f"insert into {relation} (headers, body) select '{{}}', 'x' from generate_series(1, 12000) i".encode()
+    )
+    partition = connection.execute(
+        "select pgqueue._partition_of(q)::text from pgqueue.queues q where q.name = %s", (name,)
+    ).fetchone()
+    assert partition is not None
+    connection.execute(f"analyze {partition[0]}".encode())
+    transport = Transport(connection, relation)
+    assert transport.peek() == 12000  # maintains the relation
+    with connection.transaction():
+        assert transport.length() == 12000
+        read = connection.execute(
+            "select seq_tup_read + idx_tup_fetch from pg_stat_xact_user_tables where relid = %s::regclass", partition
+        ).fetchone()
+    assert read is not None
+    assert 2 <= read[0] <= 10
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
