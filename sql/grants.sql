@@ -56,6 +56,8 @@ as $$
     ('unexpose_transport', '{admin}'::text[]),
     ('expose_subscriptions', '{admin}'::text[]),
     ('unexpose_subscriptions', '{admin}'::text[]),
+    ('expose_contract', '{admin}'::text[]),
+    ('unexpose_contract', '{admin}'::text[]),
     ('advance_transport', '{transport}'::text[]),
     ('wake', '{producer,admin,raw}'::text[]),
     ('get_queue', '{producer,consumer,admin,raw,reader}'::text[]),
