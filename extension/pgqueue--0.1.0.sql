@@ -7759,6 +7759,160 @@ $$;
 comment on function pgqueue._findings_of_transport(pgqueue.queues) is
 'The findings of doctor about the relation of a queue: a sequence that is behind, a missing index on expires, or a
 subscription that endpoints do not find because there is no relation.';
+-- Exposes the tables in a schema of another name, for applications whose SQL names that schema: sends, claims and
+-- acknowledgements by plain SQL on automatically updatable views. The views have no rights of their own: PostgreSQL
+-- checks the rights of their reader on the tables.
+
+create function pgqueue._contract_comment()
+returns text
+language sql immutable parallel safe
+as $$ select 'A table of pgqueue, for plain SQL.' $$;
+comment on function pgqueue._contract_comment() is
+'Returns the comment that marks the views of expose_contract, and the schemas that it created.';
+
+create function pgqueue._check_contract_schema(schema_name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if schema_name is null or octet_length(schema_name) not between 1 and 63
+        or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
+    then
+        perform pgqueue._raise_invalid(
+            'schema_name', schema_name, 'a name of 1 to 63 bytes, other than pgqueue and the system schemas');
+    end if;
+end;
+$$;
+comment on function pgqueue._check_contract_schema(text) is
+'Raises 22023 for a schema that cannot hold the views of expose_contract.';
+
+create function pgqueue._contract_views(schema_name text)
+returns setof pg_catalog.pg_class
+language sql stable
+as $$
+    select c.* from pg_catalog.pg_class c
+    where c.relnamespace = (select n.oid from pg_catalog.pg_namespace n where n.nspname = schema_name)
+        and c.relkind = 'v' and pg_catalog.pg_get_userbyid(c.relowner) = current_user
+        and pg_catalog.obj_description(c.oid, 'pg_class') = pgqueue._contract_comment()
+$$;
+comment on function pgqueue._contract_views(text) is
+'The views that expose_contract created in a schema.';
+
+create function pgqueue._create_contract(schema_name text)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- Inside a security definer function, the caller is the role of "set role", or else the session user.
+    for_role constant name := coalesce(nullif(current_setting('role'), 'none'), session_user);
+    missing constant text[] := array(
+        select t from unnest(array[
+            'queues', 'messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages'
+        ]) as t
+        where t not in (select v.relname from pgqueue._contract_views(schema_name) v)
+    );
+    table_name text;
+    relation text;
+begin
+    if missing = '{}' then
+        return false;
+    end if;
+    if not exists (select from pg_namespace n where n.nspname = schema_name) then
+        if not has_database_privilege(for_role, current_database(), 'CREATE') then
+            perform pgqueue._raise_not_allowed(for_role, 'create schemas in database', current_database());
+        end if;
+        execute format('create schema %I', schema_name);
+        execute format('comment on schema %I is %L', schema_name, pgqueue._contract_comment());
+        execute format('grant usage on schema %I to public', schema_name);
+    elsif not has_schema_privilege(for_role, schema_name, 'CREATE') then
+        perform pgqueue._raise_not_allowed(for_role, 'create relations in schema', schema_name);
+    end if;
+    foreach table_name in array missing loop
+        relation := format('%I.%I', schema_name, table_name);
+        execute format(
+            'create view %s with (security_invoker = true) as select t.* from pgqueue.%I t', relation, table_name);
+        perform pgqueue._revoke_default_privileges(relation::regclass);
+        execute format('comment on view %s is %L', relation, pgqueue._contract_comment());
+        -- The rights on the table decide, because the view has security_invoker.
+        execute format('grant select, insert, update, delete on %s to public', relation);
+    end loop;
+    return true;
+end;
+$$;
+comment on function pgqueue._create_contract(text) is
+'Creates the views that a schema lacks, and the schema if it does not exist; returns false if nothing was missing.
+Raises 42501.';
+
+create function pgqueue.expose_contract(schema_name text default 'mdb_queue')
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._check_contract_schema(schema_name collate "C");
+    -- Concurrent calls wait for each other, so that the second one finds the views of the first. The lock is that of
+    -- changes of privileges.
+    perform pg_advisory_xact_lock(pgqueue._lock_key(''));
+    return pgqueue._create_contract(schema_name collate "C");
+end;
+$$;
+comment on function pgqueue.expose_contract(text) is
+'Creates views over the tables queues, messages, scheduled_messages, dead_messages, archived_messages and
+unfiled_messages in schema_name (default mdb_queue), and returns true; false if the schema has them. An application
+whose SQL names that schema sends, claims, extends, gives back and acknowledges messages through them as on the tables.
+A schema that does not exist is created, and every role may use it. The rights on the tables decide what a role may do:
+grant_access(role, ''raw'') lets it use all statements, reader lets it read. The caller needs the CREATE privilege on
+the schema, or on the database if the schema is created. Raises 22023, 42501, and 42P07 if another relation has one of
+these names.';
+
+create function pgqueue._drop_contract(schema_name text)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    views constant text[] := array(select v.oid::regclass::text from pgqueue._contract_views(schema_name) v);
+begin
+    if views = '{}' then
+        return false;
+    end if;
+    execute format('drop view %s', array_to_string(views, ', '));
+    if exists (
+        select from pg_namespace n
+        where n.nspname = schema_name and pg_get_userbyid(n.nspowner) = current_user
+            and obj_description(n.oid, 'pg_namespace') = pgqueue._contract_comment()
+    ) then
+        execute format('drop schema %I', schema_name);
+    end if;
+    return true;
+exception when dependent_objects_still_exist then
+    -- Other objects in the schema keep it. An object that depends on a view keeps the views, and is an error.
+    execute format('drop view %s', array_to_string(views, ', '));
+    return true;
+end;
+$$;
+comment on function pgqueue._drop_contract(text) is
+'Drops the views that expose_contract created in a schema, and the schema if expose_contract created it and nothing else
+is in it; returns false if there is no such view.';
+
+create function pgqueue.unexpose_contract(schema_name text default 'mdb_queue')
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+begin
+    perform pgqueue._check_contract_schema(schema_name collate "C");
+    perform pg_advisory_xact_lock(pgqueue._lock_key(''));
+    return pgqueue._drop_contract(schema_name collate "C");
+end;
+$$;
+comment on function pgqueue.unexpose_contract(text) is
+'Drops the views that expose_contract created and returns true; false if there are none. Drops the schema, too, if
+expose_contract created it and nothing else is in it. The tables and their messages stay. Raises 22023, 55P03 if a
+longer transaction uses a view, and 2BP01 if another object depends on one.';
 -- Temporary queues, such as one for the replies to each instance of a service. A queue with expires_after_idle is
 -- dropped when it is empty and was not used for that long. No daemon is needed: creating a queue drops idle ones.
 
@@ -7977,6 +8131,8 @@ as $$
     ('unexpose_transport', '{admin}'::text[]),
     ('expose_subscriptions', '{admin}'::text[]),
     ('unexpose_subscriptions', '{admin}'::text[]),
+    ('expose_contract', '{admin}'::text[]),
+    ('unexpose_contract', '{admin}'::text[]),
     ('advance_transport', '{transport}'::text[]),
     ('wake', '{producer,admin,raw}'::text[]),
     ('get_queue', '{producer,consumer,admin,raw,reader}'::text[]),
@@ -8114,9 +8270,10 @@ comment on function pgqueue.grant_access(name, text) is
 payload. A consumer claims, acknowledges, receives, reads streams and browses, including the archive. An admin creates,
 alters, pauses, drops, redrives, purges, maintains the archive and browses dead letters. A reader reads and browses all
 messages, by select on the tables, and changes nothing; batch reads of Spark need this access. raw is select, insert,
-update and delete on the tables, for applications that use plain SQL. transport is the use of relations that
-expose_transport created; the role also needs privileges on those relations. A role may have several kinds of access.
-Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+update and delete on the tables, for applications that use plain SQL, also through the views of expose_contract.
+transport is the use of relations that expose_transport created; the role also needs privileges on those relations. A
+role may have several kinds of access. Only the owner of the extension may call this. Raises 22023, and 42704 for an
+unknown role.';
 
 create function pgqueue.revoke_access(role_name name, access text)
 returns void

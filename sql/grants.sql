@@ -57,6 +57,8 @@ as $$
     ('unexpose_transport', '{admin}'::text[]),
     ('expose_subscriptions', '{admin}'::text[]),
     ('unexpose_subscriptions', '{admin}'::text[]),
+    ('expose_contract', '{admin}'::text[]),
+    ('unexpose_contract', '{admin}'::text[]),
     ('advance_transport', '{transport}'::text[]),
     ('wake', '{producer,admin,raw}'::text[]),
     ('get_queue', '{producer,consumer,admin,raw,reader}'::text[]),
@@ -194,9 +196,10 @@ comment on function pgqueue.grant_access(name, text) is
 payload. A consumer claims, acknowledges, receives, reads streams and browses, including the archive. An admin creates,
 alters, pauses, drops, redrives, purges, maintains the archive and browses dead letters. A reader reads and browses all
 messages, by select on the tables, and changes nothing; batch reads of Spark need this access. raw is select, insert,
-update and delete on the tables, for applications that use plain SQL. transport is the use of relations that
-expose_transport created; the role also needs privileges on those relations. A role may have several kinds of access.
-Only the owner of the extension may call this. Raises 22023, and 42704 for an unknown role.';
+update and delete on the tables, for applications that use plain SQL, also through the views of expose_contract.
+transport is the use of relations that expose_transport created; the role also needs privileges on those relations. A
+role may have several kinds of access. Only the owner of the extension may call this. Raises 22023, and 42704 for an
+unknown role.';
 
 create or replace function pgqueue.revoke_access(role_name name, access text)
 returns void

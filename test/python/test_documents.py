@@ -167,6 +167,39 @@ def test_plain_sql_claims_what_it_inserted(pasted: tuple[str, str]) -> None:
     assert answers[1].startswith('3|{"order_id": 1003}|1|')
 
 
+# Without hash and merge joins, and with the statistics of a new table, the planner chooses a nested loop that runs a
+# subquery again for each row.
+NESTED_LOOPS = """
+set local enable_hashjoin = off;
+set local enable_mergejoin = off;
+set local enable_hashagg = off;
+set local enable_sort = off;
+set local enable_material = off;
+set local enable_memoize = off;
+"""
+
+
+def test_a_plain_claim_takes_no_more_than_its_limit_with_any_plan(pasted: tuple[str, str]) -> None:
+    (block,) = blocks("sql/REFERENCE.md", "sql")
+    (claim,) = (statement for statement in block.code.split(";\n") if "skip locked" in statement)
+    nested = """
+        update pgqueue.messages m set visible_at = now() + interval '60 s' where m.id in (
+            select id from pgqueue.messages where queue_name = 'orders' and visible_at <= now()
+            order by id for update skip locked limit 10)
+        returning m.id
+    """
+    with psycopg.connect(pasted[0]) as connection:
+        connection.execute("delete from pgqueue.messages")
+        connection.execute(
+            "insert into pgqueue.messages (queue_name, payload, visible_at)"
+            " select 'orders', '1', now() from generate_series(1, 1000)"
+        )
+        connection.execute(NESTED_LOOPS)
+        with connection.transaction(force_rollback=True):
+            assert len(connection.execute(nested).fetchall()) > 10  # so this plan is a danger
+        assert len(connection.execute(claim.encode()).fetchall()) == 10
+
+
 def test_topics_and_the_relation_of_a_transport_work_as_shown(pasted: tuple[str, str]) -> None:
     publish, expose = blocks("README.md", "sql")[1:]
     assert psql(pasted[0], publish.code).splitlines()[-1] == "2"

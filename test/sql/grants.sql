@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(384);
+select plan(391);
 
 create role pgqueue_test_producer;
 create role pgqueue_test_consumer;
@@ -71,6 +71,8 @@ insert into verbs values
 ('expose_subscriptions', 'select pgqueue.expose_subscriptions(''nowhere'')', false, false, null),
 ('unexpose_subscriptions', 'select pgqueue.unexpose_subscriptions()', false, false, true),
 ('unexpose_transport', 'select pgqueue.unexpose_transport(''grants'')', false, false, true),
+('expose_contract', 'select pgqueue.expose_contract()', false, false, null),
+('unexpose_contract', 'select pgqueue.unexpose_contract()', false, false, true),
 ('advance_transport', 'select pgqueue.advance_transport(''grants'')', false, false, false),
 ('drop_idle_queues', 'select pgqueue.drop_idle_queues()', false, false, true),
 ('get_queue', 'select pgqueue.get_queue(''grants'')', true, true, true),
@@ -125,13 +127,14 @@ select lives_ok($$ INSERT INTO pgqueue.messages (queue_name, payload, max_attemp
     SELECT q.name, '{"order_id": 1001}', q.max_attempts, now() + (0 * interval '1 second')
     FROM pgqueue.queues q WHERE q.name = 'grants_dedicated'
     RETURNING id $$, 'a role with raw access may send by plain SQL');
-select lives_ok($$ UPDATE pgqueue.messages m
-    SET visible_at = now() + (60 * interval '1 second'), attempt_count = m.attempt_count + 1, claimed_by = 'worker-1'
-    WHERE m.id IN (
+select lives_ok($$ WITH picked AS MATERIALIZED (
         SELECT id FROM pgqueue.messages
         WHERE queue_name = 'grants_dedicated' AND visible_at <= now() AND attempt_count < max_attempts
         ORDER BY id FOR UPDATE SKIP LOCKED LIMIT 10
     )
+    UPDATE pgqueue.messages m
+    SET visible_at = now() + (60 * interval '1 second'), attempt_count = m.attempt_count + 1, claimed_by = 'worker-1'
+    FROM picked p WHERE m.queue_name = 'grants_dedicated' AND m.id = p.id
     RETURNING m.id, m.payload, m.attempt_count, m.enqueued_at $$, 'a role with raw access may claim by plain SQL');
 select is((select m.attempt_count from pgqueue.messages m where m.queue_name = 'grants_dedicated' and m.payload = '{"order_id": 1001}'), 1, 'a plain claim returns a message that was sent by a plain insert');
 select lives_ok($$ UPDATE pgqueue.messages SET visible_at = now() + (9 * interval '1 second'), last_error = 'it broke' WHERE id = 1 AND claimed_by = 'worker-1' $$, 'a role with raw access may give back a message by plain SQL');

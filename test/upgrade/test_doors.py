@@ -105,6 +105,7 @@ def fill(connection: psycopg.Connection[Any], older: bool = False) -> None:
     connection.execute(
         'insert into "A ""table""" (headers, body) values (\'{"n":"1"}\', \'x\'), (\'{"n":"2"}\', \'x\')'
     )
+    connection.execute("select pgqueue.expose_contract('mdb_queue')")
     connection.execute("select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', 'doors', 1)")
     connection.execute("select pgqueue.pause_queue('paused')")
     connection.execute("select pgqueue.grant_access('producer', 'producer'), pgqueue.grant_access('raw', 'raw')")
@@ -238,7 +239,39 @@ def test_a_restored_database_equals_the_dumped_one(server: Server, database: str
     assert members(server, target) == members(server, database)
     assert shape(server, target) == shape(server, database)
     with server.connect(target) as connection:
+        claim_through_views(connection)
         run_every_verb(connection)
+
+
+def claim_through_views(connection: psycopg.Connection[Any]) -> None:
+    """Claim a message as role raw through the views of a contract."""
+    connection.execute("set role raw")
+    claim = (
+        "with picked as materialized ("
+        " select id from mdb_queue.messages where queue_name = 'shared' and visible_at <= now()"
+        " order by id for update skip locked limit 1"
+        ") update mdb_queue.messages m set visible_at = now() + interval '1 h' from picked p"
+        " where m.queue_name = 'shared' and m.id = p.id returning headers ->> 'state'"
+    )
+    with connection.transaction(force_rollback=True):
+        assert connection.execute(claim).fetchall() == [("ready",)]
+    connection.execute("reset role")
+    assert connection.execute("select pgqueue.expose_contract('mdb_queue')").fetchone() == (False,)
+
+
+def test_a_dropped_extension_leaves_an_empty_schema_that_a_new_one_uses(server: Server, database: str) -> None:
+    prepare_fresh(server, database)
+    with server.connect(database) as connection:
+        connection.execute("select pgqueue.expose_contract('mdb_queue')")
+        with pytest.raises(psycopg.errors.DependentObjectsStillExist):
+            connection.execute("drop extension pgqueue")
+        connection.execute("drop extension pgqueue cascade")
+        left = "select count(*) from pg_class where relnamespace = 'mdb_queue'::regnamespace"
+        assert connection.execute(left).fetchone() == (0,)
+        connection.execute("create extension pgqueue")
+        assert connection.execute("select pgqueue.expose_contract('mdb_queue')").fetchone() == (True,)
+        assert connection.execute("select pgqueue.unexpose_contract('mdb_queue')").fetchone() == (True,)
+        assert connection.execute("select to_regnamespace('mdb_queue')").fetchone() == (None,)
 
 
 @pytest.mark.parametrize("dedicated", [False, True])

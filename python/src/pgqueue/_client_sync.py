@@ -96,6 +96,21 @@ class Queues(_Calls):
         """Drop the relation that `expose_subscriptions` created. False if there is none. The subscriptions stay."""
         return self._one(_calls.unexpose_subscriptions(schema_name, table_name))
 
+    def expose_contract(self, schema_name: str | None = None) -> bool:
+        """Create views over the tables in a schema (mdb_queue), for SQL that names it. False if the schema has them.
+
+        The rights on the tables decide what a role may do: access `raw` lets it use them. Raises `InvalidArgument`, and
+        `psycopg.errors.DuplicateTable` and `InsufficientPrivilege`.
+        """
+        return self._one(_calls.expose_contract(schema_name))
+
+    def unexpose_contract(self, schema_name: str | None = None) -> bool:
+        """Drop the views that `expose_contract` created. False if there are none. The messages stay.
+
+        Raises `InvalidArgument`, and `psycopg.errors.LockNotAvailable` if a longer transaction uses a view.
+        """
+        return self._one(_calls.unexpose_contract(schema_name))
+
     def publish(
         self,
         topic: str,

@@ -22,14 +22,16 @@ create table public.messages (
 ) with (fillfactor = 50)
 """
 INSERT = "insert into public.messages (queue_name, payload, max_attempts, visible_at)"
+# A subquery without "with" could run again for each row of a nested loop, and claim more than its limit.
 CLAIM = f"""
-    update public.messages m
-    set visible_at = now() + (60 * interval '1 second'), attempt_count = m.attempt_count + 1, claimed_by = 'worker-1'
-    where m.id in (
+    with picked as materialized (
         select id from public.messages
         where queue_name = '{QUEUE}' and visible_at <= now() and attempt_count < max_attempts
         order by id for update skip locked limit %d
     )
+    update public.messages m
+    set visible_at = now() + (60 * interval '1 second'), attempt_count = m.attempt_count + 1, claimed_by = 'worker-1'
+    where m.id in (select p.id from picked p)
 """
 
 

@@ -61,6 +61,10 @@ def test_an_owner_without_superuser_can_use_all_functions(
         assert len(owned.execute(f'delete from public."{queue}" returning id').fetchall()) == 2
         assert owned.execute("select count(*) from pgqueue.browse_archived_messages(%s)", (queue,)).fetchone() == (2,)
     owned.execute("select pgqueue.maintain_archive()")
+    assert owned.execute("select pgqueue.expose_contract('mdb_queue')").fetchone() == (True,)
+    assert owned.execute("select name from mdb_queue.queues order by 1").fetchall() == [("dedicated",), ("shared",)]
+    assert owned.execute("select pgqueue.unexpose_contract('mdb_queue')").fetchone() == (True,)
+    assert owned.execute("select to_regnamespace('mdb_queue')").fetchone() == (None,)
 
     findings = owned.execute("select severity, finding, repair from pgqueue.doctor()").fetchall()
     assert [finding[:2] for finding in findings] == [("info", "hidden_transactions")]

@@ -234,11 +234,12 @@ def _walk(web: Server, target: str) -> None:
 
 
 def _sql(target: str, first: int) -> None:
-    """Run the SQL of the specification, with the schema name used here, in the database that HTTP has sent to."""
+    """Run the SQL of the specification as printed, in the database that HTTP has sent to."""
     with psycopg.connect(target, autocommit=True, cursor_factory=psycopg.RawCursor) as connection:
+        connection.execute("select pgqueue.expose_contract('mdb_queue')")
 
         def run(statement: str, *values: Any) -> psycopg.Cursor[Any]:
-            return connection.execute(statement.replace("mdb_queue", "pgqueue"), values)
+            return connection.execute(statement, values)
 
         ((sent,),) = run(SQL_ENQUEUE, "order-events", '{"order_id": 1003}', 0).fetchall()
         claimed = run(SQL_CLAIM).fetchall()

@@ -122,12 +122,72 @@ def test_a_task_waits_for_a_target_that_is_down(
         postgres.stop()
         try:
             other.create(name + "-b", wait=False)
-            other.until(lambda: other.status(name + "-b") == "Provisioning")
+            queue = f"{other.queues}/{name}-b"
+            said = other.until(lambda: other.get(queue).json().get("error_message"))
+            assert said == "the database cannot be reached: Connection refused; the agent tries again"
+            assert other.status(name + "-b") == "Provisioning"
             assert other.get("/readyz").status_code == 200  # an unreachable target does not affect the others
             assert other.get(other.queues).status_code == 200
         finally:
             postgres.start()
         other.until(lambda: other.status(name + "-b") == "Active")
+        assert "error_message" not in other.get(queue).json()
+
+
+@pytest.mark.parametrize(
+    ("service", "database", "message"),
+    [
+        ("missing", "nowhere", "the database does not exist; create it, delete this queue, and create the queue again"),
+        ("password", "target", "the server refuses the user or the password of the service; correct its dsn"),
+        ("unknown-role", "target", "the server refuses the user or the password of the service; correct its dsn"),
+        ("no-connect", "closed", "the user of the service may not connect to the database; grant it CONNECT"),
+        ("no-create", "target", "the database refuses the task: permission denied for database target"),
+    ],
+)
+def test_a_queue_whose_creation_cannot_succeed_fails_at_once(
+    empty_database: Callable[[], str],
+    postgres: EmbeddedServer,
+    tmp_path: Path,
+    service: str,
+    database: str,
+    message: str,
+) -> None:
+    name = new_name()
+    role = {"user": f"plain-{name}", "password": "s3cret"}
+    with psycopg.connect(postgres.dsn, autocommit=True) as connection:
+        connection.execute(f"create role \"{role['user']}\" login password 's3cret'")
+        if service == "no-connect":
+            connection.execute("create database closed")
+            connection.execute("revoke connect on database closed from public")
+        if service == "no-create":
+            connection.execute("drop database target with (force)")
+            connection.execute("create database target")
+    given = {
+        "missing": {},
+        "password": {"password": "wr0ng"},
+        "unknown-role": {"user": "nobody"},
+        "no-connect": role,
+        "no-create": role,
+    }[service]
+    dsn = psycopg.conninfo.make_conninfo(postgres.tcp_dsn, **given)
+    config = configuration(tmp_path, empty_database(), {SERVICE: (dsn, [database])})
+    try:
+        with serving(config, tmp_path) as web:
+            web.create(name, wait=False)
+            queue = f"{web.queues}/{name}"
+            web.until(lambda: web.status(name) == "Failed")
+            assert web.get(queue).json()["error_message"] == message
+            assert web.post(f"{queue}/stats").status_code == 409
+            if service == "missing":
+                # The queue never existed, so it can be deleted without its database.
+                web.call("DELETE", queue)
+                web.until(lambda: web.status(name) is None)
+            for secret in ("wr0ng", "s3cret"):
+                assert secret not in web.command.err + web.command.out
+    finally:
+        with psycopg.connect(postgres.dsn, autocommit=True) as connection:
+            connection.execute("drop database if exists closed")
+            connection.execute(f'drop role "{role["user"]}"')
 
 
 def test_a_recreated_database_gets_its_tables_again(web: Server, postgres: EmbeddedServer) -> None:

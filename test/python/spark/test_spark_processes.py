@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import commands
 import psycopg
@@ -17,7 +19,7 @@ from sparks import PATIENCE
 pytest.importorskip("pyspark")
 
 from pgqueue import Queue
-from pgqueue.spark import java
+from pgqueue.spark import java, register
 from pgqueue.spark.java import JavaNotFoundError, find_java
 
 
@@ -131,6 +133,98 @@ def test_commands_without_java_fail_before_they_start_anything(words: tuple[str,
     assert done.stderr.count("\n") == 1
     assert "Spark needs a Java runtime of version 17 or later" in done.stderr
     assert [*tmp_path.iterdir()] == []
+
+
+CHOSEN = "import os, pgqueue.spark; print(os.environ.get('PYSPARK_PYTHON'))"
+
+
+@pytest.mark.parametrize(
+    ("variables", "chosen"),
+    [
+        ({}, os.path.realpath(sys.executable)),
+        ({"PYSPARK_PYTHON": "/opt/python3"}, "/opt/python3"),
+        ({"PYSPARK_GATEWAY_PORT": "1"}, "None"),  # spark-submit runs the program
+    ],
+)
+def test_an_import_chooses_the_running_python_for_workers_unless_one_is_chosen(
+    variables: dict[str, str], chosen: str
+) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYSPARK")}
+    done = subprocess.run([sys.executable, "-c", CHOSEN], env=kept | variables, capture_output=True, text=True)
+    assert (os.path.realpath(done.stdout.strip()), done.returncode) == (os.path.realpath(chosen), 0), done.stderr
+
+
+def session_with(python: str) -> Any:
+    return SimpleNamespace(_jvm=object(), conf={}, sparkContext=SimpleNamespace(pythonExec=python))
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo Traceback >&2; echo \"ModuleNotFoundError: No module named 'pgqueue'\" >&2; exit 1", "No module named"),
+        ("exit 3", "it does not run"),
+    ],
+)
+def test_register_says_what_to_set_if_the_workers_lack_the_package(tmp_path: Path, script: str, reason: str) -> None:
+    python = str(program(tmp_path, script) / "bin/java")
+    with pytest.raises(ImportError, match="the Python of Spark's workers") as refused:
+        register(session_with(python))
+    assert python in str(refused.value)
+    assert reason in str(refused.value)
+    assert f"set PYSPARK_PYTHON={sys.executable}" in str(refused.value)
+    with pytest.raises(ImportError, match="No such file"):
+        register(session_with(str(tmp_path / "missing")))
+
+
+# PYSPARK_PYTHON is not set, and the Python of PATH lacks the package, as with a virtual environment that is not active.
+UNCONFIGURED = """
+import pgqueue.spark
+from pyspark.sql import SparkSession
+from sparks import SETTINGS
+
+builder = SparkSession.builder
+for name, value in SETTINGS.items():
+    builder = builder.config(name, value)
+spark = builder.getOrCreate()
+rows = spark.createDataFrame([("1",)], "payload string")
+for use in (
+    lambda: spark.read.format("pgqueue").option("queue", "orders").load(),
+    lambda: spark.read.format("pgqueue").option("queue", "orders").schema("id long").load().collect(),
+    lambda: spark.readStream.format("pgqueue").option("queue", "orders").option("streamId", "billing").load(),
+    lambda: rows.write.format("pgqueue").option("queue", "orders").mode("append").save(),
+    lambda: spark.read.format("pgqueue").option("dsn", "dbname=x").option("queu", "orders").load().collect(),
+):
+    try:
+        use()
+    except Exception as error:
+        print(str(error).replace("\\n", "|"), flush=True)
+    else:
+        print("no error", flush=True)
+"""
+
+
+@pytest.mark.usefixtures("jre")
+def test_missing_options_are_one_sentence_before_a_job_starts(tmp_path: Path) -> None:
+    program(tmp_path, "exit 3").joinpath("bin/java").rename(tmp_path / "bin/python3")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "PYSPARK"))}
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-c", UNCONFIGURED],
+        env=kept | {"PATH": path, "PYTHONPATH": str(Path(__file__).parents[1]), "SPARK_LOCAL_DIRS": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    *without_dsn, unknown = done.stdout.splitlines()
+    assert len(without_dsn) == 4, done
+    for said in without_dsn:
+        assert "OptionError: option dsn is missing, and so are PGQUEUE_DSN and the libpq variables" in said
+    assert "OptionError: unknown option queu for batch reads (spark.read): did you mean queue?" in unknown
+    for said in (*without_dsn, unknown):
+        assert said.startswith("[PYTHON_DATA_SOURCE_ERROR] ")
+        assert "Traceback" not in said
+        assert len(said) < 500
 
 
 SESSION = """

@@ -21,7 +21,7 @@ from ..consumer import AsyncConsumer, Delivery, Reject
 from . import registry
 from .databases import Databases, cancel_and_wait
 from .enqueueing import enqueue_messages
-from .errors import ApiError, from_database_error, is_temporary
+from .errors import ApiError, connection_failure, connection_sqlstate, from_database_error, is_temporary
 from .idempotency import Answer, EffectKey, run_once
 from .metrics import Metrics
 from .registry import AgentTask, QueueRow
@@ -39,6 +39,11 @@ _RECORD_DAYS: Final = 7
 _RETRY_SECONDS: Final = 1.0
 _MAINTENANCE_SECONDS: Final = 30.0
 _CLEANUP_SECONDS: Final = 3600.0
+_CONNECTION_REFUSED: Final = {
+    "3D000": "the database does not exist; create it, delete this queue, and create the queue again",
+    "28000": "the server refuses the user or the password of the service; correct its dsn",
+    "42501": "the user of the service may not connect to the database; grant it CONNECT",
+}
 
 
 class _TaskRefused(Exception):
@@ -106,6 +111,7 @@ class Agent:
         except Exception as error:
             last = delivery.attempt >= delivery.message.max_attempts
             if _is_retryable(error) and not last:
+                await self._note(task.id, f"{_error_message(error)}; the agent tries again")
                 raise
             if not isinstance(error, (_TaskRefused, psycopg.Error, ApiError)) and not is_temporary(error):
                 logger.exception("task %s (%s) failed", task.id, task.kind)
@@ -132,6 +138,7 @@ class Agent:
     async def _provision(self, task: AgentTask, queue: QueueRow | None) -> None:
         if queue is not None and queue.status in ("Pending", "Provisioning"):
             service = self._databases.service(queue.service_id)
+            await self._try_connection(queue)
             async with (
                 self._databases.target(service, queue.database_name, prepare=True) as target,
                 target.transaction(),
@@ -141,7 +148,7 @@ class Agent:
         await self._finish(task, queue="activate")
 
     async def _deprovision(self, task: AgentTask, queue: QueueRow | None) -> None:
-        if queue is not None and queue.status == "Deprovisioning":
+        if queue is not None and queue.status == "Deprovisioning" and await self._has_database(queue):
             service = self._databases.service(queue.service_id)
             async with (
                 self._databases.target(service, queue.database_name, prepare=True) as target,
@@ -150,6 +157,22 @@ class Agent:
                 if await self._lock_queue(target, queue.id, ("Deprovisioning",)):
                     await _drop(target, queue)
         await self._finish(task, queue="delete")
+
+    async def _try_connection(self, queue: QueueRow) -> None:
+        """Connect once to the database of a queue, because a pool does not say why a connection fails."""
+        service = self._databases.service(queue.service_id)
+        connection = await psycopg.AsyncConnection.connect(self._databases.conninfo(service, queue.database_name))
+        await connection.close()
+
+    async def _has_database(self, queue: QueueRow) -> bool:
+        """Whether the database of a queue exists. If it does not, there is nothing to drop."""
+        try:
+            await self._try_connection(queue)
+        except psycopg.OperationalError as error:
+            if connection_sqlstate(error) == "3D000":
+                return False
+            raise
+        return True
 
     async def _lock_queue(self, target: psycopg.AsyncConnection[Any], id: UUID, wanted: tuple[str, ...]) -> bool:
         """Lock a queue for the rest of the transaction, and return whether its status is still one of `wanted`.
@@ -192,6 +215,11 @@ class Agent:
     async def _finish(self, task: AgentTask, result: str | None = None, queue: str | None = None) -> None:
         async with self._databases.control() as connection, connection.transaction():
             await registry.finish(connection, task.id, result, queue)
+
+    async def _note(self, id: UUID, message: str) -> None:
+        with suppress(psycopg.Error, PoolTimeout, OSError):  # the task is tried again in any case
+            async with self._databases.control() as connection:
+                await registry.note(connection, id, message)
 
     async def _fail(self, id: UUID, kind: str, message: str) -> None:
         async with self._databases.control() as connection, connection.transaction():
@@ -260,10 +288,22 @@ async def _drop(target: psycopg.AsyncConnection[Any], queue: QueueRow) -> None:
 
 def _is_retryable(error: Exception) -> bool:
     # An agent may lack a service that other agents have. The lookup of the service then raises an ApiError.
+    if connection_sqlstate(error) is not None:
+        return False
     return is_temporary(error) or isinstance(error, (queue_errors.QueueBusy, psycopg.errors.QueryCanceled, ApiError))
 
 
 def _error_message(error: Exception) -> str:
+    """What the caller of the API sees. It contains no DSN, no host and no statement."""
     if isinstance(error, _TaskRefused):
         return str(error)
-    return error.message if isinstance(error, ApiError) else from_database_error(error).message
+    refused = connection_sqlstate(error)
+    if refused is not None:
+        return _CONNECTION_REFUSED[refused]
+    found = error if isinstance(error, ApiError) else from_database_error(error)
+    if found.code == "database_unavailable":
+        reason = connection_failure(error)
+        return "the database cannot be reached" + (f": {reason}" if reason else "")
+    if found.code == "internal_error" and isinstance(error, psycopg.Error) and error.diag.message_primary:
+        return f"the database refuses the task: {error.diag.message_primary}"
+    return found.message

@@ -1,6 +1,7 @@
 """Errors as responses: one JSON form that names the code, the message, the field, its value and the limit."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -10,7 +11,16 @@ from starlette.responses import Response
 
 from ..errors import InvalidArgument, PayloadTooLarge, QueueBusy, QueueExists, QueueNotFound
 
-__all__ = ["ApiError", "error_response", "from_database_error", "from_http_status", "from_validation_errors"]
+__all__ = [
+    "ApiError",
+    "connection_failure",
+    "connection_sqlstate",
+    "error_response",
+    "from_database_error",
+    "from_http_status",
+    "from_validation_errors",
+    "is_temporary",
+]
 
 _MAX_VALUE_CHARACTERS: Final = 100  # of a value in a response
 _CODES: Final = {
@@ -27,6 +37,17 @@ _CODES: Final = {
 # SQLSTATE classes: connection, resources, operator intervention, system error. The same request may succeed later.
 _TEMPORARY_CLASSES: Final = ("08", "53", "57", "58")
 _LIMIT_EXCEEDED_CLASS: Final = "54"
+# libpq reports why a connection failed as text, without SQLSTATE. These are the errors that waiting does not remedy.
+# The messages of a server in another language do not match, and count as temporary.
+_CONNECTION_SQLSTATES: Final = {
+    "3D000": re.compile(r'FATAL: +database ".*" does not exist'),
+    "42501": re.compile(r"FATAL: +permission denied for database "),
+    "28000": re.compile(
+        r'FATAL: +(?:\S+ authentication failed for user|role ".*" (?:does not exist|is not permitted to log in)'
+        r"|no pg_hba\.conf entry|pg_hba\.conf rejects)|no password supplied"
+    ),
+}
+_CONNECTION_FAILURE: Final = re.compile(r"failed: (?:FATAL: +)?((?:(?!failed: )[^\n])+)")
 
 
 class ApiError(Exception):
@@ -153,6 +174,21 @@ def is_temporary(error: BaseException) -> bool:
     if state is None:
         return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
     return state[:2] in _TEMPORARY_CLASSES or state[:2] == "40" or state in ("55P03", "25006")
+
+
+def connection_sqlstate(error: BaseException) -> str | None:
+    """The SQLSTATE of a failed connection, if a later attempt fails in the same way: 3D000, 28000 or 42501."""
+    if not isinstance(error, psycopg.OperationalError) or error.sqlstate is not None:
+        return None
+    return next((state for state, text in _CONNECTION_SQLSTATES.items() if text.search(str(error))), None)
+
+
+def connection_failure(error: BaseException) -> str | None:
+    """Why a connection failed, such as `Connection refused`; None if the text may name a host or a user."""
+    if not isinstance(error, psycopg.OperationalError) or error.sqlstate is not None:
+        return None
+    reasons = [reason for reason in _CONNECTION_FAILURE.findall(str(error)) if '"' not in reason and "@" not in reason]
+    return reasons[-1].strip() if reasons else None
 
 
 def from_database_error(error: BaseException) -> ApiError:

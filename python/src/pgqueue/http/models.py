@@ -201,7 +201,7 @@ class ListedQueue(BaseModel):
 
 
 class QueueBody(ListedQueue):
-    """A queue. `error_message` is present if it failed."""
+    """A queue. `error_message` is present if it failed, and while an agent retries."""
 
     service_id: str
     created_at: datetime

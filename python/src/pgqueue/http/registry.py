@@ -175,13 +175,27 @@ async def start(connection: Connection, id: UUID) -> AgentTask | None:
     return await cursor.fetchone()
 
 
+async def note(connection: Connection, id: UUID, message: str) -> None:
+    """Store the error of an attempt at a task that is tried again, and show it in the queue that the task changes."""
+    await connection.execute(
+        "with task as ("
+        " update pgqueue_http.tasks t set error_message = %(message)s, updated_at = now()"
+        " where t.id = %(id)s and t.status = 'running' returning t.*"
+        ") update pgqueue_http.queues q set error_message = %(message)s, updated_at = now() from task t"
+        " where q.id = t.queue_id and q.deleted_at is null"
+        " and ((t.kind = 'provision' and q.status = 'Provisioning')"
+        " or (t.kind = 'deprovision' and q.status = 'Deprovisioning'))",
+        {"id": id, "message": message},
+    )
+
+
 async def finish(connection: Connection, id: UUID, result: str | None = None, queue: str | None = None) -> None:
     """Set a task to completed, and change its queue: `activate`, `delete` or None. Call it in one transaction."""
     await _end_task(connection, id, "completed", result, None)
     if queue == "activate":
         await connection.execute(
-            "update pgqueue_http.queues q set status = 'Active', updated_at = now() from pgqueue_http.tasks t"
-            " where t.id = %s and q.id = t.queue_id and q.status = 'Provisioning'",
+            "update pgqueue_http.queues q set status = 'Active', error_message = null, updated_at = now()"
+            " from pgqueue_http.tasks t where t.id = %s and q.id = t.queue_id and q.status = 'Provisioning'",
             [id],
         )
     elif queue == "delete":

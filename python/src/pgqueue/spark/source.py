@@ -1,5 +1,10 @@
 """The data source class of format `pgqueue`. It creates the readers and writers."""
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
@@ -44,6 +49,15 @@ class PgQueueDataSource(DataSource):
     Spark does not prune columns: choose them with `schema("id long, payload string")`.
     """
 
+    def __init__(self, options: dict[str, str]) -> None:
+        """Refuse a read or write without a database, before Spark plans it. Raises OptionError."""
+        super().__init__(options)
+        if "dsn" not in options:
+            from .connections import resolve_conninfo
+
+            with _short_errors():
+                resolve_conninfo(None)
+
     @classmethod
     def name(cls) -> str:
         """Return the name of the format, `pgqueue`."""
@@ -54,15 +68,20 @@ class PgQueueDataSource(DataSource):
         from .columns import source_schema
 
         # Spark does not say whether the read is a stream, but only a stream has option streamId.
-        is_stream = "streamId" in self.options
-        return source_schema("stream" if is_stream else self.options.get("source", "ready").strip().lower())
+        if "streamId" in self.options:
+            # Spark calls streamReader only when the query runs.
+            with _short_errors():
+                parse(self.options, STREAM)
+            return source_schema("stream")
+        return source_schema(self.options.get("source", "ready").strip().lower())
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return a batch reader. Raises OptionError."""
         from .snapshot import PushdownSnapshotReader, SnapshotReader
 
-        options = parse(self.options, READ)
-        return (PushdownSnapshotReader if options.pushdown else SnapshotReader)(options, schema)
+        with _short_errors():
+            options = parse(self.options, READ)
+            return (PushdownSnapshotReader if options.pushdown else SnapshotReader)(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """Return a streaming reader. Raises OptionError."""
@@ -74,15 +93,32 @@ class PgQueueDataSource(DataSource):
         """Return a batch writer. Raises OptionError."""
         from .sink import QueueArrowWriter
 
-        _refuse_overwrite(overwrite)
-        return QueueArrowWriter(parse(self.options, WRITE), schema)
+        with _short_errors():
+            _refuse_overwrite(overwrite)
+            return QueueArrowWriter(parse(self.options, WRITE), schema)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 - Spark's name
         """Return a writer for a streaming query. Raises OptionError."""
         from .sink import QueueStreamArrowWriter
 
-        _refuse_overwrite(overwrite)
-        return QueueStreamArrowWriter(parse(self.options, WRITE), schema)
+        with _short_errors():
+            _refuse_overwrite(overwrite)
+            return QueueStreamArrowWriter(parse(self.options, WRITE), schema)
+
+
+@contextmanager
+def _short_errors() -> Iterator[None]:
+    """Have Spark show an OptionError without the traceback of its Python process, which ends with the error.
+
+    Not for streamReader: there an error of Spark itself follows, and only the traceback has the first one.
+    """
+    try:
+        yield
+    except OptionError:
+        program = sys.modules["__main__"].__spec__
+        if program is not None and program.name.startswith("pyspark."):
+            os.environ["SPARK_HIDE_TRACEBACK"] = "1"
+        raise
 
 
 def _refuse_overwrite(overwrite: bool) -> None:
