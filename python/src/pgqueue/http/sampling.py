@@ -5,6 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +15,7 @@ from psycopg_pool import PoolTimeout
 from ..client import AsyncQueues
 from ..message import QueueStats
 from .databases import Databases, cancel_and_wait
+from .depth_history import record, recorded_row
 from .settings import Service, Settings
 from .throughput import Counts, QueueActivity, Throughput, read_activity, throughput_between
 
@@ -23,6 +25,7 @@ logger = logging.getLogger("pgqueue.http")
 
 _MAX_SAMPLES: Final = 90  # of each queue
 _RATE_SAMPLES: Final = 5  # over which rates are computed
+_RECORD_SECONDS: Final = 60.0  # between two records for the charts
 _MAX_TIME_SHARE: Final = 0.05  # the largest share of time in which a database is sampled
 
 _LIVE_COUNTS: Final = {"ready_messages", "inflight_messages", "scheduled_messages"}
@@ -68,6 +71,13 @@ class History:
         """The throughput over the last few samples."""
         return self.throughputs[-1]
 
+    def throughput_over(self, seconds: float) -> Throughput:
+        """The throughput over the last `seconds`, as far as the samples reach back."""
+        earlier = next(each for each in self.samples if each.at >= self.last.at - seconds)
+        if earlier is self.last:
+            return Throughput()
+        return throughput_between(earlier.counts, self.last.counts, max(self.last.at - earlier.at, 0.001))
+
     @property
     def change(self) -> float:
         """The change of the depth over the last few samples, in messages per second."""
@@ -78,6 +88,7 @@ class History:
         """Add a sample, and the throughput since the sample a few before it."""
         seen = self.samples[-1].counts.seen if self.samples else 0
         depth = None if _LIVE_COUNTS & set(stats.estimates) else depth_of(stats)
+        # Exact totals of a queue belong into `inserted` and `deleted`: rates, metrics and charts then use them.
         counts = Counts(self.sent, self.acked, seen + found.seen, depth, found.inserted, found.deleted)
         self.samples.append(Sample(at, stats, counts))
         if len(self.samples) > 1:
@@ -125,6 +136,7 @@ class Sampler:
         """Sample until cancelled."""
         places = [(service, database) for service in self._settings.services.values() for database in service.databases]
         sampling = [asyncio.create_task(self._sample_repeatedly(*place)) for place in places]
+        sampling.append(asyncio.create_task(self._record_repeatedly()))
         try:
             # Not asyncio.gather: it would wait for a task that swallowed its cancellation.
             done, _ = await asyncio.wait(sampling, return_when=asyncio.FIRST_EXCEPTION)
@@ -141,6 +153,23 @@ class Sampler:
             # A failed sample has mostly waited, which costs the database nothing.
             cost = time.monotonic() - began if was_sampled else 0.0
             await asyncio.sleep(max(self._settings.limits.sample_seconds, cost / _MAX_TIME_SHARE))
+
+    async def _record_repeatedly(self) -> None:
+        """Record the samples in the control database each minute, for the charts of an hour and of a day."""
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.sampled.wait(), _RECORD_SECONDS)
+            rows = [
+                recorded_row(place, history.last.stats, history.throughput_over(_RECORD_SECONDS))
+                for place, history in self.histories()
+                if place[:2] not in self.failing
+            ]
+            try:
+                async with self._databases.control() as connection:
+                    await record(connection, rows)
+            except (psycopg.Error, PoolTimeout, OSError) as error:
+                logger.debug("the charts miss a minute: %s", type(error).__name__)
+            await asyncio.sleep(_RECORD_SECONDS - time.time() % _RECORD_SECONDS)
 
     async def sample(self, service: Service, database: str) -> bool:
         """Sample one database now. Returns whether this succeeded."""
