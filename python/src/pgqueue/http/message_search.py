@@ -108,8 +108,8 @@ class FoundMessage:
     """A message in any state, with long texts cut.
 
     `at` is the moment that belongs to the state: when the message became or becomes visible, died, or was finished.
-    `payload` is JSON text, None if the message has a `body`. `failures` is the header in which consumers record them,
-    as JSON text.
+    `payload` is JSON text, None if the message has a `body`. `headers` are those of the sender. `failures` is the list
+    of failures that consumers recorded in the headers, as JSON text.
     """
 
     id: int
@@ -152,11 +152,15 @@ class ErrorGroup:
     last_died_at: datetime
 
 
-_FAILURES: Final = "'pgqueue.failures'"
+# Consumers record failures in these headers. A dead letter's `last_error` and the list of failures say the same.
+_RECORDED: Final = (
+    "'{pgqueue.failures,pgqueue.failed_queue,pgqueue.exception_type,pgqueue.exception_message,pgqueue.stack_trace,"
+    "pgqueue.failed_at,pgqueue.attempts}'::text[]"
+)
 _COLUMNS: Final = (
     "m.id, left(m.payload::text, %s), length(m.payload::text), substring(m.body for %s), octet_length(m.body),"
-    f" (case when jsonb_typeof(m.headers) = 'object' then m.headers - {_FAILURES} else m.headers end)::text,"
-    f" (m.headers -> {_FAILURES})::text, m.message_id, m.attempt_count, m.max_attempts, m.enqueued_at, m.expires_at,"
+    f" (case when jsonb_typeof(m.headers) = 'object' then m.headers - {_RECORDED} else m.headers end)::text,"
+    " (m.headers -> 'pgqueue.failures')::text, m.message_id, m.attempt_count, m.max_attempts, m.enqueued_at, m.expires_at,"
     f" m.claimed_by, left(m.last_error, {_MAX_ERROR})"
 )
 

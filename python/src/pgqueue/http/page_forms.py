@@ -228,7 +228,7 @@ def _json(form: Form, name: str) -> Any:
     try:
         value = read_json(text)
     except ApiError as error:
-        message = error.message.replace("the body", f"the field {name}")
+        message = error.message.replace("the body", "body").replace("body", f"the field {name}", 1)
         raise ApiError(422, "invalid", message, name) from None
     if name == "headers" and not isinstance(value, dict):
         raise ApiError(422, "invalid", "the headers are not a JSON object", name)

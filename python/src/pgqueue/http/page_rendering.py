@@ -190,11 +190,11 @@ def pretty_json(text: str, limit: int) -> str:
     return "".join(parts)
 
 
-def queue_url(path: str, place: Place, **more: object) -> str:
+def queue_url(page: str, place: Place, /, **more: object) -> str:
     """The URL of a page about a queue, relative to the page of all queues. Parameters that are None are left out."""
     service, database, name = place
     given = {name: value for name, value in more.items() if value is not None}
-    return f"{path}?{urlencode({'service': service, 'database': database, 'name': name} | given, doseq=True)}"
+    return f"{page}?{urlencode({'service': service, 'database': database, 'name': name} | given, doseq=True)}"
 
 
 def count(number: int, noun: str) -> str:
