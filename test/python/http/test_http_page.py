@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ import httpx
 import psycopg
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Error, Page, expect, sync_playwright
-from served import ADMIN, Server, Site, locked, new_name, serving
+from psycopg.conninfo import conninfo_to_dict
+from served import ADMIN, Server, Site, configuration, locked, new_name, serving
 
 import pgqueue
 from pgqueue.http import depth_history
@@ -762,25 +763,29 @@ def test_charts_show_an_hour_and_a_day(
     dead_letters(sql, name, "CardDeclined: order 1001 was declined", "HTTP 503 from the warehouse")
     place = ("pg-service-uuid", site.databases[0], name)
     with psycopg.connect(site.control, autocommit=True) as control:
-        for minutes, points in ((1, 50), (15, 90)):
-            control.execute(
-                "insert into pgqueue_http.depth_history select %s, %s, %s, %s,"
-                " date_bin(make_interval(mins => %s), now(), '2000-01-01 00:00+00') - n * make_interval(mins => %s),"
-                " 60 + (40 * sin(n / 6.0))::int + n %% 7, n / 20,"
-                " 2 + abs(sin(n / 9.0)) * 8, 12 + 5 * sin(n / 8.0), case when n <> 20 then 11 + 6 * cos(n / 8.0) end"
-                " from generate_series(1, %s) n",
-                [*place, minutes, minutes, minutes, points],
-            )
+        record_history(control, place)
     page.goto(url("/queue", at))
     depth, out = page.locator("figure").filter(has_text="Depth"), page.locator("figure").filter(has_text="Out")
     expect(depth.locator("polyline")).to_have_count(1)
     expect(depth.locator("svg")).to_have_attribute("aria-label", re.compile("^Depth, from 0 to 1[0-9]{2}$"))
     expect(out.locator("polyline")).to_have_count(2)  # a gap where it is unknown
-    shot(page, "charts")
     page.get_by_role("link", name="Day", exact=True).click()
     expect(page.get_by_role("heading", name="Last day")).to_be_visible()
     points = depth.locator("polyline").first.get_attribute("points") or ""
     assert points.startswith("5,")  # of the 96 quarters the first five are not recorded
+
+
+def record_history(control: psycopg.Connection[Any], place: tuple[str, str, str], scale: float = 1) -> None:
+    """Fill the charts of a queue: 50 minutes with a gap in what goes out, and 90 quarters of an hour."""
+    for minutes, points in ((1, 50), (15, 90)):
+        control.execute(
+            "insert into pgqueue_http.depth_history select %s, %s, %s, %s,"
+            " date_bin(make_interval(mins => %s), now(), '2000-01-01 00:00+00') - n * make_interval(mins => %s),"
+            " %s * (60 + (40 * sin(n / 6.0))::int + n %% 7), greatest(26 - n, 0) / 5,"
+            " 2 + abs(sin(n / 9.0)) * 8, 12 + 5 * sin(n / 8.0), case when n <> 20 then 11 + 6 * cos(n / 8.0) end"
+            " from generate_series(1, %s) n",
+            [*place, minutes, minutes, minutes, scale, points],
+        )
 
 
 def test_the_server_records_each_queue(site: Site, queue: str, tmp_path: Path, web: Server) -> None:
@@ -790,7 +795,7 @@ def test_the_server_records_each_queue(site: Site, queue: str, tmp_path: Path, w
         serving(site.configuration(tmp_path), tmp_path),
         psycopg.connect(site.control, autocommit=True) as control,
     ):
-        assert web.until(lambda: control.execute(found, [queue]).fetchall()) == [(2, 1, None)]
+        assert web.until(lambda: control.execute(found, [queue]).fetchall(), 90)[0] == (2, 1, None)
 
 
 @pytest.mark.usefixtures("web")
@@ -838,3 +843,45 @@ def test_the_history_is_bounded(site: Site) -> None:
 def test_json_is_indented_and_keeps_its_numbers(text: str, indented: str) -> None:
     assert pretty_json(text, 1000).split("\n") == indented.split("|")
     assert len(pretty_json("[" * 100_000, 1000)) == 1001
+
+
+if SHOTS:  # only then, as it proves nothing
+
+    def test_pictures_of_the_chapter(browser: Browser, empty_database: Callable[[], str], tmp_path: Path) -> None:
+        control, shop = empty_database(), empty_database()
+        database = str(conninfo_to_dict(shop)["dbname"])
+        config = configuration(tmp_path, control, {"shop": (shop, [database])})
+        with serving(config, tmp_path) as web, psycopg.connect(shop, autocommit=True) as sql:
+            web.http.post("/create", data={"database": f"shop/{database}", "name": "invoices", "dlq_enabled": "on"})
+            sql.execute("select pgqueue.create_queue('emails', dedicated => true)")
+            declined = [f"CardDeclined: order {number} was declined\nretry later" for number in range(1001, 1006)]
+            dead_letters(sql, "orders", *declined, "HTTP 503 from the warehouse")
+            with psycopg.connect(control, autocommit=True) as connection:
+                record_history(connection, ("shop", database, "orders"))
+            opened = context(browser, web, viewport={"width": 1200, "height": 900})
+            page = opened.new_page()
+            page.goto("/")
+            for number in range(1, 40):
+                sql.execute(
+                    "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]))", ["orders", 1 + number % 3]
+                )
+                sql.execute(
+                    "select pgqueue.enqueue_batch('emails', array_fill('1'::jsonb, array[%s]))", [2 + number % 5]
+                )
+                sql.execute("select pgqueue.receive('emails', %s)", [1 + number % 6])
+                sql.execute("select pgqueue.claim('orders', 1, '1 h', 'worker-1')") if number % 4 == 0 else None
+                page.wait_for_timeout(400)
+            expect(row(page, "emails").locator('[data-label="Out"] polyline')).to_have_count(1)
+            page.screenshot(
+                path=str(Path(SHOTS) / "page-queues.png"), clip={"x": 0, "y": 0, "width": 1200, "height": 380}
+            )
+            page.get_by_role("link", name="orders", exact=True).click()
+            page.screenshot(path=str(Path(SHOTS) / "page-queue.png"))
+            opened.close()
+            phone = context(browser, web, viewport={"width": 390, "height": 844}, color_scheme="dark")
+            page = phone.new_page()
+            page.goto(url("/queue", {"service": "shop", "database": database, "name": "orders"}))
+            page.get_by_role("heading", name="Dead letters").scroll_into_view_if_needed()
+            page.evaluate("document.querySelector('.states').scrollIntoView()")
+            page.screenshot(path=str(Path(SHOTS) / "page-phone.png"))
+            phone.close()

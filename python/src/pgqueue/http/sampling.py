@@ -106,6 +106,8 @@ class Sampler:
         self._last_message_ids: dict[tuple[str, str], int | None] = {}
         self.failing: set[tuple[str, str]] = set()
         self.sampled = asyncio.Event()
+        self._unsampled = {(each.id, name) for each in settings.services.values() for name in each.databases}
+        self._all_sampled = asyncio.Event()
 
     def histories(self) -> Iterator[tuple[Place, History]]:
         """The histories of all queues, by service, database and name."""
@@ -150,6 +152,9 @@ class Sampler:
             began = time.monotonic()
             was_sampled = await self.sample(service, database)
             self.sampled.set()
+            self._unsampled.discard((service.id, database))
+            if not self._unsampled:
+                self._all_sampled.set()
             # A failed sample has mostly waited, which costs the database nothing.
             cost = time.monotonic() - began if was_sampled else 0.0
             await asyncio.sleep(max(self._settings.limits.sample_seconds, cost / _MAX_TIME_SHARE))
@@ -158,7 +163,7 @@ class Sampler:
         """Record the samples in the control database each minute, for the charts of an hour and of a day."""
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.sampled.wait(), _RECORD_SECONDS)
+                await asyncio.wait_for(self._all_sampled.wait(), _RECORD_SECONDS)
             rows = [
                 recorded_row(place, history.last.stats, history.throughput_over(_RECORD_SECONDS))
                 for place, history in self.histories()

@@ -1,5 +1,5 @@
 -- The figures of each queue, for the charts of the page. A row stands for 1 minute or for 15 minutes. Rows of a minute
--- are deleted after 75 minutes and rows of 15 minutes after a day, so a queue has at most 171 rows.
+-- are deleted after 75 minutes and rows of 15 minutes after a day, so a queue has fewer than 180 rows.
 create table pgqueue_http.depth_history (
     service_id text not null,
     database_name text not null,
