@@ -160,8 +160,8 @@ _RECORDED: Final = (
 _COLUMNS: Final = (
     "m.id, left(m.payload::text, %s), length(m.payload::text), substring(m.body for %s), octet_length(m.body),"
     f" (case when jsonb_typeof(m.headers) = 'object' then m.headers - {_RECORDED} else m.headers end)::text,"
-    " (m.headers -> 'pgqueue.failures')::text, m.message_id, m.attempt_count, m.max_attempts, m.enqueued_at, m.expires_at,"
-    f" m.claimed_by, left(m.last_error, {_MAX_ERROR})"
+    " (m.headers -> 'pgqueue.failures')::text, m.message_id, m.attempt_count, m.max_attempts, m.enqueued_at,"
+    f" m.expires_at, m.claimed_by, left(m.last_error, {_MAX_ERROR})"
 )
 
 
