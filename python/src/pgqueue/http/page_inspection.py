@@ -1,5 +1,6 @@
 """The pages that inspect: what `doctor` finds in every database, and the consumers and subscriptions of a queue."""
 
+import asyncio
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -12,17 +13,19 @@ from psycopg_pool import PoolTimeout
 
 from ..client import AsyncQueues
 from ..message import Finding
-from .context import CurrentContext
+from .context import Context, CurrentContext
 from .errors import from_database_error
 from .message_search import LOOK_LIMIT
 from .page_rendering import render
 from .page_requests import CurrentPlace, open_queue, page_router
+from .settings import Service
 
 __all__ = ["router"]
 
 router = page_router()
 
-_SEVERITIES: Final = ("error", "warning", "info")
+_SEVERITIES: Final = {"error": 0, "warning": 1, "info": 2}
+_MAX_FINDINGS: Final = 200  # on the page
 # Only the index scan has the same cost on a deep queue.
 _CLAIMS: Final = f"""
 set local enable_seqscan = off;
@@ -76,21 +79,31 @@ class Sessions:
 @router.get("/health")
 async def health(context: CurrentContext) -> Response:
     """The page with the findings of `doctor` in every database, the worst first."""
-    findings: list[tuple[str, str, Finding]] = []
-    failing: list[tuple[str, str, str]] = []
-    for service in context.settings.services.values():
-        for database in service.databases:
-            try:
-                async with context.databases.target(service, database) as connection:
-                    findings += [(service.id, database, each) for each in await AsyncQueues(connection).doctor()]
-            except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
-                continue  # pgqueue is not installed there yet
-            except psycopg.errors.InsufficientPrivilege:
-                failing.append((service.id, database, "the role of the service may not call pgqueue.doctor()"))
-            except (psycopg.Error, PoolTimeout, OSError) as error:
-                failing.append((service.id, database, from_database_error(error).message))
-    findings.sort(key=lambda each: _SEVERITIES.index(each[2].severity))
-    return render("health.html", {"findings": findings, "failing": failing})
+    places = [(each, name) for each in context.settings.services.values() for name in each.databases]
+    checked = await asyncio.gather(*(_check(context, *place) for place in places))
+    findings = [each for found, _ in checked for each in found]
+    findings.sort(key=lambda each: _SEVERITIES.get(each[2].severity, len(_SEVERITIES)))
+    values = {
+        "findings": findings[:_MAX_FINDINGS],
+        "more": max(0, len(findings) - _MAX_FINDINGS),
+        "failing": [failure for _, failure in checked if failure is not None],
+    }
+    return render("health.html", values)
+
+
+async def _check(
+    context: Context, service: Service, database: str
+) -> tuple[list[tuple[str, str, Finding]], tuple[str, str, str] | None]:
+    """The findings in one database, and why it could not be checked."""
+    try:
+        async with context.databases.target(service, database) as connection:
+            return [(service.id, database, each) for each in await AsyncQueues(connection).doctor()], None
+    except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
+        return [], None  # pgqueue is not installed there yet
+    except psycopg.errors.InsufficientPrivilege:
+        return [], (service.id, database, "the role of the service may not call pgqueue.doctor()")
+    except (psycopg.Error, PoolTimeout, OSError) as error:
+        return [], (service.id, database, from_database_error(error).message)
 
 
 @router.get("/queue/consumers")
