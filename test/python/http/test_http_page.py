@@ -604,6 +604,31 @@ def test_selected_dead_letters_are_deleted_without_scripts(
     opened.close()
 
 
+def test_selected_ready_and_scheduled_messages_are_deleted(
+    page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    sql.execute("select pgqueue.enqueue_batch(%s, '{1,2,3}')", [name])
+    sql.execute("select pgqueue.enqueue(%s, '4', delay => '1 h')", [name])
+    page.goto(url("/queue", at))
+    letters = page.locator("article.letter")
+    for each in ("1", "3"):
+        letters.filter(has=page.locator("pre", has_text=each)).get_by_role("checkbox").check()
+    page.get_by_role("button", name="Delete selected…").click()
+    expect(page.get_by_role("heading")).to_have_text(f"Delete 2 messages of {name}?")
+    sql.execute("select pgqueue.claim(%s)", [name])  # a consumer takes the first one meanwhile
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("status")).to_have_text("Deleted: 1 message; 1 left the state meanwhile")
+    expect(letters.locator("pre.payload")).to_have_text(["2"])
+    page.get_by_role("link", name="Scheduled", exact=True).click()
+    letters.get_by_role("checkbox").check()
+    page.get_by_role("button", name="Delete selected…").click()
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_text("No scheduled messages.")).to_be_visible()
+    found = "select ready_messages, inflight_messages, scheduled_messages from pgqueue.stats(%s)"
+    assert sql.execute(found, [name]).fetchall() == [(1, 1, 0)]
+
+
 def test_all_messages_of_a_page_are_selected_at_once(
     page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
 ) -> None:

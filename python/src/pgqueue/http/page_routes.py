@@ -41,7 +41,27 @@ _PAGE_SIZE: Final = 20  # messages on a page
 _MAX_TEXT: Final = 4000  # characters of a payload in a list
 _After = Annotated[int | None, Query(ge=0, le=MAX_ID)]
 # The actions that ask for a confirmation, with their verb in the question.
-_CONFIRMED_ACTIONS: Final = {"redrive": "Redrive", "purge": "Delete"}
+_CONFIRMED_ACTIONS: Final = {"redrive": "Redrive", "purge": "Delete", "delete": "Delete"}
+# Messages in flight and messages that a consumer is claiming now are left alone.
+_DELETE: Final = b"""
+with ready as (
+    select m.id from pgqueue.messages m
+    where m.queue_name = %(name)s and m.id = any (%(ids)s) and (m.visible_at <= now() or m.attempt_count = 0)
+    for update skip locked
+),
+deleted as (
+    delete from pgqueue.messages m using ready r where m.queue_name = %(name)s and m.id = r.id returning m.id
+),
+scheduled as (
+    select s.id from pgqueue.scheduled_messages s
+    where s.queue_name = %(name)s and s.id = any (%(ids)s) for update skip locked
+),
+deleted_scheduled as (
+    delete from pgqueue.scheduled_messages s using scheduled c
+    where s.queue_name = %(name)s and s.id = c.id returning s.id
+)
+select (select count(*) from deleted) + (select count(*) from deleted_scheduled)
+"""
 
 
 @router.get("/")
@@ -160,14 +180,17 @@ async def confirm(
     filter: _CurrentFilter,
     of: str = "",
     id: Annotated[list[str] | None, Query()] = None,
+    state: str = "dead",
 ) -> Response:
     """The page that asks before dead letters are redriven or deleted: all, the selected, or those that a filter finds.
 
-    Selected ones are listed as `id`. `of` is `selected` or `found` unless all are meant.
+    Selected ones are listed as `id`. `of` is `selected` or `found` unless all are meant. The action `delete` is for
+    selected messages that are ready or scheduled.
     """
+    _check_choice("state", state, STATES)
     if action not in _CONFIRMED_ACTIONS:
         raise ApiError(404, "not_found", f"there is no action {action[:20]!r} to confirm", "action", action)
-    if of == "selected" and not id:
+    if not id and (of == "selected" or action == "delete"):
         raise ApiError(422, "invalid", "no message is selected: select at least one", "id")
     ids, looked = message_ids(id) if id else None, 0
     async with open_queue(context, place) as opened:
@@ -181,6 +204,8 @@ async def confirm(
         "up": "../",
         "place": place,
         "action": action,
+        "state": state,
+        "noun": "message" if action == "delete" else "dead letter",
         "verb": _CONFIRMED_ACTIONS[action],
         "ids": ids,
         "looked": looked,
@@ -211,6 +236,14 @@ async def act(request: Request, context: CurrentContext, place: CurrentPlace, ac
                     number, state = await opened.purge_dead_messages(ids), "dead"
                 context.metrics.messages(*place, "redriven" if action == "redrive" else "purged", number)
                 done = f"{'Redriven' if action == 'redrive' else 'Deleted'}: {count(number, 'dead letter')}"
+            case "delete":
+                ids = message_ids(form.get("id", []))
+                cursor = await opened.connection.execute(_DELETE, {"name": name, "ids": ids})
+                (number,) = await cursor.fetchone() or (0,)
+                state = form.get("state", ["ready"])[0]
+                done = f"Deleted: {count(number, 'message')}"
+                if number < len(ids):
+                    done += f"; {len(ids) - number:,} left the state meanwhile"
             case _:
                 raise ApiError(404, "not_found", f"there is no action {action[:20]!r}", "action", action)
     await context.sampler.sample(context.databases.service(place[0]), place[1])
