@@ -531,6 +531,17 @@ def test_messages_are_searched_by_id_header_payload_and_error(
         expect(headings).to_have_count(3)
 
 
+def test_a_long_payload_is_cut_in_the_list_and_whole_on_its_own_page(
+    page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    sql.execute("select pgqueue.enqueue(%s, jsonb_build_array(repeat('a', 50000), 'the end'))", [name])
+    page.goto(url("/queue", at))
+    expect(page.locator("pre.payload")).to_have_text(re.compile("^.{3000,4100}…$", re.DOTALL))
+    page.get_by_role("link", name="The whole payload").click()
+    expect(page.locator("pre.payload")).to_have_text(re.compile('"the end"\\s*\\]$'))
+
+
 def test_an_invalid_json_path_is_explained(web: Server, queue: str, at: dict[str, str]) -> None:
     for path in ("$.", "$ ? (", "'; select 1; --", "<script>", '$ ? (@ like_regex "(")', "(" * 20_000):
         answer = web.get("/queue", params=at | {"name": queue, "state": "ready", "path": path})
