@@ -1,9 +1,13 @@
 """The page in headless Chromium: by mouse, by keyboard, in narrow windows, in dark mode, and without scripts."""
 
+import asyncio
+import html
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,14 @@ import httpx
 import psycopg
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Error, Page, expect, sync_playwright
-from served import ADMIN, Server, Site, new_name, serving
+from psycopg.conninfo import conninfo_to_dict
+from served import ADMIN, Server, Site, configuration, locked, new_name, serving
 
 import pgqueue
-from pgqueue.http.page_rendering import sparkline
+from pgqueue.http import depth_history
+from pgqueue.http.page_rendering import pretty_json, sparkline
+from pgqueue.http.throughput import Throughput
+from pgqueue.message import QueueStats
 
 UNPACKED = Path(__file__).parents[3] / ".cache/chromium/chromium"
 SHOTS = os.environ.get("PGQUEUE_TEST_SCREENSHOTS")
@@ -108,9 +116,23 @@ def test_the_page_shows_queues_with_figures_and_sparklines(
     expect(row(page, queue).locator('[data-label="Dead"]')).to_have_text("1")
     sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[7]))", [queue])
     expect(row(page, queue).locator('[data-label="Ready"]')).to_have_text("9")  # without a reload
-    for line in ("Depth, from 0 to 9", "In a second", "Out a second", "Age in seconds"):
+    for line in ("Depth, from 0 to 9", "In a second", "Age in seconds"):
         expect(row(page, queue).locator(f'svg[aria-label*="{line}"] polyline')).to_have_count(1)
     shot(page, "queues")
+
+
+def test_outgoing_messages_are_unknown_unless_they_are_counted(page: Page, sql: psycopg.Connection[Any]) -> None:
+    shared, dedicated = new_name(), new_name()
+    for name in (shared, dedicated):
+        sql.execute("select pgqueue.create_queue(%s, dedicated => %s)", [name, name == dedicated])
+        sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[50]))", [name])
+    page.goto("/")
+    expect(row(page, shared).locator('[data-label="Out"]')).to_have_text("unknown")
+    expect(row(page, shared).locator('[data-label="Out"] polyline')).to_have_count(0)
+    expect(row(page, dedicated).locator('[data-label="Out"]')).to_contain_text("/s")
+    expect(row(page, dedicated).locator('[data-label="Out"] polyline')).to_have_count(1)
+    for name in (shared, dedicated):
+        sql.execute("select pgqueue.drop_queue(%s)", [name])
 
 
 def test_a_queue_is_paused_and_resumed(page: Page, queue: str, sql: psycopg.Connection[Any]) -> None:
@@ -129,7 +151,9 @@ def test_a_dead_letter_is_shown_with_error_headers_and_history(page: Page, queue
     letter = page.locator("article.letter")
     expect(letter).to_have_count(1)
     expect(letter.locator("pre.error")).to_contain_text("ValueError: card declined <script>")
-    expect(letter).to_contain_text('"order_id": 1001')
+    expect(letter.locator("pre.payload")).to_contain_text(
+        re.compile(r'^\{\s+"note": "<script>.*",\s+"order_id": 1001\s+\}$')
+    )
     expect(letter).to_contain_text("attempts exhausted")
     expect(letter).to_contain_text("attempt 2 of 2")
     letter.get_by_text("History: 2 failed attempts").click()
@@ -208,24 +232,37 @@ def test_the_page_fits_narrow_windows_with_enough_contrast(
     long = "a-name-as-long-as-it-may-be-" + "x" * 90 + new_name()[:10]
     sql.execute("select pgqueue.create_queue(%s)", [long])
     web.until(lambda: long in web.get("/metrics").text)
+    sql.execute("select pgqueue.subscribe(%s, %s)", ["orders." + "x" * 200, queue])
+    sql.execute("select pgqueue.claim(%s, claimed_by => %s)", [queue, "worker-" + "x" * 100])
     opened = context(browser, web, viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = opened.new_page()
-    for path in ("/", None):
-        if path:
-            page.goto(path)
-            expect(row(page, queue)).to_be_visible()
-        else:
-            page.get_by_role("link", name=queue, exact=True).click()
-            expect(page.locator("article.letter")).to_be_visible()
+    page.goto("/")
+    for path, visible in PAGES.items():
+        if path != "queues":
+            page.get_by_role("link", name=path if path in ("Health", "Create a queue") else queue, exact=True).click()
+        if path in ("Consumers", "Settings", "Send a message"):
+            page.get_by_role("link", name=path, exact=True).click()
+        expect(page.locator(visible).first).to_be_visible()
         page.wait_for_load_state("load")  # includes its style sheet
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         for background, text in page.evaluate(CONTRAST):
             assert ratio(background, text) >= 4.5, (background, text)
-        shot(page, f"{'queues' if path else 'queue'}-{width}-{scheme}")
+        shot(page, f"{path.lower().replace(' ', '-')}-{width}-{scheme}")
+        page.goto("/")
     opened.close()
     sql.execute("select pgqueue.drop_queue(%s)", [long])
 
 
+# The pages by their links, and what each shows.
+PAGES = {
+    "queues": "tr[data-queue]",
+    "queue": "article.letter",
+    "Consumers": "th[scope=row]",
+    "Settings": "label",
+    "Send a message": "textarea",
+    "Create a queue": "label",
+    "Health": ".finding",
+}
 CONTRAST = """() => [...document.querySelectorAll('main *, header *')].filter(e => e.offsetWidth && [...e.childNodes]
     .some(n => n.nodeType === 3 && n.textContent.trim())).map(e => {
         let b = e;
@@ -333,7 +370,8 @@ STEPS = [0.0, 0.0, 0.0, 6.0, 6.0, 6.0, 0.0]
 def test_the_page_works_behind_a_path_prefix(web: Server, queue: str, site: Site) -> None:
     """Behind a proxy that strips a path prefix, no link may be relative to the root."""
     place = {"service": "pg-service-uuid", "database": site.databases[0], "name": queue}
-    pages = [web.get(path, params=place) for path in ("/", "/page/queues", "/queue")]
+    paths = ("/", "/page/queues", "/create", "/health", "/queue", "/queue/settings", "/queue/consumers", "/queue/send")
+    pages = [web.get(path, params=place) for path in paths]
     pages.append(web.get("/queue/confirm", params=place | {"action": "redrive"}))
     leads = [lead for page in pages for lead in re.findall(r'(?:href|src|action|data-live)="([^"]*)"', page.text)]
     assert len(leads) > 20
@@ -403,3 +441,483 @@ def test_dead_letters_are_paged(page: Page, sql: psycopg.Connection[Any], web: S
     page.get_by_role("link", name="First").click()
     expect(page.locator("article.letter")).to_have_count(20)
     sql.execute("select pgqueue.drop_queue(%s)", [name])
+
+
+def dead_letters(sql: psycopg.Connection[Any], name: str, *errors: str) -> list[int]:
+    """Make a queue with a dead letter for each error; returns their ids."""
+    sql.execute("select pgqueue.create_queue(%s, max_attempts => 1)", [name])
+    ids = []
+    for number, error in enumerate(errors, 1001):
+        payload = f'{{"order_id": {number}, "total": 19.90, "items": [{{"sku": "A-{number}", "quantity": 2}}]}}'
+        headers = f'{{"tenant": "{"acme" if number % 2 else "globex"}"}}'
+        sql.execute("select pgqueue.enqueue(%s, %s::jsonb, headers => %s)", [name, payload, headers])
+        ((dead,),) = sql.execute(
+            "select m.id from pgqueue.claim(%s, claimed_by => 'worker-1') m, lateral"
+            " pgqueue.nack(%s, m.id, m.claim_token, error => %s) n where n",
+            [name, name, error],
+        ).fetchall()
+        ids.append(dead)
+    return ids
+
+
+@pytest.fixture
+def name(sql: psycopg.Connection[Any]) -> Iterator[str]:
+    """The name of a queue that the test creates."""
+    name = new_name()
+    yield name
+    sql.execute("select pgqueue.drop_queue(q.name) from pgqueue.queues q where q.name = %s", [name])
+
+
+@pytest.fixture
+def at(site: Site, name: str) -> dict[str, str]:
+    """The parameters of the pages of that queue."""
+    return {"service": "pg-service-uuid", "database": site.databases[0], "name": name}
+
+
+def url(page: str, at: dict[str, str]) -> str:
+    return f"{page}?{httpx.QueryParams(at)}"
+
+
+def test_messages_of_every_state_are_shown(
+    page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s, archive_for => '1 day')", [name])
+    for number in (1, 2, 3):
+        sql.execute("select pgqueue.enqueue(%s, jsonb_build_object('number', %s::int))", [name, number])
+    acked = "select pgqueue.ack(%s, m.id, m.claim_token) from pgqueue.claim(%s, claimed_by => 'worker-1') m"
+    sql.execute(acked, [name, name])
+    sql.execute("select pgqueue.claim(%s, claimed_by => 'worker-2')", [name])
+    sql.execute("select pgqueue.enqueue(%s, body => 'plain text', delay => '1 h')", [name])
+    page.goto(url("/queue", at))
+    letter = page.locator("article.letter")
+    for state, payload, fact in (
+        ("Ready", '"number": 3', "attempt 0 of 5"),
+        ("In flight", '"number": 2', "held by worker-2"),
+        ("Scheduled", "10 bytes of text: plain text", "Due "),
+        ("Archived", '"number": 1', "last held by worker-1"),
+    ):
+        page.get_by_role("link", name=state, exact=True).click()
+        expect(page.get_by_role("heading", name=f"{state} messages")).to_be_visible()
+        expect(letter).to_have_count(1)
+        expect(letter).to_contain_text(payload)
+        expect(letter).to_contain_text(fact)
+    page.get_by_role("link", name="Dead", exact=True).click()
+    expect(page.get_by_text("No dead letters.")).to_be_visible()
+
+
+def test_messages_are_searched_by_id_header_payload_and_error(
+    page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    ids = dead_letters(sql, name, "Timeout: no answer", "Declined: 100% <b>", "Timeout: host down")
+    page.goto(url("/queue", at))
+    headings = page.locator("article.letter h3")
+    for fields, found in (
+        ({"Id": str(ids[1])}, [ids[1]]),
+        ({"Header": "tenant", "Value of the header": "globex"}, [ids[1]]),
+        ({"Header": "region"}, []),
+        ({"Payload, a JSON path": "$.order_id >= 1002"}, ids[1:]),
+        ({"Payload, a JSON path": '$.items[*] ? (@.sku == "A-1001")'}, ids[:1]),
+        ({"Error contains": "TIMEOUT"}, [ids[0], ids[2]]),
+        ({"Error contains": "100% <b>"}, [ids[1]]),
+        ({"Error contains": "timeout", "Payload, a JSON path": "$.order_id == 1003"}, ids[2:]),
+    ):
+        page.get_by_text("Search", exact=True).first.click()
+        for label, text in fields.items():
+            page.get_by_label(label, exact=True).fill(text)
+        page.get_by_role("button", name="Search").click()
+        expect(page.locator(".looked")).to_contain_text(f"{len(found)} message")
+        expect(headings).to_have_text([str(each) for each in found])
+        page.get_by_role("link", name="Show all").click()
+        expect(headings).to_have_count(3)
+
+
+def test_a_long_payload_is_cut_in_the_list_and_whole_on_its_own_page(
+    page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    sql.execute("select pgqueue.enqueue(%s, jsonb_build_array(repeat('a', 50000), 'the end'))", [name])
+    page.goto(url("/queue", at))
+    expect(page.locator("pre.payload")).to_have_text(re.compile("^.{3000,4100}…$", re.DOTALL))
+    page.get_by_role("link", name="The whole payload").click()
+    expect(page.locator("pre.payload")).to_have_text(re.compile('"the end"\\s*\\]$'))
+
+
+def test_an_invalid_json_path_is_explained(web: Server, queue: str, at: dict[str, str]) -> None:
+    for path in ("$.", "$ ? (", "'; select 1; --", "<script>", '$ ? (@ like_regex "(")', "(" * 20_000):
+        answer = web.get("/queue", params=at | {"name": queue, "state": "ready", "path": path})
+        assert answer.status_code == 422, path
+        assert "The payload filter is not a JSON path: " in answer.text
+        assert "<script>" not in answer.text.partition("<main")[2]
+    assert web.get("/queue", params=at | {"name": queue, "path": "lax $"}).status_code == 200
+
+
+def test_a_search_looks_at_a_limited_number_of_messages_at_a_time(
+    page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    sql.execute(
+        "select count(*) from pgqueue.enqueue_batch(%s, array(select to_jsonb(n) from generate_series(1, 10050) n))",
+        [name],
+    )
+    page.goto(url("/queue", at | {"path": "$ == 10050"}))
+    expect(page.locator(".looked")).to_have_text("0 messages on this page; looked at 10,000 messages.")
+    page.get_by_role("link", name="Search further").click()
+    expect(page.locator(".looked")).to_have_text("1 message on this page; looked at 50 messages.")
+    expect(page.locator("article.letter pre.payload")).to_have_text("10050")
+
+
+def test_a_search_takes_a_limited_time(web: Server, queue: str, at: dict[str, str], site: Site) -> None:
+    with locked(site.target, "lock table pgqueue.archived_messages"):
+        answer = web.get("/queue", params=at | {"name": queue, "state": "archived"})
+    assert answer.status_code == 503
+    assert "The search took too long and was ended." in answer.text
+
+
+def test_errors_are_grouped_and_a_group_is_redriven(
+    page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    declined = [f"CardDeclined: order {number} was declined\nat line {number % 7}" for number in range(1001, 1024)]
+    dead_letters(sql, name, *declined, "HTTP 503 from the warehouse", "HTTP 404 from the warehouse", "")
+    page.goto(url("/queue", at))
+    groups = page.locator(".groups li")
+    expect(groups).to_have_count(4)
+    expect(groups.first).to_contain_text("23CardDeclined: order … was declined")
+    for error in ("HTTP 404 from the warehouse", "HTTP 503 from the warehouse", "attempts exhausted"):
+        expect(groups.filter(has_text=error)).to_contain_text(f"1{error}")
+    shot(page, "errors")
+    page.get_by_role("link", name="CardDeclined: order … was declined").click()
+    expect(page.locator("article.letter")).to_have_count(20)
+    page.get_by_role("link", name="Redrive all found…").click()
+    expect(page.get_by_role("heading")).to_have_text(f"Redrive 23 dead letters of {name}?")
+    page.get_by_role("button", name="Redrive").click()
+    expect(page.get_by_role("status")).to_have_text(["Redriven: 23 dead letters"])
+    expect(page.locator("article.letter")).to_have_count(3)
+    assert sql.execute("select ready_messages, dead_messages from pgqueue.stats(%s)", [name]).fetchall() == [(23, 3)]
+
+
+def test_selected_dead_letters_are_deleted_without_scripts(
+    browser: Browser, web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    ids = dead_letters(sql, name, "one", "two", "three")
+    opened = context(browser, web, java_script_enabled=False)
+    page = opened.new_page()
+    page.goto(url("/queue", at))
+    page.get_by_role("button", name="Delete selected…").click()
+    expect(page.get_by_role("alert")).to_have_text("no message is selected: select at least one")
+    page.go_back()
+    for each in ids[:2]:
+        page.get_by_label(f"Select {each}", exact=True).check()
+    page.get_by_role("button", name="Delete selected…").click()
+    expect(page.get_by_role("heading")).to_have_text(f"Delete 2 dead letters of {name}?")
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("status")).to_have_text("Deleted: 2 dead letters")
+    expect(page.locator("article.letter h3")).to_have_text([str(ids[2])])
+    opened.close()
+
+
+def test_selected_ready_and_scheduled_messages_are_deleted(
+    page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    sql.execute("select pgqueue.enqueue_batch(%s, '{1,2,3}')", [name])
+    sql.execute("select pgqueue.enqueue(%s, '4', delay => '1 h')", [name])
+    page.goto(url("/queue", at))
+    letters = page.locator("article.letter")
+    for each in ("1", "3"):
+        letters.filter(has=page.locator("pre", has_text=each)).get_by_role("checkbox").check()
+    page.get_by_role("button", name="Delete selected…").click()
+    expect(page.get_by_role("heading")).to_have_text(f"Delete 2 messages of {name}?")
+    sql.execute("select pgqueue.claim(%s)", [name])  # a consumer takes the first one meanwhile
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("status")).to_have_text("Deleted: 1 message; 1 left the state meanwhile")
+    expect(letters.locator("pre.payload")).to_have_text(["2"])
+    page.get_by_role("link", name="Scheduled", exact=True).click()
+    letters.get_by_role("checkbox").check()
+    page.get_by_role("button", name="Delete selected…").click()
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_text("No scheduled messages.")).to_be_visible()
+    found = "select ready_messages, inflight_messages, scheduled_messages from pgqueue.stats(%s)"
+    assert sql.execute(found, [name]).fetchall() == [(1, 1, 0)]
+
+
+def test_all_messages_of_a_page_are_selected_at_once(
+    page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    dead_letters(sql, name, "one", "two", "three")
+    page.goto(url("/queue", at))
+    page.get_by_label("All on this page").check()
+    page.get_by_role("button", name="Redrive selected…").click()
+    expect(page.get_by_role("heading")).to_have_text(f"Redrive 3 dead letters of {name}?")
+
+
+def test_a_dead_letter_is_edited_and_retried(
+    page: Page, web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    (dead,) = dead_letters(sql, name, "ValueError: unknown SKU")
+    page.goto(url("/queue", at))
+    page.get_by_label(f"Edit and retry {dead}").click()
+    expect(page.get_by_role("heading", name=f"Edit and retry dead letter {dead}")).to_be_visible()
+    payload = page.get_by_label("Payload, as JSON")
+    expect(payload).to_have_value(re.compile('"total": 19.90,'))
+    payload.fill(payload.input_value().replace("A-1001", "B-1001"))
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_role("status")).to_contain_text(f"dead letter {dead} is deleted")
+    expect(page.locator("article.letter")).to_contain_text('"sku": "B-1001"')
+    found = "select payload #>> '{items,0,sku}', payload ->> 'total', headers ->> 'tenant' from pgqueue.browse(%s)"
+    assert sql.execute(found, [name]).fetchall() == [("B-1001", "19.90", "acme")]
+    # A dead letter that is gone is not sent a second time.
+    answer = web.http.post(url("/queue/send", at), data={"payload": "1", "replaces": str(dead)})
+    assert (answer.status_code, "is not there any more" in answer.text) == (409, True)
+    assert sql.execute("select ready_messages, dead_messages from pgqueue.stats(%s)", [name]).fetchall() == [(1, 0)]
+
+
+def test_a_message_is_sent(page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any]) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    page.goto(url("/queue", at))
+    page.get_by_role("link", name="Send a message").click()
+    page.get_by_label("Payload, as JSON").fill('{"order_id": 1001, "total": 12345678901234567890.10}')
+    page.get_by_label("Headers, a JSON object").fill('{"tenant": "acme"}')
+    page.get_by_label("Delay (s)").fill("90.5")
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_role("status")).to_contain_text("Sent as message")
+    expect(page.locator("article.letter")).to_contain_text('"total": 12345678901234567890.10')
+    ((seconds, headers),) = sql.execute(
+        "select extract(epoch from visible_at - enqueued_at)::float8, headers from pgqueue.browse(%s, 'scheduled')",
+        [name],
+    ).fetchall()
+    assert (round(seconds, 1), headers) == (90.5, {"tenant": "acme"})
+
+
+@pytest.mark.parametrize(
+    ("form", "problem"),
+    [
+        ({"payload": '{"a": '}, "the field payload is not JSON"),
+        ({"payload": ""}, "the payload is empty"),
+        ({"payload": "[" * 5000}, "the field payload is nested too deeply"),
+        ({"payload": "1e131072"}, "has a number that PostgreSQL cannot store"),
+        ({"payload": "1", "headers": "[1]"}, "the headers are not a JSON object"),
+        ({"payload": "1", "delay": "soon"}, "Delay (s) is invalid: soon; must be a number"),
+        ({"payload": "1", "delay": "-5"}, "invalid delay"),
+        ({"payload": "1", "delay": "1e99"}, "Delay (s) is invalid"),
+        ({"payload": '"\\u0000"'}, "PostgreSQL cannot store this"),
+    ],
+)
+def test_an_invalid_message_is_not_sent_and_the_form_keeps_it(
+    web: Server, queue: str, at: dict[str, str], form: dict[str, str], problem: str
+) -> None:
+    answer = web.http.post(url("/queue/send", at | {"name": queue}), data=form | {"copy_of": "'\"<script>"})
+    assert answer.status_code == 422
+    text = html.unescape(answer.text)
+    assert problem in text.partition('role="alert"')[2].partition("</p>")[0]
+    assert form["payload"] in text
+    assert "<script>" not in answer.text.partition("<main")[2]
+
+
+def test_a_queue_is_created_and_its_settings_are_changed(page: Page, name: str, sql: psycopg.Connection[Any]) -> None:
+    page.goto("/")
+    page.get_by_role("link", name="Create a queue").click()
+    page.get_by_label("Name").fill(name)
+    page.get_by_label("Attempts").fill("7")
+    page.get_by_label("Archive for (days)").fill("30")
+    page.get_by_role("button", name="Create").click()
+    expect(page.get_by_role("status")).to_have_text([f"{name} is created"])
+    settings = "select max_attempts, visibility_timeout::text, archive_for::text, dlq_enabled, dedicated"
+    got = f"{settings} from pgqueue.get_queue(%s)"
+    assert sql.execute(got, [name]).fetchall() == [(7, "00:00:30", "30 days", True, False)]
+    page.get_by_role("link", name="Settings").click()
+    expect(page.get_by_label("Attempts")).to_have_value("7")
+    page.get_by_label("Visibility timeout (s)").fill("90")
+    page.get_by_label("Archive for (days)").fill("")
+    page.get_by_label("Keep dead letters").uncheck()
+    page.get_by_role("button", name="Change").click()
+    expect(page.get_by_role("status")).to_have_text(["The settings are changed"])
+    assert sql.execute(got, [name]).fetchall() == [(7, "00:01:30", None, False, False)]
+
+
+def test_invalid_settings_are_explained(web: Server, queue: str, at: dict[str, str], site: Site) -> None:
+    at = at | {"name": queue}
+    database = f"pg-service-uuid/{site.databases[0]}"
+    for form, status, problem in (
+        ({"name": "Orders!"}, 422, "invalid queue_name"),
+        ({"name": queue}, 409, "exists"),
+        ({"name": "x", "max_attempts": "many"}, 422, "Attempts is invalid: many; must be a whole number"),
+        ({"name": "x", "max_attempts": "101"}, 422, "invalid max_attempts"),
+        ({"name": "x", "max_attempts": "9" * 30}, 422, "invalid max_attempts"),
+        ({"name": "x", "visibility_timeout": "nan"}, 422, "Visibility timeout (s) is invalid: nan"),
+        ({"name": "x", "backoff_factor": "nan"}, 422, "invalid backoff_factor"),
+    ):
+        answer = web.http.post("/create", data=form | {"database": database})
+        assert (answer.status_code, problem in html.unescape(answer.text)) == (status, True), (form, answer.text)
+    answer = web.http.post(url("/queue/settings", at), data={"visibility_timeout": "0.5"})
+    assert (answer.status_code, "invalid visibility_timeout" in answer.text) == (422, True)
+    assert 'value="0.5"' in answer.text
+
+
+def test_findings_of_doctor_are_shown_with_their_remedies(page: Page, queue: str, sql: psycopg.Connection[Any]) -> None:
+    sql.execute("select pgqueue.pause_queue(%s)", [queue])
+    page.goto("/")
+    page.get_by_role("link", name="Health").click()
+    finding = page.locator(".finding").filter(has_text=queue).filter(has_text="paused queue")
+    expect(finding.locator(".state")).to_have_text("info")
+    expect(finding.get_by_label("Remedy")).to_have_text(f"select pgqueue.resume_queue('{queue}');")
+    finding.get_by_role("link", name=queue).click()
+    expect(page.get_by_role("heading", level=1)).to_have_text(queue)
+
+
+def test_consumers_streams_and_subscriptions_are_shown(
+    page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any], site: Site
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[4]))", [name])
+    sql.execute("select pgqueue.subscribe('orders.#', %s)", [name])
+    sql.execute("select pgqueue.stream_open(%s, 'warehouse', 'spark-1')", [name])
+    began, go_on = threading.Semaphore(0), threading.Event()
+
+    def work(_delivery: pgqueue.Delivery) -> None:
+        began.release()
+        go_on.wait(30)
+
+    with pgqueue.Consumer(site.target, name, work, concurrency=3, claimed_by="worker-<b>"):
+        for _ in range(3):
+            assert began.acquire(timeout=30)
+        page.goto(url("/queue", at))
+        page.get_by_role("link", name="Consumers").click()
+        held = page.get_by_role("row").filter(has_text="worker-<b>")
+        expect(held.locator('[data-label="Messages"]')).to_have_text(re.compile("^[34]$"))
+        expect(held.locator("time")).to_have_count(3)
+        expect(page.get_by_role("row").filter(has_text=f"pgqueue {name}")).to_contain_text("postgres")
+        go_on.set()
+    expect(page.get_by_role("row").filter(has_text="warehouse")).to_contain_text("spark-1")
+    expect(page.get_by_role("row").filter(has_text="orders.#")).to_be_visible()
+    page.reload()
+    expect(page.get_by_text("No message is in flight.")).to_be_visible()
+
+
+def test_charts_show_an_hour_and_a_day(
+    page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any], site: Site
+) -> None:
+    dead_letters(sql, name, "CardDeclined: order 1001 was declined", "HTTP 503 from the warehouse")
+    place = ("pg-service-uuid", site.databases[0], name)
+    with psycopg.connect(site.control, autocommit=True) as control:
+        record_history(control, place)
+    page.goto(url("/queue", at))
+    depth, out = page.locator("figure").filter(has_text="Depth"), page.locator("figure").filter(has_text="Out")
+    expect(depth.locator("polyline")).to_have_count(1)
+    expect(depth.locator("svg")).to_have_attribute("aria-label", re.compile("^Depth, from 0 to 1[0-9]{2}$"))
+    expect(out.locator("polyline")).to_have_count(2)  # a gap where it is unknown
+    page.get_by_role("link", name="Day", exact=True).click()
+    expect(page.get_by_role("heading", name="Last day")).to_be_visible()
+    points = depth.locator("polyline").first.get_attribute("points") or ""
+    assert points.startswith("5,")  # of the 96 quarters the first five are not recorded
+
+
+def record_history(control: psycopg.Connection[Any], place: tuple[str, str, str], scale: float = 1) -> None:
+    """Fill the charts of a queue: 50 minutes with a gap in what goes out, and 90 quarters of an hour."""
+    for minutes, points in ((1, 50), (15, 90)):
+        control.execute(
+            "insert into pgqueue_http.depth_history select %s, %s, %s, %s,"
+            " date_bin(make_interval(mins => %s), now(), '2000-01-01 00:00+00') - n * make_interval(mins => %s),"
+            " %s * (60 + (40 * sin(n / 6.0))::int + n %% 7), greatest(26 - n, 0) / 5,"
+            " 2 + abs(sin(n / 9.0)) * 8, 12 + 5 * sin(n / 8.0), case when n <> 20 then 11 + 6 * cos(n / 8.0) end"
+            " from generate_series(1, %s) n",
+            [*place, minutes, minutes, minutes, scale, points],
+        )
+
+
+def test_the_server_records_each_queue(site: Site, queue: str, tmp_path: Path, web: Server) -> None:
+    """A server records when it starts, and then each minute."""
+    found = "select depth, dead, outgoing from pgqueue_http.depth_history where queue_name = %s"
+    with (
+        serving(site.configuration(tmp_path), tmp_path),
+        psycopg.connect(site.control, autocommit=True) as control,
+    ):
+        assert web.until(lambda: control.execute(found, [queue]).fetchall(), 90)[0] == (2, 1, None)
+
+
+@pytest.mark.usefixtures("web")
+def test_the_history_is_bounded(site: Site) -> None:
+    """Quarters of an hour are summarized, what was recorded twice is kept once, and what is old is deleted."""
+    name, quarter = new_name(), "date_bin('15 min', now(), '2000-01-01 00:00+00')"
+    insert = (
+        "insert into pgqueue_http.depth_history select 's', 'd', %s, %s, {at}, 10 * n, n, n, n, nullif(n, 2)"
+        " from generate_series(1, 3) n"
+    )
+
+    async def record() -> None:
+        async with await psycopg.AsyncConnection.connect(site.control, autocommit=True) as connection:
+            for depth in (7, 8):
+                stats = QueueStats(name, depth, 0, 0, 1, 2.0, False, [])
+                row = depth_history.recorded_row(("s", "d", name), stats, Throughput(3.0))
+                await depth_history.record(connection, [row])
+
+    with psycopg.connect(site.control, autocommit=True) as control:
+        control.execute("delete from pgqueue_http.depth_history where minutes = 15")
+        control.execute(insert.format(at=f"{quarter} - n * interval '1 min'"), [name, 1])
+        control.execute(insert.format(at="now() - interval '76 min' - n * interval '1 min'"), [name, 1])
+        control.execute(insert.format(at="now() - interval '25 h' - n * interval '15 min'"), [name, 15])
+        with ThreadPoolExecutor() as pool:  # Playwright's event loop runs in this thread
+            pool.submit(asyncio.run, record()).result()
+        kept = control.execute(
+            "select minutes, depth, dead, outgoing from pgqueue_http.depth_history where queue_name = %s"
+            " order by minutes desc, depth",
+            [name],
+        ).fetchall()
+    assert kept == [(15, 20, 3, 2.0), (1, 7, 1, None), (1, 10, 1, 1.0), (1, 20, 2, None), (1, 30, 3, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "indented"),
+    [
+        (
+            '{"a": 1.10, "b": [1, {}], "c": [], "d": "x: {[,]}\\" "}',
+            '{|  "a": 1.10,|  "b": [|    1,|    {}|  ],|  "c": [],|  "d": "x: {[,]}\\" "|}',
+        ),
+        ("12345678901234567890", "12345678901234567890"),
+        ('{"a": {"cut', '{|  "a": {|    "cut'),
+    ],
+)
+def test_json_is_indented_and_keeps_its_numbers(text: str, indented: str) -> None:
+    assert pretty_json(text, 1000).split("\n") == indented.split("|")
+    assert len(pretty_json("[" * 100_000, 1000)) == 1001
+
+
+if SHOTS:  # only then, as it proves nothing
+
+    def test_pictures_of_the_chapter(browser: Browser, empty_database: Callable[[], str], tmp_path: Path) -> None:
+        control, shop = empty_database(), empty_database()
+        database = str(conninfo_to_dict(shop)["dbname"])
+        config = configuration(tmp_path, control, {"shop": (shop, [database])})
+        with serving(config, tmp_path) as web, psycopg.connect(shop, autocommit=True) as sql:
+            web.http.post("/create", data={"database": f"shop/{database}", "name": "invoices", "dlq_enabled": "on"})
+            sql.execute("select pgqueue.create_queue('emails', dedicated => true)")
+            declined = [f"CardDeclined: order {number} was declined\nretry later" for number in range(1001, 1006)]
+            dead_letters(sql, "orders", *declined, "HTTP 503 from the warehouse")
+            with psycopg.connect(control, autocommit=True) as connection:
+                record_history(connection, ("shop", database, "orders"))
+            opened = context(browser, web, viewport={"width": 1200, "height": 900})
+            page = opened.new_page()
+            page.goto("/")
+            for number in range(1, 40):
+                sql.execute(
+                    "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]))", ["orders", 1 + number % 3]
+                )
+                sql.execute(
+                    "select pgqueue.enqueue_batch('emails', array_fill('1'::jsonb, array[%s]))", [2 + number % 5]
+                )
+                sql.execute("select pgqueue.receive('emails', %s)", [1 + number % 6])
+                sql.execute("select pgqueue.claim('orders', 1, '1 h', 'worker-1')") if number % 4 == 0 else None
+                page.wait_for_timeout(400)
+            expect(row(page, "emails").locator('[data-label="Out"] polyline')).to_have_count(1)
+            page.screenshot(
+                path=str(Path(SHOTS) / "page-queues.png"), clip={"x": 0, "y": 0, "width": 1200, "height": 380}
+            )
+            page.get_by_role("link", name="orders", exact=True).click()
+            page.screenshot(path=str(Path(SHOTS) / "page-queue.png"))
+            opened.close()
+            phone = context(browser, web, viewport={"width": 390, "height": 844}, color_scheme="dark")
+            page = phone.new_page()
+            page.goto(url("/queue", {"service": "shop", "database": database, "name": "orders"}))
+            page.get_by_role("heading", name="Dead letters").scroll_into_view_if_needed()
+            page.evaluate("document.querySelector('.states').scrollIntoView()")
+            page.screenshot(path=str(Path(SHOTS) / "page-phone.png"))
+            phone.close()

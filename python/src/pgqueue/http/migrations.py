@@ -12,7 +12,7 @@ __all__ = ["CONTROL", "TARGET", "install", "migrate"]
 
 # Only add steps. A step that was released has run in databases, and must not be edited.
 TARGET = ("effects.sql", "provisioned.sql")
-CONTROL = ("effects.sql", "registry.sql")
+CONTROL = ("effects.sql", "registry.sql", "depth_history.sql")
 
 
 async def install(connection: AsyncConnection[Any]) -> None:

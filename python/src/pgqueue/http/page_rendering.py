@@ -1,10 +1,13 @@
-"""How the page shows figures: rows of the table, sparklines, durations, and the Jinja environment."""
+"""How the page shows figures and JSON: rows of the table, lines, durations; and the Jinja environment."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
+from urllib.parse import urlencode
 
+from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -13,9 +16,11 @@ from .registry import QueueRow
 from .sampling import History, Place, Sampler
 from .throughput import Throughput
 
-__all__ = ["TEMPLATES", "Row", "build_rows"]
+__all__ = ["TEMPLATES", "Row", "build_rows", "count", "pretty_json", "queue_url", "render"]
 
 _HEIGHT: Final = 28
+_MAX_INDENT: Final = 40  # levels: deeper ones are not indented further, so that the text stays short
+_TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*"?|[][{},:]|[^]["{},:\s]+', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +60,9 @@ class Row:
         return [] if self.history is None else [each.incoming for each in self.history.throughputs]
 
     @property
-    def outgoing(self) -> list[float]:
-        """Outgoing messages per second at each sample."""
-        return [] if self.history is None else [each.outgoing for each in self.history.throughputs]
+    def outgoing(self) -> list[float | None]:
+        """Outgoing messages per second at each sample; None where unknown."""
+        return [] if self.history is None else [each.known_outgoing for each in self.history.throughputs]
 
     @property
     def ages(self) -> list[float]:
@@ -85,34 +90,54 @@ def build_rows(sampler: Sampler, registered: Sequence[QueueRow], hidden: str) ->
     return [row for _, row in sorted(rows.items())]
 
 
-def sparkline(values: Sequence[float], label: str, kind: str) -> Markup:
-    """An SVG line of the values, the newest at the right. The vertical range always includes 0."""
-    if len(values) < 2:
+def sparkline(values: Sequence[float | None], label: str, kind: str) -> Markup:
+    """An SVG line of the values, the newest at the right. The vertical range always includes 0.
+
+    The line has gaps where a value is None. An empty element if fewer than two values are known.
+    """
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
         return Markup('<span class="spark"></span>')
-    low, high = min(0.0, *values), max(0.0, *values)
+    low, high = min(0.0, *known), max(0.0, *known)
     scale = (_HEIGHT - 4) / ((high - low) or 1.0)
-
-    def y(value: float) -> float:
-        return _HEIGHT - 2 - (value - low) * scale
-
-    # Points inside of a level stretch are left out. Most of hundreds of queues are idle, and each refresh draws all of
-    # them.
-    last = len(values) - 1
-    points = " ".join(
-        f"{place},{y(value):.1f}"
-        for place, value in enumerate(values)
-        if place in (0, last) or not values[place - 1] == value == values[place + 1]
-    )
-    zero = y(0.0)
+    zero = _HEIGHT - 2 + low * scale
+    lines = Markup("").join(
+        Markup('<polygon points="{},{zero} {points} {},{zero}"/><polyline points="{points}"/>').format(
+            run[0][0], run[-1][0], zero=f"{zero:.1f}",
+            points=" ".join(f"{place},{_HEIGHT - 2 - (value - low) * scale:.1f}" for place, value in _corners(run)),
+        )
+        for run in _runs(values)
+    )  # fmt: skip
     return Markup(
         '<svg class="spark {kind}" viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img"'
         ' aria-label="{label}"><title>{label}</title>'
-        '<polygon points="0,{zero} {points} {width},{zero}"/>'
-        '<line x1="0" y1="{zero}" x2="{width}" y2="{zero}"/><polyline points="{points}"/></svg>'
+        '<line x1="0" y1="{zero}" x2="{width}" y2="{zero}"/>{lines}</svg>'
     ).format(
-        kind=kind, width=last, height=_HEIGHT, label=f"{label}, from {_compact_number(low)} to {_compact_number(high)}",
-        zero=f"{zero:.1f}", points=points,
+        kind=kind, width=len(values) - 1, height=_HEIGHT, lines=lines, zero=f"{zero:.1f}",
+        label=f"{label}, from {_compact_number(low)} to {_compact_number(high)}",
     )  # fmt: skip
+
+
+def _runs(values: Sequence[float | None]) -> Iterator[list[tuple[int, float]]]:
+    """The stretches of known values, each value with its place."""
+    run: list[tuple[int, float]] = []
+    for place, value in enumerate([*values, None]):
+        if value is not None:
+            run.append((place, value))
+        elif run:
+            yield run if len(run) > 1 else run * 2  # a line from a point to itself is drawn as a dot
+            run = []
+
+
+def _corners(run: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The points of a stretch without those inside of a level one.
+
+    Most of hundreds of queues are idle, and each refresh draws all of them.
+    """
+    last = len(run) - 1
+    return [
+        point for at, point in enumerate(run) if at in (0, last) or not run[at - 1][1] == point[1] == run[at + 1][1]
+    ]
 
 
 def _compact_number(value: float) -> str:
@@ -138,6 +163,52 @@ def format_moment(at: datetime) -> Markup:
     return Markup('<time datetime="{}">{}</time>').format(at.isoformat(), f"{at:%Y-%m-%d %H:%M:%S} UTC")
 
 
+def pretty_json(text: str, limit: int) -> str:
+    """JSON text, indented. Strings and numbers keep their text, and the end may be missing.
+
+    The result ends with … after about `limit` characters.
+    """
+    parts: list[str] = []
+    depth = size = 0
+    before = ""
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        is_end = token in ("}", "]")
+        if is_end:
+            depth = max(0, depth - 1)
+        if before not in ("{", "[") if is_end else before in ("{", "[", ","):
+            parts.append("\n" + "  " * min(depth, _MAX_INDENT))
+        elif before == ":":
+            parts.append(" ")
+        parts.append(token)
+        if token in ("{", "["):
+            depth += 1
+        before = token
+        size += sum(map(len, parts[-2:]))
+        if size > limit:
+            return "".join(parts)[:limit] + "…"
+    return "".join(parts)
+
+
+def queue_url(page: str, place: Place, /, **more: object) -> str:
+    """The URL of a page about a queue, relative to the page of all queues. Parameters that are None are left out."""
+    service, database, name = place
+    given = {name: value for name, value in more.items() if value is not None}
+    return f"{page}?{urlencode({'service': service, 'database': database, 'name': name} | given, doseq=True)}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number and its noun, such as `1 dead letter` and `2 dead letters`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def render(
+    template: str, values: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> HTMLResponse:
+    """The response with a page. `up` in `values` is the path to the page of all queues."""
+    return HTMLResponse(TEMPLATES.get_template(template).render({"up": ""} | dict(values)), status, headers)
+
+
 TEMPLATES: Final = Environment(
     loader=PackageLoader("pgqueue.http"),
     autoescape=True,
@@ -151,4 +222,4 @@ TEMPLATES.filters |= {
     "rate": _compact_number,
     "number": lambda n: f"{n:,}",
 }
-TEMPLATES.globals["sparkline"] = sparkline
+TEMPLATES.globals |= {"sparkline": sparkline, "queue_url": queue_url, "count": count}

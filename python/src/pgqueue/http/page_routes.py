@@ -1,49 +1,79 @@
-"""The page: shows the queues, and redrives or deletes their dead letters. It works without scripts and by keyboard."""
+"""The page: shows the queues, their messages and charts, and runs actions. It works without scripts and by keyboard."""
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, Final
-from urllib.parse import parse_qs, urlencode
 
 import psycopg
-from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi import Depends, Query, Request, Response
+from fastapi.responses import RedirectResponse
 from psycopg_pool import PoolTimeout
 
-from ..client import AsyncQueue
-from ..message import DeadMessage
-from . import registry
-from .context import Context, CurrentContext, is_queue_name, queue_not_found
+from . import depth_history, page_forms, page_inspection, registry
+from .context import Context, CurrentContext
+from .depth_history import RANGES
 from .errors import ApiError
-from .models import MAX_ID, REDRIVE_LIMIT
-from .page_rendering import TEMPLATES, Row, build_rows
+from .message_search import (
+    LOOK_LIMIT,
+    SEARCH_SECONDS,
+    STATES,
+    ErrorGroup,
+    Filter,
+    Found,
+    FoundMessage,
+    SearchRefused,
+    error_groups,
+    find,
+    find_ids,
+    search,
+)
+from .models import MAX_ID, PAYLOAD_LIMIT, REDRIVE_LIMIT
+from .page_rendering import Row, build_rows, count, pretty_json, queue_url, render
+from .page_requests import TAG, CurrentPlace, message_ids, open_queue, page_router, read_form
+from .sampling import Place
 
 __all__ = ["error_page", "is_page", "router"]
 
-_TAG: Final = "page"
-router = APIRouter(include_in_schema=False, tags=[_TAG])
+router = page_router()
+router.include_router(page_forms.router)
+router.include_router(page_inspection.router)
 
-_PAGE_SIZE: Final = 20  # dead letters on a page
-_MAX_TEXT: Final = 4000  # characters of a payload or of an error
-_MAX_FORM_FIELDS: Final = 10_000  # of a form
-_FAILURES_HEADER: Final = "pgqueue.failures"
-
-_Text = Annotated[str, Query()]
-_After = Annotated[int, Query(ge=0, le=MAX_ID)]
+_PAGE_SIZE: Final = 20  # messages on a page
+_MAX_TEXT: Final = 4000  # characters of a payload in a list
+_After = Annotated[int | None, Query(ge=0, le=MAX_ID)]
 # The actions that ask for a confirmation, with their verb in the question.
-_CONFIRMED_ACTIONS: Final = {"redrive": "Redrive", "purge": "Delete"}
+_CONFIRMED_ACTIONS: Final = {"redrive": "Redrive", "purge": "Delete", "delete": "Delete"}
+# Messages in flight and messages that a consumer is claiming now are left alone.
+_DELETE: Final = b"""
+with ready as (
+    select m.id from pgqueue.messages m
+    where m.queue_name = %(name)s and m.id = any (%(ids)s) and (m.visible_at <= now() or m.attempt_count = 0)
+    for update skip locked
+),
+deleted as (
+    delete from pgqueue.messages m using ready r where m.queue_name = %(name)s and m.id = r.id returning m.id
+),
+scheduled as (
+    select s.id from pgqueue.scheduled_messages s
+    where s.queue_name = %(name)s and s.id = any (%(ids)s) for update skip locked
+),
+deleted_scheduled as (
+    delete from pgqueue.scheduled_messages s using scheduled c
+    where s.queue_name = %(name)s and s.id = c.id returning s.id
+)
+select (select count(*) from deleted) + (select count(*) from deleted_scheduled)
+"""
 
 
 @router.get("/")
-async def queues(context: CurrentContext) -> Response:
+async def queues(context: CurrentContext, done: str = "") -> Response:
     """The page of all queues."""
-    return _render("queues.html", await _table(context))
+    return render("queues.html", await _table(context) | {"done": done[:200]})
 
 
 @router.get("/page/queues")
 async def table(context: CurrentContext) -> Response:
     """The table of all queues, with which the script replaces the table on the page."""
-    return _render("table.html", await _table(context))
+    return render("table.html", await _table(context))
 
 
 async def _table(context: Context) -> dict[str, Any]:
@@ -56,176 +86,216 @@ async def _table(context: Context) -> dict[str, Any]:
     return {"rows": rows, "control_fails": registered is None, "failing": sorted(context.sampler.failing)}
 
 
+async def _filter(
+    id: str = "", header: str = "", header_value: str = "", path: str = "", error: str = "", group: str = ""
+) -> Filter:
+    given = message_ids([id])[0] if id.strip() else None
+    return Filter(given, header, header_value, path.strip(), error, group)
+
+
+_CurrentFilter = Annotated[Filter, Depends(_filter)]
+
+
 @router.get("/queue")
 async def queue(
-    context: CurrentContext, service: _Text, database: _Text, name: _Text, after: _After = 0, done: str = ""
+    context: CurrentContext,
+    place: CurrentPlace,
+    filter: _CurrentFilter,
+    state: str = "",
+    after: _After = None,
+    range: str = "hour",
+    done: str = "",
 ) -> Response:
-    """The page of a queue and its dead letters."""
-    async with _open_queue(context, service, database, name) as opened:
+    """The page of a queue: its figures, its charts, and its messages in one state."""
+    _check_choice("state", state or "ready", STATES)
+    _check_choice("range", range, RANGES)
+    groups: list[ErrorGroup] = []
+    refusal: SearchRefused | None = None
+    async with open_queue(context, place) as opened:
         settings, stats = await opened.get_queue(), await opened.stats()
-        letters = await opened.browse_dead_messages(_PAGE_SIZE + 1, after)
-    row = next((each for each in build_rows(context.sampler, [], "") if each.place == (service, database, name)), None)
-    more = letters[_PAGE_SIZE - 1].id if len(letters) > _PAGE_SIZE else None
-    return _render(
+        state = state or ("dead" if stats.dead_messages else "ready")
+        try:
+            found = await search(opened.connection, place[2], state, filter, after, _PAGE_SIZE, _MAX_TEXT)
+            if state == "dead" and found.messages and not filter.parameters() and after is None:
+                groups = await error_groups(opened.connection, place[2])
+        except SearchRefused as refused:
+            found, refusal = Found([], 0, None), refused
+    row = next((each for each in build_rows(context.sampler, [], "") if each.place == place), None)
+    return render(
         "queue.html",
         {
-            "place": (service, database, name),
+            "place": place,
             "settings": settings,
             "stats": stats,
-            "row": row or Row((service, database, name), stats=stats),
-            "letters": [_dead_letter_fields(each) for each in letters[:_PAGE_SIZE]],
+            "row": row or Row(place, stats=stats),
+            "states": STATES,
+            "state": state,
+            "filter": filter,
+            "messages": [_message_fields(each) for each in found.messages],
+            "found": found,
+            "look_limit": LOOK_LIMIT,
+            "search_seconds": SEARCH_SECONDS,
             "after": after,
-            "more": more,
+            "groups": groups,
+            "refusal": refusal,
+            "range": RANGES[range],
+            "slots": await _slots(context, place, range),
             "done": done[:200],
         },
+        200 if refusal is None else refusal.status,
     )
+
+
+async def _slots(context: Context, place: Place, range: str) -> list[depth_history.Recorded]:
+    """The recorded figures of a queue; none while the control database cannot be reached."""
+    try:
+        async with context.databases.control() as connection:
+            return await depth_history.read_range(connection, place, RANGES[range])
+    except (psycopg.Error, PoolTimeout, OSError):
+        return []
+
+
+@router.get("/queue/message")
+async def message(context: CurrentContext, place: CurrentPlace, state: str, id: str) -> Response:
+    """The page of one message, with its whole payload."""
+    _check_choice("state", state, STATES)
+    wanted = message_ids([id])[0]
+    async with open_queue(context, place) as opened:
+        try:
+            found = await find(opened.connection, place[2], state, wanted, PAYLOAD_LIMIT)
+        except SearchRefused as refused:
+            raise ApiError(refused.status, "timeout", str(refused)) from None
+    if found is None:
+        message = f"message {wanted} is not there any more: it left the state {STATES[state].lower()}"
+        raise ApiError(404, "message_not_found", message, "id", wanted)
+    values = {"up": "../", "place": place, "state": state, "states": STATES}
+    return render("message.html", values | {"message": _message_fields(found, 2 * PAYLOAD_LIMIT)})
 
 
 @router.get("/queue/confirm")
 async def confirm(
-    context: CurrentContext, service: _Text, database: _Text, name: _Text, action: _Text, id: int | None = None
+    context: CurrentContext,
+    place: CurrentPlace,
+    action: str,
+    filter: _CurrentFilter,
+    of: str = "",
+    id: Annotated[list[str] | None, Query()] = None,
+    state: str = "dead",
 ) -> Response:
-    """The page that asks before dead letters are redriven or deleted."""
+    """The page that asks before dead letters are redriven or deleted: all, the selected, or those that a filter finds.
+
+    Selected ones are listed as `id`. `of` is `selected` or `found` unless all are meant. The action `delete` is for
+    selected messages that are ready or scheduled.
+    """
+    _check_choice("state", state, STATES)
     if action not in _CONFIRMED_ACTIONS:
         raise ApiError(404, "not_found", f"there is no action {action[:20]!r} to confirm", "action", action)
-    async with _open_queue(context, service, database, name) as opened:
+    if not id and (of == "selected" or action == "delete"):
+        raise ApiError(422, "invalid", "no message is selected: select at least one", "id")
+    ids, looked = message_ids(id) if id else None, 0
+    async with open_queue(context, place) as opened:
         stats = await opened.stats()
-    place = (service, database, name)
+        if of == "found" and filter.parameters():
+            try:
+                ids, looked = await find_ids(opened.connection, place[2], filter)
+            except SearchRefused as refused:
+                raise ApiError(refused.status, "invalid", str(refused)) from None
     values = {
         "up": "../",
         "place": place,
         "action": action,
+        "state": state,
+        "noun": "message" if action == "delete" else "dead letter",
         "verb": _CONFIRMED_ACTIONS[action],
-        "id": id,
+        "ids": ids,
+        "looked": looked,
+        "look_limit": LOOK_LIMIT,
         "stats": stats,
+        "at_once": REDRIVE_LIMIT,
     }
-    return _render("confirm.html", values | {"at_once": REDRIVE_LIMIT})
+    return render("confirm.html", values)
 
 
 @router.post("/queue/{action}")
-async def act(
-    request: Request, context: CurrentContext, service: _Text, database: _Text, name: _Text, action: str
-) -> Response:
+async def act(request: Request, context: CurrentContext, place: CurrentPlace, action: str) -> Response:
     """Run an action, and redirect to the page of the queue or of all queues."""
-    form = _form(await request.body())
-    async with _open_queue(context, service, database, name) as opened:
+    form = await read_form(request)
+    name, state = place[2], None
+    async with open_queue(context, place) as opened:
         match action:
             case "pause":
                 done = f"{name} is paused" if await opened.pause_queue() else f"{name} was already paused"
             case "resume":
                 done = f"{name} is resumed" if await opened.resume_queue() else f"{name} was not paused"
-            case "redrive":
-                done = f"Redriven: {_count(await opened.redrive(REDRIVE_LIMIT, _ids(form)))}"
-            case "purge":
-                done = f"Deleted: {_count(await opened.purge_dead_messages(_ids(form)))}"
+            case "redrive" | "purge":
+                given = form.get("id", [])
+                ids = None if given == ["all"] else message_ids(given)  # all must be explicit: a deletion is final
+                if action == "redrive":
+                    number, state = await opened.redrive(REDRIVE_LIMIT, ids), "dead"
+                else:
+                    number, state = await opened.purge_dead_messages(ids), "dead"
+                context.metrics.messages(*place, "redriven" if action == "redrive" else "purged", number)
+                done = f"{'Redriven' if action == 'redrive' else 'Deleted'}: {count(number, 'dead letter')}"
+            case "delete":
+                ids = message_ids(form.get("id", []))
+                cursor = await opened.connection.execute(_DELETE, {"name": name, "ids": ids})
+                (number,) = await cursor.fetchone() or (0,)
+                state = form.get("state", ["ready"])[0]
+                done = f"Deleted: {count(number, 'message')}"
+                if number < len(ids):
+                    done += f"; {len(ids) - number:,} left the state meanwhile"
             case _:
                 raise ApiError(404, "not_found", f"there is no action {action[:20]!r}", "action", action)
-    await context.sampler.sample(context.databases.service(service), database)
+    await context.sampler.sample(context.databases.service(place[0]), place[1])
     if form.get("to") == ["queues"]:
         return RedirectResponse("../", 303)
-    return RedirectResponse("../" + queue_url("queue", (service, database, name), done=done), 303)
+    return RedirectResponse("../" + queue_url("queue", place, state=state, done=done), 303)
 
 
-def _form(body: bytes) -> dict[str, list[str]]:
-    try:
-        return parse_qs(body.decode(errors="replace"), max_num_fields=_MAX_FORM_FIELDS)
-    except ValueError:
-        raise ApiError(
-            422, "invalid", "the form has too many fields", "body", limit=f"at most {_MAX_FORM_FIELDS}"
-        ) from None
+def _check_choice(field: str, value: str, choices: Any) -> None:
+    if value not in choices:
+        limit = f"one of {', '.join(choices)}"
+        raise ApiError(422, "invalid", f"{field} is invalid; must be {limit}", field, value, limit)
 
 
-def _ids(form: dict[str, list[str]]) -> list[int] | None:
-    """The ids of the dead letters in a form; None for `all`. `all` must be explicit, because a deletion is final."""
-    given = form.get("id", [])
-    if given == ["all"]:
-        return None
-    if not given or not all(each.isdecimal() and len(each) < 19 for each in given):
-        limit = "the id of a message, or all"
-        raise ApiError(422, "invalid", f"id is invalid; must be {limit}", "id", ", ".join(given), limit)
-    return [int(each) for each in given]
-
-
-def _open_queue(context: Context, service: str, database: str, name: str) -> Any:
-    return _QueueConnection(context, service, database, name)
-
-
-class _QueueConnection:
-    """A context manager: the queue, on a connection to its database."""
-
-    def __init__(self, context: Context, service: str, database: str, name: str) -> None:
-        if not is_queue_name(name):
-            raise queue_not_found(name)
-        self._target = context.databases.target(context.databases.service(service), database)
-        self._name = name
-
-    async def __aenter__(self) -> AsyncQueue:
-        return AsyncQueue(await self._target.__aenter__(), self._name)
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._target.__aexit__(*error)
-
-
-def queue_url(path: str, place: tuple[str, str, str], **more: object) -> str:
-    """The URL of a page about a queue, relative to the page of all queues."""
-    service, database, name = place
-    return f"{path}?{urlencode({'service': service, 'database': database, 'name': name} | more)}"
-
-
-def _count(number: int) -> str:
-    return f"{number:,} dead letter{'' if number == 1 else 's'}"
-
-
-def _shorten(text: str | None) -> str:
-    if text is None or len(text) <= _MAX_TEXT:
-        return text or ""
-    return f"{text[:_MAX_TEXT]}\n… {len(text):,} characters in total; see the API under /v1"
-
-
-def _dead_letter_fields(message: DeadMessage) -> dict[str, Any]:
-    """A dead letter for the template: long texts are shortened, and the failures in the headers become a list."""
-    history, headers = _split_headers(str(message.headers or "{}"))
-    body = None if message.body is None else f"{len(message.body):,} bytes: {message.body[:64].hex(' ')}"
+def _message_fields(message: FoundMessage, most: int = _MAX_TEXT) -> dict[str, Any]:
+    """A message for the template: JSON is indented, and the failures in the headers become a list."""
+    payload = "" if message.payload is None else pretty_json(message.payload, most)
     return {
         "id": message.id,
-        "reason": message.reason.replace("_", " "),
-        "died_at": message.died_at,
-        "enqueued_at": message.enqueued_at,
-        "attempts": f"{message.attempt_count} of {message.max_attempts}",
-        "claimed_by": message.claimed_by,
-        "error": _shorten(message.last_error),
-        "payload": body or _shorten(str(message.payload)),
-        "headers": _shorten(headers),
-        "history": history,
+        "message": message,
+        "reason": (message.reason or "").replace("_", " "),
+        "payload": payload if message.body is None else _body_text(message.body, message.body_size or 0),
+        "is_shortened": payload.endswith("…") or len(message.payload or "") < (message.payload_size or 0),
+        "headers": pretty_json(message.headers, most) if message.headers not in (None, "{}", "null") else "",
+        "history": _failures(message.failures),
     }
 
 
-def _split_headers(text: str) -> tuple[list[dict[str, Any]], str]:
-    """The failures that consumers recorded in the headers, and the other headers as text."""
+def _body_text(body: bytes, size: int) -> str:
     try:
-        headers = json.loads(text)
-        history = headers.get(_FAILURES_HEADER)
-        own = {name: value for name, value in headers.items() if not name.startswith("pgqueue.")}
-        shown = json.dumps(own, indent=2, ensure_ascii=False) if own else ""
+        text = body.decode()
+    except UnicodeDecodeError:
+        return f"{size:,} bytes: {body[:64].hex(' ')}"
+    return f"{size:,} bytes of text: {text}" if text.isprintable() else f"{size:,} bytes: {body[:64].hex(' ')}"
+
+
+def _failures(text: str | None) -> list[dict[str, Any]]:
+    """The failures that consumers recorded in the headers."""
+    try:
+        history = json.loads(text or "[]")
     except (RecursionError, ValueError):  # nested more deeply than Python can read, or an integer with too many digits
-        return [], text
-    return [each for each in history if isinstance(each, dict)] if isinstance(history, list) else [], shown
+        return []
+    return [each for each in history if isinstance(each, dict)] if isinstance(history, list) else []
 
 
 def is_page(request: Request) -> bool:
     """Whether the request is for a page, not for the API."""
-    return _TAG in getattr(request.scope.get("route"), "tags", ())
+    return TAG in getattr(request.scope.get("route"), "tags", ())
 
 
 def error_page(request: Request, error: ApiError) -> Response:
     """The page that shows an error."""
     up = "../" * (request.scope["path"].count("/") - 1)
     values = {"up": up, "status": error.status, "message": error.message}
-    return _render("error.html", values, error.status, error.headers)
-
-
-def _render(
-    template: str, values: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    text = TEMPLATES.get_template(template).render({"up": ""} | values | {"queue_url": queue_url})
-    return HTMLResponse(text, status, headers)
+    return render("error.html", values, error.status, error.headers)

@@ -16,6 +16,7 @@ from ..client import AsyncQueue, AsyncQueues
 from ..errors import QueueNotFound
 from ..message import QueueStats
 from .databases import Connection, Databases, cancel_and_wait
+from .depth_history import record, recorded_row
 from .settings import Service, Settings
 from .throughput import Counts, QueueActivity, Throughput, read_activity, throughput_between
 
@@ -25,6 +26,7 @@ logger = logging.getLogger("pgqueue.http")
 
 _MAX_SAMPLES: Final = 90  # of each queue
 _RATE_SAMPLES: Final = 5  # over which rates are computed
+_RECORD_SECONDS: Final = 60.0  # between two records for the charts
 _MAX_TIME_SHARE: Final = 0.05  # the largest share of time in which a database is sampled
 
 _LIVE_COUNTS: Final = {"ready_messages", "inflight_messages", "scheduled_messages"}
@@ -70,6 +72,13 @@ class History:
         """The throughput over the last few samples."""
         return self.throughputs[-1]
 
+    def throughput_over(self, seconds: float) -> Throughput:
+        """The throughput over the last `seconds`, as far as the samples reach back."""
+        earlier = next(each for each in self.samples if each.at >= self.last.at - seconds)
+        if earlier is self.last:
+            return Throughput()
+        return throughput_between(earlier.counts, self.last.counts, max(self.last.at - earlier.at, 0.001))
+
     @property
     def change(self) -> float:
         """The change of the depth over the last few samples, in messages per second."""
@@ -80,6 +89,7 @@ class History:
         """Add a sample, and the throughput since the sample a few before it."""
         seen = self.samples[-1].counts.seen if self.samples else 0
         depth = None if _LIVE_COUNTS & set(stats.estimates) else depth_of(stats)
+        # Exact totals of a queue belong into `inserted` and `deleted`: rates, metrics and charts then use them.
         counts = Counts(self.sent, self.acked, seen + found.seen, depth, found.inserted, found.deleted)
         self.samples.append(Sample(at, stats, counts))
         if len(self.samples) > 1:
@@ -97,6 +107,8 @@ class Sampler:
         self._last_message_ids: dict[tuple[str, str], int | None] = {}
         self.failing: set[tuple[str, str]] = set()
         self.sampled = asyncio.Event()
+        self._unsampled = {(each.id, name) for each in settings.services.values() for name in each.databases}
+        self._all_sampled = asyncio.Event()
 
     def histories(self) -> Iterator[tuple[Place, History]]:
         """The histories of all queues, by service, database and name."""
@@ -127,6 +139,7 @@ class Sampler:
         """Sample until cancelled."""
         places = [(service, database) for service in self._settings.services.values() for database in service.databases]
         sampling = [asyncio.create_task(self._sample_repeatedly(*place)) for place in places]
+        sampling.append(asyncio.create_task(self._record_repeatedly()))
         try:
             # Not asyncio.gather: it would wait for a task that swallowed its cancellation.
             done, _ = await asyncio.wait(sampling, return_when=asyncio.FIRST_EXCEPTION)
@@ -140,6 +153,9 @@ class Sampler:
             began = time.monotonic()
             was_sampled = await self.sample(service, database)
             self.sampled.set()
+            self._unsampled.discard((service.id, database))
+            if not self._unsampled:
+                self._all_sampled.set()
             # A failed sample has mostly waited, which costs the database nothing.
             cost = time.monotonic() - began if was_sampled else 0.0
             await asyncio.sleep(max(self._settings.limits.sample_seconds, cost / _MAX_TIME_SHARE))
@@ -152,6 +168,23 @@ class Sampler:
                 # The role of the server may lack the right, and the queue may have been dropped since.
                 with suppress(psycopg.errors.InsufficientPrivilege, QueueNotFound):
                     await AsyncQueue(connection, stats.queue_name).sweep_queue()
+
+    async def _record_repeatedly(self) -> None:
+        """Record the samples in the control database each minute, for the charts of an hour and of a day."""
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_sampled.wait(), _RECORD_SECONDS)
+            rows = [
+                recorded_row(place, history.last.stats, history.throughput_over(_RECORD_SECONDS))
+                for place, history in self.histories()
+                if place[:2] not in self.failing
+            ]
+            try:
+                async with self._databases.control() as connection:
+                    await record(connection, rows)
+            except (psycopg.Error, PoolTimeout, OSError) as error:
+                logger.debug("the charts miss a minute: %s", type(error).__name__)
+            await asyncio.sleep(_RECORD_SECONDS - time.time() % _RECORD_SECONDS)
 
     async def sample(self, service: Service, database: str) -> bool:
         """Sample one database now. Returns whether this succeeded."""

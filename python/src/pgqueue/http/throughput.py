@@ -73,6 +73,11 @@ class Throughput(NamedTuple):
     outgoing: float = 0.0
     is_counted: bool = False
 
+    @property
+    def known_outgoing(self) -> float | None:
+        """Outgoing messages per second; None if unknown, because a lower bound of 0 says nothing."""
+        return self.outgoing if self.is_counted or self.outgoing > 0 else None
+
 
 async def read_activity(
     connection: AsyncConnection[Any], mark: int | None

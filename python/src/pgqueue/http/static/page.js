@@ -1,5 +1,5 @@
-// Replaces the table with the one that the server renders, every two seconds while the page is visible.
-// Without scripts, the page reloads itself instead.
+// Replaces the table of queues with the one that the server renders, every two seconds while the page is visible, and
+// selects all messages of a page. Without scripts, the table reloads itself instead.
 "use strict";
 
 const live = document.querySelector("[data-live]");
@@ -20,10 +20,21 @@ async function refresh() {
     }
 }
 
-(async function () {
+async function keepFresh() {
     for (;;) {
         await new Promise((done) => setTimeout(done, 2000));
         await refresh();
     }
-})();
-document.addEventListener("visibilitychange", refresh);
+}
+
+if (live) {
+    keepFresh();
+    document.addEventListener("visibilitychange", refresh);
+}
+
+for (const all of document.querySelectorAll("[data-select-all]")) {
+    all.closest("label").hidden = false;
+    all.addEventListener("change", () => {
+        for (const each of all.form.querySelectorAll("input[name=id]")) each.checked = all.checked;
+    });
+}

@@ -1,0 +1,239 @@
+"""The forms of the page: create a queue, change its settings, send a message, edit and retry a dead letter."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import psycopg
+from fastapi import Request, Response
+from fastapi.responses import RedirectResponse
+from psycopg.types.json import Jsonb
+
+from ..client import AsyncQueue
+from ..message import QueueInfo
+from .context import Context, CurrentContext
+from .enqueueing import check_sizes
+from .errors import ApiError
+from .message_search import STATES, SearchRefused, find
+from .models import PAYLOAD_LIMIT, DirectMessage
+from .page_rendering import pretty_json, queue_url, render
+from .page_requests import CurrentPlace, Form, explain, message_ids, open_queue, page_router, read_form
+from .request_body import read_json
+from .sampling import Place
+
+__all__ = ["router"]
+
+router = page_router()
+
+_ERRORS: Final = (ApiError, psycopg.Error)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A setting of a queue in a form. `unit` is the number of seconds of its unit, if it is a duration."""
+
+    name: str
+    label: str
+    parse: Callable[[str], Any]
+    unit: int = 0
+    explanation: str = ""
+
+    def read(self, form: Form) -> Any:
+        """The value in a form; None if the field is empty. Raises `ApiError`."""
+        if self.parse is bool:
+            return self.name in form
+        text = form.get(self.name, [""])[0].strip()
+        try:
+            return self.parse(text) if text else None
+        except (ValueError, OverflowError):
+            limit = "a whole number" if self.parse is int else "a number"
+            message = f"{self.label} is invalid: {text[:50]}; must be {limit}"
+            raise ApiError(422, "invalid", message, self.name, text, limit) from None
+
+    def text(self, value: Any) -> str:
+        """The text of a value in the form."""
+        if value is None:
+            return ""
+        if isinstance(value, timedelta):
+            return f"{value.total_seconds() / self.unit:.15g}"
+        return f"{value:.15g}" if isinstance(value, float) else str(value)
+
+
+def _duration(name: str, label: str, unit: str = "s", explanation: str = "") -> Field:
+    seconds = {"s": 1, "days": 86_400}[unit]
+    return Field(name, f"{label} ({unit})", lambda text: timedelta(seconds=float(text) * seconds), seconds, explanation)
+
+
+_FIELDS: Final = (
+    _duration("visibility_timeout", "Visibility timeout", explanation="how long a claimed message stays hidden"),
+    Field("max_attempts", "Attempts", int, explanation="after these a message becomes a dead letter"),
+    Field("dlq_enabled", "Keep dead letters", bool),
+    Field("dead_letter_expired", "Expired messages become dead letters", bool),
+    Field("max_payload_bytes", "Largest payload (bytes)", int),
+    _duration("backoff_base", "First backoff", explanation="the wait after the first failed attempt"),
+    Field("backoff_factor", "Backoff factor", float, explanation="multiplies the wait for each further attempt"),
+    _duration("backoff_max", "Longest backoff"),
+    Field("backoff_jitter", "Backoff jitter", float, explanation="the largest part of the wait that is subtracted"),
+    _duration("archive_for", "Archive for", "days", "empty: acknowledged messages are deleted"),
+    _duration("expires_after_idle", "Drop after idle", explanation="empty: the queue is never dropped"),
+)
+_DEDICATED: Final = Field("dedicated", "Table of its own", bool, explanation="for a few queues with a high load")
+_NULLABLE: Final = ("archive_for", "expires_after_idle")  # an empty field turns these off
+# The defaults of create_queue, as texts.
+_DEFAULTS: Final = {
+    "visibility_timeout": "30",
+    "max_attempts": "5",
+    "dlq_enabled": "True",
+    "max_payload_bytes": "262144",
+    "backoff_base": "1",
+    "backoff_factor": "2",
+    "backoff_max": "600",
+    "backoff_jitter": "0.2",
+}
+
+
+@router.get("/create")
+async def create_form(context: CurrentContext) -> Response:
+    """The form for a new queue."""
+    return _create_page(context, {name: [text] for name, text in _DEFAULTS.items()})
+
+
+def _create_page(context: Context, form: Form, problem: ApiError | None = None) -> Response:
+    databases = [(each.id, database) for each in context.settings.services.values() for database in each.databases]
+    values = {"databases": databases, "fields": (*_FIELDS, _DEDICATED), "form": form, "problem": problem}
+    return render("create.html", values, problem.status if problem else 200)
+
+
+@router.post("/create")
+async def create(request: Request, context: CurrentContext) -> Response:
+    """Create a queue, and redirect to its page."""
+    form = await read_form(request)
+    service, _, database = form.get("database", [""])[0].partition("/")  # a service id has no slash
+    name = form.get("name", [""])[0].strip()
+    try:
+        values = {each.name: each.read(form) for each in (*_FIELDS, _DEDICATED)}
+        chosen = context.databases.service(service)
+        async with context.databases.target(chosen, database, prepare=True) as connection:
+            await AsyncQueue(connection, name).create_queue(**values)
+    except _ERRORS as error:
+        return _create_page(context, form, explain(error))
+    await context.sampler.sample(chosen, database)
+    return RedirectResponse(queue_url("queue", (service, database, name), done=f"{name} is created"), 303)
+
+
+@router.get("/queue/settings")
+async def settings_form(context: CurrentContext, place: CurrentPlace) -> Response:
+    """The form for the settings of a queue."""
+    async with open_queue(context, place) as queue:
+        settings = await queue.get_queue()
+    return _settings_page(place, settings, _form_of(settings))
+
+
+def _form_of(settings: QueueInfo) -> Form:
+    values = {each: getattr(settings, each.name) for each in _FIELDS}
+    return {each.name: [each.text(value)] for each, value in values.items() if value not in (None, False)}
+
+
+def _settings_page(place: Place, settings: QueueInfo, form: Form, problem: ApiError | None = None) -> Response:
+    values = {"up": "../", "place": place, "settings": settings, "fields": _FIELDS, "form": form, "problem": problem}
+    return render("settings.html", values, problem.status if problem else 200)
+
+
+@router.post("/queue/settings")
+async def change_settings(request: Request, context: CurrentContext, place: CurrentPlace) -> Response:
+    """Change the settings that differ, and redirect to the page of the queue."""
+    form = await read_form(request)
+    async with open_queue(context, place) as queue:
+        settings = await queue.get_queue()
+        try:
+            values = {each.name: each.read(form) for each in _FIELDS}
+            for name in _NULLABLE:
+                if values[name] is None and getattr(settings, name) is not None:
+                    values[name] = timedelta(0)
+            await queue.alter_queue(
+                **{name: value for name, value in values.items() if value != getattr(settings, name)}
+            )
+        except _ERRORS as error:
+            return _settings_page(place, settings, form, explain(error))
+    return RedirectResponse("../" + queue_url("queue", place, done="The settings are changed"), 303)
+
+
+@router.get("/queue/send")
+async def send_form(context: CurrentContext, place: CurrentPlace, state: str = "", id: str = "") -> Response:
+    """The form for a message: empty, or with the content of another message. A dead letter is replaced."""
+    form: Form = {}
+    async with open_queue(context, place) as queue:
+        await queue.get_queue()
+        if id:
+            form = await _copied(queue, state, message_ids([id])[0])
+    return _send_page(place, form)
+
+
+async def _copied(queue: AsyncQueue, state: str, id: int) -> Form:
+    if state not in STATES:
+        raise ApiError(422, "invalid", "state is invalid", "state", state, f"one of {', '.join(STATES)}")
+    try:
+        found = await find(queue.connection, queue.name, state, id, PAYLOAD_LIMIT)
+    except SearchRefused as refused:
+        raise ApiError(refused.status, "timeout", str(refused)) from None
+    if found is None:
+        raise ApiError(404, "message_not_found", f"message {id} is not there any more", "id", id)
+    if found.payload is None:
+        raise ApiError(422, "invalid", f"message {id} has a body of bytes, which cannot be edited here", "id", id)
+    if len(found.payload) < (found.payload_size or 0):
+        message = f"the payload of message {id} is too long to be edited here"
+        raise ApiError(422, "invalid", message, "id", id, f"at most {PAYLOAD_LIMIT} characters")
+    form = {"payload": [pretty_json(found.payload, 8 * PAYLOAD_LIMIT)], "copy_of": [str(id)]}
+    if found.headers:
+        form["headers"] = [pretty_json(found.headers, 8 * PAYLOAD_LIMIT)]
+    return form | ({"replaces": [str(id)]} if state == "dead" else {})
+
+
+def _send_page(place: Place, form: Form, problem: ApiError | None = None) -> Response:
+    values = {"up": "../", "place": place, "form": form, "problem": problem}
+    return render("send.html", values, problem.status if problem else 200)
+
+
+@router.post("/queue/send")
+async def send(request: Request, context: CurrentContext, place: CurrentPlace) -> Response:
+    """Send a message, and delete the dead letter that it replaces in the same transaction. Redirect to the queue."""
+    form = await read_form(request)
+    replaced = message_ids(form["replaces"]) if form.get("replaces") else []
+    async with open_queue(context, place) as queue:
+        try:
+            payload, headers = _json(form, "payload"), _json(form, "headers")
+            delay = _duration("delay", "Delay").read(form)
+            async with queue.connection.transaction():
+                if replaced and await queue.purge_dead_messages(replaced) != len(replaced):
+                    message = f"dead letter {replaced[0]} is not there any more: it was redriven or deleted meanwhile"
+                    raise ApiError(409, "message_not_found", message)
+                sent = await queue.enqueue(payload, delay, headers)
+        except _ERRORS as error:
+            return _send_page(place, form, explain(error))
+    context.metrics.messages(*place, "enqueued", 1)
+    await context.sampler.sample(context.databases.service(place[0]), place[1])
+    state = "scheduled" if delay else "ready"
+    done = f"Sent as message {sent}" + (f"; dead letter {replaced[0]} is deleted" if replaced else "")
+    return RedirectResponse("../" + queue_url("queue", place, state=state, done=done), 303)
+
+
+def _json(form: Form, name: str) -> Any:
+    """The JSON in a field, with the text of its numbers; None if the field is empty. Raises `ApiError`."""
+    text = form.get(name, [""])[0].strip()
+    if not text:
+        if name == "payload":
+            raise ApiError(422, "invalid", "the payload is empty; must be JSON", name)
+        return None
+    try:
+        value = read_json(text)
+    except ApiError as error:
+        message = error.message.replace("the body", "body").replace("body", f"the field {name}", 1)
+        raise ApiError(422, "invalid", message, name) from None
+    if name == "headers" and not isinstance(value, dict):
+        raise ApiError(422, "invalid", "the headers are not a JSON object", name)
+    as_headers = name == "headers"
+    check_sizes(
+        [DirectMessage.model_construct(payload=None if as_headers else value, headers=value if as_headers else None)]
+    )
+    return Jsonb(text, str)

@@ -1,0 +1,77 @@
+"""What the routes of the page share: the queue of a request, its connection, and the fields of a form."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, Final
+from urllib.parse import parse_qs
+
+import psycopg
+from fastapi import APIRouter, Depends, Query, Request
+
+from ..client import AsyncQueue
+from ..errors import InvalidArgument
+from .context import Context, is_queue_name, queue_not_found
+from .errors import ApiError, from_database_error
+from .models import MAX_ID
+from .sampling import Place
+
+__all__ = ["TAG", "CurrentPlace", "Form", "explain", "message_ids", "open_queue", "page_router", "read_form"]
+
+TAG: Final = "page"
+_MAX_FORM_FIELDS: Final = 10_000
+Form = dict[str, list[str]]
+
+
+def page_router() -> APIRouter:
+    """A router for pages: its errors are pages, and it is not part of the API."""
+    return APIRouter(include_in_schema=False, tags=[TAG])
+
+
+_Text = Annotated[str, Query()]
+
+
+async def _place(service: _Text, database: _Text, name: _Text) -> Place:
+    return service, database, name
+
+
+CurrentPlace = Annotated[Place, Depends(_place)]
+
+
+@asynccontextmanager
+async def open_queue(context: Context, place: Place) -> AsyncIterator[AsyncQueue]:
+    """The queue on a connection to its database."""
+    service, database, name = place
+    if not is_queue_name(name):
+        raise queue_not_found(name)
+    async with context.databases.target(context.databases.service(service), database) as connection:
+        yield AsyncQueue(connection, name)
+
+
+async def read_form(request: Request) -> Form:
+    """The fields of a form. Empty fields are left out."""
+    try:
+        return parse_qs((await request.body()).decode(errors="replace"), max_num_fields=_MAX_FORM_FIELDS)
+    except ValueError:
+        raise ApiError(
+            422, "invalid", "the form has too many fields", "body", limit=f"at most {_MAX_FORM_FIELDS}"
+        ) from None
+
+
+def message_ids(given: list[str]) -> list[int]:
+    """The ids of messages in a form or in a URL; each field has one, or several with commas between them."""
+    ids = [each for field in given for each in field.split(",")]
+    if not ids or not all(each.isdecimal() and each.isascii() and 0 < int(each[:20]) <= MAX_ID for each in ids):
+        limit = "the id of a message, or all"
+        raise ApiError(422, "invalid", f"id is invalid; must be {limit}", "id", ", ".join(given), limit)
+    return [int(each) for each in ids]
+
+
+def explain(error: Any) -> ApiError:
+    """The error that a form shows beside what the user has typed. Raises errors that the user cannot correct."""
+    answer = error if isinstance(error, ApiError) else from_database_error(error)
+    if answer.status >= 500 or answer.status == 404:
+        raise error
+    if isinstance(error, InvalidArgument) and not answer.message:  # raised by the client
+        answer = ApiError(422, "invalid", str(error))
+    hint = error.diag.message_hint if isinstance(error, psycopg.Error) else None
+    return ApiError(answer.status, answer.code, f"{answer.message}. {hint}" if hint else answer.message)
