@@ -3,9 +3,10 @@
 import asyncio
 import inspect
 import os
+import signal
 import threading
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -19,7 +20,64 @@ from .runtime import Runtime
 from .settings import Mode, Settings, checked_concurrency
 from .workers import AsyncWorkers, ThreadWorkers, Workers
 
-__all__ = ["AsyncConsumer", "Consumer"]
+__all__ = ["AsyncConsumer", "Consumer", "stop_signals"]
+
+
+class StopSignals:
+    """What SIGINT and SIGTERM do to the consumers that run in the main thread.
+
+    The first signal asks them to stop. The second forces them, and raises `SystemExit` when they have ended. The third
+    ends the process. The status is 128 + the number of the last signal.
+    """
+
+    def __init__(self) -> None:
+        self._stops: list[Callable[[], None]] = []  # several consumers can run on one event loop
+        self._received = 0
+        self._last = 0
+        self._replaced: dict[int, Any] = {}
+
+    @contextmanager
+    def call(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Call `stop` for each signal. In another thread, and for a signal with a handler of the program, do nothing.
+
+        The last of several users puts the former handlers back.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        if not self._stops:
+            self._received = 0
+            found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._replaced = {number: handler for number, handler in found.items() if _is_default(handler)}
+            for number in self._replaced:
+                signal.signal(number, self._handle)
+        self._stops.append(stop)
+        try:
+            yield
+        finally:
+            self._stops.remove(stop)
+            if not self._stops:
+                for number, handler in self._replaced.items():
+                    signal.signal(number, handler)
+        if not self._stops and self._received > 1:
+            raise SystemExit(128 + self._last)
+
+    def _handle(self, number: int, _: object) -> None:
+        self._received += 1
+        self._last = number
+        for stop in list(self._stops):
+            stop()
+        if self._received > 2:
+            os._exit(128 + number)
+
+
+def _is_default(handler: Any) -> bool:
+    """Whether a handler of a signal was set by Python, or by asyncio in `Runner.run`, and not by the program."""
+    made_by = getattr(getattr(handler, "func", None), "__self__", None)
+    return handler in (signal.SIG_DFL, signal.default_int_handler) or isinstance(made_by, asyncio.Runner)
+
+
+stop_signals = StopSignals()
 
 
 class _Base:
@@ -233,10 +291,13 @@ class Consumer(_Base):
     def run(self) -> None:
         """Consume in this thread until `stop` or `request_stop` is called.
 
-        Raises what connecting raises, `QueueNotFound`, and `RuntimeError` if it is running already.
+        In the main thread SIGINT and SIGTERM stop it, too, if the program has set no handlers for them. After a second
+        signal it is stopped by force, and `SystemExit` is raised; a third ends the process. Raises what connecting
+        raises, `QueueNotFound`, and `RuntimeError` if it is running already.
         """
-        self._begin()
-        self._run(lambda: None)
+        with stop_signals.call(self.request_stop):
+            self._begin()
+            self._run(lambda: None)
 
     def _begin(self) -> None:
         super()._begin()
@@ -324,12 +385,14 @@ class AsyncConsumer(_Base):
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Consume until `stop` or `request_stop` is called. A cancellation is a forced stop.
+        """Consume until `stop` or `request_stop` is called, or signals stop it as those of `Consumer.run` do.
 
-        Raises what connecting raises, `QueueNotFound`, and `RuntimeError` if it is running already.
+        A cancellation is a forced stop. Raises what connecting raises, `QueueNotFound`, and `RuntimeError` if it is
+        running already.
         """
-        self._begin()
-        await self._run(lambda: None)
+        with stop_signals.call(self.request_stop):
+            self._begin()
+            await self._run(lambda: None)
 
     def _begin(self) -> None:
         super()._begin()
