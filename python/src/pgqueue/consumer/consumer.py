@@ -5,7 +5,7 @@ import inspect
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -13,12 +13,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from .connections import is_async, unwrapped
-from .delivery import ConsumerStats, Event, Failure
-from .policy import Decision, Retries
+from .delivery import ConsumerStats
 from .polling import Poller
 from .runtime import Runtime
-from .settings import Mode, Settings, checked_concurrency
-from .workers import AsyncWorkers, ThreadWorkers, Workers
+from .settings import Settings, check_integer
+from .workers import ThreadWorkers, Workers
 
 __all__ = ["AsyncConsumer", "Consumer", "stop_signals"]
 
@@ -80,90 +79,33 @@ def _is_default(handler: Any) -> bool:
 stop_signals = StopSignals()
 
 
-class _Base:
+class _Base(Settings):
     """What both consumers have: settings, counters, and the present run."""
 
     _ended: threading.Event | asyncio.Event
+    _runtime: Runtime | None = None
+    _workers: Workers | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+    _stops = 0
+    _runs_in: int | None = None  # the process: a forked child does not run the consumer
 
-    def __init__(
-        self,
-        conninfo: str | Callable[[], Any],
-        queue_name: str,
-        handler: Callable[[Any], Any],
-        *,
-        mode: Mode = "lease",
-        transactional: bool = False,
-        concurrency: int | None = None,
-        batch_size: int | None = None,
-        visibility_timeout: timedelta | None = None,
-        prefetch: int = 0,
-        peek_delay: timedelta = timedelta(seconds=1),
-        peek_batch_size: int | None = None,
-        listen: bool = True,
-        retries: Retries | None = None,
-        on_failure: Callable[[Failure], Decision | Awaitable[Decision | None] | None] | None = None,
-        on_critical: Callable[[BaseException | None, str], None] | None = None,
-        on_circuit: Callable[[str], None] | None = None,
-        circuit_breaker_after: timedelta = timedelta(seconds=30),
-        grace_period: timedelta = timedelta(seconds=30),
-        claimed_by: str | None = None,
-        observe: Callable[[Event], None] | None = None,
-    ) -> None:
-        arguments: dict[str, Any] = {**locals()}
-        del arguments["self"]
-        arguments["concurrency"] = max(os.cpu_count() or 1, 2) if concurrency is None else concurrency
-        arguments["claimed_by"] = claimed_by or ""
-        self._settings = Settings(**arguments)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._stats = ConsumerStats()
-        self._runtime: Runtime | None = None
-        self._workers: Workers | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stops = 0
-        self._runs_in: int | None = None  # the process: a forked child does not run the consumer
-        self._prepare()
-
-    def _prepare(self) -> None:
-        raise NotImplementedError
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.queue_name!r}, mode={self._settings.mode!r})"
-
-    @property
-    def queue_name(self) -> str:
-        """The queue."""
-        return self._settings.queue_name
-
-    @property
-    def handler(self) -> Callable[[Any], Any]:
-        """The function that gets the deliveries. It can be replaced while the consumer does not run."""
-        return self._settings.handler
-
-    @handler.setter
-    def handler(self, handler: Callable[[Any], Any]) -> None:
-        self._settings.handler = handler
-
-    @property
-    def observe(self) -> Callable[[Event], None] | None:
-        """The function that gets the events, on the event loop of the consumer. It must be fast."""
-        return self._settings.observe
-
-    @observe.setter
-    def observe(self, observe: Callable[[Event], None] | None) -> None:
-        self._settings.observe = observe
-
-    @property
-    def batch_size(self) -> int | None:
-        """The most messages that a handler gets at once; None if it gets them one by one."""
-        return self._settings.batch_size
+        return f"{type(self).__name__}({self.queue_name!r}, mode={self.mode!r})"
 
     @property
     def concurrency(self) -> int:
         """The most handlers that run at once. Can be set at any time, from any thread; raises `ValueError`."""
-        return self._settings.concurrency
+        return self.slots
 
     @concurrency.setter
-    def concurrency(self, concurrency: int) -> None:
-        self._settings.concurrency = checked_concurrency(concurrency)
+    def concurrency(self, concurrency: int | None) -> None:
+        concurrency = max(os.cpu_count() or 1, 2) if concurrency is None else concurrency
+        check_integer("concurrency", concurrency, 1)
+        self.slots = concurrency
         self._tell()
 
     @property
@@ -220,8 +162,8 @@ class _Base:
 
     async def _consume(self, workers: type[Workers], ready: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._runtime = runtime = Runtime(self._settings, self._stats)
-        self._workers = workers(self._settings, runtime.connections)
+        self._runtime = runtime = Runtime(self, self._stats)
+        self._workers = workers(self, runtime.connections)
         poller = Poller(runtime, self._workers)
         self._apply()
         try:
@@ -245,23 +187,20 @@ class Consumer(_Base):
         handler: the function.
         mode: `lease` claims messages for `visibility_timeout`, extended while the handler runs; `receive` takes them in
             a transaction, `delivery.connection`, in which the handler works.
-        transactional: in lease mode too the handler works in a transaction. The transaction also acknowledges, and
-            rolls back if the claim was lost. If its connection breaks the handler is called once more, which is not
-            counted as an attempt.
+        transactional: in lease mode too the handler works in a transaction, which also acknowledges, and rolls back if
+            the claim was lost. If its connection breaks the handler is called once more, not counted as an attempt.
         concurrency: the most handlers that run at once; by default one for each CPU, and at least two.
         batch_size: the most messages that the handler gets at once; None for one, not in a list. If it raises, it is
             called once more for each message by itself, which is not counted as an attempt.
         visibility_timeout: how long a claim lasts after the consumer has died, 1 s to 12 h; None for the queue's.
         prefetch: how many messages are claimed in advance, in lease mode without transactions.
-        peek_delay: how long to wait before looking at an empty queue again, at least 100 ms. A notification ends the
-            wait.
+        peek_delay: how long to wait for a notification before looking at an empty queue again, at least 100 ms.
         peek_batch_size: the most messages that a peek counts; None for 10 times the concurrency.
         listen: whether to wait for notifications. If they do not arrive the consumer polls, and logs a warning once.
         retries: immediate and delayed retries; None for the queue's backoff and `max_attempts`.
-        on_failure: the policy: a function of a `Failure` that returns `Retry`, `Reject`, `Handled`, or None for the
-            default.
-        on_critical: called for problems that an operator should know, with the exception if there is one; by default
-            they are logged.
+        on_failure: the policy: a function of a `Failure` that returns `Retry`, `Reject`, `Handled`, or None (default).
+        on_critical: called for problems that an operator should know, with the exception if any; by default they are
+            logged.
         on_circuit: called with `armed`, `open` and `closed` as the database fails and recovers.
         circuit_breaker_after: how long nothing may succeed before the consumer slows down to one handler.
         grace_period: how long a stop lets handlers run before it cancels them.
@@ -276,13 +215,11 @@ class Consumer(_Base):
 
     _ended: threading.Event
 
-    def _prepare(self) -> None:
-        if is_async(self._settings.handler):
-            raise TypeError("the handler is a coroutine function: use AsyncConsumer")
-        if is_async(self._settings.conninfo):
-            raise TypeError("the conninfo is a coroutine function: use AsyncConsumer")
-        if is_async(self._settings.on_failure):
-            raise TypeError("on_failure is a coroutine function: use AsyncConsumer")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, what in (("handler", "the handler"), ("conninfo", "the conninfo"), ("on_failure", "on_failure")):
+            if is_async(getattr(self, name)):
+                raise TypeError(f"{what} is a coroutine function: use AsyncConsumer")
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._ended = threading.Event()
@@ -378,8 +315,9 @@ class AsyncConsumer(_Base):
 
     _ended: asyncio.Event
 
-    def _prepare(self) -> None:
-        if inspect.isroutine(unwrapped(self._settings.handler)) and not is_async(self._settings.handler):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if inspect.isroutine(unwrapped(self.handler)) and not is_async(self.handler):
             raise TypeError("the handler is no coroutine function: use Consumer")
         self._task: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
@@ -400,7 +338,7 @@ class AsyncConsumer(_Base):
 
     async def _run(self, ready: Callable[[], None]) -> None:
         try:
-            await self._consume(AsyncWorkers, ready)
+            await self._consume(Workers, ready)
         finally:
             self._finish()
 
