@@ -82,7 +82,8 @@ stop_signals = StopSignals()
 class _Base(Settings):
     """What both consumers have: settings, counters, and the present run."""
 
-    _ended: threading.Event | asyncio.Event
+    _event: type[threading.Event] | type[asyncio.Event]
+    _ended: Any  # such an event, of the present or the last run
     _runtime: Runtime | None = None
     _workers: Workers | None = None
     _loop: asyncio.AbstractEventLoop | None = None
@@ -154,6 +155,7 @@ class _Base(Settings):
         if self._busy:
             raise RuntimeError(f"{self!r} is running already")
         self._runs_in = os.getpid()
+        self._ended = self._event()
 
     def _finish(self) -> None:
         self._runs_in = None
@@ -213,7 +215,7 @@ class Consumer(_Base):
             that cannot be called with its arguments.
     """
 
-    _ended: threading.Event
+    _event = threading.Event
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -222,8 +224,6 @@ class Consumer(_Base):
                 raise TypeError(f"{what} is a coroutine function: use AsyncConsumer")
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._ended = threading.Event()
-        self._ended.set()
 
     def run(self) -> None:
         """Consume in this thread until `stop` or `request_stop` is called.
@@ -235,10 +235,6 @@ class Consumer(_Base):
         with stop_signals.call(self.request_stop):
             self._begin()
             self._run(lambda: None)
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._ended.clear()
 
     def _run(self, ready: Callable[[], None]) -> None:
         try:
@@ -279,12 +275,13 @@ class Consumer(_Base):
         nothing if the consumer does not run. Raises what ended a started consumer before it was stopped.
         """
         if self._busy:
+            ended = self._ended
             self._end(force, timeout)
             if self._waits_for_caller:
                 return
+            ended.wait()
         elif self._runs_in is not None:
             return  # It runs in the parent process.
-        self._ended.wait()
         thread = self._thread
         if thread is not None:
             thread.join()
@@ -313,14 +310,13 @@ class AsyncConsumer(_Base):
     handler is cancelled if its claim was lost, or by a forced stop.
     """
 
-    _ended: asyncio.Event
+    _event = asyncio.Event
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if inspect.isroutine(unwrapped(self.handler)) and not is_async(self.handler):
             raise TypeError("the handler is no coroutine function: use Consumer")
         self._task: asyncio.Task[None] | None = None
-        self._ended = asyncio.Event()
 
     async def run(self) -> None:
         """Consume until `stop` or `request_stop` is called, or signals stop it as those of `Consumer.run` do.
@@ -331,10 +327,6 @@ class AsyncConsumer(_Base):
         with stop_signals.call(self.request_stop):
             self._begin()
             await self._run(lambda: None)
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._ended = asyncio.Event()
 
     async def _run(self, ready: Callable[[], None]) -> None:
         try:
@@ -371,10 +363,11 @@ class AsyncConsumer(_Base):
         does not run.
         """
         if self._busy:
+            ended = self._ended
             self._end(force, timeout)
             if self._waits_for_caller:
                 return
-            await self._ended.wait()
+            await ended.wait()
         task, self._task = self._task, None
         if task is not None:
             await task

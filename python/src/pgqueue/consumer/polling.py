@@ -172,8 +172,9 @@ class NotificationListener:
                         self.is_listening = True
                         self._notified()  # Earlier messages were not notified here.
                         await self._wait(connection)
-                    failures += 6
-                    self._warn("LISTEN brings no notifications, as through a pooler by transaction")
+                    else:
+                        failures += 6
+                        self._warn("LISTEN brings no notifications, as through a pooler by transaction")
                 finally:
                     self.is_listening = False
                     await connection.close()
