@@ -253,8 +253,10 @@ class Claims:
         self._queue_acks([result])
 
     def _queue_acks(self, done: Iterable[Result]) -> None:
+        had_acks = bool(self._acks)
         self._acks += done
-        self._runtime.signal()
+        if not had_acks or len(self._acks) >= _MOST_ACKS:  # Between these nothing waits for more.
+            self._runtime.signal()
 
     def send(self, statement: Bound[Any], result: Result | None, fallback: Bound[Any] | None = None) -> None:
         """Settle a message by a statement, or by `fallback` if it is refused. It returns whether the claim was kept."""

@@ -119,7 +119,7 @@ class HandlerCall:
         self.messages: list[ClaimedMessage] = []
         self.unreadable: list[tuple[Any, Exception]] = []  # received messages that no handler can get
         self.is_cancelled = False  # by a forced stop; threads read this, too
-        self.returned = False  # whether it is known how many messages were received
+        self.returned = False  # whether the number of received messages was reported
         self.task: asyncio.Task[None] | None = None
         self._cancels_task = cancels_task  # the handler runs in the task
         self._connection: Any = None

@@ -97,7 +97,7 @@ class HandlerCalls:
         while True:
             await runtime.until(lambda: bool(runtime.events) or self._can_start())
             while runtime.events:
-                self._received(*runtime.events.popleft())
+                self._received(runtime.events.popleft().messages)
             self.start_next()
 
     def _can_start(self) -> bool:
@@ -281,13 +281,11 @@ class HandlerCalls:
             if attempt.kind == "undone":
                 self._record_failures(call, attempt.error)
         finally:
-            self._runtime.post(Received(call, None))
+            if not call.returned:
+                self._runtime.post(Received(None))
 
-    def _received(self, call: HandlerCall, messages: int | None) -> None:
-        """Note how many messages a call has received. Only its first report counts."""
-        if call.returned:
-            return
-        call.returned = True
+    def _received(self, messages: int | None) -> None:
+        """Note how many messages a call has received."""
         current = self._round
         current.open -= 1
         if messages is None:

@@ -16,7 +16,7 @@ from psycopg.errors import LockNotAvailable
 from .. import _calls
 from .._calls import Bound
 from .connections import ConnectionFactory, SharedConnection, is_conflict, is_trouble
-from .delivery import EVENTS, ClaimedMessage, ConsumerStats, Event, EventKind, HandlerCall, Result
+from .delivery import EVENTS, ClaimedMessage, ConsumerStats, Event, EventKind, Result
 from .settings import Settings
 
 T = TypeVar("T")
@@ -85,7 +85,6 @@ class CircuitBreaker:
 class Received(NamedTuple):
     """A call of the handler has received so many messages, or has failed to receive if this is None."""
 
-    call: HandlerCall
     messages: int | None
 
 

@@ -192,7 +192,9 @@ class Transactions:
         call.take(messages)
         for row, reason in call.unreadable:
             await session.execute(rejection(self._settings.queue_name, row, reason))
-        self._workers.call_soon(self._runtime.post, Received(call, len(rows)))
+        if not call.returned:  # After a conflict the call receives once more.
+            call.returned = True
+            self._workers.call_soon(self._runtime.post, Received(len(rows)))
         results: list[Result] = []
         if messages and not call.is_cancelled:
             if call.unreadable:
