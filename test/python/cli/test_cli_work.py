@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -435,15 +435,22 @@ def test_a_forced_end_works_with_closed_streams(monkeypatch: pytest.MonkeyPatch)
         def flush(self) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
+    class SilentMonitor:
+        signals = 0
+
+        def __call__(self, stop: Any) -> Any:  # noqa: ARG002
+            return nullcontext()
+
     ended: list[int] = []
-    stop = pgqueue.cli.work._SignalHandler(SimpleNamespace(request_stop=lambda: None), SimpleNamespace(signals=0))
-    stop(signal.SIGINT)
-    stop(signal.SIGTERM)
+    monitor: Any = SilentMonitor()
     with monkeypatch.context() as patch:
         patch.setattr(os, "_exit", ended.append)
         patch.setattr(sys, "stdout", Full())
         patch.setattr(sys, "stderr", Full())
-        stop.leave_if_forced()
+        with pgqueue.cli.work._stoppable(monitor, lambda: None):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for(lambda: monitor.signals == 2)
     assert ended == [128 + signal.SIGTERM]
 
 

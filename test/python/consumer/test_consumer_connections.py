@@ -62,7 +62,7 @@ async def others_are_done() -> None:
 
 async def test_a_thread_closes_a_connection_whose_waiter_was_cancelled(database: str) -> None:
     gate = Gate(database)
-    opening = asyncio.create_task(ConnectionFactory(gate, "test").open_async())
+    opening = asyncio.create_task(ConnectionFactory(gate, "test").open(on_loop=True))
     await asyncio.to_thread(gate.reached.wait)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -77,7 +77,7 @@ async def test_a_thread_closes_a_connection_whose_waiter_was_cancelled(database:
 
 async def test_a_task_cancelled_before_it_uses_its_connection_closes_it(database: str) -> None:
     gate = Gate(database)
-    opening = asyncio.create_task(ConnectionFactory(gate, "test").open_async())
+    opening = asyncio.create_task(ConnectionFactory(gate, "test").open(on_loop=True))
     await asyncio.to_thread(gate.reached.wait)
     [thread] = opening_threads()
     gate.opened.set()
@@ -94,7 +94,7 @@ async def test_a_connection_opened_after_the_end_of_its_loop_is_closed(database:
 
     def short() -> None:
         async def open_late() -> None:
-            opening = asyncio.create_task(ConnectionFactory(gate, "test").open_async())
+            opening = asyncio.create_task(ConnectionFactory(gate, "test").open(on_loop=True))
             while not gate.reached.is_set():  # noqa: ASYNC110 - set by a thread
                 await asyncio.sleep(0.001)
             assert not opening.done()
@@ -117,7 +117,7 @@ async def test_a_coroutine_that_is_no_longer_awaited_is_closed(database: str) ->
         assert released.wait(30)
         return psycopg.AsyncConnection.connect(database)
 
-    opening = asyncio.create_task(ConnectionFactory(source, "test").open_async())
+    opening = asyncio.create_task(ConnectionFactory(source, "test").open(on_loop=True))
     await asyncio.to_thread(reached.wait)
     [thread] = opening_threads()
     released.set()
@@ -131,9 +131,9 @@ async def test_a_coroutine_that_is_no_longer_awaited_is_closed(database: str) ->
 async def test_the_error_for_an_object_that_is_no_connection_names_it(made: Any) -> None:
     opener = ConnectionFactory(lambda: made, "test")
     with pytest.raises(TypeError, match=rf"returned a builtins\.{type(made).__name__}; must return a new connection"):
-        opener.open()
+        await opener.open(on_loop=False)
     with pytest.raises(TypeError, match="must return a new connection"):
-        await opener.open_async()
+        await opener.open(on_loop=True)
 
 
 async def test_a_connection_whose_preparation_fails_is_closed(database: str) -> None:
@@ -156,9 +156,9 @@ async def test_a_connection_whose_preparation_fails_is_closed(database: str) -> 
         return made[-1]
 
     with pytest.raises(psycopg.OperationalError, match="not now"):
-        ConnectionFactory(source, "test").open()
+        await ConnectionFactory(source, "test").open(on_loop=False)
     with pytest.raises(psycopg.OperationalError, match="not now"):
-        await ConnectionFactory(async_source, "test").open_async()
+        await ConnectionFactory(async_source, "test").open(on_loop=True)
     assert [connection.closed for connection in made] == [True, True]
 
 
@@ -172,7 +172,7 @@ async def test_an_adopted_connection_keeps_its_adapters_and_notice_handlers(data
         connection.execute("set timezone to 'Asia/Tokyo'")  # It begins a transaction.
         return connection
 
-    connection = await ConnectionFactory(source, "test").open_async()
+    connection = await ConnectionFactory(source, "test").open(on_loop=True)
     try:
         assert connection.autocommit
         cursor = await connection.execute("select '1'::jsonb, current_setting('timezone')")
@@ -186,7 +186,7 @@ async def test_an_adopted_connection_keeps_its_adapters_and_notice_handlers(data
 async def test_a_connection_function_that_is_exhausted_raises_at_once() -> None:
     async with asyncio.timeout(10):
         with pytest.raises(RuntimeError, match="StopIteration"):
-            await ConnectionFactory(lambda: next(iter([])), "test").open_async()
+            await ConnectionFactory(lambda: next(iter([])), "test").open(on_loop=True)
 
 
 # The consumers

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -20,11 +21,11 @@ from pgqueue import AsyncConsumer, Consumer, Message
 from pgqueue._calls import Bound, LostAck
 from pgqueue.consumer import claims, handlers, polling
 from pgqueue.consumer.claims import Claims
-from pgqueue.consumer.connections import ConnectionFactory, IdleConnections, SharedConnection
+from pgqueue.consumer.connections import ConnectionFactory, ConnectionPool, SharedConnection
 from pgqueue.consumer.delivery import ClaimedMessage, Event, HandlerCall, Result, State
 from pgqueue.consumer.runtime import Runtime
 from pgqueue.consumer.transactions import Transactions
-from pgqueue.consumer.workers import AsyncWorkers, end_tasks, within
+from pgqueue.consumer.workers import Workers, end_tasks, within
 
 Connection = psycopg.Connection[Any]
 NOW = datetime.now(UTC)
@@ -34,7 +35,7 @@ TOKEN = uuid4()
 def runtime(conninfo: Any = "", **options: Any) -> Runtime:
     """What the parts of a consumer share."""
     consumer = Consumer(conninfo, "q", lambda _: None, **{"concurrency": 4, **options})
-    return Runtime(consumer._settings, consumer._stats)
+    return Runtime(consumer, consumer._stats)
 
 
 def asked(text: bytes) -> Bound[Any]:
@@ -65,33 +66,41 @@ def test_a_conflict_does_not_count_as_trouble(error: Exception, kind: str) -> No
     assert parts.stats.circuit == "armed"
 
 
-async def test_a_failure_is_followed_by_a_pause_that_can_be_interrupted() -> None:
-    parts = runtime()
-    for rest in (parts.rest, parts._pause_connecting):
-        parts.breaker.succeeded("connection")
-        started = time.monotonic()
-        parts.failed("claim", psycopg.OperationalError("down"))
-        await rest()
-        assert time.monotonic() - started >= 0.05 * 0.75
-    parts._not_before = parts._connect_at = time.monotonic() + 3600
-    resting = asyncio.gather(parts.rest(), parts._pause_connecting())
-    await asyncio.sleep(0)
-    parts.stops = 2
-    parts.signal()
-    async with asyncio.timeout(30):
-        await resting
+async def test_a_failure_is_followed_by_a_pause_that_can_be_interrupted(database: str) -> None:
+    parts = runtime(database)
+    question = asked(b"select 1")
+    try:
+        for rest in (parts.rest, partial(parts.ask, parts.settling, question)):
+            parts.breaker.succeeded("connection")
+            started = time.monotonic()
+            parts.failed("claim", psycopg.OperationalError("down"))
+            await rest()
+            assert time.monotonic() - started >= 0.05 * 0.75
+        parts._not_before = parts._connect_at = time.monotonic() + 3600
+        resting = asyncio.gather(parts.rest(), parts.ask(parts.claiming, question))
+        await asyncio.sleep(0)
+        parts.stops = 2
+        parts.signal()
+        async with asyncio.timeout(30):
+            assert (await resting)[1] == [1]
+    finally:
+        await parts.close()
 
 
-async def test_trouble_of_the_workers_does_not_delay_connections_that_extend_claims() -> None:
-    parts = runtime(circuit_breaker_after=timedelta(0))
-    parts.failed("work", OSError("can't start new thread"))
-    assert parts.stats.circuit == "open"
-    async with asyncio.timeout(5):  # Otherwise it pauses for 7.5 s at least.
-        await parts._pause_connecting()
-    parts.failed("settle", psycopg.OperationalError("down"))
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.1):
-            await parts._pause_connecting()
+async def test_trouble_of_the_workers_does_not_delay_connections_that_extend_claims(database: str) -> None:
+    parts = runtime(database, circuit_breaker_after=timedelta(0))
+    try:
+        parts.failed("work", OSError("can't start new thread"))
+        assert parts.stats.circuit == "open"
+        async with asyncio.timeout(5):  # Otherwise it pauses for 7.5 s at least.
+            assert await parts.ask(parts.settling, asked(b"select 1")) == [1]
+        parts.failed("settle", psycopg.OperationalError("down"))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await parts.ask(parts.claiming, asked(b"select 1"))
+        assert await parts.ask(parts.settling, asked(b"select 1")) == [1]  # Its connection is open.
+    finally:
+        await parts.close()
 
 
 async def test_a_failed_task_is_restarted_and_an_unexpected_error_is_logged_as_critical() -> None:
@@ -145,8 +154,8 @@ async def test_only_claims_use_asynchronous_commit(database: str) -> None:
     parts = runtime(database)
     try:
         question = asked(b"show synchronous_commit")
-        assert await parts.claiming.run(question) == ["off"]
-        assert await parts.settling.run(question) == ["on"]
+        assert await parts.ask(parts.claiming, question) == ["off"]
+        assert await parts.ask(parts.settling, question) == ["on"]
     finally:
         await parts.close()
 
@@ -155,21 +164,19 @@ async def test_no_setting_is_left_on_a_pooled_connection(database: str) -> None:
     parts = runtime(database)
     parts.connections.proxied = True
     try:
-        assert await parts.claiming.run(asked(b"show synchronous_commit")) == ["on"]
+        assert await parts.ask(parts.claiming, asked(b"show synchronous_commit")) == ["on"]
     finally:
         await parts.close()
 
 
 async def test_a_statement_without_an_answer_is_abandoned_and_repeated(database: str) -> None:
-    async def calm() -> None:
-        pass
-
-    link = SharedConnection(ConnectionFactory(database, "test"), calm, deadline=0.2)
+    link = SharedConnection(ConnectionFactory(database, "test"), deadline=0.2)
     try:
-        [first] = await link.run(asked(b"select pg_backend_pid()"))
+        [first] = await link.run(await link.open(), asked(b"select pg_backend_pid()"))
         with pytest.raises(psycopg.OperationalError, match=r"no answer from the server within 0\.2 s"):
-            await link.run(asked(b"select pg_sleep(10)"))
-        [second] = await link.run(asked(b"select pg_backend_pid()"))
+            await link.run(await link.take(), asked(b"select pg_sleep(10)"))
+        assert await link.take() is None
+        [second] = await link.run(await link.open(), asked(b"select pg_backend_pid()"))
         assert first != second
     finally:
         await link.close()
@@ -178,7 +185,7 @@ async def test_a_statement_without_an_answer_is_abandoned_and_repeated(database:
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 async def test_keepalives_are_set_unless_the_user_sets_them(is_async: bool, database: str) -> None:
     opener = ConnectionFactory(f"{database} keepalives_idle=77", "test")
-    connection: Any = await opener.open_async() if is_async else opener.open()
+    connection: Any = await opener.open(on_loop=is_async)
     given = connection.info.get_parameters()
     closed = connection.close()
     if is_async:
@@ -188,23 +195,38 @@ async def test_keepalives_are_set_unless_the_user_sets_them(is_async: bool, data
     assert given["fallback_application_name"] == "test"
 
 
-def test_no_more_idle_connections_are_kept_than_may_be_used(database: str) -> None:
-    stack: IdleConnections[Connection] = IdleConnections()
-    connections = [connect(database) for _ in range(3)]
+async def test_no_more_idle_connections_are_kept_than_may_be_used(database: str) -> None:
+    pool = ConnectionPool(ConnectionFactory(database, "test"), on_loop=False)
+    connections = [connect(database) for _ in range(5)]
+    first, second, third, fourth, fifth = connections
+
+    def closed() -> list[Connection]:
+        return [connection for connection in connections if connection.closed]
+
     try:
-        first, second, third = connections
-        assert [stack.put(connection, 2) for connection in connections] == [[], [], [first]]
-        assert [stack.take(), stack.take(), stack.take()] == [third, second, None]
-        assert [stack.put(connection, 3) for connection in connections] == [[], [], []]
-        assert stack.take() == third
-        assert stack.put(third, 1) == [first, second]
-        assert stack.take() == third
-        assert stack.put(third, 0) == [third]
-        third.execute("begin")
-        assert stack.put(third, 2) == [third]
-        second.close()
-        assert stack.put(second, 2) == [second]
-        assert stack.take() is None
+        for connection in (first, second, third):
+            await pool.put(connection, 2)
+        assert closed() == [first]
+        assert [await pool.take(), await pool.take(), await pool.take()] == [third, second, None]
+        for connection in (second, third, fourth):
+            await pool.put(connection, 3)
+        assert await pool.take() == fourth
+        await pool.put(fourth, 1)
+        assert closed() == [first, second, third]
+        assert await pool.take() == fourth
+        await pool.put(fourth, 0)
+        fifth.execute("begin")
+        await pool.put(fifth, 2)
+        assert closed() == connections
+        assert await pool.take() is None
+        sixth = await pool.open()
+        connections.append(sixth)
+        await pool.put(sixth, 2)
+        sixth.close()
+        assert await pool.take() is None
+        await pool.close()
+        with pytest.raises(psycopg.OperationalError, match="connected too late"):
+            await pool.open()
     finally:
         for connection in connections:
             connection.close()
@@ -223,7 +245,7 @@ async def test_a_look_claims_only_the_messages_that_it_counted(
 ) -> None:
     queue = prepare(connection, name)
     consumer = Consumer(database, name, lambda _: None, claimed_by="looker")
-    parts = Runtime(consumer._settings, consumer._stats)
+    parts = Runtime(consumer, consumer._stats)
     mine = Claims(parts)
     try:
         assert await mine.peek_and_claim(10, 5) == (0, [])
@@ -284,7 +306,7 @@ class Desk:
 async def test_a_call_that_is_cancelled_before_its_first_step_frees_its_slot() -> None:
     parts = runtime()
     freed: list[int] = []
-    called = handlers.HandlerCalls(parts, AsyncWorkers(parts.settings, parts.connections))
+    called = handlers.HandlerCalls(parts, Workers(parts.settings, parts.connections))
     held = Desk().hold(1)
     called.claims.add(held, time.monotonic())
     called._start(held, called._handle)
@@ -304,7 +326,7 @@ async def test_a_call_that_is_cancelled_before_its_first_step_frees_its_slot() -
 
 async def test_a_forced_stop_leaves_a_settlement_that_is_on_its_way() -> None:
     parts = runtime()
-    called = handlers.HandlerCalls(parts, AsyncWorkers(parts.settings, parts.connections))
+    called = handlers.HandlerCalls(parts, Workers(parts.settings, parts.connections))
     held = Desk().hold(1, 2)
 
     async def work(_: HandlerCall) -> None:
@@ -466,14 +488,14 @@ async def test_the_lock_timeout_is_not_left_on_the_connection(
     held = [ClaimedMessage(message) for message in queue.claim(3)]
     events: list[Event] = []
     consumer = Consumer(database, name, lambda _: None, observe=events.append)
-    parts = Runtime(consumer._settings, consumer._stats)
+    parts = Runtime(consumer, consumer._stats)
     parts.connections.proxied = proxied
     mine = Claims(parts)
     mine.add(held, time.monotonic())
     try:
         with connection.transaction():
             connection.execute("select from pgqueue.messages where id = %s for update", (ids[1],))
-            mine._claims[held[0].token].renew_at = 0.0
+            held[0].renew_at = held[1].renew_at = held[2].renew_at = 0.0
             await mine._heartbeat()
             assert parts.stats.extended == 2
             for one in held:
@@ -483,7 +505,7 @@ async def test_the_lock_timeout_is_not_left_on_the_connection(
             settled = [(event.message_id, event.kind) for event in events if event.kind != "extended"]
             assert sorted(settled) == [(ids[0], "succeeded"), (ids[2], "succeeded")]
             assert [one.is_locked for one in held] == [False, True, False]
-            assert await parts.settling.run(asked(b"show lock_timeout")) == ["0"]
+            assert await parts.ask(parts.settling, asked(b"show lock_timeout")) == ["0"]
         assert await mine.release([held[1]]) == (1, [])
         assert parts.stats.circuit == "closed"
     finally:
@@ -552,7 +574,7 @@ async def test_an_acknowledgement_in_doubt_is_not_a_success_while_the_message_ex
                 queue.nack(message.id, message.claim_token, SECOND * 3600)
     events: list[Event] = []
     consumer = Consumer(database, name, lambda _: None, observe=events.append)
-    parts = Runtime(consumer._settings, consumer._stats)
+    parts = Runtime(consumer, consumer._stats)
     mine = Claims(parts)
     mine.add(held, time.monotonic())
     for one in held:
@@ -567,7 +589,7 @@ async def test_an_acknowledgement_in_doubt_is_not_a_success_while_the_message_ex
     assert [event.kind for event in events if event.message_id] == [FATES[fate]] * 2
 
 
-async def _break(_: Any) -> None:
+async def _break(*_: Any) -> None:
     raise LOST
 
 
@@ -588,7 +610,7 @@ async def test_a_batch_is_settled_in_order_of_id_like_other_calls_that_lock_mess
         ClaimedMessage(Message(one, "q", 1, None, None, None, 1, 5, NOW, NOW, None, "me", token, None))
         for one, token in zip((3, 1, 2), tokens, strict=True)
     ]
-    HandlerCall(held, cancels_task=False)
+    HandlerCall(cancels_task=False).take(held)
     deliveries = [one.deliver(None, True) for one in held]
     if marked:
         deliveries[0].retry()

@@ -299,9 +299,10 @@ def test_a_deep_stack_trace_is_shortened() -> None:
 # 50: the circuit breaker
 
 
-def breaker(after: float = 30.0) -> tuple[CircuitBreaker, Clock, list[str]]:
-    clock, states = Clock(), list[str]()
-    return CircuitBreaker(after, states.append, clock, lambda: 0.5), clock, states
+def breaker(after: float = 30.0) -> tuple[CircuitBreaker, Clock, list[Any]]:
+    clock = Clock()
+    circuit = CircuitBreaker(after, clock, lambda: 0.5)
+    return circuit, clock, circuit.changes
 
 
 def test_the_first_failure_arms_the_circuit() -> None:

@@ -249,7 +249,7 @@ def test_a_stop_gives_prefetched_messages_back(
         await step.until(gate.is_set)
 
     with form.consuming(database, name, work, concurrency=1, prefetch=10) as run:
-        wait_for(lambda: queue.stats().inflight_messages == 11)
+        wait_for(lambda: run.calls and queue.stats().inflight_messages == 11)
         stop = run.stopping(force=force)
         left = 11 if force else 10  # what a handler does after it was cancelled does not count
         wait_for(lambda: queue.peek() == left)

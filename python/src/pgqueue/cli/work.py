@@ -4,15 +4,14 @@ import asyncio
 import importlib
 import inspect
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from ..consumer import AsyncConsumer, Consumer
 
 __all__ = ["work"]
-
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class Mode(StrEnum):
@@ -166,52 +163,34 @@ def work(
         if inspect.iscoroutinefunction(consumer.run):
             asyncio.run(_run_async(cast("AsyncConsumer", consumer), monitor))
         else:
-            _run(cast("Consumer", consumer), monitor)
-
-
-def _run(consumer: "Consumer", monitor: WorkMonitor) -> None:
-    stop = _SignalHandler(consumer, monitor)
-    with monitor(consumer.request_stop):
-        for number in _SIGNALS:
-            signal.signal(number, stop)
-        consumer.run()
-    stop.leave_if_forced()
+            with _stoppable(monitor, consumer.request_stop):
+                cast("Consumer", consumer).run()
 
 
 async def _run_async(consumer: "AsyncConsumer", monitor: WorkMonitor) -> None:
     loop = asyncio.get_running_loop()
-    stop = _SignalHandler(consumer, monitor)
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, stop, number)
-    with monitor(lambda: loop.call_soon_threadsafe(consumer.request_stop)):
+    with _stoppable(monitor, lambda: loop.call_soon_threadsafe(consumer.request_stop)):
         await consumer.run()
-    stop.leave_if_forced()  # here, because the end of the event loop would wait for threads
 
 
-class _SignalHandler:
-    """Handles signals: the first asks the consumer to stop, the second forces it, the third ends the process."""
+@contextmanager
+def _stoppable(monitor: WorkMonitor, stop: Callable[[], object]) -> Iterator[None]:
+    """Monitor a consumer while it runs. After a stop by force, end the process, which threads may keep alive."""
+    from ..consumer.consumer import stop_signals
 
-    def __init__(self, consumer: "Consumer | AsyncConsumer", monitor: WorkMonitor) -> None:
-        self._consumer = consumer
-        self._monitor = monitor
-        self._signals: list[int] = []
+    def note() -> None:
+        monitor.signals += 1  # the monitor prints it, because a signal handler must not
+        if monitor.signals > 2 and sys.stderr.isatty():
+            os.write(2, b"\x1b[?25h\n")  # shows the cursor, which the live line has hidden
 
-    def __call__(self, number: int, _frame: object = None) -> None:
-        self._signals.append(number)
-        self._monitor.signals = len(self._signals)  # the monitor prints it, because a signal handler must not
-        if len(self._signals) > 2:
-            if sys.stderr.isatty():
-                os.write(2, b"\x1b[?25h\n")  # shows the cursor, which the live line has hidden
-            os._exit(128 + number)
-        self._consumer.request_stop()
-
-    def leave_if_forced(self) -> None:
-        """End the process if threads that did not stop would keep it alive."""
-        if len(self._signals) > 1:
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError):
-                    stream.flush()
-            os._exit(128 + self._signals[-1])
+    try:
+        with stop_signals.call(note), monitor(stop):
+            yield
+    except SystemExit as end:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(int(end.code or 0))
 
 
 def _load(handler: str) -> Callable[..., Any]:

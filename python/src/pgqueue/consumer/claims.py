@@ -9,9 +9,9 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -39,12 +39,6 @@ _RETRY_SECONDS = 0.5  # until the settlement of a locked message is tried again
 
 
 @dataclass(slots=True)
-class _Claim:
-    messages: dict[int, ClaimedMessage]
-    renew_at: float
-
-
-@dataclass(slots=True)
 class _Settlement:
     """A statement that returns whether the message was still claimed, a fallback if it is refused, and the outcome."""
 
@@ -60,17 +54,13 @@ class Claims:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._settings = settings = runtime.settings
-        self._claims: dict[UUID | None, _Claim] = {}
-        self._acks: dict[UUID | None, list[Result]] = {}
-        self._ack_count = 0
+        self._held: set[ClaimedMessage] = set()
+        self._acks: list[Result] = []
         self._settlements: deque[_Settlement] = deque()
         self._postponed = 0  # settlements of locked messages
         # The connection broke during their acknowledgement, which may have been committed.
         self._in_doubt: dict[int, ClaimedMessage] = {}
         self._flushing = asyncio.Lock()
-        self._has_work = asyncio.Event()
-        self._is_full = asyncio.Event()
-        self._due_sooner = asyncio.Event()
         self._heartbeat_at = math.inf
         self._portion = MOST_MESSAGES
         self.visibility_timeout = settings.visibility_timeout or timedelta(seconds=30)
@@ -82,7 +72,7 @@ class Claims:
 
         Returns how many were seen, and the rows. Raises `psycopg.Error`.
         """
-        name, by = self._settings.queue_name, self._settings.claimed_by
+        name, by = self._settings.queue_name, self._settings.claimed_by or ""
         with self._portion_of(wanted) as wanted:
             call = _calls.peek_and_claim(name, most, wanted, self.visibility_timeout, by)
             found = await self._runtime.run(call, "peek")
@@ -99,7 +89,7 @@ class Claims:
         Returns the rows. Raises `psycopg.Error`: what was not acknowledged is kept then.
         """
         with self._portion_of(wanted) as wanted:
-            terms = (wanted, self.visibility_timeout, self._settings.claimed_by)
+            terms = (wanted, self.visibility_timeout, self._settings.claimed_by or "")
             # Acknowledgements in doubt may need a search afterwards. A claim must not wait for it.
             if more and self._acks and not self._in_doubt and not self._flushing.locked():
                 async with self._flushing:
@@ -121,9 +111,9 @@ class Claims:
 
     async def _exchange(self, terms: tuple[int, timedelta, str]) -> list[Any] | None:
         """Acknowledge the messages of one claim, and claim others; None, and nothing was done, if one is locked."""
-        token = max(self._acks, key=lambda token: len(self._acks[token]))
-        done = self._acks.pop(token)
-        self._ack_count -= len(done)
+        [(token, _)] = Counter(result.message.token for result in self._acks).most_common(1)
+        done = [result for result in self._acks if result.message.token == token]
+        self._acks = [result for result in self._acks if result.message.token != token]
         ids = sorted(result.message.id for result in done)
         call = _calls.exchange_messages(self._settings.queue_name, ids, token, *terms)
         try:
@@ -141,47 +131,36 @@ class Claims:
     def add(self, messages: list[ClaimedMessage], claimed_at: float) -> None:
         """Keep claims that were made not before `claimed_at` of the monotonic clock."""
         seconds = self.visibility_timeout.total_seconds()
-        renew_at = claimed_at + seconds / 3
         for message in messages:
             if message.id in self._in_doubt:
                 self._in_doubt[message.id].claimed_until = 0.0  # It was claimed again: the earlier claim was lost.
             message.claimed_until = claimed_at + seconds
-            claim = self._claims.get(message.token)
-            if claim is None:
-                claim = self._claims[message.token] = _Claim({}, renew_at)
-            claim.messages[message.id] = message
-        if renew_at < self._heartbeat_at:
-            self._due_sooner.set()
-
-    def drop(self, message: ClaimedMessage) -> None:
-        """Keep the claim of a message no longer."""
-        claim = self._claims.get(message.token)
-        if claim is not None and claim.messages.pop(message.id, None) is not None and not claim.messages:
-            del self._claims[message.token]
+            message.renew_at = claimed_at + seconds / 3
+        self._held.update(messages)
+        if messages and messages[0].renew_at < self._heartbeat_at:
+            self._heartbeat_at = messages[0].renew_at
+            self._runtime.signal()
 
     # Heartbeats
 
     async def heartbeats(self) -> None:
         """Extend each claim when a third of its time has passed, endlessly."""
         while True:
-            self._due_sooner.clear()
-            self._heartbeat_at = min((claim.renew_at for claim in self._claims.values()), default=math.inf)
-            wait = self._heartbeat_at - time.monotonic()
-            if wait > 0:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(wait if wait < math.inf else None):
-                        await self._due_sooner.wait()
-            else:
+            at = self._heartbeat_at = min((message.renew_at for message in self._held), default=math.inf)
+            if at <= time.monotonic():
                 await self._heartbeat()
+            else:
+                await self._runtime.until(lambda at=at: self._heartbeat_at < at, at)  # type: ignore[misc]
 
     async def _heartbeat(self) -> None:
         seconds = self.visibility_timeout.total_seconds()
         now = time.monotonic()
-        due = {token: claim for token, claim in self._claims.items() if claim.renew_at <= now + seconds / 12}
-        messages = sorted((one for claim in due.values() for one in claim.messages.values()), key=lambda one: one.id)
-        locked = {message.token for message in await self._in_parts(messages, self._extend)}
-        for token, claim in due.items():
-            claim.renew_at = now + seconds / (6 if token in locked else 3)
+        due = [message for message in self._held if message.renew_at <= now + seconds / 12]
+        locked = await self._in_parts(sorted(due, key=lambda message: message.id), self._extend)
+        for message in due:
+            message.renew_at = now + seconds / 3
+        for message in locked:
+            message.renew_at = now + seconds / 6
 
     async def _extend(self, messages: list[ClaimedMessage], is_locked: bool) -> bool:
         messages = [message for message in messages if message.state is not State.COMMITTING]
@@ -193,15 +172,13 @@ class Claims:
         rows = await self._run(call, is_locked)
         if rows is None:
             return False
-        self._runtime.stats.extended += len(rows)
         self._runtime.event("extended", len(rows))
         kept = set(rows)
         for message in messages:
-            claim = self._claims.get(message.token)
             if message.id in kept:
                 message.claimed_until = now + self.visibility_timeout.total_seconds()
             # Otherwise it was lost, unless it was settled while the statement ran.
-            elif message.state is not State.COMMITTING and claim is not None and message.id in claim.messages:
+            elif message.state is not State.COMMITTING and message in self._held:
                 self.lose(message)
                 if message.call is not None and message.call.is_lost:
                     message.call.cancel_task()
@@ -209,7 +186,7 @@ class Claims:
 
     def lose(self, message: ClaimedMessage) -> None:
         """Note that the claim of a message was lost."""
-        self.drop(message)
+        self._held.discard(message)
         if message.try_become(State.LOST):
             self._runtime.report_loss(message)
 
@@ -266,77 +243,72 @@ class Claims:
     def _resume(self, again: Callable[[], None]) -> None:
         self._postponed -= 1
         again()
-        self._has_work.set()
+        self._runtime.signal()
 
     # Settling
 
     def acknowledge(self, result: Result) -> None:
         """Acknowledge a message soon, together with others."""
         result.message.become(State.SETTLING)
-        self._queue_ack(result)
-
-    def _queue_ack(self, result: Result) -> None:
-        self._acks.setdefault(result.message.token, []).append(result)
-        self._ack_count += 1
-        self._has_work.set()
-        if self._ack_count >= _MOST_ACKS:
-            self._is_full.set()
+        self._queue_acks([result])
 
     def _queue_acks(self, done: Iterable[Result]) -> None:
-        for result in done:
-            self._queue_ack(result)
+        had_acks = bool(self._acks)
+        self._acks += done
+        if not had_acks or len(self._acks) >= _MOST_ACKS:  # Between these nothing waits for more.
+            self._runtime.signal()
 
     def send(self, statement: Bound[Any], result: Result | None, fallback: Bound[Any] | None = None) -> None:
         """Settle a message by a statement, or by `fallback` if it is refused. It returns whether the claim was kept."""
         if result is not None:
             result.message.become(State.SETTLING)
         self._settlements.append(_Settlement(statement, fallback, result))
-        self._has_work.set()
+        self._runtime.signal()
 
     def settled(self, result: Result) -> None:
         """Note the outcome of a message."""
         if result.state is State.LOST:
             self.lose(result.message)
             return
-        self.drop(result.message)
+        self._held.discard(result.message)
         if not result.message.is_lost:  # A heartbeat can find a claim lost while its transaction commits.
             result.message.become(result.state)
         self._runtime.report_result(result)
 
+    def _answered(self, result: Result, is_kept: bool) -> None:
+        """Note the answer to a settlement, which tells whether the claim was kept."""
+        if result.message.is_lost:
+            self._held.discard(result.message)
+        else:
+            self.settled(result if is_kept else result._replace(state=State.LOST))
+
     def give_up(self, message: ClaimedMessage) -> None:
         """Keep a message no longer that was not settled: it is delivered again, after its claim has expired."""
-        self.drop(message)
+        self._held.discard(message)
         message.try_become(State.RELEASED)
 
     @property
     def is_settled(self) -> bool:
         """Whether all settlements were sent and answered."""
-        return not self._ack_count and not self._settlements and not self._postponed and not self._flushing.locked()
+        return not self._has_due() and not self._postponed and not self._flushing.locked()
+
+    def _has_due(self) -> bool:
+        return bool(self._acks or self._settlements)
 
     async def send_settlements(self) -> None:
-        """Send settlements, endlessly."""
+        """Send settlements, endlessly. Raises `psycopg.Error`: what was not settled is kept then."""
         while True:
-            await self._has_work.wait()
-            try:
-                async with asyncio.timeout(_BATCH_SECONDS):
-                    await self._is_full.wait()
-            except TimeoutError:
-                pass
-            self._has_work.clear()
-            self._is_full.clear()
-            try:
-                await self.flush()
-            except (psycopg.Error, OSError):
-                self._has_work.set()
-                await self._runtime.rest()
+            await self._runtime.until(self._has_due)
+            await self._runtime.until(lambda: len(self._acks) >= _MOST_ACKS, time.monotonic() + _BATCH_SECONDS)
+            await self.flush()
 
     async def flush(self) -> None:
         """Send the settlements that are due. Raises `psycopg.Error`: what was not settled is kept then."""
         async with self._flushing:
             # Acknowledgements come first. They succeed on a full disk, and make room for what is given back.
-            acks, self._acks, self._ack_count = self._acks, {}, 0
+            acks, self._acks = self._acks, []
             if acks:
-                await self._acknowledge([result for results in acks.values() for result in results])
+                await self._acknowledge(acks)
             await self._send()
 
     async def _acknowledge(self, done: list[Result]) -> None:
@@ -414,10 +386,7 @@ class Claims:
         for result in done:
             message = result.message
             self._in_doubt.pop(message.id, None)
-            if message.is_lost:
-                self.drop(message)
-            else:
-                self.settled(result._replace(state=State.LOST) if message in lost else result)
+            self._answered(result, message not in lost)
 
     def _keep(self, done: list[Result]) -> None:
         """Acknowledge these messages once more: it is unknown whether the acknowledgement was committed."""
@@ -448,16 +417,13 @@ class Claims:
                 if result is not None:
                     self._note_lock(result.message)
             elif result is not None:
-                if result.message.is_lost:
-                    self.drop(result.message)
-                else:
-                    self.settled(result if rows[0] else result._replace(state=State.LOST))
+                self._answered(result, rows[0])
 
     async def release(self, messages: list[ClaimedMessage]) -> tuple[int, list[ClaimedMessage]]:
         """Give messages back as they were before the claim; returns how many were claimed, and the locked ones."""
         count = 0
         for message in messages:
-            self.drop(message)
+            self._held.discard(message)
             if message.state is not State.COMMITTING:  # A commit that succeeds decides its state.
                 message.try_become(State.RELEASED)
 

@@ -7,10 +7,10 @@ import inspect
 import os
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
-from typing import Any, Generic, NoReturn, TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import psycopg
@@ -29,7 +29,6 @@ from .._styles import correction
 
 T = TypeVar("T")
 AnyConnection = Connection[Any] | AsyncConnection[Any]
-C = TypeVar("C", Connection[Any], AsyncConnection[Any])
 
 # A peer that disappears is noticed within 30 seconds, whatever the settings of the operating system are.
 _DEFAULTS = {
@@ -70,17 +69,6 @@ class NoConnection(psycopg.OperationalError):
     """The user's connection function raised the cause of this."""
 
 
-@contextmanager
-def as_trouble() -> Iterator[None]:
-    """Turn any exception of the user's connection function into trouble: it is not the fault of a message."""
-    try:
-        yield
-    except (psycopg.Error, OSError):
-        raise
-    except Exception as error:
-        raise NoConnection(f"no connection: {type(error).__name__}: {error}") from error
-
-
 # Opening
 
 _adapters: WeakKeyDictionary[AnyConnection, AdaptersMap] = WeakKeyDictionary()  # as each connection was opened
@@ -95,19 +83,23 @@ class _OriginalAdapters:
         return _adapters[connection]
 
 
-class ConsumerCursor(_OriginalAdapters, Cursor[Any]):
-    """A cursor of a thread's connection."""
+class _ConsumerCursor(_OriginalAdapters, Cursor[Any]):
+    pass
 
 
-class AsyncConsumerCursor(_OriginalAdapters, AsyncCursor[Any]):
-    """A cursor of an event loop's connection."""
+class _AsyncConsumerCursor(_OriginalAdapters, AsyncCursor[Any]):
+    pass
 
 
-def _remember_adapters(connection: AnyConnection) -> None:
-    """Keep the adapters, with lists as arrays, even if the user adapts lists to JSON."""
-    _adapters[connection] = adapters = AdaptersMap(connection.adapters)
-    adapters.register_dumper(list, ListBinaryDumper)
-    adapters.register_dumper(list, ListDumper)
+def new_cursor(connection: Any, row_factory: Any = None) -> Any:
+    """A cursor for the consumer's statements, on a connection of either kind."""
+    kind: Any = _ConsumerCursor if isinstance(connection, Connection) else _AsyncConsumerCursor
+    return kind(connection, row_factory=row_factory)
+
+
+async def done(value: Any) -> Any:
+    """The result of a method of psycopg, which is awaitable if its connection is of the event loop."""
+    return await value if hasattr(value, "__await__") else value
 
 
 class ConnectionFactory:
@@ -125,59 +117,50 @@ class ConnectionFactory:
             self._conninfo = make_conninfo(source, **extra, fallback_application_name=application)
         self.proxied: bool | None = None  # whether there is a pooler between; None: not known yet
 
-    def open(self) -> Connection[Any]:
-        """A new connection. Raises what connecting raises, and `TypeError` if the user's function returned none."""
-        made = self._source() if callable(self._source) else Connection.connect(self._conninfo, autocommit=True)
-        if not isinstance(made, Connection):
-            _discard(made)
-            raise _no_connection(made)
-        try:
-            if not made.autocommit:
-                made.commit()
-                made.autocommit = True
-            _remember_adapters(made)
-            if corrected := correction(made):
-                ConsumerCursor(made).execute(corrected)
-        except BaseException:
-            made.close()
-            raise
-        if self.proxied:
-            made.prepare_threshold = None
-        return made
+    async def open(self, on_loop: bool) -> Any:
+        """A new connection for the event loop, or for a thread, where this never suspends.
 
-    async def open_async(self) -> AsyncConnection[Any]:
-        """The same for the event loop. Adopts a synchronous connection that the user's function returned."""
-        connection = await self._connect()
+        The event loop adopts a synchronous connection that the user's function returned. Raises what connecting raises,
+        and `TypeError` if that function returned no connection.
+        """
+        connection = await self._connect(on_loop)
         try:
             if not connection.autocommit:
-                await connection.commit()
-                await connection.set_autocommit(True)
-            _remember_adapters(connection)
+                await done(connection.commit())
+                await done(connection.set_autocommit(True))
+            _adapters[connection] = adapters = AdaptersMap(connection.adapters)
+            for dumper in (ListBinaryDumper, ListDumper):  # lists are arrays, even if the user adapts them to JSON
+                adapters.register_dumper(list, dumper)
             if corrected := correction(connection):
-                await AsyncConsumerCursor(connection).execute(corrected)
+                await done(new_cursor(connection).execute(corrected))
             if self.proxied is None:
-                cursor = AsyncCursor(connection, row_factory=_calls.BACKEND_PID.row)
-                await cursor.execute(_calls.BACKEND_PID.text)
-                self.proxied = await cursor.fetchone() != connection.pgconn.backend_pid
+                cursor = new_cursor(connection, _calls.BACKEND_PID.row)
+                await done(cursor.execute(_calls.BACKEND_PID.text))
+                self.proxied = await done(cursor.fetchone()) != connection.pgconn.backend_pid
         except BaseException:
-            await connection.close()
+            await done(connection.close())
             raise
         if self.proxied:
             # A statement prepared on one server connection is unknown on the next.
             connection.prepare_threshold = None
         return connection
 
-    async def _connect(self) -> AsyncConnection[Any]:
+    async def _connect(self, on_loop: bool) -> Any:
+        kind: Any = AsyncConnection if on_loop else Connection
         if not callable(self._source):
-            return await AsyncConnection.connect(self._conninfo, autocommit=True)
-        made = self._source() if is_async(self._source) else await in_thread(self._source, _discard)
-        if inspect.isawaitable(made):
+            return await done(kind.connect(self._conninfo, autocommit=True))
+        if on_loop and not is_async(self._source):
+            made = await in_thread(self._source, _discard)
+        else:
+            made = self._source()
+        if on_loop and inspect.isawaitable(made):
             made = await made
-        if isinstance(made, Connection):
+        if on_loop and isinstance(made, Connection):
             return _AdoptedConnection(made)
-        if not isinstance(made, AsyncConnection):
+        if not isinstance(made, kind):
             _discard(made)
-            raise _no_connection(made)
+            name = f"{type(made).__module__}.{type(made).__qualname__}"
+            raise TypeError(f"invalid conninfo: the function returned a {name}; must return a new connection")
         return made
 
 
@@ -215,11 +198,6 @@ def _discard(made: Any) -> None:
         made.pgconn.finish()
     elif isinstance(made, Connection) or inspect.iscoroutine(made):
         made.close()
-
-
-def _no_connection(made: Any) -> TypeError:
-    kind = f"{type(made).__module__}.{type(made).__qualname__}"
-    return TypeError(f"invalid conninfo: the function returned a {kind}; must return a new connection")
 
 
 async def in_thread(function: Callable[[], T], unwanted: Callable[[T], None] = lambda _: None) -> T:
@@ -316,52 +294,6 @@ def shut_down(connection: AnyConnection) -> Callable[[], None] | None:
     return cancel_statement
 
 
-def cut(connection: AnyConnection) -> None:
-    """Make the statement of a connection in use fail. This can take as long as connecting."""
-    if cancel_statement := shut_down(connection):
-        cancel_statement()
-
-
-class ConnectionInUse:
-    """The connection that a call of the handler uses, so that another thread can cut it."""
-
-    __slots__ = ("_connection", "_lock")
-
-    def __init__(self) -> None:
-        self._connection: AnyConnection | None = None
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def use(self, connection: Any) -> Iterator[None]:
-        """Use a connection. It must be closed, or given to other work, only after this."""
-        self._connection = connection
-        # Only the consumer commits: a part of a message's work must not be committed alone.
-        connection.commit = connection.rollback = _forbidden
-        try:
-            yield
-        finally:
-            del connection.commit, connection.rollback
-            with self._lock:
-                self._connection = None
-
-    async def cut(self) -> None:
-        """Cut the connection in use, if there is one: its statement fails, its transaction is rolled back.
-
-        This can take as long as connecting.
-        """
-        await in_thread(self._cut)
-
-    def _cut(self) -> None:
-        with self._lock:
-            cancel_statement = None if self._connection is None else shut_down(self._connection)
-        if cancel_statement is not None:
-            cancel_statement()
-
-
-def _forbidden(*_: Any) -> NoReturn:
-    raise psycopg.ProgrammingError("the consumer ends this transaction, when the handler has returned")
-
-
 # Results
 
 
@@ -411,68 +343,104 @@ def execute_command(connection: AnyConnection, text: bytes) -> Generator[Any, An
 # Keeping and sharing
 
 
-class IdleConnections(Generic[C]):
-    """Idle connections, last in first out. A connection that was taken has one user."""
+class ConnectionPool:
+    """Idle connections, last in first out, for the event loop, or for threads, where its methods never suspend."""
 
-    def __init__(self) -> None:
-        self._idle: list[C] = []
+    def __init__(self, factory: ConnectionFactory, on_loop: bool) -> None:
+        self._factory = factory
+        self._on_loop = on_loop
+        self._lock = threading.Lock()
+        self._idle: list[Any] = []
+        self._is_closed = False
 
-    def take(self) -> C | None:
-        """The connection that was used last, or None. It may have broken since."""
-        return self._idle.pop() if self._idle else None
+    async def take(self) -> Any:
+        """The connection that was used last, if it can be used, or None. Its user is the only one."""
+        while True:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None or is_idle(connection):
+                return connection
+            await done(connection.close())
 
-    def put(self, connection: C, most: int) -> list[C]:
-        """Keep a connection if it is idle, and at most `most` in all; returns those that the caller must close."""
-        if not is_idle(connection):
-            return [connection]
-        self._idle.append(connection)
-        excess = max(len(self._idle) - most, 0)
-        surplus, self._idle = self._idle[:excess], self._idle[excess:]
-        return surplus
+    async def open(self) -> Any:
+        """A new connection. Raises `psycopg.Error`, `OSError`."""
+        try:
+            connection = await self._factory.open(self._on_loop)
+        except (psycopg.Error, OSError):
+            raise
+        except Exception as error:  # of the user's function: it is not the fault of a message
+            raise NoConnection(f"no connection: {type(error).__name__}: {error}") from error
+        if self._is_closed:
+            await done(connection.close())
+            raise psycopg.OperationalError("connected too late: the consumer has stopped")
+        return connection
+
+    async def put(self, connection: Any, most: int) -> None:
+        """Keep a connection, and at most `most` in all. One that is still in a transaction is closed, too."""
+        with self._lock:
+            surplus = [connection]
+            if not self._is_closed and connection.pgconn.transaction_status == TransactionStatus.IDLE:
+                self._idle.append(connection)
+                excess = max(len(self._idle) - most, 0)
+                surplus, self._idle = self._idle[:excess], self._idle[excess:]
+        for one in surplus:
+            await done(one.close())
+
+    async def close(self) -> None:
+        """Close the idle connections now, and those in use when they are put back."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            await done(connection.close())
 
 
-class SharedConnection:
-    """A connection of the event loop that executes one statement at a time; opened when needed, and again if broken.
+class SharedConnection(ConnectionPool):
+    """A connection of the event loop for one statement at a time. The users wait for each other with `lock`.
 
-    `pause` waits before a new connection is opened. `deadline` is the time limit of a statement in seconds.
+    `setting` is executed on a new connection. `deadline` is the time limit of a statement in seconds.
     """
 
-    def __init__(
-        self,
-        factory: ConnectionFactory,
-        pause: Callable[[], Awaitable[None]],
-        setting: bytes | None = None,
-        deadline: float = 30.0,
-    ) -> None:
-        self._factory = factory
-        self._setting = setting
-        self._pause = pause
+    def __init__(self, factory: ConnectionFactory, setting: bytes | None = None, deadline: float = 30.0) -> None:
+        super().__init__(factory, on_loop=True)
+        self.lock = asyncio.Lock()
         self.deadline = deadline
-        self._connection: AsyncConnection[Any] | None = None
+        self._setting = setting
         self._timed_out: AsyncConnection[Any] | None = None
-        self._lock = asyncio.Lock()
 
-    async def run(self, call: Bound[T]) -> list[T | Unreadable]:
-        """Execute a statement. Raises `psycopg.Error`, also for a statement that exceeds the deadline."""
-        async with self._lock:
-            connection = await self._open()
-            cursor = AsyncConsumerCursor(connection, row_factory=call.row)
-            timer = asyncio.get_running_loop().call_later(self.deadline, self._time_out, connection)
+    async def open(self) -> Any:
+        """A new connection with the setting. Raises `psycopg.Error`, `OSError`."""
+        connection = await super().open()
+        # A pooler would keep the setting for other clients.
+        if self._setting is not None and not self._factory.proxied:
             try:
-                await cursor.execute(call.text, call.values)
-            except BaseException as error:
-                # After a cancellation in the middle of a statement its effect is unknown.
-                if connection.pgconn.transaction_status != TransactionStatus.IDLE:
-                    await connection.close()
-                if self._timed_out is connection and isinstance(error, psycopg.Error):
-                    raise psycopg.OperationalError(f"no answer from the server within {self.deadline:g} s") from None
+                await new_cursor(connection).execute(self._setting)
+            except BaseException:
+                await connection.close()
                 raise
-            finally:
-                timer.cancel()
+        return connection
+
+    async def run(self, connection: AsyncConnection[Any], call: Bound[T]) -> list[T | Unreadable]:
+        """Execute a statement, and put the connection back.
+
+        Raises `psycopg.Error`, also for a statement that exceeds the deadline.
+        """
+        timer = asyncio.get_running_loop().call_later(self.deadline, self._time_out, connection)
+        cursor = new_cursor(connection, call.row)
+        try:
+            await cursor.execute(call.text, call.values)
             try:
                 return list(await cursor.fetchall())
             except Exception as error:
                 return readable_rows(cursor, call.row, error)
+        except psycopg.Error:
+            if self._timed_out is connection:
+                raise psycopg.OperationalError(f"no answer from the server within {self.deadline:g} s") from None
+            raise
+        finally:
+            timer.cancel()
+            # After a cancellation in the middle of a statement its effect is unknown, and this closes the connection.
+            await self.put(connection, 1)
 
     def _time_out(self, connection: AsyncConnection[Any]) -> None:
         # Not by cancelling the task: psycopg would then wait for many seconds for a server that does not answer.
@@ -480,29 +448,3 @@ class SharedConnection:
         if cancel_statement := shut_down(connection):
             with suppress(RuntimeError):  # The process may have no more threads.
                 threading.Thread(target=cancel_statement, name="pgqueue-in-thread", daemon=True).start()
-
-    async def _open(self) -> AsyncConnection[Any]:
-        connection = self._connection
-        if connection is not None and is_idle(connection):
-            return connection
-        if connection is not None:
-            await connection.close()
-        self._connection = None
-        await self._pause()
-        with as_trouble():
-            connection = await self._factory.open_async()
-        # A pooler would keep the setting for other clients.
-        if self._setting is not None and not self._factory.proxied:
-            try:
-                await AsyncCursor(connection).execute(self._setting)
-            except BaseException:
-                await connection.close()
-                raise
-        self._connection = connection
-        return connection
-
-    async def close(self) -> None:
-        """Close the connection; the next statement opens another."""
-        if self._connection is not None:
-            await self._connection.close()
-            self._connection = None

@@ -3,109 +3,110 @@
 import asyncio
 import inspect
 import os
+import signal
 import threading
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
 from .connections import is_async, unwrapped
-from .delivery import ConsumerStats, Event, Failure
-from .policy import Decision, Retries
+from .delivery import ConsumerStats
 from .polling import Poller
 from .runtime import Runtime
-from .settings import Mode, Settings, checked_concurrency
-from .workers import AsyncWorkers, ThreadWorkers, Workers
+from .settings import Settings, check_integer
+from .workers import ThreadWorkers, Workers
 
-__all__ = ["AsyncConsumer", "Consumer"]
+__all__ = ["AsyncConsumer", "Consumer", "stop_signals"]
 
 
-class _Base:
+class StopSignals:
+    """What SIGINT and SIGTERM do to the consumers that run in the main thread.
+
+    The first signal asks them to stop. The second forces them, and raises `SystemExit` when they have ended. The third
+    ends the process. The status is 128 + the number of the last signal.
+    """
+
+    def __init__(self) -> None:
+        self._stops: list[Callable[[], None]] = []  # several consumers can run on one event loop
+        self._received = 0
+        self._last = 0
+        self._replaced: dict[int, Any] = {}
+
+    @contextmanager
+    def call(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Call `stop` for each signal. In another thread, and for a signal with a handler of the program, do nothing.
+
+        The last of several users puts the former handlers back.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        if not self._stops:
+            self._received = 0
+            found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._replaced = {number: handler for number, handler in found.items() if _is_default(handler)}
+            for number in self._replaced:
+                signal.signal(number, self._handle)
+        self._stops.append(stop)
+        try:
+            yield
+        finally:
+            self._stops.remove(stop)
+            if not self._stops:
+                for number, handler in self._replaced.items():
+                    signal.signal(number, handler)
+        if not self._stops and self._received > 1:
+            raise SystemExit(128 + self._last)
+
+    def _handle(self, number: int, _: object) -> None:
+        self._received += 1
+        self._last = number
+        for stop in list(self._stops):
+            stop()
+        if self._received > 2:
+            os._exit(128 + number)
+
+
+def _is_default(handler: Any) -> bool:
+    """Whether a handler of a signal was set by Python, or by asyncio in `Runner.run`, and not by the program."""
+    made_by = getattr(getattr(handler, "func", None), "__self__", None)
+    return handler in (signal.SIG_DFL, signal.default_int_handler) or isinstance(made_by, asyncio.Runner)
+
+
+stop_signals = StopSignals()
+
+
+class _Base(Settings):
     """What both consumers have: settings, counters, and the present run."""
 
-    _ended: threading.Event | asyncio.Event
+    _event: type[threading.Event] | type[asyncio.Event]
+    _ended: Any  # such an event, of the present or the last run
+    _runtime: Runtime | None = None
+    _workers: Workers | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+    _stops = 0
+    _runs_in: int | None = None  # the process: a forked child does not run the consumer
 
-    def __init__(
-        self,
-        conninfo: str | Callable[[], Any],
-        queue_name: str,
-        handler: Callable[[Any], Any],
-        *,
-        mode: Mode = "lease",
-        transactional: bool = False,
-        concurrency: int | None = None,
-        batch_size: int | None = None,
-        visibility_timeout: timedelta | None = None,
-        prefetch: int = 0,
-        peek_delay: timedelta = timedelta(seconds=1),
-        peek_batch_size: int | None = None,
-        listen: bool = True,
-        retries: Retries | None = None,
-        on_failure: Callable[[Failure], Decision | Awaitable[Decision | None] | None] | None = None,
-        on_critical: Callable[[BaseException | None, str], None] | None = None,
-        on_circuit: Callable[[str], None] | None = None,
-        circuit_breaker_after: timedelta = timedelta(seconds=30),
-        grace_period: timedelta = timedelta(seconds=30),
-        claimed_by: str | None = None,
-        observe: Callable[[Event], None] | None = None,
-    ) -> None:
-        arguments: dict[str, Any] = {**locals()}
-        del arguments["self"]
-        arguments["concurrency"] = max(os.cpu_count() or 1, 2) if concurrency is None else concurrency
-        arguments["claimed_by"] = claimed_by or ""
-        self._settings = Settings(**arguments)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._stats = ConsumerStats()
-        self._runtime: Runtime | None = None
-        self._workers: Workers | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stops = 0
-        self._runs_in: int | None = None  # the process: a forked child does not run the consumer
-        self._prepare()
-
-    def _prepare(self) -> None:
-        raise NotImplementedError
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.queue_name!r}, mode={self._settings.mode!r})"
-
-    @property
-    def queue_name(self) -> str:
-        """The queue."""
-        return self._settings.queue_name
-
-    @property
-    def handler(self) -> Callable[[Any], Any]:
-        """The function that gets the deliveries. It can be replaced while the consumer does not run."""
-        return self._settings.handler
-
-    @handler.setter
-    def handler(self, handler: Callable[[Any], Any]) -> None:
-        self._settings.handler = handler
-
-    @property
-    def observe(self) -> Callable[[Event], None] | None:
-        """The function that gets the events, on the event loop of the consumer. It must be fast."""
-        return self._settings.observe
-
-    @observe.setter
-    def observe(self, observe: Callable[[Event], None] | None) -> None:
-        self._settings.observe = observe
-
-    @property
-    def batch_size(self) -> int | None:
-        """The most messages that a handler gets at once; None if it gets them one by one."""
-        return self._settings.batch_size
+        return f"{type(self).__name__}({self.queue_name!r}, mode={self.mode!r})"
 
     @property
     def concurrency(self) -> int:
         """The most handlers that run at once. Can be set at any time, from any thread; raises `ValueError`."""
-        return self._settings.concurrency
+        return self.slots
 
     @concurrency.setter
-    def concurrency(self, concurrency: int) -> None:
-        self._settings.concurrency = checked_concurrency(concurrency)
+    def concurrency(self, concurrency: int | None) -> None:
+        concurrency = max(os.cpu_count() or 1, 2) if concurrency is None else concurrency
+        check_integer("concurrency", concurrency, 1)
+        self.slots = concurrency
         self._tell()
 
     @property
@@ -154,6 +155,7 @@ class _Base:
         if self._busy:
             raise RuntimeError(f"{self!r} is running already")
         self._runs_in = os.getpid()
+        self._ended = self._event()
 
     def _finish(self) -> None:
         self._runs_in = None
@@ -162,8 +164,8 @@ class _Base:
 
     async def _consume(self, workers: type[Workers], ready: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._runtime = runtime = Runtime(self._settings, self._stats)
-        self._workers = workers(self._settings, runtime.connections)
+        self._runtime = runtime = Runtime(self, self._stats)
+        self._workers = workers(self, runtime.connections)
         poller = Poller(runtime, self._workers)
         self._apply()
         try:
@@ -187,23 +189,20 @@ class Consumer(_Base):
         handler: the function.
         mode: `lease` claims messages for `visibility_timeout`, extended while the handler runs; `receive` takes them in
             a transaction, `delivery.connection`, in which the handler works.
-        transactional: in lease mode too the handler works in a transaction. The transaction also acknowledges, and
-            rolls back if the claim was lost. If its connection breaks the handler is called once more, which is not
-            counted as an attempt.
+        transactional: in lease mode too the handler works in a transaction, which also acknowledges, and rolls back if
+            the claim was lost. If its connection breaks the handler is called once more, not counted as an attempt.
         concurrency: the most handlers that run at once; by default one for each CPU, and at least two.
         batch_size: the most messages that the handler gets at once; None for one, not in a list. If it raises, it is
             called once more for each message by itself, which is not counted as an attempt.
         visibility_timeout: how long a claim lasts after the consumer has died, 1 s to 12 h; None for the queue's.
         prefetch: how many messages are claimed in advance, in lease mode without transactions.
-        peek_delay: how long to wait before looking at an empty queue again, at least 100 ms. A notification ends the
-            wait.
+        peek_delay: how long to wait for a notification before looking at an empty queue again, at least 100 ms.
         peek_batch_size: the most messages that a peek counts; None for 10 times the concurrency.
         listen: whether to wait for notifications. If they do not arrive the consumer polls, and logs a warning once.
         retries: immediate and delayed retries; None for the queue's backoff and `max_attempts`.
-        on_failure: the policy: a function of a `Failure` that returns `Retry`, `Reject`, `Handled`, or None for the
-            default.
-        on_critical: called for problems that an operator should know, with the exception if there is one; by default
-            they are logged.
+        on_failure: the policy: a function of a `Failure` that returns `Retry`, `Reject`, `Handled`, or None (default).
+        on_critical: called for problems that an operator should know, with the exception if any; by default they are
+            logged.
         on_circuit: called with `armed`, `open` and `closed` as the database fails and recovers.
         circuit_breaker_after: how long nothing may succeed before the consumer slows down to one handler.
         grace_period: how long a stop lets handlers run before it cancels them.
@@ -216,31 +215,26 @@ class Consumer(_Base):
             that cannot be called with its arguments.
     """
 
-    _ended: threading.Event
+    _event = threading.Event
 
-    def _prepare(self) -> None:
-        if is_async(self._settings.handler):
-            raise TypeError("the handler is a coroutine function: use AsyncConsumer")
-        if is_async(self._settings.conninfo):
-            raise TypeError("the conninfo is a coroutine function: use AsyncConsumer")
-        if is_async(self._settings.on_failure):
-            raise TypeError("on_failure is a coroutine function: use AsyncConsumer")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, what in (("handler", "the handler"), ("conninfo", "the conninfo"), ("on_failure", "on_failure")):
+            if is_async(getattr(self, name)):
+                raise TypeError(f"{what} is a coroutine function: use AsyncConsumer")
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._ended = threading.Event()
-        self._ended.set()
 
     def run(self) -> None:
         """Consume in this thread until `stop` or `request_stop` is called.
 
-        Raises what connecting raises, `QueueNotFound`, and `RuntimeError` if it is running already.
+        In the main thread SIGINT and SIGTERM stop it, too, if the program has set no handlers for them. After a second
+        signal it is stopped by force, and `SystemExit` is raised; a third ends the process. Raises what connecting
+        raises, `QueueNotFound`, and `RuntimeError` if it is running already.
         """
-        self._begin()
-        self._run(lambda: None)
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._ended.clear()
+        with stop_signals.call(self.request_stop):
+            self._begin()
+            self._run(lambda: None)
 
     def _run(self, ready: Callable[[], None]) -> None:
         try:
@@ -281,12 +275,13 @@ class Consumer(_Base):
         nothing if the consumer does not run. Raises what ended a started consumer before it was stopped.
         """
         if self._busy:
+            ended = self._ended
             self._end(force, timeout)
             if self._waits_for_caller:
                 return
+            ended.wait()
         elif self._runs_in is not None:
             return  # It runs in the parent process.
-        self._ended.wait()
         thread = self._thread
         if thread is not None:
             thread.join()
@@ -315,29 +310,27 @@ class AsyncConsumer(_Base):
     handler is cancelled if its claim was lost, or by a forced stop.
     """
 
-    _ended: asyncio.Event
+    _event = asyncio.Event
 
-    def _prepare(self) -> None:
-        if inspect.isroutine(unwrapped(self._settings.handler)) and not is_async(self._settings.handler):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if inspect.isroutine(unwrapped(self.handler)) and not is_async(self.handler):
             raise TypeError("the handler is no coroutine function: use Consumer")
         self._task: asyncio.Task[None] | None = None
-        self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Consume until `stop` or `request_stop` is called. A cancellation is a forced stop.
+        """Consume until `stop` or `request_stop` is called, or signals stop it as those of `Consumer.run` do.
 
-        Raises what connecting raises, `QueueNotFound`, and `RuntimeError` if it is running already.
+        A cancellation is a forced stop. Raises what connecting raises, `QueueNotFound`, and `RuntimeError` if it is
+        running already.
         """
-        self._begin()
-        await self._run(lambda: None)
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._ended = asyncio.Event()
+        with stop_signals.call(self.request_stop):
+            self._begin()
+            await self._run(lambda: None)
 
     async def _run(self, ready: Callable[[], None]) -> None:
         try:
-            await self._consume(AsyncWorkers, ready)
+            await self._consume(Workers, ready)
         finally:
             self._finish()
 
@@ -370,10 +363,11 @@ class AsyncConsumer(_Base):
         does not run.
         """
         if self._busy:
+            ended = self._ended
             self._end(force, timeout)
             if self._waits_for_caller:
                 return
-            await self._ended.wait()
+            await ended.wait()
         task, self._task = self._task, None
         if task is not None:
             await task

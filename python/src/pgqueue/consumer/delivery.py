@@ -3,14 +3,17 @@
 import asyncio
 import copy
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Literal, NamedTuple
-from uuid import UUID
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import psycopg
 
 from ..message import Message
-from .connections import ConnectionInUse
+from .connections import shut_down
 from .policy import Reject, Retry, without_record
 
 # States
@@ -51,39 +54,27 @@ class IllegalTransition(RuntimeError):
 class ClaimedMessage:
     """A message that the consumer has claimed or received, and its state."""
 
-    __slots__ = ("_state", "call", "claimed_until", "is_locked", "message")
+    __slots__ = ("call", "claimed_until", "id", "is_locked", "message", "renew_at", "state", "token")
 
     def __init__(self, message: Message) -> None:
         self.message = message
+        self.id = message.id
+        self.token = message.claim_token  # None for a received message
         self.call: HandlerCall | None = None  # the call of the handler that has it
         self.is_locked = False  # another transaction has locked the row
-        self.claimed_until = 0.0  # on the monotonic clock; before it no other consumer can claim the message
-        self._state = State.CLAIMED
-
-    @property
-    def id(self) -> int:
-        """The id of the message."""
-        return self.message.id
-
-    @property
-    def token(self) -> UUID | None:
-        """The token of the claim; None for a received message."""
-        return self.message.claim_token
-
-    @property
-    def state(self) -> State:
-        """The state, which a thread can change at any time."""
-        return self._state
+        # On the monotonic clock. Before `claimed_until` no other consumer can claim the message.
+        self.claimed_until = self.renew_at = 0.0
+        self.state = State.CLAIMED  # only `try_become` changes it, in any thread
 
     @property
     def is_lost(self) -> bool:
         """Whether the claim was lost."""
-        return self._state is State.LOST
+        return self.state is State.LOST
 
     @property
     def is_void(self) -> bool:
         """Whether the work of the handler does not count: the claim is lost, or a forced stop cancelled the call."""
-        return self._state is State.LOST or (self.call is not None and self.call.is_cancelled())
+        return self.state is State.LOST or (self.call is not None and self.call.is_cancelled)
 
     @property
     def is_last_attempt(self) -> bool:
@@ -93,14 +84,14 @@ class ClaimedMessage:
     def become(self, state: State) -> None:
         """Enter a state. Raises `IllegalTransition`."""
         if not self.try_become(state):
-            raise IllegalTransition(f"message {self.id} is {self._state.value}: it cannot become {state.value}")
+            raise IllegalTransition(f"message {self.id} is {self.state.value}: it cannot become {state.value}")
 
     def try_become(self, state: State) -> bool:
         """Enter a state if the transition is legal, for a thread and the event loop that may try at the same time."""
         with _state_lock:
-            if state not in TRANSITIONS[self._state]:
+            if state not in TRANSITIONS[self.state]:
                 return False
-            self._state = state
+            self.state = state
             return True
 
     def deliver(self, connection: Any, as_copy: bool) -> "Delivery":
@@ -122,17 +113,17 @@ def _copy_of(value: Any) -> Any:
 class HandlerCall:
     """A call of the handler, or several one after another for the same messages, and the settlement that follows."""
 
-    __slots__ = ("_cancels_task", "_is_cancelled", "connection", "messages", "returned", "task", "unreadable")
+    __slots__ = ("_cancels_task", "_connection", "_lock", "is_cancelled", "messages", "returned", "task", "unreadable")
 
-    def __init__(self, messages: list[ClaimedMessage], cancels_task: bool) -> None:
+    def __init__(self, cancels_task: bool) -> None:
         self.messages: list[ClaimedMessage] = []
         self.unreadable: list[tuple[Any, Exception]] = []  # received messages that no handler can get
-        self._is_cancelled = False
-        self.returned = False  # whether it is known how many messages were received
-        self.connection = ConnectionInUse()
+        self.is_cancelled = False  # by a forced stop; threads read this, too
+        self.returned = False  # whether the number of received messages was reported
         self.task: asyncio.Task[None] | None = None
-        self._cancels_task = cancels_task
-        self.take(messages)
+        self._cancels_task = cancels_task  # the handler runs in the task
+        self._connection: Any = None
+        self._lock = threading.Lock()
 
     def take(self, messages: list[ClaimedMessage]) -> None:
         """Note the messages of the call."""
@@ -142,7 +133,7 @@ class HandlerCall:
 
     def end(self) -> None:
         """Free the messages of the call. A handler that goes on after a forced stop still sees that it is cancelled."""
-        if not self._is_cancelled:
+        if not self.is_cancelled:
             for message in self.messages:
                 message.call = None  # There must be no cycle, which only the garbage collector would free.
 
@@ -151,19 +142,42 @@ class HandlerCall:
         """Whether all its messages are lost."""
         return bool(self.messages) and all(message.is_lost for message in self.messages)
 
-    def is_cancelled(self) -> bool:
-        """Whether a forced stop has cancelled the call. Threads ask this, too."""
-        return self._is_cancelled
-
     def cancel(self) -> None:
         """Let the work of the handler no longer count."""
-        self._is_cancelled = True
+        self.is_cancelled = True
         self.cancel_task()
 
     def cancel_task(self, always: bool = False) -> None:
         """Cancel the task if the handler runs in it, or `always`."""
         if self.task is not None and (self._cancels_task or always):
             self.task.cancel()
+
+    @contextmanager
+    def using(self, connection: Any) -> Iterator[None]:
+        """Use a connection, which `cut` can cut. It must be closed, or given to other work, only after this."""
+        self._connection = connection
+        # Only the consumer commits: a part of a message's work must not be committed alone.
+        connection.commit = connection.rollback = _forbidden
+        try:
+            yield
+        finally:
+            del connection.commit, connection.rollback
+            with self._lock:
+                self._connection = None
+
+    def cut(self) -> None:
+        """Cut the connection in use, if there is one: its statement fails, its transaction is rolled back.
+
+        This can take as long as connecting.
+        """
+        with self._lock:
+            cancel_statement = None if self._connection is None else shut_down(self._connection)
+        if cancel_statement is not None:
+            cancel_statement()
+
+
+def _forbidden(*_: Any) -> NoReturn:
+    raise psycopg.ProgrammingError("the consumer ends this transaction, when the handler has returned")
 
 
 class Delivery:

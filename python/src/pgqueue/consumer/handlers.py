@@ -12,10 +12,10 @@ import psycopg
 
 from .. import _calls
 from .claims import Claims
-from .connections import is_conflict, is_trouble
+from .connections import in_thread, is_conflict, is_trouble
 from .delivery import ClaimedMessage, HandlerCall, Result, State
 from .policy import Reject, Retry
-from .runtime import Runtime
+from .runtime import Received, Runtime
 from .transactions import Attempt, Transactions, failure_record, rejection, settlement, split_readable
 from .workers import Workers, within
 
@@ -38,6 +38,11 @@ class ReceiveRound:
         self.received = 0
         self.failed = False
 
+    @property
+    def can_start(self) -> bool:
+        """Whether another receive may start."""
+        return self.left > 0 and self.open < _MOST_OPEN_RECEIVES
+
 
 class HandlerCalls:
     """The running calls of the handler, and the messages and receives that wait for one."""
@@ -47,7 +52,7 @@ class HandlerCalls:
         self._settings = runtime.settings
         self._workers = workers
         self._transactions = Transactions(runtime, workers)
-        self._round: ReceiveRound | None = None
+        self._round = ReceiveRound(0, False)
         self._warned_of_expiry = False
         self.claims = Claims(runtime)
         self.running: set[HandlerCall] = set()
@@ -84,28 +89,29 @@ class HandlerCalls:
         return current
 
     async def start_when_free(self) -> None:
-        """Start calls when the limit of calls rises, endlessly. When a call ends, the next is started at once."""
+        """Handle events, and start calls when the limit of calls rises, endlessly.
+
+        When a call ends, the next is started at once.
+        """
+        runtime = self._runtime
         while True:
-            await self._runtime.until(self._can_start)
+            await runtime.until(lambda: bool(runtime.events) or self._can_start())
+            while runtime.events:
+                self._received(runtime.events.popleft().messages)
             self.start_next()
 
-    def _can_receive(self) -> bool:
-        current = self._round
-        return current is not None and current.left > 0 and current.open < _MOST_OPEN_RECEIVES
-
     def _can_start(self) -> bool:
-        return (bool(self.waiting) or self._can_receive()) and self.free > 0 and not self._runtime.is_stopping
+        return (bool(self.waiting) or self._round.can_start) and self.free > 0 and not self._runtime.is_stopping
 
     def start_next(self) -> None:
         """Start the calls that can start."""
         size = self._settings.batch_size or 1
-        free = 0 if self._runtime.is_stopping else self.free
-        while free > 0 and self._round is not None and self._can_receive():
-            self._round.left -= size
-            self._round.open += 1
-            self._start([], self._receive)
-            free -= 1
-        while free > 0 and self.waiting:
+        while self._can_start():
+            if self._round.can_start:
+                self._round.left -= size
+                self._round.open += 1
+                self._start([], self._receive)
+                continue
             messages: list[ClaimedMessage] = []
             while self.waiting and len(messages) < size:
                 message = self.waiting.popleft()
@@ -114,14 +120,13 @@ class HandlerCalls:
             if messages:
                 self._warn_of_expiry(messages)
                 self._start(messages, self._handle)
-                free -= 1
         self._runtime.stats.prefetched = len(self.waiting)
 
     def _warn_of_expiry(self, messages: Iterable[ClaimedMessage]) -> None:
         """Warn once if messages may expire between two peeks."""
         if self._warned_of_expiry:
             return
-        for message in [one.message for one in messages]:
+        for message in (one.message for one in messages):
             if message.expires_at and message.expires_at - message.enqueued_at < self._settings.peek_delay:
                 self._warned_of_expiry = True
                 self._runtime.log(
@@ -133,7 +138,8 @@ class HandlerCalls:
                 break
 
     def _start(self, messages: list[ClaimedMessage], work: Callable[[HandlerCall], Awaitable[None]]) -> None:
-        call = HandlerCall(messages, self._workers.is_async)
+        call = HandlerCall(self._workers.is_async)
+        call.take(messages)
         self.running.add(call)
         self._runtime.stats.running = len(self.running)
         call.task = asyncio.create_task(self._run(call, work))
@@ -144,7 +150,7 @@ class HandlerCalls:
         try:
             await work(call)
         except asyncio.CancelledError:
-            if not call.is_cancelled() and not call.is_lost:
+            if not call.is_cancelled and not call.is_lost:
                 raise
         except Exception as error:
             self._runtime.critical(error, "a message could not be settled: it is left to be delivered again")
@@ -153,7 +159,7 @@ class HandlerCalls:
         for message in call.messages:
             if message.state is State.SETTLING:
                 continue
-            if call.is_cancelled():
+            if call.is_cancelled:
                 message.try_become(State.RELEASED)  # Its claim is kept until `release` gives it back.
             else:
                 self.claims.give_up(message)
@@ -168,26 +174,23 @@ class HandlerCalls:
     async def _handle(self, call: HandlerCall) -> None:
         work = self._work_in_transaction if self._settings.in_transaction else self._work
         error, seconds = await work(call, call.messages)
-        if error is not None and len(call.messages) == 1:
-            await self._fail(call, call.messages[0], error, seconds)
-        elif error is not None:
-            # The handler gets each message by itself, so that only the one that caused the error fails.
-            for message in call.messages:
-                if not message.is_void:
-                    error, seconds = await work(call, [message])
-                    if error is not None:
-                        await self._fail(call, message, error, seconds)
+        for message in call.messages if error is not None else ():
+            if len(call.messages) > 1 and not message.is_void:
+                # The handler gets each message by itself, so that only the one that caused the error fails.
+                error, seconds = await work(call, [message])
+            if error is not None:
+                await self._fail(call, message, error, seconds)
 
     async def _work(self, call: HandlerCall, messages: list[ClaimedMessage]) -> Failed:
         """Call the handler without a transaction, and queue the acknowledgements."""
         deliveries = [message.deliver(None, self._settings.delivers_copies) for message in messages]
         argument = self._settings.argument(deliveries)
         started = time.monotonic()
-        answer = await self._insist(call, lambda: self._workers.call(self._settings.handler, argument))
+        answer = await self._insist(call, partial(self._workers.call, self._settings.handler, argument))
         seconds = time.monotonic() - started
         if answer is None:
             return None, None
-        if answer.error is not None or call.is_cancelled():
+        if answer.error is not None or call.is_cancelled:
             return answer.error, seconds
         for message, delivery in zip(messages, deliveries, strict=True):
             if message.state is not State.WORKING:  # It was lost or released.
@@ -202,17 +205,15 @@ class HandlerCalls:
         """Call the handler in a transaction that also acknowledges."""
         is_first = True
         while messages:
-            attempt: Attempt | None = await self._insist_with_session(
-                call, partial(self._transactions.attempt, call, messages)
-            )
-            if attempt is None or attempt.kind == "cancelled":
+            attempt: Attempt | None = await self._with_session(call, self._transactions.attempt, call, messages)
+            if attempt is None:
                 break
             lost = attempt.lost
             if attempt.kind == "undone" and is_first:
                 # The message need not be the cause of the broken connection, the first time. Its transaction was
                 # rolled back, or it was committed and the message is not there any more.
                 is_first = False
-                lost = await self._insist_with_session(call, partial(self._transactions.extend, messages)) or ()
+                lost = await self._with_session(call, self._transactions.extend, messages) or ()
             elif attempt.kind != "lost":
                 for result in attempt.results:
                     self.claims.settled(result)
@@ -233,17 +234,17 @@ class HandlerCalls:
             fallback = _calls.nack(self._settings.queue_name, message.id, message.token, None, None, None)
             self.claims.send(statement, Result(message, state, seconds, error), fallback)
             return
-        result = await self._insist_with_session(call, partial(self._transactions.fail, call, message, error, seconds))
-        if result is not None and not call.is_cancelled():
+        result = await self._with_session(call, self._transactions.fail, call, message, error, seconds)
+        if result is not None and not call.is_cancelled:
             self.claims.settled(result)
 
-    async def _insist_with_session(self, call: HandlerCall, work: Callable[[Any], Any]) -> Any:
-        """Do work with a session, with another connection if one breaks; None if the work is void."""
-        return await self._insist(call, lambda: self._workers.run(work, call.connection))
+    async def _with_session(self, call: HandlerCall, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Do work that gets a session as its last argument, with another connection if one breaks."""
+        return await self._insist(call, partial(self._workers.run, partial(work, *arguments), call))
 
     async def _insist(self, call: HandlerCall, work: Callable[[], Awaitable[T]]) -> T | None:
         """Do work, again after trouble; None if the work is void."""
-        while not call.is_cancelled() and not call.is_lost:
+        while not call.is_cancelled and not call.is_lost:
             try:
                 value = await work()
             except (psycopg.Error, OSError) as error:
@@ -259,15 +260,14 @@ class HandlerCalls:
     # Receive mode
 
     async def _receive(self, call: HandlerCall) -> None:
-        work = partial(self._transactions.receive, call, self._received)
         try:
-            attempt = await self._workers.run(work, call.connection)
+            attempt = await self._workers.run(partial(self._transactions.receive, call), call)
         except (psycopg.Error, OSError) as error:
             self._runtime.failed("work", error)
-            if not call.is_cancelled():
+            if not call.is_cancelled:
                 self._record_failures(call, error)
         except asyncio.CancelledError as error:
-            if not call.is_cancelled() and not self._runtime.is_stopping:
+            if not call.is_cancelled and not self._runtime.is_stopping:
                 self._record_failures(call, error)  # The handler has cancelled its own task.
             raise
         else:
@@ -275,32 +275,27 @@ class HandlerCalls:
             self._warn_of_expiry(call.messages)
             for result in attempt.results:
                 self.claims.settled(result)
-            if attempt.kind in ("done", "empty"):
+            if attempt.kind == "done":
                 for row, reason in call.unreadable:
                     self._runtime.report_unreadable(row, reason)
             if attempt.kind == "undone":
                 self._record_failures(call, attempt.error)
         finally:
-            self._received(call, -1)
+            if not call.returned:
+                self._runtime.post(Received(None))
 
-    def _received(self, call: HandlerCall, number: int) -> None:
-        """Note that a receive returned so many messages, or -1 for an error. Only the first report of a call counts."""
-        if call.returned:
-            return
-        call.returned = True
-        self._runtime.stats.received += max(number, 0)
+    def _received(self, messages: int | None) -> None:
+        """Note how many messages a call has received."""
         current = self._round
-        assert current is not None  # noqa: S101 - only rounds start receives
         current.open -= 1
-        if number > 0:
-            current.received += number
-        else:
-            current.left = 0
-        if number < 0:
+        if messages is None:
             current.failed = True
         else:
-            self._runtime.report_receive(number, current.promised)
-        self.start_next()
+            self._runtime.stats.received += messages
+            self._runtime.report_receive(messages, current.promised)
+            current.received += messages
+        if not messages:
+            current.left = 0
         self._runtime.signal()
 
     def _record_failures(self, call: HandlerCall, error: BaseException | None) -> None:
@@ -334,7 +329,7 @@ class HandlerCalls:
         locked: list[ClaimedMessage] = []
         if self._settings.mode == "lease":
             locked = await self.release([message for call in calls for message in call.messages], once_more=True)
-        cuts = [asyncio.create_task(call.connection.cut()) for call in self.running]
+        cuts = [asyncio.create_task(in_thread(call.cut)) for call in self.running]
         await self._runtime.until(lambda: not self.running, deadline)
         for message in locked:
             message.is_locked = False  # A handler may have locked it, whose connection is cut now.
@@ -351,12 +346,6 @@ class HandlerCalls:
         for call in list(self.running):
             call.cancel()
             call.cancel_task(always=True)
-
-    async def release_waiting(self) -> None:
-        """Release the messages that wait for the handler."""
-        messages = list(self.waiting)
-        self.waiting.clear()
-        await self.release(messages)
 
     async def release(self, messages: list[ClaimedMessage], once_more: bool = False) -> list[ClaimedMessage]:
         """Give messages back as they were before the claim, except those that are lost or settled.
@@ -375,7 +364,6 @@ class HandlerCalls:
                     continue
                 self._warn_not_released(messages, str(error).strip() or "no answer from the server")
                 return []
-            self._runtime.stats.released += count
             if count:
                 self._runtime.event("released", count)
             if locked and not once_more:

@@ -14,7 +14,7 @@ import psycopg
 from psycopg import AsyncConnection
 
 from .. import _calls
-from .connections import NoConnection, as_trouble
+from .connections import NoConnection
 from .handlers import HandlerCalls
 from .runtime import Runtime
 from .settings import MOST_MESSAGES
@@ -162,13 +162,11 @@ class NotificationListener:
         """Listen endlessly, on one connection after another."""
         failures = 0
         while True:
+            failed = "cannot listen"
             try:
-                with as_trouble():
-                    connection = await self._runtime.connections.open_async()
-            except (psycopg.Error, OSError) as error:
-                self._warn(f"cannot listen: {str(error).strip()}")
-            else:
+                connection = await self._runtime.settling.open()
                 try:
+                    failed = "stopped listening"
                     if await self._prepare(connection):
                         failures = 0
                         self.is_listening = True
@@ -177,11 +175,11 @@ class NotificationListener:
                     else:
                         failures += 6
                         self._warn("LISTEN brings no notifications, as through a pooler by transaction")
-                except (psycopg.Error, OSError) as error:
-                    self._warn(f"stopped listening: {str(error).strip()}")
                 finally:
                     self.is_listening = False
                     await connection.close()
+            except (psycopg.Error, OSError) as error:
+                self._warn(f"{failed}: {str(error).strip()}")
             self._notified()
             pause = min(_SHORTEST_WAIT * 2.0 ** min(failures, 20), _LONGEST_PAUSE)
             failures += 1
@@ -249,7 +247,7 @@ class Poller:
         self._workers = workers
         self._calls = HandlerCalls(runtime, workers)
         self._claims = self._calls.claims
-        self._schedule = PollSchedule(settings.peek_seconds, claim_every=_CLAIM_EVERY[settings.mode])
+        self._schedule = PollSchedule(settings.peek_delay.total_seconds(), claim_every=_CLAIM_EVERY[settings.mode])
         self._listener = NotificationListener(runtime, self._schedule)
         self._saw_all = False  # whether the last look saw all messages, and all of them were claimed
         self._info_at = 0.0
@@ -268,9 +266,7 @@ class Poller:
             tasks.append(runtime.keep_running("starting", self._calls.start_when_free))
             if self._settings.mode == "lease":
                 tasks.append(runtime.keep_running("extending", self._claims.heartbeats))
-            tasks.append(
-                runtime.keep_running("polling", self._lease if self._settings.mode == "lease" else self._receive)
-            )
+            tasks.append(runtime.keep_running("polling", self._poll))
             ready()
             await runtime.until(lambda: runtime.is_stopping)
             await self._end(tasks[-1])
@@ -292,7 +288,9 @@ class Poller:
         # The polling ends by itself, unless it waits for a server that does not answer.
         await asyncio.wait([polling], timeout=0.5 if runtime.is_forced else _END_SECONDS)
         await end_tasks([polling])
-        await self._calls.release_waiting()
+        messages = list(self._calls.waiting)
+        self._calls.waiting.clear()
+        await self._calls.release(messages)
         await self._calls.finish()
         deadline = time.monotonic() + _END_SECONDS
         while not claims.is_settled and time.monotonic() < deadline:
@@ -322,17 +320,30 @@ class Poller:
             except NoConnection as error:
                 raise error.__cause__ or error from None
 
+    async def _poll(self) -> None:
+        runtime = self._runtime
+        take = self._claim if self._settings.mode == "lease" else self._receive
+        credit, promised = 0, False  # how many messages to take before the next look
+        while not runtime.is_stopping:
+            room = self._room()
+            if room <= 0:
+                await runtime.until(lambda: runtime.is_stopping or self._room() > 0)
+            elif credit <= 0:
+                credit, promised = await self._look(room)
+            else:
+                credit, promised = await take(room, credit, promised)
+
     async def _look_at_queue(self, is_first: bool = False) -> None:
         settings, runtime = self._settings, self._runtime
         call = _calls.get_queue(settings.queue_name)
         info: Any
-        (info,) = await runtime.claiming.run(call) if is_first else await runtime.run(call, "peek")
+        (info,) = await runtime.ask(runtime.claiming, call) if is_first else await runtime.run(call, "peek")
         self._info_at = time.monotonic()
         self._claims.visibility_timeout = visibility_timeout = settings.visibility_timeout or info.visibility_timeout
         # A broken connection must be noticed while there is time to extend the claims on another one.
         deadline = max(visibility_timeout.total_seconds() / 3, _LEAST_DEADLINE)
         runtime.settling.deadline = min(deadline, runtime.claiming.deadline)
-        if is_first and settings.peek_seconds > 10:
+        if is_first and settings.peek_delay.total_seconds() > 10:
             text = f"a peek_delay of {settings.peek_delay} is long: 100 ms to 10 s are recommended"
             runtime.log(logging.WARNING, text)
         if is_first and settings.retries is not None and settings.retries.total > info.max_attempts:
@@ -359,9 +370,11 @@ class Poller:
         schedule.empty()
         return await self._wait(room)
 
-    async def _wait(self, room: int) -> tuple[int, bool]:
-        """Wait after a look that found nothing."""
+    async def _wait(self, room: int, missed: bool = False) -> tuple[int, bool]:
+        """Wait after a look that found nothing, or after a claim that `missed` what a peek had promised."""
         schedule, stats = self._schedule, self._runtime.stats
+        if missed:
+            schedule.missed()
         if self._listener.is_listening and not schedule.is_settled:
             await self._runtime.until(self._is_called, schedule.quiet_at)
             if self._is_called():
@@ -384,12 +397,6 @@ class Poller:
     def _is_called(self) -> bool:
         return self._schedule.is_notified or self._runtime.is_stopping
 
-    async def _wait_for_more(self, room: int, promised: bool) -> tuple[int, bool]:
-        """Wait after a claim that found nothing."""
-        if promised:
-            self._schedule.missed()
-        return await self._wait(room)
-
     async def _peek(self, room: int) -> tuple[int, bool] | None:
         most = self._most(room)
         (count,) = await self._runtime.run(_calls.peek(self._settings.queue_name, most), "peek")
@@ -398,29 +405,28 @@ class Poller:
 
     def _most(self, room: int) -> int:
         """How many messages to ask a peek for."""
-        return min(self._settings.peek_batch_size or max(10 * self._settings.concurrency, room), MOST_MESSAGES)
+        return min(self._settings.peek_batch_size or max(10 * self._settings.slots, room), MOST_MESSAGES)
 
-    # Lease mode
+    # Taking. It returns how many messages to take before the next look, and whether a peek has promised them.
 
-    async def _lease(self) -> None:
-        runtime = self._runtime
-        credit, promised = 0, False  # how many messages to claim before the next look
-        while not runtime.is_stopping:
-            room = self._room()
-            if room <= 0:
-                await runtime.until(lambda: runtime.is_stopping or self._room() > 0)
-                continue
-            if credit <= 0:
-                credit, promised = await self._look(room)
-                continue
-            wanted = min(room, credit, MOST_MESSAGES)
-            now = time.monotonic()
-            rows = await self._claims.claim(wanted, promised and credit > wanted)
-            self._saw_all = self._saw_all and len(rows) == wanted
-            credit = credit - wanted if len(rows) == wanted and promised else 0
-            self._claimed(rows, now, promised)
-            if not rows:
-                credit, promised = await self._wait_for_more(room, promised)
+    async def _claim(self, room: int, credit: int, promised: bool) -> tuple[int, bool]:
+        wanted, now = min(room, credit, MOST_MESSAGES), time.monotonic()
+        rows = await self._claims.claim(wanted, promised and credit > wanted)
+        self._saw_all = self._saw_all and len(rows) == wanted
+        self._claimed(rows, now, promised)
+        if not rows:
+            return await self._wait(room, missed=promised)
+        return credit - wanted if len(rows) == wanted and promised else 0, promised
+
+    async def _receive(self, room: int, credit: int, promised: bool) -> tuple[int, bool]:
+        current = await self._calls.receive(credit if promised else 1, promised)
+        if current.received:
+            self._schedule.found()
+        if current.failed:
+            await self._runtime.rest()
+        elif not current.received:
+            return await self._wait(room, missed=promised)
+        return 0, False
 
     async def _take(self, room: int) -> tuple[int, bool] | None:
         """Look, and claim as many messages as there is room for; None if nothing was seen."""
@@ -431,7 +437,7 @@ class Poller:
         self._saw_all = seen < most and len(rows) == min(seen, wanted)
         self._claimed(rows, now, promised=True)
         if not rows:
-            return await self._wait_for_more(room, promised=True)
+            return await self._wait(room, missed=True)
         return seen - len(rows) if len(rows) >= room else 0, True
 
     def _claimed(self, rows: list[Any], now: float, promised: bool) -> None:
@@ -447,25 +453,3 @@ class Poller:
         room = free + prefetch - waiting
         # While enough messages wait, small claims would not be worth their cost.
         return room if free > waiting or room > prefetch // 2 else 0
-
-    # Receive mode
-
-    async def _receive(self) -> None:
-        runtime, calls = self._runtime, self._calls
-        count, promised = 0, False
-        while not runtime.is_stopping:
-            if calls.free <= 0:
-                await runtime.until(lambda: runtime.is_stopping or calls.free > 0)
-                continue
-            room = calls.free * (self._settings.batch_size or 1)
-            if count <= 0:
-                count, promised = await self._look(room)
-                continue
-            current = await calls.receive(count if promised else 1, promised)
-            count = 0
-            if current.received:
-                self._schedule.found()
-            if current.failed:
-                await runtime.rest()
-            elif not current.received:
-                count, promised = await self._wait_for_more(room, promised)

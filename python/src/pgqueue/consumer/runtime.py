@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import math
 import random
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import psycopg
 from psycopg.errors import LockNotAvailable
@@ -27,29 +29,29 @@ _ARMED_PAUSE = 1.0
 _OPEN_PAUSE = 10.0
 _SHORTEST_REST = 0.01
 
+_COUNTED = ("succeeded", "retried", "dead", "lost", "extended", "released")  # events that are counters, too
+
 
 class CircuitBreaker:
     """Counts failures of the database, not of handlers, and tells how long to pause after each.
 
     It is closed without failures, armed after the first failure, and open when no success has followed for `after`
     seconds. Each kind of work fails and succeeds by itself: a peek that succeeds says nothing about claims that fail.
-    The circuit is closed again when no kind fails. `on_change` is called once with each new state.
+    The circuit is closed again when no kind fails. `changes` are the states entered, for the reader to remove.
     """
 
     def __init__(
         self,
         after: float,
-        on_change: Callable[[CircuitState], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self.after = after
         self.state: CircuitState = "closed"
-        self._on_change = on_change
+        self.changes: list[CircuitState] = []
         self._clock = clock
         self._chance = chance
-        self._since: dict[str, float] = {}
-        self._failures: dict[str, int] = {}
+        self._failing: dict[str, tuple[float, int]] = {}  # since when each kind of work fails, and how often it did
 
     def failed(self, kind: str = "") -> float:
         """Count a failure; returns the seconds to pause before the next try.
@@ -57,31 +59,33 @@ class CircuitBreaker:
         The pause doubles from 0.05 s to 1 s, and is 10 s while the circuit is open. It varies by a quarter, so that
         many consumers do not reconnect to a database at the same time.
         """
-        self._since.setdefault(kind, self._clock())
-        self._failures[kind] = failures = self._failures.get(kind, 0) + 1
+        since, failures = self._failing.get(kind, (self._clock(), 0))
+        self._failing[kind] = since, failures + 1
         if self.state == "closed":
             self._become("armed")
         self.check()
-        longest = (
-            _OPEN_PAUSE if self.state == "open" else min(_ARMED_PAUSE, _FIRST_PAUSE * 2.0 ** min(failures - 1, 10))
-        )
+        longest = _OPEN_PAUSE if self.state == "open" else min(_ARMED_PAUSE, _FIRST_PAUSE * 2.0 ** min(failures, 10))
         return longest * (0.75 + self._chance() / 2)
 
     def succeeded(self, kind: str = "") -> None:
         """Count a success: this kind of work does not fail any more."""
-        if self._since.pop(kind, None) is not None:
-            del self._failures[kind]
-            if not self._since and self.state != "closed":
-                self._become("closed")
+        if self._failing.pop(kind, None) is not None and not self._failing:
+            self._become("closed")
 
     def check(self) -> None:
         """Open the circuit if it has been armed for long enough."""
-        if self.state == "armed" and self._clock() - min(self._since.values()) >= self.after:
+        if self.state == "armed" and self._clock() - min(since for since, _ in self._failing.values()) >= self.after:
             self._become("open")
 
     def _become(self, state: CircuitState) -> None:
         self.state = state
-        self._on_change(state)
+        self.changes.append(state)
+
+
+class Received(NamedTuple):
+    """A call of the handler has received so many messages, or has failed to receive if this is None."""
+
+    messages: int | None
 
 
 class Runtime:
@@ -92,11 +96,12 @@ class Runtime:
         self.stats = stats
         self.connections = ConnectionFactory(settings.conninfo, f"pgqueue {settings.queue_name}")
         # A claim that a crash of the server undoes is delivered again, so claims need not wait for the disk.
-        self.claiming = SharedConnection(self.connections, self._pause_connecting, _calls.NO_COMMIT_WAIT)
-        self.settling = SharedConnection(self.connections, self._pause_connecting)
-        self.breaker = CircuitBreaker(settings.circuit_breaker_after.total_seconds(), self._circuit_changed)
+        self.claiming = SharedConnection(self.connections, _calls.NO_COMMIT_WAIT)
+        self.settling = SharedConnection(self.connections)
+        self.breaker = CircuitBreaker(settings.circuit_breaker_after.total_seconds())
         self.stops = 0  # 1: claim nothing more, 2: cancel the handlers
         self.grace = settings.grace_period.total_seconds()
+        self.events: deque[Received] = deque()
         self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._not_before = 0.0
         self._connect_at = 0.0
@@ -104,7 +109,7 @@ class Runtime:
     @property
     def limit(self) -> int:
         """How many handlers may run now."""
-        return 1 if self.breaker.state == "open" else self.settings.concurrency
+        return 1 if self.breaker.state == "open" else self.settings.slots
 
     @property
     def is_stopping(self) -> bool:
@@ -118,19 +123,24 @@ class Runtime:
 
     # Waiting
 
+    def post(self, event: Received) -> None:
+        """Queue an event for the task that starts calls of the handler."""
+        self.events.append(event)
+        self.signal()
+
     def signal(self) -> None:
         """Wake the tasks whose condition is true now."""
         for waiter, happened in list(self._waiters.items()):
             if not waiter.done() and happened():
                 waiter.set_result(None)
 
-    async def until(self, happened: Callable[[], bool], at: float | None = None) -> None:
+    async def until(self, happened: Callable[[], bool], at: float = math.inf) -> None:
         """Wait until a condition is true when `signal` is called, or until a moment of the monotonic clock."""
         if happened():
             return
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
-        timer = None if at is None else loop.call_later(at - time.monotonic(), _wake, waiter)
+        timer = None if at == math.inf else loop.call_later(at - time.monotonic(), _wake, waiter)
         self._waiters[waiter] = happened
         try:
             await waiter
@@ -143,21 +153,26 @@ class Runtime:
         """Pause after a failure."""
         await self.until(lambda: self.is_forced, max(self._not_before, time.monotonic() + _SHORTEST_REST))
 
-    async def _pause_connecting(self) -> None:
-        await self.until(lambda: self.is_forced, self._connect_at)
-
     # Statements
+
+    async def ask(self, link: SharedConnection, call: Bound[T]) -> list[Any]:
+        """Execute a statement on a shared connection; after a failure, pause before another one is opened."""
+        async with link.lock:
+            connection = await link.take()
+            if connection is None:
+                await self.until(lambda: self.is_forced, self._connect_at)
+                connection = await link.open()
+            return await link.run(connection, call)
 
     async def run(self, call: Bound[T], kind: str) -> list[Any]:
         """Execute a statement of the kind peek, claim or settle. Raises `psycopg.Error`, `OSError`."""
         try:
-            rows = await (self.settling if kind == "settle" else self.claiming).run(call)
+            rows = await self.ask(self.settling if kind == "settle" else self.claiming, call)
         except (psycopg.Error, OSError) as error:
             self.failed(kind, error)
             raise
-        self.succeeded(kind)
-        self.succeeded("connection")
-        self.succeeded("task")
+        for one in (kind, "connection", "task"):
+            self.succeeded(one)
         return rows
 
     async def close(self) -> None:
@@ -168,6 +183,7 @@ class Runtime:
     def succeeded(self, kind: str) -> None:
         """Note that a kind of work succeeded."""
         self.breaker.succeeded(kind)
+        self._tell_circuit()
 
     def failed(self, kind: str, error: BaseException) -> None:
         """Note that a kind of work failed, for the circuit breaker. Conflicts with other transactions do not count."""
@@ -180,6 +196,20 @@ class Runtime:
         self._not_before = time.monotonic() + self.breaker.failed(kind)
         if kind == "connection":  # If only handlers are in trouble, the claims must be kept.
             self._connect_at = self._not_before
+        self._tell_circuit()
+
+    def _tell_circuit(self) -> None:
+        while self.breaker.changes:
+            self.stats.circuit = state = self.breaker.changes.pop(0)
+            self.event("circuit", detail=state)
+            if self.settings.on_circuit is not None:
+                self._call(self.settings.on_circuit, state)
+            if state == "open":
+                after = self.settings.circuit_breaker_after
+                self.critical(None, f"nothing has succeeded for {after}: slowed down to one")
+            elif state == "closed":
+                self.log(logging.INFO, "works again")
+            self.signal()
 
     def keep_running(self, name: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Run endless work in a task. If it fails, report that and start it again after a pause."""
@@ -211,9 +241,6 @@ class Runtime:
             with suppress(Exception, SystemExit):
                 logger.log(level, "%s: %s (to log it raised %s)", name, text, type(fault).__name__, extra=extra)
 
-    def _log_message(self, level: int, text: str, message: Any, error: BaseException | None = None) -> None:
-        self.log(level, f"message {message.id} {text}", error, message_id=message.id, attempt=message.attempt_count)
-
     def critical(self, error: BaseException | None, text: str) -> None:
         """Report a problem that an operator should know."""
         if self.settings.on_critical is None:
@@ -222,7 +249,9 @@ class Runtime:
             self._call(self.settings.on_critical, error, text)
 
     def event(self, kind: EventKind, count: int = 1, **more: Any) -> None:
-        """Tell the observer."""
+        """Count what the counter of the same name counts, if there is one, and tell the observer."""
+        if kind in _COUNTED:
+            setattr(self.stats, kind, getattr(self.stats, kind) + count)
         if self.settings.observe is not None:
             self._call(self.settings.observe, Event(kind, self.settings.queue_name, count, **more))
 
@@ -236,48 +265,34 @@ class Runtime:
 
     def report_result(self, result: Result) -> None:
         """Count and tell the outcome of a message that is acknowledged, given back, or a dead letter."""
-        message, kind = result.message, EVENTS[result.state]
         if result.error is not None:
-            self.report_failure(message, result.error)
-        setattr(self.stats, kind, getattr(self.stats, kind) + 1)
-        self.event(
-            kind,
-            seconds=result.seconds,
-            message_id=message.id,
-            attempt=message.message.attempt_count,
-            detail=None if result.error is None else type(result.error).__name__,
-        )
+            self.report_failure(result.message, result.error)
+        self._tell(EVENTS[result.state], result.message.message, result.error, result.seconds)
 
     def report_failure(self, message: ClaimedMessage, error: BaseException) -> None:
         """Count and log a failed attempt."""
         self.stats.failed += 1
-        attempt = message.message.attempt_count
-        text = f"failed on attempt {attempt}: {type(error).__name__}"
+        text = f"message {message.id} failed on attempt {message.message.attempt_count}: {type(error).__name__}"
         self._log_message(logging.WARNING, text, message.message, error)
 
     def report_loss(self, message: ClaimedMessage) -> None:
         """Count and tell a lost claim."""
-        self.stats.lost += 1
-        about: dict[str, Any] = {"message_id": message.id, "attempt": message.message.attempt_count}
-        self.log(logging.WARNING, f"the claim of message {message.id} was lost", **about)
-        self.event("lost", **about)
+        self._log_message(logging.WARNING, f"the claim of message {message.id} was lost", message.message)
+        self._tell("lost", message.message)
 
     def report_unreadable(self, row: Any, error: Exception) -> None:
         """Count and tell a message that is rejected because no handler can get it."""
-        self._log_message(logging.ERROR, f"cannot be read, and is rejected: {error}", row)
-        self.stats.dead += 1
-        self.event("dead", message_id=row.id, attempt=row.attempt_count, detail=type(error).__name__)
+        self._log_message(logging.ERROR, f"message {row.id} cannot be read, and is rejected: {error}", row)
+        self._tell("dead", row, error)
 
-    def _circuit_changed(self, state: CircuitState) -> None:
-        self.stats.circuit = state
-        self.event("circuit", detail=state)
-        if self.settings.on_circuit is not None:
-            self._call(self.settings.on_circuit, state)
-        if state == "open":
-            self.critical(None, f"nothing has succeeded for {self.settings.circuit_breaker_after}: slowed down to one")
-        elif state == "closed":
-            self.log(logging.INFO, "works again")
-        self.signal()
+    def _log_message(self, level: int, text: str, message: Any, error: BaseException | None = None) -> None:
+        self.log(level, text, error, message_id=message.id, attempt=message.attempt_count)
+
+    def _tell(
+        self, kind: EventKind, message: Any, error: BaseException | None = None, seconds: float | None = None
+    ) -> None:
+        detail = None if error is None else type(error).__name__
+        self.event(kind, seconds=seconds, message_id=message.id, attempt=message.attempt_count, detail=detail)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
         try:

@@ -3,31 +3,26 @@
 import inspect
 import os
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
 from .._calls import as_duration
 from .connections import is_async, unwrapped
-from .delivery import Event
-from .policy import Retries, clean
+from .delivery import Event, Failure
+from .policy import Decision, Retries, clean
 
 Mode = Literal["lease", "receive"]
 
 MOST_MESSAGES = 10_000  # of one claim or peek
 
 
-def _check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+def check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raises `ValueError` if a value is no whole number from `least` to `most`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
         bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
         raise ValueError(f"invalid {name}: {value!r}; must be a whole number {bounds}")
-
-
-def checked_concurrency(value: int) -> int:
-    """A number of handlers. Raises `ValueError`."""
-    _check_integer("concurrency", value, 1)
-    return value
 
 
 def _check_callable(name: str, function: Any, arguments: int) -> None:
@@ -45,31 +40,35 @@ def _check_callable(name: str, function: Any, arguments: int) -> None:
         raise TypeError(f"invalid {name}: cannot be called with {number}: {error}") from None
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, repr=False)
 class Settings:
-    """The arguments of a consumer. Raises `ValueError` or `TypeError` for invalid ones."""
+    """The arguments of a consumer, which are its attributes. Raises `ValueError` or `TypeError` for invalid ones.
+
+    The handler and the observer can be replaced while the consumer does not run, and the concurrency at any time.
+    """
 
     conninfo: str | Callable[[], Any]
     queue_name: str
     handler: Callable[[Any], Any]
-    mode: Mode
-    transactional: bool
-    concurrency: int
-    batch_size: int | None
-    visibility_timeout: timedelta | None
-    prefetch: int
-    peek_delay: timedelta
-    peek_batch_size: int | None
-    listen: bool
-    retries: Retries | None
-    on_failure: Callable[[Any], Any] | None
-    on_critical: Callable[[Exception | None, str], None] | None
-    on_circuit: Callable[[str], None] | None
-    circuit_breaker_after: timedelta
-    grace_period: timedelta
-    claimed_by: str = ""
+    _: KW_ONLY
+    mode: Mode = "lease"
+    transactional: bool = False
+    concurrency: int | None = None
+    batch_size: int | None = None
+    visibility_timeout: timedelta | None = None
+    prefetch: int = 0
+    peek_delay: timedelta = timedelta(seconds=1)
+    peek_batch_size: int | None = None
+    listen: bool = True
+    retries: Retries | None = None
+    on_failure: Callable[[Failure], Decision | Awaitable[Decision | None] | None] | None = None
+    on_critical: Callable[[BaseException | None, str], None] | None = None
+    on_circuit: Callable[[str], None] | None = None
+    circuit_breaker_after: timedelta = timedelta(seconds=30)
+    grace_period: timedelta = timedelta(seconds=30)
+    claimed_by: str | None = None
     observe: Callable[[Event], None] | None = None
-    peek_seconds: float = field(init=False)
+    slots: int = field(init=False)  # the concurrency; None has become a number
 
     def __post_init__(self) -> None:
         if not isinstance(self.conninfo, str) and not callable(self.conninfo):
@@ -88,14 +87,13 @@ class Settings:
                     raise TypeError(f"invalid {name}: is a coroutine function, which nobody would await")
         if self.mode not in ("lease", "receive"):
             raise ValueError(f"invalid mode: {self.mode!r}; must be 'lease' or 'receive'")
-        checked_concurrency(self.concurrency)
         if self.batch_size is not None:
-            _check_integer("batch_size", self.batch_size, 1, MOST_MESSAGES)
-        _check_integer("prefetch", self.prefetch, 0, MOST_MESSAGES)
+            check_integer("batch_size", self.batch_size, 1, MOST_MESSAGES)
+        check_integer("prefetch", self.prefetch, 0, MOST_MESSAGES)
         if self.prefetch and self.in_transaction:
             raise ValueError("invalid prefetch: messages are prefetched in lease mode only, and not with transactional")
         if self.peek_batch_size is not None:
-            _check_integer("peek_batch_size", self.peek_batch_size, 1, MOST_MESSAGES)
+            check_integer("peek_batch_size", self.peek_batch_size, 1, MOST_MESSAGES)
         if as_duration("peek_delay", self.peek_delay) < timedelta(milliseconds=100):
             raise ValueError(f"invalid peek_delay: {self.peek_delay}; must be from 100 ms to 10 s")
         if self.visibility_timeout is not None and not (
@@ -108,7 +106,6 @@ class Settings:
         self.claimed_by = self.claimed_by or f"{socket.gethostname()}:{os.getpid()}:{self.queue_name}"
         if clean(self.claimed_by, len(self.claimed_by)) != self.claimed_by:
             raise ValueError(f"invalid claimed_by: {self.claimed_by!r}; must be a text that PostgreSQL can store")
-        self.peek_seconds = self.peek_delay.total_seconds()
 
     @property
     def in_transaction(self) -> bool:

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 from weakref import WeakSet
@@ -36,12 +36,11 @@ from .policy import (
     describe,
     failure_headers,
 )
-from .runtime import Runtime
+from .runtime import Received, Runtime
 from .settings import Settings
-from .workers import Answer, Session, Workers
+from .workers import Session, Workers
 
 _MOST_CONFLICTS = 20
-_CUT_SECONDS = 0.05  # for the server and for other threads to notice that a connection was cut
 
 # Settlement
 
@@ -50,7 +49,7 @@ def settlement(
     settings: Settings, claimed: ClaimedMessage, error: BaseException, answer: Decision | None = None
 ) -> tuple[State, Bound[Any]]:
     """The outcome of a failed attempt, by the answer of a policy or without one, and the statement that settles it."""
-    message, name, by = claimed.message, settings.queue_name, settings.claimed_by
+    message, name, by = claimed.message, settings.queue_name, settings.claimed_by or ""
     decision = decide(error, answer, message.attempt_count, settings.retries)
     if isinstance(decision, Handled):
         return State.ACKED, _calls.ack(name, claimed.id, claimed.token)
@@ -75,7 +74,7 @@ def failure_record(settings: Settings, claimed: ClaimedMessage, error: BaseExcep
         claimed.message.attempt_count,
         decision.after if isinstance(decision, Retry) else None,
         describe(error, decision),
-        failure_headers(claimed.message, error, settings.claimed_by, claimed.is_last_attempt),
+        failure_headers(claimed.message, error, settings.claimed_by or "", claimed.is_last_attempt),
     )
 
 
@@ -105,12 +104,13 @@ def split_readable(rows: list[Any]) -> tuple[list[ClaimedMessage], list[tuple[An
 class Attempt(NamedTuple):
     """How a transaction with a call of the handler ended.
 
-    done: settled, as the results say. failed: nothing was settled, because of `error`. lost: nothing was settled,
-    because the claims of `lost` messages were lost. cancelled: by a forced stop. undone: the transaction was rolled
-    back because its connection broke; in receive mode this also undoes the claim. empty: nothing was received.
+    done: the transaction was committed, and messages are settled as the results say. failed: nothing was settled,
+    because of `error`. lost: nothing was settled, because of a forced stop, or because the claims of all messages or of
+    `lost` messages were lost. undone: the transaction was rolled back because its connection broke; in receive mode
+    this also undoes the claim.
     """
 
-    kind: Literal["done", "failed", "lost", "cancelled", "undone", "empty"]
+    kind: Literal["done", "failed", "lost", "undone"]
     results: Sequence[Result] = ()
     error: BaseException | None = None
     seconds: float | None = None
@@ -130,110 +130,93 @@ class Transactions:
     async def attempt(self, call: HandlerCall, messages: list[ClaimedMessage], session: Session) -> Attempt:
         """Call the handler and acknowledge in one transaction, for messages whose claims are committed."""
         conflicts = 0
-        while True:
-            if call.is_cancelled():
-                return Attempt("cancelled")  # Connecting may have taken long.
+        while not call.is_cancelled:  # Connecting may have taken long.
             await session.command(begin_statement(session.connection))
-            deliveries, answer, seconds = await self._handle(messages, session)
-            error = answer.error
-            if error is None:
-                _enter(messages, State.COMMITTING)
-            if call.is_cancelled() or all(message.is_void for message in messages):
-                _enter(messages, State.WORKING)
-                await _roll_back(session)
-                return Attempt("cancelled" if call.is_cancelled() else "lost")
-            if error is None:
-                try:
-                    return Attempt("done", await self._settle(messages, deliveries, seconds, _calls.COMMIT, session))
-                except _ClaimLost as loss:
-                    await _roll_back(session)
-                    if lost := await self.extend(messages, session):
-                        return Attempt("lost", lost=lost)
-                    error = loss.__cause__ or loss
-                except Exception as failure:
-                    error = _explained(failure)
-                _enter(messages, State.WORKING)
+            results, error, seconds = await self._work(call, messages, session, _calls.COMMIT)
+            if results:
+                return Attempt("done", results)
             await _roll_back(session)
+            if isinstance(error, _ClaimLost):
+                if lost := await self.extend(messages, session):
+                    return Attempt("lost", lost=lost)
+                error = error.__cause__ or error
+            if error is None:
+                return Attempt("lost")
             if is_trouble(error) and is_broken(session.connection):
                 return Attempt("undone", error=error, seconds=seconds)
             if not is_conflict(error) or conflicts >= _MOST_CONFLICTS:
                 return Attempt("failed", error=error, seconds=seconds)
             conflicts += 1
             await _pause_after_conflict(conflicts, session)
+        return Attempt("lost")
 
-    async def receive(
-        self, call: HandlerCall, received: Callable[[HandlerCall, int], None], session: Session
-    ) -> Attempt:
-        """Claim, call the handler and settle in one transaction. `received` is told how many messages were claimed."""
+    async def receive(self, call: HandlerCall, session: Session) -> Attempt:
+        """Claim, call the handler and settle in one transaction."""
         connection = session.connection
         conflicts = 0
         while True:
             try:
-                attempt = await self._receive(call, received, session, conflicts < _MOST_CONFLICTS)
+                attempt = await self._receive(call, session, conflicts < _MOST_CONFLICTS)
             except Exception as fault:
                 # The transaction has ended or cannot go on.
                 await _roll_back(session)
-                if call.is_cancelled():
-                    return Attempt("cancelled")
+                if call.is_cancelled:
+                    return Attempt("lost")
                 if isinstance(fault, InvalidSqlStatementName) and not call.messages:
                     self._prepared.discard(connection)  # A handler has deallocated the claim.
                 elif not is_conflict(fault):
-                    if not call.messages:
-                        if not isinstance(fault, QueueNotFound):
-                            # A setting that a handler has left, such as a role, must not make other claims fail.
-                            connection.pgconn.finish()
-                        if isinstance(fault, (Error, OSError)):
-                            raise
-                        name = type(fault).__name__
-                        raise OperationalError(f"no claim on the handler's connection: {name}: {fault}") from fault
-                    return Attempt("undone", error=fault.__cause__ if isinstance(fault, _RolledBack) else fault)
+                    if call.messages:
+                        return Attempt("undone", error=fault.__cause__ if isinstance(fault, _RolledBack) else fault)
+                    if not isinstance(fault, QueueNotFound):
+                        # A setting that a handler has left, such as a role, must not make other claims fail.
+                        connection.pgconn.finish()
+                    if isinstance(fault, (Error, OSError)):
+                        raise
+                    name = type(fault).__name__
+                    raise OperationalError(f"no claim on the handler's connection: {name}: {fault}") from fault
             else:
                 if attempt is not None:
                     return attempt
                 await _roll_back(session)
             conflicts += 1
             if conflicts > _MOST_CONFLICTS + 5:
-                return Attempt("empty")
+                return Attempt("lost")
             await _pause_after_conflict(conflicts, session)
             _enter(call.messages, State.RELEASED)
             call.take([])
 
-    async def _receive(
-        self, call: HandlerCall, received: Callable[[HandlerCall, int], None], session: Session, again: bool
-    ) -> Attempt | None:
+    async def _receive(self, call: HandlerCall, session: Session, again: bool) -> Attempt | None:
         """The same once; None after a conflict, if `again`."""
         rows = await session.execute(self._claim(session.connection))
         messages, call.unreadable = split_readable(rows)
         call.take(messages)
         for row, reason in call.unreadable:
             await session.execute(rejection(self._settings.queue_name, row, reason))
-        self._workers.call_soon(received, call, len(rows))
-        if call.is_cancelled():
-            await _roll_back(session)
-            return Attempt("cancelled")
-        if not messages:
-            await session.command(_calls.COMMIT)
-            return Attempt("empty")
-        if call.unreadable:
-            await session.command(_calls.SAVEPOINT)
-        results, error, seconds = await self._work(call, messages, session, _calls.COMMIT)
-        if error is not None:
-            results = []
+        if not call.returned:  # After a conflict the call receives once more.
+            call.returned = True
+            self._workers.call_soon(self._runtime.post, Received(len(rows)))
+        results: list[Result] = []
+        if messages and not call.is_cancelled:
+            if call.unreadable:
+                await session.command(_calls.SAVEPOINT)
+            results, error, seconds = await self._work_from_savepoint(call, messages, session, _calls.COMMIT)
+            if results:
+                return Attempt("done", results)
             for message in messages:
-                if len(messages) > 1 and not call.is_cancelled():
+                if len(messages) > 1 and not call.is_cancelled:
                     # The handler gets each message by itself, so that only the one that caused the error fails.
                     await session.command(_calls.SAVEPOINT)
-                    one, error, seconds = await self._work(call, [message], session, _calls.RELEASE_SAVEPOINT)
+                    end = _calls.RELEASE_SAVEPOINT
+                    one, error, seconds = await self._work_from_savepoint(call, [message], session, end)
                     results += one
                 if is_conflict(error) and again:
                     return None
-                if error is not None and not call.is_cancelled():
+                if error is not None and not call.is_cancelled:
                     results.append(await self.fail(call, message, error, seconds, session))
-            if not call.is_cancelled():
-                await session.command(_calls.COMMIT)
-        if call.is_cancelled() and not is_outside_transaction(session.connection):
-            await session.execute(_calls.ROLLBACK)
-            return Attempt("cancelled")
+        if call.is_cancelled:
+            await _roll_back(session)
+            return Attempt("lost")
+        await session.command(_calls.COMMIT)
         return Attempt("done", results)
 
     def _claim(self, connection: Any) -> Bound[Any]:
@@ -243,31 +226,47 @@ class Transactions:
         if name is not None and not is_prepared:
             self._prepared.add(connection)
         begin, size = begin_statement(connection), settings.batch_size or 1
-        return _calls.begin_and_claim(begin, settings.queue_name, size, settings.claimed_by, name, is_prepared)
+        return _calls.begin_and_claim(begin, settings.queue_name, size, settings.claimed_by or "", name, is_prepared)
 
-    async def _work(
+    async def _work_from_savepoint(
         self, call: HandlerCall, messages: list[ClaimedMessage], session: Session, end: bytes
     ) -> tuple[list[Result], BaseException | None, float]:
         """Call the handler and settle, after a savepoint; any failure rolls back to the savepoint."""
-        results: list[Result] = []
-        deliveries, answer, seconds = await self._handle(messages, session)
-        error = answer.error
-        if call.is_cancelled():
-            return results, None, seconds
-        if error is None:
-            _enter(messages, State.COMMITTING)
-            try:
-                # Deferred constraints are checked while the transaction can still roll back to the savepoint.
-                end = _calls.SET_CONSTRAINTS_IMMEDIATE + end
-                results = await self._settle(messages, deliveries, seconds, end, session)
-            except Exception as failure:
-                error = _explained(failure)
-                _enter(messages, State.WORKING)
+        # Deferred constraints are checked while the transaction can still roll back to the savepoint.
+        results, error, seconds = await self._work(call, messages, session, _calls.SET_CONSTRAINTS_IMMEDIATE + end)
         if error is not None:
             if is_outside_transaction(session.connection):
                 raise _RolledBack from error
             await session.execute(_calls.ROLLBACK_TO_SAVEPOINT)
         return results, error, seconds
+
+    async def _work(
+        self, call: HandlerCall, messages: list[ClaimedMessage], session: Session, end: bytes
+    ) -> tuple[list[Result], BaseException | None, float]:
+        """Call the handler and settle; returns the results, or none and the error, or neither if the work is void."""
+        connection = session.connection
+        deliveries = [message.deliver(connection, True) for message in messages]
+        started = time.monotonic()
+        _, error = await session.call(self._settings.handler, self._settings.argument(deliveries))
+        seconds = time.monotonic() - started
+        if is_busy(connection):
+            await session.cut(call)
+            error = error or RuntimeError("the handler has left a statement running")
+        if error is None and is_outside_transaction(connection):
+            error = RuntimeError("the handler ended the transaction that its work and the message share")
+            if connection.closed:
+                error = OperationalError("the connection was lost while the handler ran")
+        if error is None:
+            _enter(messages, State.COMMITTING)
+        if all(message.is_void for message in messages):
+            error = None
+        elif error is None:
+            try:
+                return await self._settle(messages, deliveries, seconds, end, session), None, seconds
+            except Exception as failure:
+                error = _explained(failure)
+        _enter(messages, State.WORKING)
+        return [], error, seconds
 
     async def fail(
         self, call: HandlerCall, message: ClaimedMessage, error: BaseException, seconds: float | None, session: Session
@@ -288,9 +287,9 @@ class Transactions:
                 failure = Failure(message.deliver(connection, True), error, message.message.attempt_count, connection)
                 said = await session.call(self._settings.on_failure, failure)
                 if is_busy(connection):
-                    await _cut(session)
+                    await session.cut(call)
                     raise OperationalError("on_failure has left a statement running") from said.error
-                if call.is_cancelled():
+                if call.is_cancelled:
                     break
                 fault = said.error
                 if fault is None and connection.pgconn.transaction_status == TransactionStatus.INERROR:
@@ -309,7 +308,7 @@ class Transactions:
                 await session.command(begin)
         message.try_become(State.COMMITTING)
         try:
-            if call.is_cancelled():
+            if call.is_cancelled:
                 message.try_become(State.WORKING)
                 await session.execute(undo)
                 return Result(message, State.LOST)
@@ -323,19 +322,6 @@ class Transactions:
             message.try_become(State.WORKING)
             raise
         return Result(message, state if kept else State.LOST, seconds, error)
-
-    async def _handle(self, messages: list[ClaimedMessage], session: Session) -> tuple[list[Delivery], Answer, float]:
-        connection = session.connection
-        deliveries = [message.deliver(connection, True) for message in messages]
-        started = time.monotonic()
-        answer = await session.call(self._settings.handler, self._settings.argument(deliveries))
-        seconds = time.monotonic() - started
-        if is_busy(connection):
-            await _cut(session)
-            answer = Answer(error=answer.error or RuntimeError("the handler has left a statement running"))
-        if answer.error is None and is_outside_transaction(connection):
-            answer = Answer(error=_transaction_ended(connection))
-        return deliveries, answer, seconds
 
     async def _settle(
         self, messages: list[ClaimedMessage], deliveries: list[Delivery], seconds: float, end: bytes, session: Session
@@ -397,13 +383,6 @@ async def _roll_back(session: Session) -> None:
         await session.execute(_calls.ROLLBACK)
 
 
-async def _cut(session: Session) -> None:
-    """Close a connection on which a statement of the user runs, for example a stream that was not read to its end."""
-    await session.cut()
-    await session.sleep(_CUT_SECONDS)
-    session.connection.pgconn.finish()
-
-
 async def _pause_after_conflict(number: int, session: Session) -> None:
     # For a random time, so that two transactions do not conflict again.
     await session.sleep(random.uniform(0, min(0.005 * number, 0.1)))  # noqa: S311
@@ -417,9 +396,3 @@ def _explained(error: Exception) -> Exception:
             " reset that, or grant it access 'consumer'."
         )
     return error
-
-
-def _transaction_ended(connection: Any) -> Exception:
-    if connection.closed:
-        return OperationalError("the connection was lost while the handler ran")
-    return RuntimeError("the handler ended the transaction that its work and the message share")

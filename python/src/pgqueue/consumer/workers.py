@@ -14,32 +14,23 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
-import psycopg
 from psycopg.pq import ExecStatus
 
 from .._calls import Bound
-from .connections import (
-    AsyncConsumerCursor,
-    ConnectionFactory,
-    ConnectionInUse,
-    ConsumerCursor,
-    IdleConnections,
-    as_trouble,
-    cut,
-    execute_command,
-    in_thread,
-    is_idle,
-    readable_rows,
-)
+from .connections import ConnectionFactory, ConnectionPool, done, execute_command, in_thread, new_cursor, readable_rows
+from .delivery import HandlerCall
 from .settings import Settings
 
 T = TypeVar("T")
 UserFunction = Callable[[Any], Any]
 
+# Seconds
 _CANCEL_AGAIN_SECONDS = 0.5
+_CUT_SECONDS = 0.05  # for the server and for other threads to notice that a connection was cut
 
 
 class Answer(NamedTuple):
@@ -59,7 +50,7 @@ class Session:
 
     async def call(self, function: UserFunction, argument: Any) -> Answer:
         """Call a function of the user."""
-        return await self._workers.call(function, argument) if self._is_async else _called(function, argument)
+        return await self._workers.call_here(function, argument)
 
     async def command(self, text: bytes) -> None:
         """Execute statements without values or rows. This costs half of what a cursor costs."""
@@ -73,16 +64,13 @@ class Session:
 
     async def execute(self, call: Bound[Any]) -> list[Any]:
         """Execute a statement; returns its rows. Several statements may be given if they have no values."""
-        cursor: Any = (AsyncConsumerCursor if self._is_async else ConsumerCursor)(self.connection, row_factory=call.row)
-        executed = cursor.execute(call.text, call.values or None, prepare=None if call.values else False)
-        if self._is_async:
-            await executed
+        cursor = new_cursor(self.connection, call.row)
+        await done(cursor.execute(call.text, call.values or None, prepare=None if call.values else False))
         while (result := cursor.pgresult) is None or result.status != ExecStatus.TUPLES_OK:
             if not cursor.nextset():
                 return []
         try:
-            rows: Any = cursor.fetchall()
-            return list(await rows if self._is_async else rows)
+            return list(await done(cursor.fetchall()))
         except Exception as error:
             return readable_rows(cursor, call.row, error)
 
@@ -90,115 +78,71 @@ class Session:
         """Wait."""
         await asyncio.sleep(seconds) if self._is_async else time.sleep(seconds)  # noqa: ASYNC251
 
-    async def cut(self) -> None:
-        """Make the statement that runs on the connection fail."""
-        await in_thread(lambda: cut(self.connection)) if self._is_async else cut(self.connection)
+    async def cut(self, call: HandlerCall) -> None:
+        """Make the statement that runs on the connection fail, and close the connection."""
+        await in_thread(call.cut) if self._is_async else call.cut()
+        await self.sleep(_CUT_SECONDS)
+        self.connection.pgconn.finish()
 
 
 Work = Callable[[Session], Coroutine[Any, Any, T]]
 
 
 class Workers:
-    """Where handlers run, and their connections."""
+    """Where handlers run, and their connections: on the event loop of the consumer, as coroutines."""
 
-    is_async: bool  # whether a handler runs in the task that waits for it, so that cancelling the task cancels it
+    is_async = True  # a handler runs in the task that waits for it, so that cancelling the task cancels it
 
     def __init__(self, settings: Settings, connections: ConnectionFactory) -> None:
         self._settings = settings
-        self._connections = connections
-        self._idle: IdleConnections[Any] = IdleConnections()
-        self._lock = threading.Lock()
-        self._is_closed = False
-
-    async def call(self, function: UserFunction, argument: Any) -> Answer:
-        """Call a function of the user."""
-        raise NotImplementedError
-
-    async def run(self, work: Work[T], in_use: ConnectionInUse) -> T:
-        """Run work with a session of its own. Raises what the work raises."""
-        connection = await self._connection()
-        try:
-            with in_use.use(connection):
-                if self._is_closed:
-                    raise psycopg.OperationalError("connected too late: the consumer has stopped")
-                return await work(Session(self, connection))
-        finally:
-            with self._lock:
-                # A connection that is still in a transaction is closed, which rolls it back.
-                surplus = self._idle.put(connection, 0 if self._is_closed else self._settings.concurrency)
-            for one in surplus:
-                await self._close(one)
-
-    async def _connection(self) -> Any:
-        while True:
-            with self._lock:
-                connection = self._idle.take()
-            if connection is None:
-                with as_trouble():
-                    return await self._connections.open_async() if self.is_async else self._connections.open()
-            if is_idle(connection):
-                return connection
-            await self._close(connection)
-
-    async def _close(self, connection: Any) -> None:
-        closed = connection.close()
-        if self.is_async:
-            await closed
-
-    def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on the event loop."""
-        raise NotImplementedError
-
-    def is_called_by_handler(self) -> bool:
-        """Whether the caller is a handler: it would wait for itself if it waited for the consumer's end."""
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """Close the idle connections. A connection in use is closed when its work ends."""
-        with self._lock:
-            self._is_closed = True
-        while (connection := self._idle.take()) is not None:
-            await self._close(connection)
-
-
-class AsyncWorkers(Workers):
-    """Runs handlers that are coroutine functions, on the event loop of the consumer."""
-
-    is_async = True
-
-    def __init__(self, settings: Settings, connections: ConnectionFactory) -> None:
-        super().__init__(settings, connections)
+        self._pool = ConnectionPool(connections, self.is_async)
         self._calling: set[asyncio.Task[Any] | None] = set()
 
     async def call(self, function: UserFunction, argument: Any) -> Answer:
-        """Call a function of the user, and await what it returns if that is awaitable."""
+        """Call a function of the user where handlers run."""
+        return await self.call_here(function, argument)
+
+    async def call_here(self, function: UserFunction, argument: Any) -> Answer:
+        """Call a function of the user, and on the event loop await what it returns, if that is awaitable."""
         process = os.getpid()
-        task = asyncio.current_task()
+        task = asyncio.current_task() if self.is_async else None
         self._calling.add(task)
         try:
             value = function(argument)
-            if hasattr(value, "__await__"):
+            if self.is_async and hasattr(value, "__await__"):
                 value = await value
-        except asyncio.CancelledError as error:
-            if task is not None and task.cancelling():
-                raise
-            return Answer(error=error)  # Something that the function awaited was cancelled, not this task.
-        except BaseException as error:
-            answer = Answer(error=error)
-        else:
             answer = _answered(value)
+        except BaseException as error:  # also SystemExit, which would end only a thread
+            # A cancellation is not of this task if something was cancelled that the function awaited.
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            answer = Answer(error=error)
         finally:
             self._calling.discard(task)
-        _exit_in_child(process, answer)
+        if os.getpid() != process:
+            _exit_child(answer.error)
         return answer
 
+    async def run(self, work: Work[T], call: HandlerCall) -> T:
+        """Run work for a call with a session of its own. Raises what the work raises."""
+        connection = await self._pool.take() or await self._pool.open()
+        try:
+            with call.using(connection):
+                return await work(Session(self, connection))
+        finally:
+            await self._pool.put(connection, self._settings.slots)
+
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function."""
+        """Call a function on the event loop."""
         function(*arguments)
 
     def is_called_by_handler(self) -> bool:
-        """Whether the caller is a handler."""
+        """Whether the caller is a handler: it would wait for itself if it waited for the consumer's end."""
         return asyncio.current_task() in self._calling
+
+    async def close(self) -> None:
+        """Close the idle connections. A connection in use is closed when its work ends."""
+        await self._pool.close()
 
 
 class ThreadWorkers(Workers):
@@ -210,32 +154,30 @@ class ThreadWorkers(Workers):
         super().__init__(settings, connections)
         self._loop = asyncio.get_running_loop()
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()
         self._idle_threads = 0
         self._threads = {threading.current_thread()}  # with that of the event loop
+        self._is_closed = False
 
     async def call(self, function: UserFunction, argument: Any) -> Answer:
         """Call a function of the user in a thread."""
-        return await self._submit(lambda: _called(function, argument))
+        return await self._submit(partial(self.call_here, function, argument))
 
-    async def run(self, work: Work[T], in_use: ConnectionInUse) -> T:
-        """Run work in a thread with a session of its own. Raises what the work raises."""
-        return await self._submit(lambda: _run_to_end(super(ThreadWorkers, self).run(work, in_use)))
+    async def run(self, work: Work[T], call: HandlerCall) -> T:
+        """Run work for a call in a thread with a session of its own. Raises what the work raises."""
+        return await self._submit(partial(super().run, work, call))
 
-    def _submit(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+    def _submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Future[T]":
+        """Run work that never suspends in a thread."""
         future: asyncio.Future[T] = self._loop.create_future()
         context = contextvars.copy_context()
 
         def order() -> None:
-            settle: Callable[..., None] = _set_result
-            outcome: Any = None
-            try:
-                outcome = context.run(work)
-            except BaseException as error:
-                settle, outcome = _set_exception, error
+            value, error = context.run(_run_to_end, work)
             # The thread counts as idle before the result is known, so that the next order can go to this thread.
             with self._lock:
                 self._idle_threads += 1
-            self.call_soon(settle, future, outcome)
+            self.call_soon(_settle, future, value, error)
 
         with self._lock:
             if self._idle_threads > 0:
@@ -279,15 +221,26 @@ class ThreadWorkers(Workers):
         await super().close()
 
 
-def _run_to_end(work: Coroutine[Any, Any, T]) -> T:
+def _run_to_end(work: Callable[[], Coroutine[Any, Any, Any]]) -> Answer:
     """Run a coroutine that never suspends."""
+    coroutine = work()
     try:
-        work.send(None)
+        coroutine.send(None)
     except StopIteration as end:
-        value: T = end.value
-        return value
-    work.close()
-    raise RuntimeError("a coroutine has suspended in a thread")
+        return Answer(end.value)
+    except BaseException as error:
+        return Answer(error=error)
+    coroutine.close()
+    return Answer(error=RuntimeError("a coroutine has suspended in a thread"))
+
+
+def _settle(future: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)
 
 
 def _answered(value: Any) -> Answer:
@@ -299,21 +252,8 @@ def _answered(value: Any) -> Answer:
     return Answer(value)
 
 
-def _called(function: UserFunction, argument: Any) -> Answer:
-    process = os.getpid()
-    try:
-        answer = _answered(function(argument))
-    except BaseException as error:  # also SystemExit, which would end only this thread
-        answer = Answer(error=error)
-    _exit_in_child(process, answer)
-    return answer
-
-
-def _exit_in_child(parent: int, answer: Answer) -> None:
+def _exit_child(error: BaseException | None) -> NoReturn:
     """End a child process that the user's function has forked and returned in: it would settle the parent's message."""
-    if os.getpid() == parent:
-        return
-    error = answer.error
     status = error.code if isinstance(error, SystemExit) else error
     if not isinstance(status, (int, type(None))):
         if isinstance(error, SystemExit):
@@ -325,16 +265,6 @@ def _exit_in_child(parent: int, answer: Answer) -> None:
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
     os._exit((status or 0) & 0xFF)
-
-
-def _set_result(future: "asyncio.Future[Any]", value: Any) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _set_exception(future: "asyncio.Future[Any]", error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 # Ending tasks

@@ -1,0 +1,184 @@
+"""SIGINT and SIGTERM end `run` of real processes."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from signal import SIGINT, SIGTERM, Signals
+from typing import Any
+
+import psycopg
+import pytest
+from clients import is_empty, wait_for
+from consumers import SECOND, attempts, prepare
+
+Connection = psycopg.Connection[Any]
+both = pytest.mark.parametrize("flavour", ["sync", "async"])
+
+# Handlers wait for the file "open". The last line shows whether the handlers of signals are as they were before.
+PROGRAM = """
+import asyncio, os, signal, sys, threading, time, pgqueue
+flavour, conninfo, queue, home = sys.argv[1:]
+
+def handle(delivery):
+    print("begun", flush=True)
+    while not os.path.exists(home + "/open"):
+        time.sleep(0.01)
+    print("done", flush=True)
+
+async def handle_async(delivery):
+    print("begun", flush=True)
+    while not os.path.exists(home + "/open"):
+        await asyncio.sleep(0.01)
+    print("done", flush=True)
+
+def handlers():
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+async def run():
+    before = handlers()
+    await asyncio.gather(*[pgqueue.AsyncConsumer(conninfo, name, handle_async).run() for name in queue.split()])
+    print("back" if handlers() == before else "changed", flush=True)
+
+if flavour == "async":
+    asyncio.run(run())
+else:
+    before = handlers()
+    consumer = pgqueue.Consumer(conninfo, queue, handle)
+    if flavour == "thread":
+        thread = threading.Thread(target=consumer.run)
+        thread.start()
+        while not consumer.stats.running:
+            time.sleep(0.01)
+        print("kept" if handlers() == before else "changed", flush=True)
+        consumer.request_stop()
+        thread.join()
+    elif flavour == "ignoring":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        consumer.run()
+    else:
+        consumer.run()
+        print("back" if handlers() == before else "changed", flush=True)
+"""
+
+
+class Program:
+    """A process that runs consumers, and what it prints."""
+
+    def __init__(self, process: "subprocess.Popen[str]", home: Path) -> None:
+        self.process = process
+        self._home = home
+
+    def next_line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def let_handlers_return(self) -> None:
+        (self._home / "open").touch()
+
+    def end(self) -> tuple[int, str]:
+        """The exit status, and what was printed since."""
+        out, err = self.process.communicate(timeout=30)
+        assert "Traceback" not in err
+        return self.process.returncode, out
+
+
+@contextmanager
+def program(flavour: str, database: str, queue: str, home: Path) -> Iterator[Program]:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, flavour, database, queue, str(home)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield Program(process, home)
+        finally:
+            process.kill()
+
+
+@both
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+def test_after_a_signal_running_handlers_return_and_run_ends(
+    flavour: str, number: Signals, database: str, connection: Connection, name: str, tmp_path: Path
+) -> None:
+    prepare(connection, name).enqueue(1)
+    with program(flavour, database, name, tmp_path) as running:
+        assert running.next_line() == "begun"
+        running.process.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.process.wait(0.3)
+        running.let_handlers_return()
+        assert running.end() == (0, "done\nback\n")
+    assert is_empty(connection, name)
+
+
+@both
+def test_a_second_signal_cancels_handlers_without_counting_an_attempt(
+    flavour: str, database: str, connection: Connection, name: str, tmp_path: Path
+) -> None:
+    prepare(connection, name, visibility_timeout=SECOND * 3600).enqueue(1)
+    with program(flavour, database, name, tmp_path) as running:
+        assert running.next_line() == "begun"
+        running.process.send_signal(SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.process.wait(0.3)
+        running.process.send_signal(SIGINT)
+        assert running.end() == (128 + SIGINT, "")
+    assert attempts(connection, name) == [0]
+
+
+def test_a_third_signal_ends_the_process_at_once(
+    database: str, connection: Connection, name: str, tmp_path: Path
+) -> None:
+    prepare(connection, name).enqueue(1)
+    with program("sync", database, name, tmp_path) as running:
+        assert running.next_line() == "begun"
+        # A process gets pending signals of one kind only once, so they are sent one after the other.
+        for number in (SIGINT, SIGINT, SIGTERM):
+            running.process.send_signal(number)
+            time.sleep(0.05)
+        assert running.end() == (128 + SIGTERM, "")
+
+
+def test_one_signal_stops_all_consumers_of_an_event_loop(
+    database: str, connection: Connection, name: str, tmp_path: Path
+) -> None:
+    names = [f"{name}_{number}" for number in (1, 2)]
+    for one in names:
+        prepare(connection, one).enqueue(1)
+    with program("async", database, " ".join(names), tmp_path) as running:
+        assert [running.next_line(), running.next_line()] == ["begun", "begun"]
+        running.process.send_signal(SIGINT)
+        running.let_handlers_return()
+        assert running.end() == (0, "done\ndone\nback\n")
+    assert all(is_empty(connection, one) for one in names)
+
+
+def test_run_in_another_thread_leaves_signals_alone(
+    database: str, connection: Connection, name: str, tmp_path: Path
+) -> None:
+    prepare(connection, name).enqueue(1)
+    with program("thread", database, name, tmp_path) as running:
+        assert sorted([running.next_line(), running.next_line()]) == ["begun", "kept"]
+        running.let_handlers_return()
+        assert running.end() == (0, "done\n")
+
+
+def test_a_signal_that_the_program_ignores_stays_ignored(
+    database: str, connection: Connection, name: str, tmp_path: Path
+) -> None:
+    queue = prepare(connection, name)
+    queue.enqueue(1)
+    with program("ignoring", database, name, tmp_path) as running:
+        assert running.next_line() == "begun"
+        running.process.send_signal(SIGINT)
+        running.let_handlers_return()
+        assert running.next_line() == "done"
+        queue.enqueue(2)  # It still runs.
+        assert [running.next_line(), running.next_line()] == ["begun", "done"]
+        running.process.send_signal(SIGTERM)
+        assert running.end() == (0, "")
+    wait_for(lambda: is_empty(connection, name))
