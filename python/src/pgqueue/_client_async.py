@@ -84,7 +84,7 @@ class AsyncQueues(_Calls):
         return await self._all(_calls.list_subscriptions(queue_name))
 
     async def expose_subscriptions(self, schema_name: str | None = None, table_name: str | None = None) -> str:
-        """Create a relation over the subscriptions of exposed queues. An NServiceBus transport uses it like its own table.
+        """Create a relation over the subscriptions of exposed queues, which a transport uses like its own table.
 
         Its schema is `schema_name` (public), its name `table_name` (SubscriptionRouting). Returns the qualified name.
         Raises `InvalidArgument`, and `psycopg.errors.DuplicateTable` and `InsufficientPrivilege`.
