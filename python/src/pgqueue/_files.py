@@ -1,5 +1,6 @@
 """The SQL files of the extension, in the installed package or in the checkout."""
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -21,9 +22,13 @@ def extension_dir() -> Path:
     raise FileNotFoundError(f"the SQL files of pgqueue are in none of {tried}; in a checkout, run make")
 
 
-def install_script() -> Path:
-    """The SQL script that installs pgqueue without `create extension`."""
-    return extension_dir() / "pgqueue.sql"
+def install_script() -> str:
+    """The SQL that installs pgqueue without `create extension`, in the caller's transaction or as one query.
+
+    It is the file pgqueue.sql without what is meant for psql: its commands, and `begin` and `commit`.
+    """
+    script = (extension_dir() / "pgqueue.sql").read_text("utf8")
+    return re.sub(r"(?m)^(\\set .*|begin;|commit;)$", "", script)
 
 
 def extra(name: str) -> str:
