@@ -7,6 +7,7 @@ from .client import AsyncQueue, AsyncQueues, Queue, Queues, install
 from .errors import (
     Error,
     InvalidArgument,
+    NotInstalled,
     PayloadTooLarge,
     QueueBusy,
     QueueExists,
@@ -67,6 +68,7 @@ __all__ = [
     "InvalidArgument",
     "Message",
     "NewMessage",
+    "NotInstalled",
     "PayloadTooLarge",
     "Queue",
     "QueueBusy",

@@ -795,12 +795,10 @@ def bare(empty_database: Callable[[], str]) -> str:
 
 
 def test_a_database_without_pgqueue_is_reported_with_a_hint(bare: str) -> None:
-    done = in_process(bare, "list")
-    assert done == (
-        1,
-        "",
-        "pgqueue: pgqueue is not installed in this database\nhint: Install it with pgqueue install.\n",
-    )
+    name = psycopg.conninfo.conninfo_to_dict(bare)["dbname"]
+    hint = 'Install it with "create extension pgqueue" or "pgqueue install".'
+    error = f'pgqueue: pgqueue is not installed in database "{name}"\nhint: {hint}\n'
+    assert in_process(bare, "list") == (1, "", error)
 
 
 def test_another_version_of_pgqueue_is_reported(empty_database: Callable[[], str]) -> None:

@@ -28,7 +28,7 @@ from rich.text import Text
 from .._styles import correction
 from ..client import Queue, Queues
 from ..embedded import EmbeddedServerError, default_home, given_server, shared_server
-from ..errors import QueueExists, QueueNotFound
+from ..errors import NotInstalled, QueueExists, QueueNotFound
 from .formatting import RawJson, json_line, printable, table
 
 __all__ = ["COMMON", "Dsn", "Failure", "Session", "Status", "command", "connected", "discard_unwritten", "explain"]
@@ -288,10 +288,11 @@ def _explain_database(error: psycopg.Error) -> tuple[str, str | None]:
             hint = "pgqueue create creates a queue; pgqueue list shows all queues."
         case QueueExists():
             hint = "With --if-not-exists an existing queue is left unchanged."
-        case psycopg.errors.InvalidSchemaName():
-            return "pgqueue is not installed in this database", "Install it with pgqueue install."
+        case NotInstalled():
+            text, _, hint = str(error).partition("\nHINT:  ")
+            return text, hint
         case psycopg.errors.UndefinedFunction() | psycopg.errors.UndefinedColumn():
-            hint = "The version of pgqueue in this database differs from that of this command."
+            hint = "The version of pgqueue in this database differs from that of this command: see pgqueue upgrade."
         case psycopg.errors.InsufficientPrivilege():
             hint = hint or "The owner of pgqueue in this database may call pgqueue.grant_access."
     return message, hint

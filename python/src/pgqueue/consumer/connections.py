@@ -26,6 +26,7 @@ from .. import _calls
 from .._calls import Bound
 from .._decoding import decoder
 from .._styles import correction
+from ..errors import MISSING, not_installed
 
 T = TypeVar("T")
 AnyConnection = Connection[Any] | AsyncConnection[Any]
@@ -466,6 +467,8 @@ class SharedConnection:
                     await connection.close()
                 if self._timed_out is connection and isinstance(error, psycopg.Error):
                     raise psycopg.OperationalError(f"no answer from the server within {self.deadline:g} s") from None
+                if isinstance(error, MISSING):
+                    raise not_installed(error, connection.info.dbname) from None
                 raise
             finally:
                 timer.cancel()
