@@ -1143,7 +1143,7 @@ def test_help_lists_the_commands_in_groups() -> None:
 def test_every_example_is_a_valid_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each example is parsed with its options; the commands themselves do not run."""
     ran = []
-    monkeypatch.setattr(pgqueue.cli.session, "_run", lambda _, function, values: ran.append(function.__name__))
+    monkeypatch.setattr(pgqueue.cli.session, "_run", lambda _, function, __: ran.append(function.__name__))
     for words in commands():
         example = in_process("", *words, "--help").out.partition("\nExample:\n  ")[2].strip()
         if example:

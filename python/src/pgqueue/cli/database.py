@@ -56,7 +56,7 @@ def _from_environment() -> str:
 def psql(session: Session, arguments: Words = None) -> None:
     """Run psql on the database of the other commands.
 
-    Arguments of psql come after --. The command ends with psql's exit status. psql is the one on the path, else that
+    Arguments of psql come after --. The command ends with the status of psql. psql is the one on the path, else that
     of the embedded server.
     """
     program = shutil.which("psql") or _packaged_psql()
