@@ -35,6 +35,8 @@ from .message import (
     UnreadableJson,
 )
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from .consumer import (
         AsyncConsumer,
@@ -90,6 +92,7 @@ __all__ = [
     "StreamPoisoned",
     "Subscription",
     "UnreadableJson",
+    "__version__",
     "install",
 ]
 

@@ -2,12 +2,14 @@
 
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import psycopg
 import pytest
 
+import pgqueue
 from pgqueue.embedded import _packaged_bindir
 
 ROOT = Path(__file__).parents[3]
@@ -85,6 +87,17 @@ def test_make_help_lists_every_target(checkout: Path) -> None:
     phony = (checkout / "Makefile").read_text().split(".PHONY: ")[1].replace("\\\n", " ").split()
     assert set(phony) - told == {"help", "test-all", "test-sql"} - told
     assert {"build", "install", "uninstall", "installcheck", "test", "lint", "demo"} <= told
+
+
+def test_the_package_has_the_license_and_the_readme() -> None:
+    project = tomllib.loads((ROOT / "python/pyproject.toml").read_text())["project"]
+    assert project["license-files"] == ["LICENSE"]
+    assert (ROOT / "python/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert project["readme"] == "README.md"
+
+
+def test_the_version_is_an_attribute_of_the_package() -> None:
+    assert pgqueue.__version__ == tomllib.loads((ROOT / "python/pyproject.toml").read_text())["project"]["version"]
 
 
 def test_psql_prints_one_error_if_the_database_has_pgqueue(empty_database: Callable[[], str]) -> None:

@@ -5,12 +5,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from .. import __version__
 from . import (
     access,
     archive,
@@ -66,7 +66,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"pgqueue {version('pgqueue')}")
+        typer.echo(f"pgqueue {__version__}")
         raise typer.Exit
 
 

@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Annotated, Any, NamedTuple
 
 import psycopg
 import typer
 from psycopg import sql
 
-from .. import client
+from .. import __version__, client
 from .._files import upgrade_scripts
 from ..client import Queues
 from .formatting import counted
@@ -61,7 +60,7 @@ def install(session: Session, database: Database = None) -> None:
     with _database(session, database) as (connection, name, found):
         if not found.has_schema:
             try:
-                if found.offered == version("pgqueue"):
+                if found.offered == __version__:
                     connection.execute("create extension pgqueue")
                 else:
                     client.install(connection)
@@ -72,8 +71,8 @@ def install(session: Session, database: Database = None) -> None:
         connection.commit()
     state = "is already installed" if found.has_schema else "is now installed"
     session.say(f"pgqueue {installed} {state} in database {name}", version=installed, installed=not found.has_schema)
-    if installed != version("pgqueue"):
-        session.note(f"this command is {version('pgqueue')}: pgqueue upgrade upgrades the installed one")
+    if installed != __version__:
+        session.note(f"this command is {__version__}: pgqueue upgrade upgrades the installed one")
 
 
 def upgrade(session: Session, database: Database = None) -> None:
@@ -101,15 +100,15 @@ def upgrade(session: Session, database: Database = None) -> None:
     else:
         text = f"pgqueue {after} in database {name} is already the newest version that is available"
     session.say(text, version=after, before=before, upgraded=changed)
-    if found.is_extension and after != version("pgqueue"):
+    if found.is_extension and after != __version__:
         session.note(
-            f"this command is {version('pgqueue')}: where the server runs, make install of that version,"
+            f"this command is {__version__}: where the server runs, make install of that version,"
             " then call pgqueue upgrade again"
         )
 
 
 def _upgrade_plain(connection: psycopg.Connection[Any], name: str, before: str) -> None:
-    target = version("pgqueue")
+    target = __version__
     if before == target:
         return
     scripts = upgrade_scripts(before, target)
