@@ -4,8 +4,9 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from contextlib import ExitStack
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from psycopg import pq
@@ -16,6 +17,8 @@ from ..embedded import EmbeddedServerError, _packaged_bindir
 from .session import Failure, Session
 
 __all__ = ["dsn", "psql"]
+
+_END_SIGNALS: Final = {signal.SIGINT, signal.SIGTERM}
 
 Words = Annotated[
     list[str] | None,
@@ -36,12 +39,13 @@ def dsn(
     with ExitStack() as stack:
         given = session.given_dsn
         text = stack.enter_context(session.private_server()) if given is None else given or _from_environment()
+        is_kept = keep and given is None
+        if is_kept:
+            signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)  # first, as a signal can follow the output at once
         session.say(text, dsn=text)
-        if keep and given is None:
-            signals = {signal.SIGINT, signal.SIGTERM}
-            signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-            session.out.file.flush()
-            signal.sigwait(signals)
+        if is_kept:
+            sys.stdout.flush()
+            signal.sigwait(_END_SIGNALS)
 
 
 def _from_environment() -> str:

@@ -78,8 +78,8 @@ def install(session: Session, database: Database = None) -> None:
 def upgrade(session: Session, database: Database = None) -> None:
     """Upgrade pgqueue in a database.
 
-    An extension is upgraded to the version whose files the server has, by alter extension; install the new files
-    before. Plain SQL is upgraded to the version of this command. Everything happens in one transaction. Queues,
+    An extension is upgraded by alter extension to the version whose files the server has: run make install of the new
+    version there before. Plain SQL is upgraded to the version of this command. Both happen in one transaction. Queues,
     messages and accesses stay.
     """
     with _database(session, database) as (connection, name, found):
@@ -163,10 +163,10 @@ _LISTED = 10  # dependent objects that the question names
 def uninstall(session: Session, database: Database = None, yes: Yes = False) -> None:
     """Remove pgqueue and all its queues from a database.
 
-    Asks, unless --yes. Removed are the schema pgqueue with all queues, messages, dead letters, archived messages and
-    streams, and whatever depends on it, such as a view of yours on its tables or a relation that expose_transport
-    created: the question lists these. The files of the extension stay on the server, and what pgqueue serve keeps in
-    schema pgqueue_http stays in the database.
+    Asks, unless --yes. This drops the schema pgqueue with all queues, messages, dead letters, archived messages and
+    streams. It also drops what depends on them, such as a view of yours on the tables, or a relation that
+    expose_transport created; the question lists these. The files of the extension stay on the server. The tables of
+    pgqueue serve, in schema pgqueue_http, stay in the database.
     """
     with _database(session, database) as (connection, name, found):
         _check_installed(found, name)

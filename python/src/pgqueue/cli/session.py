@@ -352,7 +352,8 @@ class Group(typer.core.TyperGroup):
         panels: dict[str, list[tuple[str, Any]]] = {}
         for name in self.list_commands(ctx):
             found = self.get_command(ctx, name)
-            panels.setdefault(getattr(found, "rich_help_panel", None) or "Commands", []).append((name, found))
+            if found is not None and not found.hidden:
+                panels.setdefault(getattr(found, "rich_help_panel", None) or "Commands", []).append((name, found))
         width = max(len(name) for rows in panels.values() for name, _ in rows)
         for heading, rows in panels.items():
             with formatter.section(heading):
