@@ -51,14 +51,31 @@ $(upgrades:%=$(OUT)/pgqueue--%.sql): $(OUT)/pgqueue--%.sql: sql/upgrade/%.sql $(
 	} > $@
 
 # For servers where extensions cannot be created: plain SQL in one transaction, with the settings of create extension,
-# without the statements that only an extension may use.
+# without the statements that only an extension may use. psql stops at the first error, so that an installation into a
+# database that has pgqueue prints one error. Programs that run the file without psql omit the lines that start with \.
+define not_twice
+do $$$$
+begin
+    if to_regnamespace('pgqueue') is not null then
+        raise exception using
+            errcode = 'duplicate_schema',
+            message = 'schema "pgqueue" already exists',
+            hint = 'This file does not replace an installation. "pgqueue upgrade" upgrades it. "pgqueue uninstall" or '
+                '"drop schema pgqueue cascade" removes it with all its messages.';
+    end if;
+end;
+$$$$;
+endef
+export not_twice
 $(OUT)/pgqueue.sql: $(state) $(behaviour) pgqueue.control Makefile | $(OUT)
 	@{ \
 	    echo '-- Installs pgqueue $(VERSION) on servers where extensions cannot be created.'; \
+	    echo '\set ON_ERROR_STOP on'; \
 	    echo 'begin;'; \
 	    echo 'set local search_path = pg_catalog, pg_temp;'; \
 	    echo 'set local check_function_bodies = off;'; \
 	    echo 'set local client_min_messages = warning;'; \
+	    printenv not_twice; \
 	    cat $(filter-out sql/dump.sql,$(state)); $(create_only) $(behaviour); \
 	    echo 'commit;'; \
 	} > $@

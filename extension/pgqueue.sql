@@ -1,8 +1,20 @@
 -- Installs pgqueue 0.1.0 on servers where extensions cannot be created.
+\set ON_ERROR_STOP on
 begin;
 set local search_path = pg_catalog, pg_temp;
 set local check_function_bodies = off;
 set local client_min_messages = warning;
+do $$
+begin
+    if to_regnamespace('pgqueue') is not null then
+        raise exception using
+            errcode = 'duplicate_schema',
+            message = 'schema "pgqueue" already exists',
+            hint = 'This file does not replace an installation. "pgqueue upgrade" upgrades it. "pgqueue uninstall" or '
+                '"drop schema pgqueue cascade" removes it with all its messages.';
+    end if;
+end;
+$$;
 -- The schema of all objects. The installation fails if a schema of this name already exists: it is never adopted.
 create schema pgqueue;
 comment on schema pgqueue is

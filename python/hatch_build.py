@@ -18,6 +18,5 @@ class ExtensionFiles(BuildHookInterface[Any]):
         target = "" if self.target_name == "sdist" else "pgqueue/_extension/"
         build_data["force_include"] |= {
             str(home / "pgqueue.control"): f"{target}pgqueue.control",
-            str(home / "LICENSE"): f"{target}LICENSE",
             str(home / "extension"): "extension" if self.target_name == "sdist" else "pgqueue/_extension",
         }

@@ -24,6 +24,7 @@ from threading import Semaphore
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from pgqueue._files import install_script
 from pgqueue.embedded import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,7 +85,7 @@ def prepare_fresh(server: Server, database: str) -> None:
 def prepare_plain(server: Server, database: str) -> None:
     """The same objects without the extension, for servers where extensions cannot be created."""
     with server.connect(database) as connection:
-        connection.execute((ROOT / "extension/pgqueue.sql").read_bytes())
+        connection.execute(install_script().encode())
 
 
 def doors() -> dict[str, Door]:

@@ -30,6 +30,7 @@ def disagreements(meta: dict[str, Any]) -> Iterator[str]:
         "META.json, provides.pgqueue": provided["version"],
         "META.json, provides.pgqueue.file": provided["file"].removeprefix("extension/pgqueue--").removesuffix(".sql"),
         "python/pyproject.toml": project["version"],
+        "python/src/pgqueue/__init__.py": first(r'^__version__ = "(.*)"', "python/src/pgqueue/__init__.py"),
         "sql/doctor.sql, version()": first(r"^as \$\$ select '(\d.*)'::text \$\$", "sql/doctor.sql"),
         "CHANGELOG.md, its top entry": first(r"^## \[?v?(\d[^\s\]]*)", "CHANGELOG.md"),
     }

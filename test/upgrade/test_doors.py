@@ -4,14 +4,17 @@ import json
 import time
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import doors
 import psycopg
 import pytest
-from doors import DELTA, dump, install_old, members, restore, shape, upgrade
+from doors import DELTA, NEW, OLD, build_upgrade, dump, install_old, members, old_script, restore, shape, upgrade
 from harness import Server, prepare_fresh, prepare_plain
 
+from pgqueue import _files
+from pgqueue.__main__ import main
 from pgqueue.embedded import EmbeddedServer
 
 numbers = count(1)
@@ -343,6 +346,51 @@ def test_a_plain_installation_has_the_shape_of_a_fresh_one(
     prepare_plain(server, database)
     assert members(server, database) == []
     assert shape(server, database) == fresh[1]
+
+
+def test_the_command_upgrades_a_plain_installation_to_the_shape_of_a_fresh_one(
+    server: Server,
+    database: str,
+    target: str,
+    fresh: tuple[list[str], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = f"pgqueue--{OLD}--{NEW}.sql"
+    (tmp_path / script).write_text(build_upgrade(DELTA)[script])
+    old = old_script(_files.install_script()).encode()
+    monkeypatch.setattr(_files, "extension_dir", lambda: tmp_path)
+    for name in (database, target):
+        with server.connect(name) as connection:
+            connection.execute(old)
+            if name == target:
+                fill(connection, older=True)
+        assert main(["upgrade", server.dsn_of(name)]) == 0
+        assert capsys.readouterr().out == f"pgqueue in database {name} is upgraded from {OLD} to {NEW}\n"
+    assert shape(server, database) == fresh[1]
+    with server.connect(target) as connection:
+        run_every_verb(connection)
+
+
+@pytest.mark.parametrize("command", ["upgrade", "uninstall"])
+def test_the_commands_work_on_the_extension(server: Server, database: str, command: str) -> None:
+    install_old(server, database)
+    with server.connect(database) as connection:
+        fill(connection, older=True)
+        options = ["--yes"] if command == "uninstall" else []
+        assert main([command, server.dsn_of(database), *options]) == 0
+        if command == "upgrade":
+            assert connection.execute("select extversion from pg_extension where extname = 'pgqueue'").fetchall() == [
+                (NEW,)
+            ]
+            run_every_verb(connection)
+        else:
+            left = connection.execute(
+                "select from pg_namespace where nspname = 'pgqueue' union all"
+                " select from pg_extension where extname = 'pgqueue'"
+            )
+            assert left.fetchall() == []
 
 
 def test_an_upgrade_keeps_every_message(server: Server, database: str) -> None:

@@ -7,6 +7,7 @@ from .client import AsyncQueue, AsyncQueues, Queue, Queues, install
 from .errors import (
     Error,
     InvalidArgument,
+    NotInstalled,
     PayloadTooLarge,
     QueueBusy,
     QueueExists,
@@ -33,6 +34,8 @@ from .message import (
     Subscription,
     UnreadableJson,
 )
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .consumer import (
@@ -67,6 +70,7 @@ __all__ = [
     "InvalidArgument",
     "Message",
     "NewMessage",
+    "NotInstalled",
     "PayloadTooLarge",
     "Queue",
     "QueueBusy",
@@ -88,6 +92,7 @@ __all__ = [
     "StreamPoisoned",
     "Subscription",
     "UnreadableJson",
+    "__version__",
     "install",
 ]
 

@@ -11,6 +11,7 @@ from . import _calls
 from ._client_rows import AsyncRows, each_row_async, read_leniently
 from ._copy import CopyRows, copy_messages, server_moment
 from ._styles import correction
+from .errors import MISSING, not_installed
 from .message import (
     ArchiveChange,
     ArchivedMessage,
@@ -40,7 +41,10 @@ class _Calls:
         cursor = AsyncCursor(self.connection, row_factory=call.row)
         # psycopg cannot read every text style of a value. Without the binary format, a claim could succeed and then
         # raise.
-        await cursor.execute(call.text, call.values, binary=bool(correction(self.connection)))
+        try:
+            await cursor.execute(call.text, call.values, binary=bool(correction(self.connection)))
+        except MISSING as error:
+            raise not_installed(error, self.connection.info.dbname) from None
         try:
             return await cursor.fetchall()
         except Exception as error:

@@ -12,6 +12,7 @@ from . import _calls
 from ._client_rows import Rows, each_row, read_leniently
 from ._copy import CopyRows, copy_messages, server_moment
 from ._styles import correction
+from .errors import MISSING, not_installed
 from .message import (
     ArchiveChange,
     ArchivedMessage,
@@ -41,7 +42,10 @@ class _Calls:
         cursor = Cursor(self.connection, row_factory=call.row)
         # psycopg cannot read every text style of a value. Without the binary format, a claim could succeed and then
         # raise.
-        cursor.execute(call.text, call.values, binary=bool(correction(self.connection)))
+        try:
+            cursor.execute(call.text, call.values, binary=bool(correction(self.connection)))
+        except MISSING as error:
+            raise not_installed(error, self.connection.info.dbname) from None
         try:
             return cursor.fetchall()
         except Exception as error:

@@ -1,9 +1,10 @@
 """The SQL files of the extension, in the installed package or in the checkout."""
 
+import re
 from functools import cache
 from pathlib import Path
 
-__all__ = ["extension_dir", "extra", "install_script"]
+__all__ = ["extension_dir", "extra", "install_script", "upgrade_scripts"]
 
 
 @cache
@@ -21,9 +22,38 @@ def extension_dir() -> Path:
     raise FileNotFoundError(f"the SQL files of pgqueue are in none of {tried}; in a checkout, run make")
 
 
-def install_script() -> Path:
-    """The SQL script that installs pgqueue without `create extension`."""
-    return extension_dir() / "pgqueue.sql"
+def install_script() -> str:
+    """The SQL that installs pgqueue without `create extension`, in the caller's transaction or as one query.
+
+    It is the file pgqueue.sql without what is meant for psql: its commands, and `begin` and `commit`.
+    """
+    script = (extension_dir() / "pgqueue.sql").read_text("utf8")
+    return re.sub(r"(?m)^(\\set .*|begin;|commit;)$", "", script)
+
+
+def upgrade_scripts(before: str, after: str) -> list[str] | None:
+    """The SQL scripts that upgrade an installation without `create extension`, in order. None if no path exists.
+
+    They are the scripts of `alter extension`, without what is meant for psql and for an extension.
+    """
+    steps: dict[str, list[Path]] = {}
+    for file in sorted(extension_dir().glob("pgqueue--*--*.sql")):
+        steps.setdefault(file.name.split("--")[1], []).append(file)
+    paths: list[tuple[str, list[Path]]] = [(before, [])]
+    seen = {before}
+    for at, files in paths:  # breadth first, so the path with the fewest scripts is found
+        if at == after:
+            return [_without_extension(file.read_text("utf8")) for file in files]
+        for file in steps.get(at, []):
+            to = file.stem.split("--")[2]
+            if to not in seen:
+                seen.add(to)
+                paths.append((to, [*files, file]))
+    return None
+
+
+def _without_extension(script: str) -> str:
+    return re.sub(r"(?m)^(\\echo .*|select pg_extension_config_dump\(.*\);)$", "", script)
 
 
 def extra(name: str) -> str:

@@ -26,12 +26,10 @@ def install(connection: Connection[Any]) -> None:
     For managed servers, on which no extension files can be installed. Raises `psycopg.errors.DuplicateSchema` if the
     schema exists.
     """
-    script = install_script().read_text("utf8")
+    script = install_script()
     settings = re.findall(r"(?m)^set local (\w+)", script)
     cursor = Cursor(connection, row_factory=tuple_row)
     before = [(name, cursor.execute("select current_setting(%s)", [name]).fetchone()) for name in settings]
-    # The `begin` and `commit` of the script are for psql. As one query the script is one transaction in autocommit
-    # mode, too.
-    cursor.execute(re.sub(r"(?m)^(begin|commit);$", "", script).encode())
+    cursor.execute(script.encode())  # one query, so that it is one transaction in autocommit mode, too
     for name, value in before:
         cursor.execute("select set_config(%s, %s, true)", [name, *(value or ())])

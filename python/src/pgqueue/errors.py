@@ -6,10 +6,12 @@ server's message and hint are in `str(error)` and `error.diag`.
 
 import psycopg
 from psycopg.errors import InvalidParameterValue as InvalidArgument
+from psycopg.errors import InvalidSchemaName, UndefinedFunction
 
 __all__ = [
     "Error",
     "InvalidArgument",
+    "NotInstalled",
     "PayloadTooLarge",
     "QueueBusy",
     "QueueExists",
@@ -69,3 +71,31 @@ class StreamPoisoned(Error, code="PQ009"):
 
 class StagedMessagesLost(Error, code="PQ010"):
     """The staged messages of a run are missing, as after a crash of the server. Nothing was sent; run it again."""
+
+
+class NotInstalled(Error, InvalidSchemaName, UndefinedFunction):
+    """The database has no pgqueue, or its pgqueue lacks the function that the client calls. `sqlstate` is 3F000 or
+    42883, and `diag` is that of the server's error.
+    """
+
+
+MISSING = InvalidSchemaName, UndefinedFunction
+
+
+def not_installed(error: InvalidSchemaName | UndefinedFunction, database: str) -> psycopg.Error:
+    """The error to raise for a statement that failed because a schema or a function is missing in `database`.
+
+    It is the given error if what is missing does not belong to pgqueue.
+    """
+    primary = error.diag.message_primary or ""
+    if "pgqueue" not in primary or error.diag.context is not None:  # it was raised by a function of the user
+        return error
+    if isinstance(error, InvalidSchemaName):
+        message = f'pgqueue is not installed in database "{database}"'
+        hint = 'Install it with "create extension pgqueue" or "pgqueue install".'
+    else:
+        message = f'the pgqueue in database "{database}" does not fit this client: {primary}'
+        hint = 'Upgrade the older of the two: the pgqueue in the database with "pgqueue upgrade".'
+    made = NotInstalled(f"{message}\nHINT:  {hint}", info=error._info, encoding=error._encoding)
+    made.sqlstate = error.sqlstate
+    return made

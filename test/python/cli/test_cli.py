@@ -3,6 +3,7 @@
 import base64
 import re
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from datetime import datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,44 @@ def test_stats_count_by_state(cli: Callable[..., Done], orders: pgqueue.Queue) -
     assert counts == [2, 1, 1, 1]
     assert re.search(rf"^{orders.name} +2 +1 +1 +1 +\d", cli("stats", orders.name).out, re.MULTILINE)
     assert orders.name in [each["queue_name"] for each in cli("stats", "--json").records]
+
+
+def test_internal_queues_are_listed_last_and_marked(empty_database: Callable[[], str]) -> None:
+    dsn = empty_database()
+    with psycopg.connect(dsn) as connection:
+        pgqueue.install(connection)
+        for name in ("billing", "pgqueue-http-tasks", "zebra"):
+            pgqueue.Queue(connection, name).create_queue()
+    for command, key in (("stats", "queue_name"), ("list", "name")):
+        table = in_process(dsn, command).out.splitlines()[2:]
+        assert [line.split()[0] for line in table] == ["billing", "zebra", "pgqueue-http-tasks"]
+        assert [line.endswith("internal") for line in table] == [False, False, True]
+        names = [record[key] for record in in_process(dsn, command, "--json").records]
+        assert names == ["billing", "zebra", "pgqueue-http-tasks"]
+
+
+def test_stats_watch_shows_the_change_per_second(database: str, orders: pgqueue.Queue, tmp_path: Path) -> None:
+    words = ["stats", orders.name, "--watch", "--interval", "100ms"]
+    with running(*words, "--json", directory=tmp_path, PGQUEUE_DSN=database) as command:
+        command.wait_for(lambda: '"change_per_second": 0.0' in command.out)
+        orders.enqueue_batch([1] * 50)
+        command.wait_for(lambda: re.search(r'"change_per_second": [1-9]', command.out))
+        orders.purge_queue()
+        command.wait_for(lambda: '"change_per_second": -' in command.out)
+        command.signal(signal.SIGINT)
+        records = command.end().records
+    assert records[0]["change_per_second"] is None
+    looks = [
+        (one["ready_messages"] - before["ready_messages"], one["change_per_second"])
+        for before, one in pairwise(records)
+        if not one["estimates"]
+    ]
+    assert {(more > 0) - (more < 0) for more, _ in looks} == {-1, 0, 1}
+    assert all((more > 0) - (more < 0) == (rate > 0) - (rate < 0) for more, rate in looks)
+    with running(*words, directory=tmp_path, PGQUEUE_DSN=database) as command:
+        command.wait_for(lambda: re.search(r"change/s +\n.*\n.* \+0\.0 *\n", command.out))
+        command.signal(signal.SIGINT)
+        assert command.end().status == 0
 
 
 @pytest.mark.parametrize("options", [["--json"], []])
@@ -437,7 +477,7 @@ def test_purge_keeps_dead_letters_and_expired_deletes_expired_only(
     connection.execute(
         "update pgqueue.messages set expires_at = '2000-01-01' where queue_name = %s and payload = '1'", [orders.name]
     )
-    assert cli("purge", orders.name, "--expired").out == f"1 messages of queue {orders.name} deleted\n"
+    assert cli("purge", orders.name, "--expired").out == f"1 message of queue {orders.name} deleted\n"
     assert payloads(orders) == [2]
     assert cli("purge", orders.name, "--yes", "--json").records == [{"purged": 1}]
     assert len(orders.browse_dead_messages()) == 1
@@ -482,7 +522,7 @@ def test_dead_show_lists_the_recorded_failures(cli: Callable[..., Done], orders:
 
 def test_dead_letters_are_redriven_all_or_by_id(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     ids = kill_letters(orders, 5)
-    assert cli("dead", "redrive", orders.name, str(ids[2])).out == "1 dead letters are ready again\n"
+    assert cli("dead", "redrive", orders.name, str(ids[2])).out == "1 dead letter is ready again\n"
     partly = cli("dead", "redrive", orders.name, str(ids[2]), str(ids[3]), "--json")
     assert (partly.status, partly.records) == (3, [{"redriven": 1}])
     assert cli("dead", "redrive", orders.name, "--max", "1", "--json").records == [{"redriven": 1}]
@@ -518,9 +558,9 @@ def test_nothing_is_deleted_without_confirmation(
 @pytest.mark.parametrize(
     ("words", "question"),
     [
-        (["drop"], r"Drop queue {} with 1 messages and 1 dead letters\?"),
-        (["purge"], r"Delete 1 messages of queue {}\?"),
-        (["dead", "purge"], r"Delete all 1 dead letters of queue {}\?"),
+        (["drop"], r"Drop queue {} with 1 message and 1 dead letter\?"),
+        (["purge"], r"Delete 1 message of queue {}\?"),
+        (["dead", "purge"], r"Delete 1 dead letter of queue {}\?"),
     ],
     ids=["drop", "purge", "dead purge"],
 )
@@ -795,12 +835,10 @@ def bare(empty_database: Callable[[], str]) -> str:
 
 
 def test_a_database_without_pgqueue_is_reported_with_a_hint(bare: str) -> None:
-    done = in_process(bare, "list")
-    assert done == (
-        1,
-        "",
-        "pgqueue: pgqueue is not installed in this database\nhint: Install it with pgqueue install.\n",
-    )
+    name = psycopg.conninfo.conninfo_to_dict(bare)["dbname"]
+    hint = 'Install it with "create extension pgqueue" or "pgqueue install".'
+    error = f'pgqueue: pgqueue is not installed in database "{name}"\nhint: {hint}\n'
+    assert in_process(bare, "list") == (1, "", error)
 
 
 def test_another_version_of_pgqueue_is_reported(empty_database: Callable[[], str]) -> None:
@@ -811,7 +849,7 @@ def test_another_version_of_pgqueue_is_reported(empty_database: Callable[[], str
     done = in_process(dsn, "stats")
     assert done.status == 1
     assert "function pgqueue.stats() does not exist" in done.err
-    assert "The version of pgqueue in this database differs" in done.err
+    assert 'hint: Upgrade the older of the two: the pgqueue in the database with "pgqueue upgrade".' in done.err
 
 
 def test_a_role_without_access_is_reported(empty_database: Callable[[], str]) -> None:
@@ -949,7 +987,7 @@ def test_install_reports_another_installed_version(empty_database: Callable[[], 
     done = in_process(dsn, "install")
     assert (done.status, done.err) == (
         0,
-        "pgqueue: this command is 0.1.0: alter extension pgqueue update updates the installed one\n",
+        "pgqueue: this command is 0.1.0: pgqueue upgrade upgrades the installed one\n",
     )
     assert done.out.startswith("pgqueue 0.0.9 is already installed in database ")
 
@@ -1046,7 +1084,24 @@ def commands() -> list[list[str]]:
 
 def test_all_commands_are_registered() -> None:
     assert {" ".join(words) for words in commands()} == {
-        *("", "install", "grant", "revoke", "create", "alter", "list", "show", "stats", "pause", "resume", "drop"),
+        *(
+            "",
+            "install",
+            "upgrade",
+            "uninstall",
+            "dsn",
+            "psql",
+            "grant",
+            "revoke",
+            "create",
+            "alter",
+            "list",
+            "show",
+            "stats",
+            "pause",
+            "resume",
+            "drop",
+        ),
         *("send", "claim", "extend", "ack", "nack", "archive", "archive list", "archive maintain"),
         *("publish", "subscribe", "unsubscribe", "subscriptions", "spark streams", "spark drop-stream"),
         *("browse", "purge", "work", "serve", "doctor", "dead", "dead list", "dead show", "dead redrive", "dead purge"),
@@ -1063,6 +1118,10 @@ def test_help_is_complete_and_fits_a_terminal(words: list[str], monkeypatch: pyt
     lines = done.out.splitlines()
     assert max(map(len, lines)) <= 80
     assert not any(line.endswith("...") for line in lines if not line.startswith("Usage:"))
+    described, _, example = done.out.partition("\nExample:\n  ")
+    assert not re.search(r"[{}]|<list|<str|^  [A-Z:]+ <", described, re.MULTILINE)
+    if words and words not in (["archive"], ["dead"], ["spark"]):
+        assert re.fullmatch(rf".*pgqueue {' '.join(words)}\b.*\n", example)
     if not words:
         for status in ("0", "1", "2", "3", "128 \\+ n"):
             assert re.search(rf"^    {status} ", done.out, re.MULTILINE)
@@ -1071,6 +1130,27 @@ def test_help_is_complete_and_fits_a_terminal(words: list[str], monkeypatch: pyt
             assert option in done.out
         if any(word in done.out for word in ("exit status", "Exit status")):
             assert re.search(r"exit\s+status\s+is\s+[03]", done.out, re.IGNORECASE)
+
+
+def test_help_lists_the_commands_in_groups() -> None:
+    text = in_process("", "--help").out.partition("\nQueues:\n")[2]
+    headings = ["Queues", *re.findall(r"^([A-Z].*):$", text, re.MULTILINE)]
+    assert headings == ["Queues", "Messages", "Consumers and services", "Topics", "Database"]
+    listed = re.findall(r"^  (\w+)  ", text, re.MULTILINE)
+    assert sorted(listed) == sorted(words[0] for words in commands() if len(words) == 1)
+
+
+def test_every_example_is_a_valid_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each example is parsed with its options; the commands themselves do not run."""
+    ran = []
+    monkeypatch.setattr(pgqueue.cli.session, "_run", lambda _, function, __: ran.append(function.__name__))
+    for words in commands():
+        example = in_process("", *words, "--help").out.partition("\nExample:\n  ")[2].strip()
+        if example:
+            call = example.partition("$(")[2].partition(")")[0] or example
+            done = in_process("", *shlex.split(call)[1:])
+            assert done.status == 0, (example, done.err)
+    assert len(ran) == len([words for words in commands() if words not in ([], ["archive"], ["dead"], ["spark"])])
 
 
 def test_version_prints_the_version() -> None:

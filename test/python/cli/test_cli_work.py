@@ -380,7 +380,7 @@ def test_after_a_signal_handlers_finish(
         (shop / "open").touch()
         done = command.end()
     assert (done.status, done.out) == (0, "begun\ndone\n")
-    assert "1 messages done" in done.err
+    assert "1 message done" in done.err
     assert left(orders) == (1, 0, 0, 0)
 
 

@@ -1,6 +1,8 @@
 """psycopg itself raises the class of each SQLSTATE, for any statement."""
 
+import asyncio
 import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
@@ -111,3 +113,52 @@ def test_names_at_the_limits_are_accepted(client: Client, name: str) -> None:
         assert queue.enqueue(1) == queue.claim()[0].id
     finally:
         assert queue.drop_queue() == 1
+
+
+@pytest.fixture(params=["sync", "async"])
+def bare(request: pytest.FixtureRequest, empty_database: Callable[[], str], runner: asyncio.Runner) -> Iterator[Client]:
+    """Each client in turn, in a database without pgqueue."""
+    client = Client(empty_database(), runner if request.param == "async" else None)
+    yield client
+    client.connection.close()
+
+
+def test_a_database_without_pgqueue_raises_not_installed_with_the_remedy(bare: Client) -> None:
+    for call in (bare.queue("orders").claim, bare.queues.list_queues, lambda: bare.queue("orders").enqueue_copy([1])):
+        with pytest.raises(pgqueue.NotInstalled, match="pgqueue is not installed in database") as caught:
+            call()
+        assert '"create extension pgqueue" or "pgqueue install"' in str(caught.value)
+        assert isinstance(caught.value, (pgqueue.Error, psycopg.errors.InvalidSchemaName))
+        assert caught.value.sqlstate == "3F000"
+        assert caught.value.diag.message_primary == 'schema "pgqueue" does not exist'
+        copy = pickle.loads(pickle.dumps(caught.value))
+        assert (type(copy), str(copy), copy.sqlstate) == (pgqueue.NotInstalled, str(caught.value), "3F000")
+
+
+def test_a_missing_function_of_pgqueue_raises_not_installed_with_the_remedy(bare: Client) -> None:
+    bare.connection.execute("create schema pgqueue")
+    with pytest.raises(pgqueue.NotInstalled, match=r"function pgqueue\.claim\(.*\) does not exist") as caught:
+        bare.queue("orders").claim()
+    assert '"pgqueue upgrade"' in str(caught.value)
+    assert caught.value.sqlstate == "42883"
+
+
+def test_what_a_function_of_the_user_lacks_stays_the_error_of_the_server(bare: Client) -> None:
+    bare.connection.execute("create schema pgqueue")
+    for missing in ("missing.thing()", "pgqueue.thing()", "thing()"):
+        bare.connection.execute(
+            "create or replace function pgqueue.version() returns text language plpgsql"
+            f" as $$ begin return {missing}; end $$"
+        )
+        with pytest.raises(psycopg.ProgrammingError, match="does not exist") as caught:
+            bare.queues.version()
+        assert not isinstance(caught.value, pgqueue.Error)
+
+
+@pytest.mark.parametrize("kind", [pgqueue.Consumer, pgqueue.AsyncConsumer])
+def test_a_consumer_in_a_database_without_pgqueue_raises_not_installed(
+    empty_database: Callable[[], str], kind: Any
+) -> None:
+    consumer = kind(empty_database(), "orders", print if kind is pgqueue.Consumer else asyncio.sleep)
+    with pytest.raises(pgqueue.NotInstalled, match="pgqueue is not installed in database"):
+        asyncio.run(consumer.run()) if kind is pgqueue.AsyncConsumer else consumer.run()

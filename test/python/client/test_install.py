@@ -1,10 +1,16 @@
-"""`make install` and `make uninstall`, in a copy of the checkout; all paths here contain spaces."""
+"""`make install` and `make uninstall`, in a copy of the checkout with spaces in its paths, and the SQL file in psql."""
 
 import shutil
 import subprocess
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
+import psycopg
 import pytest
+
+import pgqueue
+from pgqueue.embedded import _packaged_bindir
 
 ROOT = Path(__file__).parents[3]
 
@@ -81,3 +87,36 @@ def test_make_help_lists_every_target(checkout: Path) -> None:
     phony = (checkout / "Makefile").read_text().split(".PHONY: ")[1].replace("\\\n", " ").split()
     assert set(phony) - told == {"help", "test-all", "test-sql"} - told
     assert {"build", "install", "uninstall", "installcheck", "test", "lint", "demo"} <= told
+
+
+def test_the_package_has_the_license_and_the_readme() -> None:
+    project = tomllib.loads((ROOT / "python/pyproject.toml").read_text())["project"]
+    assert project["license-files"] == ["LICENSE"]
+    assert (ROOT / "python/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert project["readme"] == "README.md"
+
+
+def test_the_version_is_an_attribute_of_the_package() -> None:
+    assert pgqueue.__version__ == tomllib.loads((ROOT / "python/pyproject.toml").read_text())["project"]["version"]
+
+
+def test_psql_prints_one_error_if_the_database_has_pgqueue(empty_database: Callable[[], str]) -> None:
+    dsn = empty_database()
+
+    def psql() -> "subprocess.CompletedProcess[str]":
+        command = [_packaged_bindir() / "psql", "--no-psqlrc", "--quiet", dsn, "-f", ROOT / "extension/pgqueue.sql"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    first = psql()
+    assert (first.returncode, first.stdout, first.stderr) == (0, "", "")
+    with psycopg.connect(dsn) as connection:
+        connection.execute("select pgqueue.create_queue('kept')")
+    again = psql()
+    assert again.returncode == 3
+    error, hint, context = again.stderr.splitlines()
+    assert error.endswith(' ERROR:  schema "pgqueue" already exists')
+    assert hint.startswith("HINT:  ")
+    assert "pgqueue upgrade" in hint
+    assert context.startswith("CONTEXT:  ")
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("select name from pgqueue.list_queues()").fetchall() == [("kept",)]

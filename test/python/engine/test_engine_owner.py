@@ -13,7 +13,9 @@ from psycopg.conninfo import conninfo_to_dict
 
 import pgqueue
 
-SCRIPT = Path(__file__).resolve().parents[3] / "extension/pgqueue.sql"
+# The file as a program without psql runs it: without psql's own command.
+FILE = Path(__file__).resolve().parents[3] / "extension/pgqueue.sql"
+SCRIPT = FILE.read_text().replace("\\set ON_ERROR_STOP on\n", "")
 
 
 @pytest.fixture
@@ -85,19 +87,18 @@ def test_an_installation_does_not_replace_an_existing_one(owned: psycopg.Connect
     owned.execute("select pgqueue.create_queue('kept'), pgqueue.enqueue('kept', '1')")
     for _ in range(2):
         with pytest.raises(psycopg.errors.DuplicateSchema):
-            owned.execute(SCRIPT.read_bytes())
+            owned.execute(SCRIPT.encode())
         owned.execute("rollback")
     assert owned.execute("select payload from pgqueue.claim('kept')").fetchone() == (1,)
 
 
 def test_a_failed_installation_leaves_nothing(owned: psycopg.Connection[Any]) -> None:
-    script = SCRIPT.read_text()
-    for place in (script.index("create function pgqueue.claim("), script.rindex("commit;")):
+    for place in (SCRIPT.index("create function pgqueue.claim("), SCRIPT.rindex("commit;")):
         with pytest.raises(psycopg.errors.DivisionByZero):
-            owned.execute((script[:place] + "select 1 / 0;\n" + script[place:]).encode())
+            owned.execute((SCRIPT[:place] + "select 1 / 0;\n" + SCRIPT[place:]).encode())
         owned.execute("rollback")
         assert owned.execute("select to_regnamespace('pgqueue')").fetchone() == (None,)
-    owned.execute(script.encode())
+    owned.execute(SCRIPT.encode())
     assert owned.execute("select * from pgqueue.list_queues()").fetchall() == []
 
 
@@ -105,7 +106,7 @@ def test_an_existing_schema_of_another_origin_is_not_adopted(owned: psycopg.Conn
     owned.execute("create schema pgqueue create table messages (id int)")
     for _ in range(2):
         with pytest.raises(psycopg.errors.DuplicateSchema):
-            owned.execute(SCRIPT.read_bytes())
+            owned.execute(SCRIPT.encode())
         owned.execute("rollback")
         with pytest.raises(psycopg.errors.DuplicateSchema):
             owned.execute("create extension pgqueue")

@@ -56,7 +56,7 @@ def test_the_commands_archive_and_replay_messages(database: str, queue: Queue, t
     assert [(record["chosen"], record["was_done"]) for record in done.records] == [(1, False)]
     # A version is sent once, and the message has the number sent then.
     done = spark(database, "replay", path, queue.name, "--app-id", queue.name)
-    told = f"1 messages had been sent into queue {queue.name}, as version 1 of {queue.name}"
+    told = f"1 message had been sent into queue {queue.name}, as version 1 of {queue.name}"
     assert done == (0, f"{told}; nothing is sent now, though 3 are chosen\n", "")
     assert [message.payload for message in queue.claim(10)] == [{"n": 3}]
 
@@ -66,7 +66,7 @@ def test_the_commands_report_and_redrive_dead_letters(database: str, queue: Queu
     done = spark(database, "dead-letter-report", "--queue", queue.name)
     assert "flight <n> is late" in done.out
     done = spark(database, "redrive-where", queue.name, "--where", "last_error like '%late'")
-    assert done == (0, f"1 of 1 chosen dead letters of queue {queue.name} are ready again\n", "")
+    assert done == (0, f"1 dead letter of queue {queue.name} is ready again; 1 was chosen\n", "")
 
 
 @pytest.mark.usefixtures("spark")

@@ -1,8 +1,15 @@
 """The chapter on Spark: its examples run, and its tables match the code."""
 
+import os
 import re
 import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,9 +17,11 @@ from typing import Any
 import commands
 import psycopg
 import pytest
+import sparks
 
 pytest.importorskip("pyspark")
 
+import pgqueue
 from pgqueue import Queue
 from pgqueue.spark import OPTIONS, pipelines
 
@@ -111,3 +120,41 @@ def test_the_table_has_only_pipelines_that_exist() -> None:
 def test_the_table_of_contents_lists_all_chapters() -> None:
     chapters = re.findall(r"^## (.+)$", CHAPTER, re.MULTILINE)
     assert re.findall(r"^\* \[(.+)\]\(#.+\)$", CHAPTER, re.MULTILINE) == chapters
+
+
+@pytest.mark.usefixtures("jre")
+def test_the_quick_start_runs_as_one_script(tmp_path: Path) -> None:
+    """Nothing exists there but what it makes. It runs as a person pastes it, but on a free port."""
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl")
+    text = (Path(pgqueue.__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = script.replace("127.0.0.1:8080", f"127.0.0.1:{port}").replace(
+        "pgqueue serve", f"pgqueue serve --port {port}"
+    )
+    installs, _, commands_ = script.partition("\n")
+    assert installs.startswith("pip install ")
+    (tmp_path / "conf").mkdir()
+    lines = [f"{name} {value}\n" for name, value in sparks.SETTINGS.items()]
+    (tmp_path / "conf/spark-defaults.conf").write_text("".join(lines))
+    variables = commands.environment(
+        PGQUEUE_HOME=tmp_path / "home",
+        SPARK_CONF_DIR=tmp_path / "conf",
+        PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    )
+    shell = ["bash", "-ec", commands_]
+    with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
+        person = subprocess.Popen(shell, stdout=out, stderr=err, env=variables, cwd=tmp_path, start_new_session=True)
+        try:
+            status = person.wait(2 * sparks.PATIENCE)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(person.pid, signal.SIGKILL)
+    said = (tmp_path / "out").read_text()
+    assert status == 0, (tmp_path / "err").read_text()
+    assert "shipped 1001\n" in said
+    assert re.search(r"\|\{\"order_id\": 1002\} *\|", said), said
+    assert re.search(r"^orders +1 +0 +0 +0 ", said, re.MULTILINE), said

@@ -5,23 +5,37 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from . import access, archive, dead_letters, messages, queues, send, serve, spark, topics, work
+from .. import __version__
+from . import (
+    access,
+    archive,
+    database,
+    dead_letters,
+    installation,
+    messages,
+    queues,
+    send,
+    serve,
+    spark,
+    topics,
+    work,
+)
 from .formatting import escape_unencodable
-from .session import Dsn, Session, command, discard_unwritten
+from .session import Dsn, Group, Session, command, discard_unwritten
 
 __all__ = ["app", "main"]
 
 _HELP = """A message queue in PostgreSQL.
 
 The database is that of --dsn, else of PGQUEUE_DSN, else of the libpq variables PGHOST, PGHOSTADDR, PGPORT, PGDATABASE,
-PGUSER and PGSERVICE. If all of these are unset, it is an embedded PostgreSQL: started in the background, with its data
-in PGQUEUE_HOME or ~/.local/share/pgqueue, and stopped seconds after the last command.
+PGUSER and PGSERVICE. If all of these are unset, it is a private server: started in the background, and stopped seconds
+after the last command. It keeps its data in PGQUEUE_HOME, else in ~/.local/share/pgqueue, or, for root, in
+/var/lib/pgqueue. pgqueue dsn prints how other programs connect to it.
 
 Results go to stdout, as a table or, with --json, as one JSON object per line. Its fields are the columns of the SQL
 types; durations are in seconds, timestamps in UTC, bodies in base64. Everything else goes to stderr.
@@ -41,6 +55,7 @@ Exit status:
 
 app = typer.Typer(
     name="pgqueue",
+    cls=Group,
     help=_HELP,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -51,7 +66,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"pgqueue {version('pgqueue')}")
+        typer.echo(f"pgqueue {__version__}")
         raise typer.Exit
 
 
@@ -66,57 +81,85 @@ def _root(
     context.obj = Session(dsn=dsn)
 
 
-command(app)(queues.create)
-command(app)(queues.alter)
-command(app, "list")(queues.list_)
-command(app)(queues.show)
-command(app)(queues.stats)
-command(app)(queues.pause)
-command(app)(queues.resume)
-command(app)(queues.drop)
+_QUEUES, _MESSAGES = "Queues", "Messages"
+_CONSUMERS, _TOPICS, _DATABASE = "Consumers and services", "Topics", "Database"
 
-command(app)(send.send)
-command(app)(topics.publish)
-command(app)(topics.subscribe)
-command(app)(topics.unsubscribe)
-command(app)(topics.subscriptions)
-command(app)(messages.claim)
-command(app)(messages.extend)
-command(app)(messages.ack)
-command(app)(messages.nack)
-command(app)(messages.browse)
-command(app)(messages.purge)
+command(app, _QUEUES, "create orders --visibility-timeout 2m --max-attempts 3")(queues.create)
+command(app, _QUEUES, "alter orders --archive-for 30d")(queues.alter)
+command(app, _QUEUES, "list --json", name="list")(queues.list_)
+command(app, _QUEUES, "show orders")(queues.show)
+command(app, _QUEUES, "stats orders --watch --interval 1s")(queues.stats)
+command(app, _QUEUES, "pause orders")(queues.pause)
+command(app, _QUEUES, "resume orders")(queues.resume)
+command(app, _QUEUES, "purge orders --yes")(messages.purge)
+command(app, _QUEUES, "drop orders --yes")(queues.drop)
 
-command(app)(work.work)
-command(app)(serve.serve)
+command(app, _MESSAGES, """send orders '{"order_id": 1001}' --header event=created --delay 5m""")(send.send)
+command(app, _MESSAGES, "browse orders --state scheduled")(messages.browse)
+command(app, _MESSAGES, "claim orders --max 10 --json")(messages.claim)
+command(app, _MESSAGES, "extend orders 0b6f2a34-58a9-4b6e-9f5d-1f2d5c0a7e11 42 43")(messages.extend)
+command(app, _MESSAGES, "ack orders 0b6f2a34-58a9-4b6e-9f5d-1f2d5c0a7e11 42 43")(messages.ack)
+command(app, _MESSAGES, "nack orders 0b6f2a34-58a9-4b6e-9f5d-1f2d5c0a7e11 42 --error declined")(messages.nack)
 
 _dead = typer.Typer(no_args_is_help=True)
-app.add_typer(_dead, name="dead", help="List, show, redrive or delete dead letters.")
-command(_dead, "list")(dead_letters.list_)
-command(_dead)(dead_letters.show)
-command(_dead)(dead_letters.redrive)
-command(_dead)(dead_letters.purge)
+app.add_typer(
+    _dead, name="dead", help="List, show, redrive or delete dead letters.", cls=Group, rich_help_panel=_MESSAGES
+)
+command(_dead, example="dead list orders", name="list")(dead_letters.list_)
+command(_dead, example="dead show orders 42")(dead_letters.show)
+command(_dead, example="dead redrive orders --max 100")(dead_letters.redrive)
+command(_dead, example="dead purge orders 42")(dead_letters.purge)
 
 _archive = typer.Typer(no_args_is_help=True)
-app.add_typer(_archive, name="archive", help="List or maintain the archive of acknowledged messages.")
-command(_archive, "list")(archive.list_)
-command(_archive)(archive.maintain)
+app.add_typer(
+    _archive,
+    name="archive",
+    help="List or maintain the archive of acknowledged messages.",
+    cls=Group,
+    rich_help_panel=_MESSAGES,
+)
+command(_archive, example="archive list orders --max 20", name="list")(archive.list_)
+command(_archive, example="archive maintain")(archive.maintain)
+
+command(app, _CONSUMERS, "work orders shop:ship --concurrency 8 --transactional")(work.work)
+command(app, _CONSUMERS, "serve --port 8080")(serve.serve)
 
 _spark = typer.Typer(no_args_is_help=True)
-app.add_typer(_spark, name="spark", help="Archive, replay, report and redrive with Apache Spark.")
-command(_spark, "archive-to-parquet")(spark.archive_to_parquet)
-command(_spark)(spark.replay)
-command(_spark, "dead-letter-report")(spark.dead_letter_report)
-command(_spark, "redrive-where")(spark.redrive_where)
-command(_spark, "flow-report")(spark.flow_report)
-command(_spark, "summarize-flights")(spark.summarize_flights)
-command(_spark)(spark.streams)
-command(_spark, "drop-stream")(spark.drop_stream)
+app.add_typer(
+    _spark,
+    name="spark",
+    help="Archive, replay, report and redrive with Apache Spark.",
+    cls=Group,
+    rich_help_panel=_CONSUMERS,
+)
+command(_spark, example="spark archive-to-parquet /data/archive --queue orders", name="archive-to-parquet")(
+    spark.archive_to_parquet
+)
+command(_spark, example='spark replay /data/archive orders --where "attempt_count > 1"')(spark.replay)
+command(_spark, example="spark dead-letter-report --queue orders --window 1d", name="dead-letter-report")(
+    spark.dead_letter_report
+)
+command(_spark, example="spark redrive-where orders --where \"last_error like '%timeout%'\"", name="redrive-where")(
+    spark.redrive_where
+)
+command(_spark, example="spark flow-report /tmp/report --queue orders", name="flow-report")(spark.flow_report)
+command(_spark, example="spark summarize-flights /data/flights", name="summarize-flights")(spark.summarize_flights)
+command(_spark, example="spark streams orders")(spark.streams)
+command(_spark, example="spark drop-stream orders nightly --yes", name="drop-stream")(spark.drop_stream)
 
-command(app)(queues.install)
-command(app)(access.grant)
-command(app)(access.revoke)
-command(app)(queues.doctor)
+command(app, _TOPICS, """publish orders.paid '{"order_id": 1005}'""")(topics.publish)
+command(app, _TOPICS, "subscribe 'orders.#' audit")(topics.subscribe)
+command(app, _TOPICS, "unsubscribe 'orders.#' audit")(topics.unsubscribe)
+command(app, _TOPICS, "subscriptions audit")(topics.subscriptions)
+
+command(app, _DATABASE, "install 'host=db.example.com dbname=shop'")(installation.install)
+command(app, _DATABASE, "upgrade --dsn dbname=shop")(installation.upgrade)
+command(app, _DATABASE, "uninstall --dsn dbname=shop --yes")(installation.uninstall)
+command(app, _DATABASE, "grant shop producer")(access.grant)
+command(app, _DATABASE, "revoke shop producer")(access.revoke)
+command(app, _DATABASE, "doctor --dsn dbname=shop")(queues.doctor)
+command(app, _DATABASE, "PGQUEUE_DSN=$(pgqueue dsn) python shop.py")(database.dsn)
+command(app, _DATABASE, "psql -- -c 'select * from pgqueue.stats()'")(database.psql)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

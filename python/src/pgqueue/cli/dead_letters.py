@@ -7,7 +7,7 @@ import typer
 
 from .._calls import as_integer
 from ..message import DeadMessage
-from .formatting import format_moment, message_content, printable
+from .formatting import counted, format_moment, message_content, printable
 from .parameters import After, All, Ids, Max, QueueName, Yes, after_phrase, browse_pages
 from .session import Failure, Session, Status
 
@@ -87,9 +87,9 @@ def _headers(letter: DeadMessage, headers: Any) -> str:
 
 def _body(body: bytes) -> str:
     try:
-        return f"{len(body):,} bytes, as text:\n{body.decode()}"
+        return f"{counted(len(body), 'byte')}, as text:\n{body.decode()}"
     except UnicodeDecodeError:
-        return f"{len(body):,} bytes, starting with {body[:16].hex(' ')}"
+        return f"{counted(len(body), 'byte')}, starting with {body[:16].hex(' ')}"
 
 
 def _failure(failure: Any) -> str:
@@ -115,7 +115,7 @@ def redrive(
     """
     with session.queue(queue) as verbs:
         redriven = verbs.redrive(max, ids or None)
-    session.say(f"{redriven:,} dead letters are ready again", redriven=redriven)
+    session.say(f"{counted(redriven, 'dead letter is', 'dead letters are')} ready again", redriven=redriven)
     _require_all(redriven, ids, max)
 
 
@@ -126,13 +126,14 @@ def purge(session: Session, queue: QueueName, ids: Ids = None, yes: Yes = False)
     """
     with session.queue(queue) as verbs:
         if not ids and not yes:
-            session.confirm(f"Delete all {verbs.stats().dead_messages:,} dead letters of queue {queue}?")
+            session.confirm(f"Delete {counted(verbs.stats().dead_messages, 'dead letter')} of queue {queue}?")
         purged = verbs.purge_dead_messages(ids or None)
-    session.say(f"{purged:,} dead letters of queue {queue} deleted", purged=purged)
+    session.say(f"{counted(purged, 'dead letter')} of queue {queue} deleted", purged=purged)
     _require_all(purged, ids, _ALL)
 
 
 def _require_all(found: int, ids: list[int] | None, most: int) -> None:
     wanted = min(len(set(ids or ())), most)
     if found < wanted:
-        raise Failure(f"{wanted - found:,} of {wanted:,} ids are not dead letters of this queue", status=Status.NO)
+        what = "is not a dead letter" if wanted - found == 1 else "are not dead letters"
+        raise Failure(f"{wanted - found:,} of {counted(wanted, 'id')} {what} of this queue", status=Status.NO)

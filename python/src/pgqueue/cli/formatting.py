@@ -16,6 +16,7 @@ from rich.text import Text
 
 __all__ = [
     "RawJson",
+    "counted",
     "escape_unencodable",
     "format_age",
     "format_duration",
@@ -143,9 +144,14 @@ def _cell_text(value: object, is_cut: bool) -> Text:
     return Text(text, no_wrap=is_cut, overflow="ellipsis" if is_cut else None)
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number with the words after it: 1 message, 2 messages. `many` is given if `one` is not all that changes."""
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
 def message_content(payload: object, body: bytes | None) -> str:
     """The payload or the size of the body, for a cell of a table."""
-    return str(payload) if body is None else f"a body of {len(body):,} bytes"
+    return str(payload) if body is None else f"a body of {counted(len(body), 'byte')}"
 
 
 def format_moment(at: datetime | str) -> str:

@@ -9,7 +9,7 @@ from uuid import UUID
 import typer
 
 from ..message import Message
-from .formatting import format_age, message_content
+from .formatting import counted, format_age, message_content
 from .parameters import After, All, Max, QueueName, Yes, after_phrase, browse_pages, duration_option
 from .session import Failure, Session, Status
 
@@ -170,6 +170,6 @@ def purge(
             if not yes:
                 found = verbs.stats()
                 live = found.ready_messages + found.inflight_messages + found.scheduled_messages
-                session.confirm(f"Delete {live:,} messages of queue {queue}?")
+                session.confirm(f"Delete {counted(live, 'message')} of queue {queue}?")
             purged = verbs.purge_queue()
-    session.say(f"{purged:,} messages of queue {queue} deleted", purged=purged)
+    session.say(f"{counted(purged, 'message')} of queue {queue} deleted", purged=purged)

@@ -3,13 +3,17 @@
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
+import psycopg
 import typer
 from psycopg.types.json import Jsonb
 
+from ..client import Queues
+from ..embedded import default_home, given_server, shared_server
 from ..message import ArchivedMessage, DeadMessage, Message
 
 __all__ = [
@@ -17,11 +21,14 @@ __all__ = [
     "All",
     "Ids",
     "Max",
+    "OnlyQueue",
+    "OnlyQueues",
     "QueueName",
     "Yes",
     "after_phrase",
     "browse_pages",
     "duration_option",
+    "is_internal",
     "parse_duration",
     "parse_headers",
     "parse_json",
@@ -84,7 +91,32 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-QueueName = Annotated[str, typer.Argument(metavar="QUEUE", help="The name of a queue.", show_default=False)]
+_CONNECT_SECONDS = 2  # after which the shell gets no names
+
+
+def complete_queue(context: typer.Context, incomplete: str) -> list[str]:
+    """The names of queues, for the completion of the shell; none if the database cannot be read."""
+    dsn = context.params.get("dsn") or (context.parent.params.get("dsn") if context.parent else None)
+    with suppress(Exception), ExitStack() as stack:
+        dsn = dsn if dsn is not None else given_server()
+        if dsn is None and (default_home() / "data").exists():
+            dsn = stack.enter_context(shared_server())
+        if dsn is not None:
+            connection = psycopg.connect(dsn, client_encoding="utf8", connect_timeout=_CONNECT_SECONDS)
+            names = [info.name for info in Queues(stack.enter_context(connection)).list_queues()]
+            return [name for name in names if name.startswith(incomplete) and not is_internal(name)]
+    return []
+
+
+def is_internal(queue_name: str) -> bool:
+    """Whether a queue belongs to pgqueue itself, as that of the HTTP service's tasks does."""
+    return queue_name.startswith("pgqueue-")
+
+
+_QUEUE: Any = {"metavar": "QUEUE", "show_default": False, "autocompletion": complete_queue}
+QueueName = Annotated[str, typer.Argument(help="The name of a queue.", **_QUEUE)]
+OnlyQueue = Annotated[str | None, typer.Argument(help="Only this queue.", **_QUEUE)]
+OnlyQueues = Annotated[list[str] | None, typer.Option("--queue", help="Only this queue (all).", **_QUEUE)]
 Ids = Annotated[list[int] | None, typer.Argument(metavar="ID", help="Only these messages.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Max = Annotated[int, typer.Option(min=1, metavar="N", help="At most N messages.")]

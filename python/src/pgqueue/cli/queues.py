@@ -1,69 +1,23 @@
-"""The commands on whole queues and on the database."""
+"""The commands on whole queues, and doctor."""
 
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import version
 from typing import Annotated, Any, NoReturn, cast
 
-import psycopg
 import typer
 from rich.live import Live
 from rich.text import Text
 
-from .. import client
-from ..client import Queues
 from ..message import Finding, QueueInfo, QueueStats
-from .formatting import format_age, format_duration, format_moment, printable, table
-from .parameters import QueueName, Yes, duration_option
-from .session import Failure, Session, Status, explain
+from .formatting import counted, format_age, format_duration, format_moment, printable, table
+from .parameters import OnlyQueue, QueueName, Yes, duration_option, is_internal
+from .session import Session, Status
 
-__all__ = ["alter", "create", "doctor", "drop", "install", "list_", "pause", "resume", "show", "stats"]
-
-
-def install(
-    session: Session,
-    database: Annotated[
-        str | None, typer.Argument(metavar="DSN", help="The database, as in --dsn.", show_default=False)
-    ] = None,
-) -> None:
-    """Install pgqueue in a database.
-
-    Uses create extension if the server has the files of this version, else plain SQL, as managed servers need. Does
-    nothing if pgqueue is already installed.
-    """
-    session = session if database is None else replace(session, dsn=database)
-    with session.connect(autocommit=False) as connection:
-        name = connection.info.dbname
-        connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue install'))")  # one installation at a time
-        ((has_schema, is_ours, has_files),) = connection.execute(
-            "select to_regnamespace('pgqueue') is not null, to_regprocedure('pgqueue.version()') is not null,"
-            " exists (select from pg_available_extensions where name = 'pgqueue' and default_version = %s)",
-            [version("pgqueue")],
-        ).fetchall()
-        if has_schema and not is_ours:
-            raise Failure(
-                f"database {name} has a schema pgqueue that pgqueue did not create; nothing was changed",
-                "Rename or drop that schema, or choose another database.",
-            )
-        if not has_schema:
-            try:
-                if has_files:
-                    connection.execute("create extension pgqueue")
-                else:
-                    client.install(connection)
-            except psycopg.errors.InsufficientPrivilege as error:
-                hint = f'The role needs the right to create schemas: grant create on database "{name}" to …'
-                raise Failure(explain(error)[0], hint) from error
-        installed = Queues(connection).version()
-        connection.commit()
-    state = "is already installed" if has_schema else "is now installed"
-    session.say(f"pgqueue {installed} {state} in database {name}", version=installed, installed=not has_schema)
-    if installed != version("pgqueue"):
-        session.note(f"this command is {version('pgqueue')}: alter extension pgqueue update updates the installed one")
+__all__ = ["alter", "create", "doctor", "drop", "list_", "pause", "resume", "show", "stats"]
 
 
 # The settings of a queue. The help has the default and the range in parentheses.
@@ -195,7 +149,7 @@ def _report(session: Session, info: QueueInfo) -> None:
         session.lines([info])
         return
     fate = "to the dead letters" if info.dlq_enabled else "deleted"
-    attempts = "1 attempt" if info.max_attempts == 1 else f"{info.max_attempts} attempts"
+    attempts = counted(info.max_attempts, "attempt")
     hidden = format_duration(info.visibility_timeout)
     kept = f"; archived for {format_duration(info.archive_for)}" if info.archive_for else ""
     session.say(f"queue {info.name}: visibility timeout {hidden}, {attempts}, then {fate}{kept}")
@@ -217,7 +171,7 @@ def show(session: Session, queue: QueueName) -> None:
         "expired ones": "become dead letters" if info.dead_letter_expired and info.dlq_enabled else "are deleted",
         "backoff": f"{format_duration(info.backoff_base)}, {info.backoff_factor:g} times as long after each failure,"
         f" up to {format_duration(info.backoff_max)}; {info.backoff_jitter:.0%} of it random",
-        "max payload": f"{info.max_payload_bytes:,} bytes",
+        "max payload": counted(info.max_payload_bytes, "byte"),
         "archived for": format_duration(info.archive_for) if info.archive_for else None,
         "dropped": f"after {format_duration(info.expires_after_idle)} without messages or use"
         if info.expires_after_idle
@@ -233,9 +187,12 @@ _NO_QUEUE = "there is no queue; create one with pgqueue create"
 
 
 def list_(session: Session) -> None:
-    """List the queues and their settings, by name."""
+    """List the queues and their settings, by name.
+
+    Internal queues of pgqueue, such as that of the HTTP service's tasks, come last.
+    """
     with session.queues() as verbs:
-        queues = verbs.list_queues()
+        queues = sorted(verbs.list_queues(), key=lambda info: is_internal(info.name))
 
     def row(info: QueueInfo) -> list[object]:
         return [
@@ -251,6 +208,8 @@ def list_(session: Session) -> None:
 
 
 def _notes(info: QueueInfo) -> Iterator[str]:
+    if is_internal(info.name):
+        yield "internal"
     if info.paused_at:
         yield f"paused {format_age(info.paused_at)}"
     if info.dedicated:
@@ -263,35 +222,65 @@ def _notes(info: QueueInfo) -> Iterator[str]:
 
 def stats(
     session: Session,
-    queue: Annotated[str | None, typer.Argument(metavar="QUEUE", help="Only this queue.", show_default=False)] = None,
+    queue: OnlyQueue = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat until Ctrl-C.")] = False,
     interval: Annotated[timedelta, duration_option(help="The interval of --watch (2s).")] = timedelta(seconds=2),
 ) -> None:
     """Count the messages in each state.
 
-    Figures with ~ are estimated. With --watch and --json, or if stdout is not a terminal, each look adds lines.
+    Figures with ~ are estimated. Internal queues of pgqueue, such as that of the HTTP service's tasks, come last.
+
+    With --watch, change/s is how many messages more per second are ready, in flight or scheduled than at the look
+    before: above 0, more are sent than consumed. With --watch and --json, or if stdout is not a terminal, each look
+    adds lines.
     """
     with session.queues() as verbs:
+
+        def look() -> list[QueueStats]:
+            return sorted(verbs.stats(queue), key=lambda found: is_internal(found.queue_name))
+
         if not watch:
-            session.show(verbs.stats(queue), _STATS, _stats_row, _NO_QUEUE)
+            session.show(look(), _STATS, _stats_row, _NO_QUEUE)
             return
         with suppress(KeyboardInterrupt):
-            _watch(session, lambda: verbs.stats(queue), interval)
+            _watch(session, look, interval)
 
 
 _STATS = ["queue", ">ready", ">in flight", ">scheduled", ">dead", ">oldest", ""]
+_WATCHED = [*_STATS[:-1], ">change/s", _STATS[-1]]
+_LIVE = ("ready_messages", "inflight_messages", "scheduled_messages")
 
 
 def _stats_row(found: QueueStats) -> list[object]:
     def figure(name: str) -> str:
         return f"{'~' if name in found.estimates else ''}{getattr(found, name):,}"
 
+    notes = [word for word, holds in (("paused", found.paused), ("internal", is_internal(found.queue_name))) if holds]
     return [
         found.queue_name,
-        *map(figure, ("ready_messages", "inflight_messages", "scheduled_messages", "dead_messages")),
+        *map(figure, (*_LIVE, "dead_messages")),
         format_age(found.oldest_age_seconds),
-        "paused" if found.paused else "",
+        ", ".join(notes),
     ]
+
+
+class _Changes:
+    """The change of each queue's depth, in messages per second, from one look to the next."""
+
+    def __init__(self) -> None:
+        self._depths: dict[str, int] = {}
+        self._at = 0.0
+
+    def add(self, looked: list[QueueStats]) -> dict[str, float | None]:
+        """Add a look. Returns the change of each queue since the look before; None for a queue that was not in it."""
+        at, before = time.monotonic(), self._depths
+        seconds = at - self._at
+        self._at = at
+        self._depths = {found.queue_name: sum(getattr(found, name) for name in _LIVE) for found in looked}
+        return {
+            name: round((depth - before[name]) / seconds, 1) + 0.0 if name in before else None
+            for name, depth in self._depths.items()
+        }
 
 
 _SHORTEST, _LONGEST = timedelta(seconds=0.1), timedelta(days=365)  # bounds of the time between two looks
@@ -301,15 +290,26 @@ def _watch(session: Session, look: Callable[[], list[QueueStats]], interval: tim
     seconds = min(max(interval, _SHORTEST), _LONGEST).total_seconds()
     is_screen = session.out.is_interactive and not session.json
     with Live(console=session.out, auto_refresh=False) if is_screen else nullcontext() as live:
+        changes = _Changes()
         while True:
             found = look()
+            change = changes.add(found)
+
+            def row(stats: QueueStats, change: dict[str, float | None] = change) -> list[object]:
+                *figures, notes = _stats_row(stats)
+                rate = change[stats.queue_name]
+                is_estimated = any(name in stats.estimates for name in _LIVE)
+                return [*figures, "" if rate is None else f"{'~' if is_estimated else ''}{rate:+,.1f}", notes]
+
             if live:
-                live.update(table(_STATS, map(_stats_row, found)), refresh=True)
+                live.update(table(_WATCHED, map(row, found)), refresh=True)
             elif session.json:
                 at = datetime.now(UTC)
-                session.lines({"at": at} | asdict(stats) for stats in found)
+                session.lines(
+                    {"at": at} | asdict(stats) | {"change_per_second": change[stats.queue_name]} for stats in found
+                )
             else:
-                session.show(found, _STATS, _stats_row, _NO_QUEUE)
+                session.show(found, _WATCHED, row, _NO_QUEUE)
             sys.stdout.flush()
             time.sleep(seconds)
 
@@ -340,9 +340,10 @@ def drop(session: Session, queue: QueueName, yes: Yes = False) -> None:
         if not yes:
             found = verbs.stats()
             live = found.ready_messages + found.inflight_messages + found.scheduled_messages
-            session.confirm(f"Drop queue {queue} with {live:,} messages and {found.dead_messages:,} dead letters?")
+            letters = counted(found.dead_messages, "dead letter")
+            session.confirm(f"Drop queue {queue} with {counted(live, 'message')} and {letters}?")
         dropped = verbs.drop_queue()
-    session.say(f"queue {queue} and its {dropped:,} messages are dropped", dropped=dropped)
+    session.say(f"queue {queue} and its {counted(dropped, 'message')} are dropped", dropped=dropped)
 
 
 def doctor(

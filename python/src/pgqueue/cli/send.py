@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from ..client import Queue
 from ..errors import InvalidArgument, PayloadTooLarge
+from .formatting import counted
 from .parameters import QueueName, duration_option, parse_headers, parse_json
 from .session import Failure, Session, Status, explain
 
@@ -174,12 +175,15 @@ class _Sender:
             raise BadInput(f"{one.where}: {message}", hint) from None
 
     def _commit(self) -> None:
-        unknown = f"The commit of {self._pending:,} messages up to {self._where} failed; check whether they were sent."
+        pending = counted(self._pending, "message")
+        unknown = f"The commit of {pending} up to {self._where} failed; check whether they were sent."
         before, self._outcome = self._outcome, unknown
         self._connection.commit()
         self.sent += self._pending
         self._outcome = (
-            f"The first {self.sent:,} were sent, up to {self._where}; none after that." if self.sent else before
+            f"The first {counted(self.sent, 'was', 'were')} sent, up to {self._where}; none after that."
+            if self.sent
+            else before
         )
         self._session.lines({"id": each} for each in self._ids)
         self._pending, self._ids = 0, []

@@ -8,8 +8,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from enum import IntEnum
 from functools import cached_property
 from typing import IO, Annotated, Any, Concatenate, Final, ParamSpec, TextIO, TypeVar
@@ -28,10 +29,21 @@ from rich.text import Text
 from .._styles import correction
 from ..client import Queue, Queues
 from ..embedded import EmbeddedServerError, default_home, given_server, shared_server
-from ..errors import QueueExists, QueueNotFound
+from ..errors import NotInstalled, QueueExists, QueueNotFound
 from .formatting import RawJson, json_line, printable, table
 
-__all__ = ["COMMON", "Dsn", "Failure", "Session", "Status", "command", "connected", "discard_unwritten", "explain"]
+__all__ = [
+    "COMMON",
+    "Dsn",
+    "Failure",
+    "Group",
+    "Session",
+    "Status",
+    "command",
+    "connected",
+    "discard_unwritten",
+    "explain",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,6 +51,7 @@ T = TypeVar("T")
 # Hide psycopg's warnings, such as that of an interrupted savepoint: the command reports the error itself. Commands that
 # write a log add their own handler.
 logging.getLogger("psycopg").addHandler(logging.NullHandler())
+_UNKNOWN_QUEUE: Final = re.compile("queue '(.*)' does not exist")
 _UNLIMITED_WIDTH = 4096  # columns if the output is not a terminal: nothing wraps
 _OTHER_SERVER_HINT: Final = "Use another server with --dsn, or another directory with PGQUEUE_HOME."
 
@@ -107,23 +120,32 @@ class Session:
         if not self.quiet:
             self.err.print(Text(f"pgqueue: {printable(text)}", style="dim"), soft_wrap=True)
 
+    @property
+    def given_dsn(self) -> str | None:
+        """The connection string of --dsn or PGQUEUE_DSN; empty for the libpq variables; None for the private server."""
+        return self.dsn if self.dsn is not None else given_server()
+
     @contextmanager
     def conninfo(self) -> Iterator[str]:
-        """The connection string: of --dsn, PGQUEUE_DSN or the libpq variables, else of the embedded server, which is
-        started.
-        """
-        dsn = self.dsn if self.dsn is not None else given_server()
-        if dsn is not None:
-            try:
-                yield _with_application_name(dsn)
-            except psycopg.OperationalError as error:
-                if error.sqlstate is not None or not _has_misread_password(dsn):
-                    raise
-                hint = "In a URL, write @ in a password as %40, / as %2F, ? as %3F, # as %23 and % as %25."
-                raise Failure(
-                    "cannot connect; the reason is not shown, as it may contain a part of the password", hint
-                ) from None
+        """The connection string of `given_dsn`, else of the private server, which is started."""
+        dsn = self.given_dsn
+        if dsn is None:
+            with self.private_server() as own:
+                yield _with_application_name(own)
             return
+        try:
+            yield _with_application_name(dsn)
+        except psycopg.OperationalError as error:
+            if error.sqlstate is not None or not _has_misread_password(dsn):
+                raise
+            hint = "In a URL, write @ in a password as %40, / as %2F, ? as %3F, # as %23 and % as %25."
+            raise Failure(
+                "cannot connect; the reason is not shown, as it may contain a part of the password", hint
+            ) from None
+
+    @contextmanager
+    def private_server(self) -> Iterator[str]:
+        """The connection string of the private server, which is started, and runs at least until the context ends."""
         home = default_home()
         making = "" if (home / "data").exists() else ", which is created now"
         self.note(f"no --dsn: using the embedded database in {home}{making}")
@@ -132,7 +154,7 @@ class Session:
                 dsn = stack.enter_context(shared_server(home))
             except OSError as error:
                 raise Failure(explain(error)[0], _OTHER_SERVER_HINT) from error
-            yield _with_application_name(dsn)
+            yield dsn
 
     @contextmanager
     def connect(self, autocommit: bool = True) -> Iterator[psycopg.Connection[Any]]:
@@ -176,6 +198,7 @@ class Session:
         if self.debug:
             traceback.print_exception(error)
         message, hint = explain(error)
+        message = self._with_similar_name(error, message)
         line = Text.assemble(("pgqueue:", "bold red"), " ", printable(message, keep="\n"))
         if hint:
             line.append(f"\nhint: {printable(hint)}")
@@ -183,6 +206,20 @@ class Session:
         if isinstance(error, Failure):
             return error.status
         return Status.USAGE if isinstance(error, UnicodeEncodeError) else Status.ERROR
+
+    def _with_similar_name(self, error: BaseException, message: str) -> str:
+        """The message, with the most similar name of a queue if the error is that a queue does not exist."""
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, QueueNotFound):
+            cause = cause.__cause__
+        found = _UNKNOWN_QUEUE.search(message)
+        if cause is None or found is None:
+            return message
+        with suppress(Exception), replace(self, quiet=True).queues() as verbs:  # the names are only a help
+            names = [info.name for info in verbs.list_queues()]
+            for similar in get_close_matches(found[1], names, 1):
+                return message.replace(found[0], f"{found[0]}; did you mean '{similar}'?")
+        return message
 
 
 def connected(conninfo: str, autocommit: bool = True) -> psycopg.Connection[Any]:
@@ -288,10 +325,11 @@ def _explain_database(error: psycopg.Error) -> tuple[str, str | None]:
             hint = "pgqueue create creates a queue; pgqueue list shows all queues."
         case QueueExists():
             hint = "With --if-not-exists an existing queue is left unchanged."
-        case psycopg.errors.InvalidSchemaName():
-            return "pgqueue is not installed in this database", "Install it with pgqueue install."
+        case NotInstalled():
+            text, _, hint = str(error).partition("\nHINT:  ")
+            return text, hint
         case psycopg.errors.UndefinedFunction() | psycopg.errors.UndefinedColumn():
-            hint = "The version of pgqueue in this database differs from that of this command."
+            hint = "The version of pgqueue in this database differs from that of this command: see pgqueue upgrade."
         case psycopg.errors.InsufficientPrivilege():
             hint = hint or "The owner of pgqueue in this database may call pgqueue.grant_access."
     return message, hint
@@ -306,8 +344,44 @@ COMMON: dict[str, tuple[Any, Any]] = {
 }
 
 
+class Group(typer.core.TyperGroup):
+    """A group whose help lists the commands under headings, in the order in which they are registered."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands that have no heading first."""
+        panels: dict[str, list[tuple[str, Any]]] = {}
+        for name in self.list_commands(ctx):
+            found = self.get_command(ctx, name)
+            if found is not None and not found.hidden:
+                panels.setdefault(getattr(found, "rich_help_panel", None) or "Commands", []).append((name, found))
+        width = max(len(name) for rows in panels.values() for name, _ in rows)
+        for heading, rows in panels.items():
+            with formatter.section(heading):
+                limit = formatter.width - width - 6
+                formatter.write_dl([(name.ljust(width), found.get_short_help_str(limit)) for name, found in rows])
+
+
 class _Command(typer.core.TyperCommand):
-    """A command whose errors explain how to pass a value that looks like an option, such as a queue named -x."""
+    """A command whose errors explain how to pass a value that looks like an option, such as a queue named -x.
+
+    Its help names arguments as the documents do, QUEUE instead of {QUEUE} and `QUEUE <str>`, and ends with an example.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for parameter in self.params:
+            if parameter.param_type_name == "argument":
+                vars(parameter)["display_type_rich"] = lambda ctx: None  # noqa: ARG005 - called by name
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words of the usage line."""
+        return [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
+
+    def format_epilog(self, _: Any, formatter: Any) -> None:
+        """Write the example, in which lines are not wrapped."""
+        if self.epilog:
+            with formatter.section("Example"):
+                formatter.write(f"{'':{formatter.current_indent}}{self.epilog}\n")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -331,8 +405,14 @@ def _message_with_value(error: typer.BadParameter) -> str:
     return message if not errors or repr(given) in message else f"{printable(given)[:100]!r}: {message}"
 
 
-def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[Concatenate[Session, P], None]], None]:
-    """Register a function of a session and its own parameters as a command, and add the common options."""
+def command(
+    app: typer.Typer, heading: str | None = None, example: str = "", name: str | None = None
+) -> Callable[[Callable[Concatenate[Session, P], None]], None]:
+    """Register a function of a session and its own parameters as a command, and add the common options.
+
+    The command is listed under `heading`. `example` is shown in its help, after the word pgqueue unless it has it.
+    """
+    example = example if "pgqueue " in example else f"pgqueue {example}"
 
     def register(function: Callable[Concatenate[Session, P], None]) -> None:
         def run(context: typer.Context, **values: Any) -> None:
@@ -350,7 +430,7 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[Con
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__doc__ = function.__doc__
-        app.command(name or function.__name__, cls=_Command)(run)
+        app.command(name or function.__name__, cls=_Command, epilog=example, rich_help_panel=heading)(run)
 
     return register
 

@@ -13,7 +13,8 @@ import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from ..client import Queues
-from .parameters import QueueName, Yes, duration_option
+from .formatting import counted
+from .parameters import OnlyQueue, OnlyQueues, QueueName, Yes, duration_option
 from .session import Failure, Session, Status, connected
 
 if TYPE_CHECKING:
@@ -44,9 +45,6 @@ def _moment(text: str | datetime) -> datetime:
 
 _MOMENT: Any = {"parser": _moment, "metavar": "MOMENT", "show_default": False}
 Path_ = Annotated[str, typer.Argument(metavar="PATH", help="A directory of its own.", show_default=False)]
-Queues_ = Annotated[
-    list[str] | None, typer.Option("--queue", metavar="QUEUE", help="Only this queue (all).", show_default=False)
-]
 Where = Annotated[
     str, typer.Option(metavar="PREDICATE", help="A Spark SQL predicate over the columns.", show_default=False)
 ]
@@ -59,7 +57,7 @@ AppId = Annotated[
 Version = Annotated[int, typer.Option(min=0, metavar="N", help="Each version takes effect once.")]
 
 
-def archive_to_parquet(session: Session, path: Path_, queue: Queues_ = None, master: Master = "local[*]") -> None:
+def archive_to_parquet(session: Session, path: Path_, queue: OnlyQueues = None, master: Master = "local[*]") -> None:
     """Write finished messages to Parquet, each once.
 
     Writes one part for each queue and UTC day, and only what is not there yet: run it repeatedly, and again after a
@@ -115,16 +113,20 @@ def replay(
             version=version,
         )
     if done.was_done:
-        text = f"{done.sent:,} messages had been sent into"
-        more = "" if done.sent == done.chosen else f"; nothing is sent now, though {done.chosen:,} are chosen"
+        text = f"{counted(done.sent or 0, 'message')} had been sent into"
+        more = (
+            ""
+            if done.sent == done.chosen
+            else f"; nothing is sent now, though {counted(done.chosen, 'is', 'are')} chosen"
+        )
     else:
-        text, more = f"{done.chosen:,} messages are in", ""
+        text, more = f"{counted(done.chosen, 'message is', 'messages are')} in", ""
     session.say(f"{text} queue {queue}, as version {version} of {done.app_id}{more}", **asdict(done))
 
 
 def dead_letter_report(
     session: Session,
-    queue: Queues_ = None,
+    queue: OnlyQueues = None,
     window: Annotated[timedelta, duration_option(help="The length of a window (1h).")] = timedelta(hours=1),
     master: Master = "local[*]",
 ) -> None:
@@ -177,7 +179,8 @@ def redrive_where(
         from ..spark import pipelines
 
         done = pipelines.redrive_where(spark, queue, where, dsn=dsn, app_id=app_id, version=version)
-    text = f"{done.redriven:,} of {done.chosen:,} chosen dead letters of queue {queue} are ready again"
+    letters = counted(done.redriven, f"dead letter of queue {queue} is", f"dead letters of queue {queue} are")
+    text = f"{letters} ready again; {counted(done.chosen, 'was', 'were')} chosen"
     session.say("this version was redriven before; nothing is changed" if done.was_done else text, **asdict(done))
 
 
@@ -186,7 +189,7 @@ def flow_report(
     directory: Annotated[
         Path, typer.Argument(metavar="DIRECTORY", help="The directory of the report.", show_default=False)
     ],
-    queue: Queues_ = None,
+    queue: OnlyQueues = None,
     parquet: Annotated[
         str | None, typer.Option(metavar="PATH", help="Parquet to read in addition to the archive.", show_default=False)
     ] = None,
@@ -243,21 +246,23 @@ def summarize_flights(
         def tell(done: Any) -> None:
             nonlocal written
             written += done.summaries
-            progress.update(_PROGRESS_TASK, description=f"summarize flights: {written:,} summaries")
+            progress.update(
+                _PROGRESS_TASK, description=f"summarize flights: {counted(written, 'summary', 'summaries')}"
+            )
 
         query = pipelines.summarize_flights(spark, path, dsn=dsn, queue=queue, summaries=summaries, tell=tell)
         try:
             query.awaitTermination()
         finally:
             query.stop()
-    session.say(f"{written:,} summaries are in {path} and in queue {summaries}", written=written)
+    session.say(
+        f"{counted(written, 'summary is', 'summaries are')} in {path} and in queue {summaries}", written=written
+    )
 
 
 def streams(
     session: Session,
-    queue: Annotated[
-        str | None, typer.Argument(metavar="[QUEUE]", help="Only those of this queue.", show_default=False)
-    ] = None,
+    queue: OnlyQueue = None,
 ) -> None:
     """List the streams of queries, and their open batches."""
     with session.queues() as verbs:
@@ -291,7 +296,9 @@ def drop_stream(
         if not yes:
             session.confirm(f"Drop stream {stream} of queue {queue}? Its query cannot continue.")
         released = verbs.drop_stream(stream)
-    session.say(f"stream {stream} is dropped; {released:,} messages are ready again", released=released)
+    session.say(
+        f"stream {stream} is dropped; {counted(released, 'message is', 'messages are')} ready again", released=released
+    )
 
 
 _PROGRESS_TASK: Any = 0  # the id of the only task in the progress display

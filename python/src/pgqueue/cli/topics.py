@@ -8,7 +8,8 @@ import typer
 from psycopg.types.json import Jsonb
 
 from ..client import Queues
-from .parameters import QueueName, duration_option, parse_headers, parse_json
+from .formatting import counted
+from .parameters import OnlyQueue, QueueName, duration_option, parse_headers, parse_json
 from .session import Failure, Session, Status
 
 __all__ = ["publish", "subscribe", "subscriptions", "unsubscribe"]
@@ -47,9 +48,7 @@ def unsubscribe(session: Session, topic: Pattern, queue: QueueName) -> None:
 
 def subscriptions(
     session: Session,
-    queue: Annotated[
-        str | None, typer.Argument(metavar="[QUEUE]", help="Only those of this queue.", show_default=False)
-    ] = None,
+    queue: OnlyQueue = None,
 ) -> None:
     """List which queue is subscribed to which topic."""
     with session.queues() as verbs:
@@ -91,7 +90,7 @@ def publish(
             expires_in=expires_in,
             body=os.fsencode(payload) if body else None,
         )
-    session.say(f"sent to {sent} {'queue' if sent == 1 else 'queues'}", queues=sent)
+    session.say(f"sent to {counted(sent, 'queue')}", queues=sent)
 
 
 def _json(text: str) -> Jsonb:

@@ -18,7 +18,7 @@ from rich.text import Text
 from ..client import Queue
 from ..errors import QueueNotFound
 from ..message import QueueStats
-from .formatting import format_duration
+from .formatting import counted, format_duration
 from .session import Session, connected
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class WorkMonitor:
         if self._session.json:
             self._session.lines([{"queue_name": self._queue_name} | asdict(stats)])
         else:
-            summary = f"{stats.succeeded:,} messages done"
+            summary = counted(stats.succeeded, "message done", "messages done")
             for what, figure in (("failed", stats.failed), ("dead", stats.dead), ("lost", stats.lost)):
                 summary += f", {figure:,} {what}" if figure else ""
             how = "by force " if self.signals > 1 else ""

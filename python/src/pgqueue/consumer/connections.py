@@ -26,6 +26,7 @@ from .. import _calls
 from .._calls import Bound
 from .._decoding import decoder
 from .._styles import correction
+from ..errors import MISSING, not_installed
 
 T = TypeVar("T")
 AnyConnection = Connection[Any] | AsyncConnection[Any]
@@ -433,9 +434,11 @@ class SharedConnection(ConnectionPool):
                 return list(await cursor.fetchall())
             except Exception as error:
                 return readable_rows(cursor, call.row, error)
-        except psycopg.Error:
+        except psycopg.Error as error:
             if self._timed_out is connection:
                 raise psycopg.OperationalError(f"no answer from the server within {self.deadline:g} s") from None
+            if isinstance(error, MISSING):
+                raise not_installed(error, connection.info.dbname) from None
             raise
         finally:
             timer.cancel()

@@ -1,6 +1,5 @@
 """The schema of the server: pgqueue itself, and the tables of the server, which are created in steps."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ async def install(connection: AsyncConnection[Any]) -> None:
         if is_offered:
             await connection.execute("create extension pgqueue")
         else:
-            script = re.sub(r"(?m)^(begin|commit);$", "", install_script().read_text("utf8"))
-            await connection.execute(script.encode())
+            await connection.execute(install_script().encode())
 
 
 async def migrate(connection: AsyncConnection[Any], steps: tuple[str, ...]) -> None:

@@ -1,0 +1,340 @@
+"""The commands that install, upgrade and remove pgqueue, and those that give other programs access to the database."""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from commands import COMMAND, Done, environment, in_process, run, running, terminal
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+import pgqueue
+from pgqueue import _files
+from pgqueue.embedded import _packaged_bindir
+
+pytestmark = pytest.mark.usefixtures("no_other_database")
+
+
+def install(dsn: str, door: str) -> None:
+    with psycopg.connect(dsn) as connection:
+        if door == "plain":
+            pgqueue.install(connection)
+        elif connection.execute("select from pg_available_extensions where name = 'pgqueue'").fetchone() is not None:
+            connection.execute("create extension pgqueue")
+        else:
+            pytest.skip("the server has no extension pgqueue")
+
+
+@pytest.fixture(params=["plain", "extension"])
+def installed(request: pytest.FixtureRequest, empty_database: Callable[[], str]) -> str:
+    """A database of its own with pgqueue, installed in each way."""
+    dsn = empty_database()
+    install(dsn, request.param)
+    return dsn
+
+
+def database_of(dsn: str) -> str:
+    return str(conninfo_to_dict(dsn)["dbname"])
+
+
+def version_in(dsn: str) -> str | None:
+    """The version of the installed pgqueue; None if there is none."""
+    with psycopg.connect(dsn) as connection:
+        if connection.execute("select to_regnamespace('pgqueue') is null").fetchone() == (True,):
+            return None
+        return pgqueue.Queues(connection).version()
+
+
+# Upgrade
+
+
+def test_upgrade_of_the_newest_version_changes_nothing(installed: str) -> None:
+    said = f"pgqueue 0.1.0 in database {database_of(installed)} is already the newest version that is available\n"
+    assert in_process(installed, "upgrade") == (0, said, "")
+    assert in_process("", "upgrade", installed, "--json").records == [
+        {"version": "0.1.0", "before": "0.1.0", "upgraded": False}
+    ]
+
+
+@pytest.fixture
+def upgrades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in which the package finds its SQL files; upgrade scripts can be added."""
+    (tmp_path / "pgqueue.sql").write_text((_files.extension_dir() / "pgqueue.sql").read_text())
+    monkeypatch.setattr(_files, "extension_dir", lambda: tmp_path)
+    return tmp_path
+
+
+def as_version(version: str) -> str:
+    return f"create or replace function pgqueue.version() returns text language sql as 'select ''{version}''::text';"
+
+
+def test_upgrade_runs_the_scripts_of_a_plain_installation_in_order(
+    empty_database: Callable[[], str], upgrades: Path
+) -> None:
+    dsn = empty_database()
+    install(dsn, "plain")
+    head = '\\echo Use "alter extension pgqueue update" to load this file. \\quit\n'
+    dumped = "create table pgqueue.added (n int);\nselect pg_extension_config_dump('pgqueue.added', '');\n"
+    (upgrades / "pgqueue--0.0.7--0.0.9.sql").write_text("select 1 / 0;")
+    (upgrades / "pgqueue--0.0.8--0.0.9.sql").write_text(head + dumped + as_version("0.0.9"))
+    (upgrades / "pgqueue--0.0.9--0.1.0.sql").write_text(
+        f"{head}insert into pgqueue.added values (1);\n{as_version('0.1.0')}"
+    )
+    with psycopg.connect(dsn) as connection:
+        connection.execute(as_version("0.0.8").encode())
+        connection.execute("select pgqueue.create_queue('kept'), pgqueue.enqueue('kept', '1')")
+    said = f"pgqueue in database {database_of(dsn)} is upgraded from 0.0.8 to 0.1.0\n"
+    assert in_process(dsn, "upgrade") == (0, said, "")
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("select n from pgqueue.added").fetchall() == [(1,)]
+        assert connection.execute("select payload from pgqueue.claim('kept')").fetchall() == [(1,)]
+
+
+def test_a_failed_upgrade_of_a_plain_installation_changes_nothing(
+    empty_database: Callable[[], str], upgrades: Path
+) -> None:
+    dsn = empty_database()
+    install(dsn, "plain")
+    (upgrades / "pgqueue--0.0.8--0.0.9.sql").write_text(as_version("0.0.9"))
+    (upgrades / "pgqueue--0.0.9--0.1.0.sql").write_text("select 1 / 0;")
+    with psycopg.connect(dsn) as connection:
+        connection.execute(as_version("0.0.8").encode())
+    done = in_process(dsn, "upgrade")
+    assert (done.status, done.out, done.err) == (1, "", "pgqueue: division by zero\n")
+    assert version_in(dsn) == "0.0.8"
+
+
+def test_upgrade_without_a_path_names_both_versions(empty_database: Callable[[], str], upgrades: Path) -> None:
+    dsn = empty_database()
+    install(dsn, "plain")
+    (upgrades / "pgqueue--0.0.8--0.0.9.sql").write_text("select 1 / 0;")
+    for version in ("0.0.8", "0.2.0"):
+        with psycopg.connect(dsn) as connection:
+            connection.execute(as_version(version).encode())
+        done = in_process(dsn, "upgrade")
+        assert (done.status, done.out) == (1, "")
+        assert done.err.startswith(f"pgqueue: there is no upgrade from pgqueue {version}, which is in database ")
+        assert version_in(dsn) == version
+
+
+@pytest.mark.parametrize("command", ["upgrade", "uninstall"])
+def test_a_database_without_pgqueue_is_left_as_it_is(empty_database: Callable[[], str], command: str) -> None:
+    dsn = empty_database()
+    done = in_process(dsn, command)
+    assert done == (
+        1,
+        "",
+        f"pgqueue: pgqueue is not installed in database {database_of(dsn)}\nhint: pgqueue install installs it.\n",
+    )
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("create schema pgqueue create table mine (n int)")
+        done = in_process(dsn, command, *(["--yes"] if command == "uninstall" else []))
+        assert done.status == 1
+        assert "has a schema pgqueue that pgqueue did not create; nothing was changed" in done.err
+        assert connection.execute("select to_regclass('pgqueue.mine') is null").fetchone() == (False,)
+
+
+# Uninstall
+
+
+def test_uninstall_removes_everything_and_says_what(installed: str) -> None:
+    with psycopg.connect(installed, autocommit=True) as connection:
+        connection.execute("select pgqueue.create_queue('orders'), pgqueue.create_queue('clicks', dedicated => true)")
+        connection.execute("select pgqueue.alter_queue('clicks', archive_for => '1 day')")
+        connection.execute("select pgqueue.enqueue('orders', '1'), pgqueue.enqueue('clicks', '1')")
+        connection.execute("select pgqueue.expose_transport('orders', table_name => 'Orders')")
+        connection.execute("create view depths as select * from pgqueue.queues")
+        connection.execute("create view names as select name from depths")
+        connection.execute("create table copies (n int, copied pgqueue.message)")
+        connection.execute("create table mine (n int)")
+        connection.execute(
+            "create function mine_changed() returns trigger language plpgsql as 'begin return new; end';"
+            " create trigger mine after insert on pgqueue.messages execute function mine_changed()"
+        )
+        done = in_process(installed, "uninstall", "--yes")
+        lost = "column copied of table copies, "
+        assert done.status == 0, done.err
+        assert done.out.startswith(
+            f"pgqueue is removed from database {database_of(installed)}, with 2 queues, 2 messages, 0 dead letters,"
+            f" the archive and what depends on it: {lost}"
+        )
+        assert 'view "Orders"' in done.out
+        assert done.out.endswith("view depths\n")
+        left = connection.execute(
+            "select c.relname from pg_class c where c.relnamespace = 'public'::regnamespace order by 1"
+        ).fetchall()
+        assert left == [("copies",), ("mine",)]
+        assert connection.execute("select from pg_extension where extname = 'pgqueue'").fetchall() == []
+    assert version_in(installed) is None
+    assert in_process(installed, "install").status == 0
+
+
+def test_uninstall_needs_a_confirmation(installed: str) -> None:
+    done = in_process(installed, "uninstall", stdin="y\n")
+    assert (done.status, done.out) == (2, "")
+    assert done.err.endswith("hint: Confirm with --yes.\n")
+    question = (
+        rf"Remove pgqueue from database {database_of(installed)}, with 0\s+queues, 0\s+messages, 0\s+dead\s+letters,"
+        r"\s+the\s+archive\s+and\s+nothing\s+else\? \[y/N\]:"
+    )
+    with terminal("uninstall", PGQUEUE_DSN=installed) as screen:
+        screen.wait_for(question)
+        with psycopg.connect(installed) as connection:  # the question holds no lock
+            connection.execute("set lock_timeout = '10s'; select pgqueue.create_queue('orders')")
+        screen.type("n\n")
+        assert screen.end() == 1
+    assert version_in(installed) == "0.1.0"
+    with terminal("uninstall", PGQUEUE_DSN=installed) as screen:
+        screen.wait_for(r"\[y/N\]:")
+        screen.type("y\n")
+        assert screen.end() == 0
+    assert version_in(installed) is None
+
+
+def test_only_the_owner_can_upgrade_and_uninstall(empty_database: Callable[[], str], upgrades: Path, name: str) -> None:
+    dsn = empty_database()
+    install(dsn, "plain")
+    (upgrades / "pgqueue--0.0.9--0.1.0.sql").write_text(as_version("0.1.0"))
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(as_version("0.0.9").encode())
+        role = sql.Identifier(f"pgqueue_{name}")
+        connection.execute(sql.SQL("create role {}").format(role))
+        try:
+            connection.execute("select pgqueue.grant_access(%s, 'reader')", [f"pgqueue_{name}"])
+            connection.execute(sql.SQL("grant execute on all functions in schema pgqueue to {}").format(role))
+            for command in (["upgrade"], ["uninstall", "--yes"]):
+                done = in_process(f"{dsn} options='-c role=pgqueue_{name}'", *command)
+                assert (done.status, done.out) == (1, "")
+                assert done.err.endswith(
+                    "hint: Only the owner of pgqueue in this database, or a superuser, may do this.\n"
+                )
+        finally:
+            connection.execute(sql.SQL("drop owned by {}; drop role {}").format(role, role))
+    assert version_in(dsn) == "0.0.9"
+
+
+# Access for other programs
+
+
+def test_dsn_prints_the_given_database(database: str) -> None:
+    assert in_process(database, "dsn") == (0, f"{database}\n", "")
+    assert in_process("host=/nowhere", "dsn", "--dsn", database, "--json").records == [{"dsn": database}]
+    libpq = {"PGHOST": "/nowhere", "PGDATABASE": "my shop", "PGPASSWORD": "secret"}
+    assert run("dsn", **libpq) == (0, "dbname='my shop' host=/nowhere\n", "")
+
+
+def test_dsn_connects_another_program_to_the_private_server(tmp_path: Path) -> None:
+    home = {"PGQUEUE_HOME": tmp_path / "home"}
+    assert run("create", "orders", **home).status == 0
+    with running("dsn", "--keep", directory=tmp_path, **home) as command:
+        dsn = command.wait_for(lambda: command.out.strip())
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            pgqueue.Queue(connection, "orders").enqueue({"order_id": 1001})
+            (claimed,) = run("claim", "orders", "--json", **home).records
+            assert claimed["payload"] == {"order_id": 1001}
+            assert command.process.poll() is None
+        command.signal(signal.SIGTERM)
+        assert command.end().status == 0
+
+
+def psql_path(*directories: Path | str) -> dict[str, str]:
+    return {"PATH": os.pathsep.join(map(str, directories))}
+
+
+def test_psql_runs_on_the_database_of_the_other_commands(database: str, orders: pgqueue.Queue, tmp_path: Path) -> None:
+    orders.enqueue(1)
+    query = f"select ready_messages from pgqueue.stats('{orders.name}')"
+    path = psql_path(_packaged_bindir(), "/usr/bin", "/bin")
+    assert run("psql", "--", "-XAtc", query, PGQUEUE_DSN=database, **path) == (0, "1\n", "")
+    assert run("psql", "--", "-XAt", stdin=query.encode(), PGQUEUE_DSN=database, **path) == (0, "1\n", "")
+    failed = run("psql", "--", "-Xc", "select 1 / 0", PGQUEUE_DSN=database, **path)
+    assert (failed.status, failed.out, failed.err) == (1, "", "ERROR:  division by zero\n")
+    # Without one on the path, it is that of the embedded server.
+    assert run("psql", "--", "-XAtc", query, PGQUEUE_DSN=database, **psql_path(tmp_path)) == (0, "1\n", "")
+
+
+def test_psql_gets_a_password_by_the_environment_and_interrupts(tmp_path: Path) -> None:
+    program = tmp_path / "psql"
+    program.write_text(
+        "#!/bin/sh\ntrap 'echo interrupted; exit 7' INT\necho \"$PGPASSWORD $*\"\nwhile :; do sleep 0.05; done\n"
+    )
+    program.chmod(0o755)
+    dsn = make_conninfo(host="/nowhere", dbname="shop", password="secret")
+    path = psql_path(tmp_path, "/usr/bin", "/bin")
+    words = [*COMMAND, "--dsn", dsn, "psql", "--", "-x"]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, env=environment(**path), start_new_session=True, text=True
+    ) as command:
+        assert command.stdout is not None
+        line = command.stdout.readline()
+        assert line.startswith("secret --dbname ")
+        assert line.count("secret") == 1
+        assert line.endswith(" -x\n")
+        os.killpg(command.pid, signal.SIGINT)  # as Ctrl-C does
+        assert command.stdout.read() == "interrupted\n"
+        assert command.wait(60) == 7
+
+
+def test_without_psql_the_command_says_what_to_install(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("pgqueue.cli.database._packaged_bindir", lambda: tmp_path)
+    done = in_process(database, "psql")
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith(
+        "pgqueue: psql is not installed: it is not on the path\nhint: Install PostgreSQL's client"
+    )
+    assert "[embedded]" in done.err
+
+
+# Completion
+
+
+def completions(words: str, **variables: Any) -> list[str]:
+    done = run(
+        _PGQUEUE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(len(re.findall(r"\s+", words))), **variables
+    )
+    assert (done.status, done.err) == (0, "")
+    return done.out.split()
+
+
+def test_names_of_queues_are_completed(empty_database: Callable[[], str], tmp_path: Path) -> None:
+    dsn = empty_database()
+    install(dsn, "plain")
+    with psycopg.connect(dsn) as connection:
+        for name in ("orders", "oranges", "billing", "pgqueue-http-tasks"):
+            pgqueue.Queue(connection, name).create_queue()
+    for words in ("pgqueue stats or", "pgqueue dead list or", "pgqueue spark flow-report x --queue or"):
+        assert completions(words, PGQUEUE_DSN=dsn) == ["oranges", "orders"]
+    assert completions(f"pgqueue --dsn '{dsn}' send ", PGQUEUE_DSN="host=/nowhere") == ["billing", "oranges", "orders"]
+    # An unreachable database or a private server without data gives no names, and nothing is created.
+    assert completions("pgqueue stats or", PGQUEUE_DSN="host=/nowhere") == []
+    assert completions("pgqueue stats or", PGQUEUE_HOME=tmp_path / "home") == []
+    assert not (tmp_path / "home").exists()
+
+
+def test_an_unknown_queue_is_reported_with_the_most_similar_name(
+    cli: Callable[..., Done], name: str, orders: pgqueue.Queue, tmp_path: Path
+) -> None:
+    pgqueue.Queue(orders.connection, f"{name}-payments").create_queue()
+    wrong = f"{name}-paymnets"
+    expected = f"pgqueue: queue '{wrong}' does not exist; did you mean '{name}-payments'?\n"
+    for words in (
+        ("show", wrong),
+        ("send", wrong, "1"),
+        ("stats", wrong),
+        ("claim", wrong),
+        ("dead", "redrive", wrong),
+    ):
+        assert cli(*words).err.startswith(expected), words
+    (tmp_path / "shop.py").write_text("def ship(delivery): pass")
+    dsn = orders.connection.info.dsn
+    assert run("work", wrong, "shop:ship", cwd=tmp_path, PGQUEUE_DSN=dsn).err.startswith(expected)
+    assert cli("show", "xyzzy").err.startswith("pgqueue: queue 'xyzzy' does not exist\nhint: ")
