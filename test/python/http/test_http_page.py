@@ -413,6 +413,7 @@ def test_a_form_without_valid_ids_deletes_nothing(
         '{"a": ' + "[" * 900 + "]" * 900 + "}",
         '{"a": ' + "[" * 5000 + "]" * 5000 + "}",
         '{"a": ' + "9" * 5000 + "}",
+        '"no object"',
     ],
 )
 def test_the_page_shows_any_headers(web: Server, site: Site, sql: psycopg.Connection[Any], headers: str) -> None:
