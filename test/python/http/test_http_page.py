@@ -419,7 +419,8 @@ def test_a_form_without_valid_ids_deletes_nothing(
 def test_the_page_shows_any_headers(web: Server, site: Site, sql: psycopg.Connection[Any], headers: str) -> None:
     name = new_name()
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 1)", [name])
-    sql.execute("select pgqueue.enqueue(%s, '1', headers => %s)", [name, headers])
+    sql.execute("select pgqueue.enqueue(%s, '1')", [name])
+    sql.execute("update pgqueue.messages set headers = %s where queue_name = %s", [headers, name])  # plain SQL
     sql.execute("select pgqueue.nack(%s, id, claim_token) from pgqueue.claim(%s)", [name, name])
     place = {"service": "pg-service-uuid", "database": site.databases[0], "name": name}
     answer = web.get("/queue", params=place)
