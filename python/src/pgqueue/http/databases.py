@@ -131,11 +131,15 @@ class Databases:
         its first failed attempt, and starts again with the next call; therefore the call is repeated.
         """
         limits, gate = self._settings.limits, self._gates[place]
-        try:
-            async with asyncio.timeout(limits.connect_seconds if place in self._failing else limits.request_seconds):
-                await gate.acquire()
-        except TimeoutError:
-            raise PoolTimeout("too many requests wait for this database") from None
+        if gate.locked():
+            seconds = limits.connect_seconds if place in self._failing else limits.request_seconds
+            try:
+                async with asyncio.timeout(seconds):
+                    await gate.acquire()
+            except TimeoutError:
+                raise PoolTimeout("too many requests wait for this database") from None
+        else:
+            await gate.acquire()  # returns at once
         try:
             connection = await self._connected(place, pool)
             try:

@@ -50,7 +50,7 @@ from .request_body import JsonRequest, JsonRoute
 from .serialization import to_json
 from .settings import Service
 
-__all__ = ["router"]
+__all__ = ["router", "target_of"]
 
 router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["direct"], route_class=JsonRoute)
 
@@ -93,17 +93,22 @@ class TargetQueue:
             return await run_once(connection, self.key, lambda: effect(queue))
 
 
+def target_of(context: Context, queue_name: str, service_id: str | None, database_name: str | None) -> TargetQueue:
+    """The queue that a request names. Raises `ApiError` 404."""
+    service = context.settings.default_service if service_id is None else context.databases.service(service_id)
+    if not is_queue_name(queue_name) or queue_name == context.settings.tasks.queue:
+        raise queue_not_found(queue_name)
+    database = service.default_database if database_name is None else database_name
+    return TargetQueue(context, service, database, queue_name)
+
+
 async def _target(
     context: CurrentContext,
     queue_name: str,
     service_id: Annotated[str | None, Query(description="By default the server's first service")] = None,
     database_name: Annotated[str | None, Query(description="By default the service's")] = None,
 ) -> TargetQueue:
-    service = context.settings.default_service if service_id is None else context.databases.service(service_id)
-    if not is_queue_name(queue_name) or queue_name == context.settings.tasks.queue:
-        raise queue_not_found(queue_name)
-    database = service.default_database if database_name is None else database_name
-    return TargetQueue(context, service, database, queue_name)
+    return target_of(context, queue_name, service_id, database_name)
 
 
 TargetDependency = Annotated[TargetQueue, Depends(_target)]
