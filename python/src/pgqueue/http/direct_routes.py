@@ -24,7 +24,7 @@ from .context import (
     queue_not_found,
     to_response,
 )
-from .enqueueing import check_sizes, enqueue_messages
+from .enqueueing import check_sizes, enqueue_messages, is_small
 from .errors import ApiError
 from .idempotency import Answer, EffectKey, run_once
 from .models import (
@@ -88,9 +88,19 @@ class TargetQueue:
 
     async def run_once(self, effect: Callable[[AsyncQueue], Awaitable[Answer]]) -> Answer:
         """Run an effect; only once if the request has an idempotency key."""
-        async with self.queue(keyed=self.key is not None) as queue:
+        if self.key is None:
+            return await self.run(effect)
+        async with self.queue(keyed=True) as queue:
             connection: AsyncConnection[Any] = queue.connection
             return await run_once(connection, self.key, lambda: effect(queue))
+
+    async def run(self, effect: Callable[[AsyncQueue], Awaitable[Answer]]) -> Answer:
+        """Run an effect on a connection."""
+        try:
+            async with self.context.databases.target(self.service, self.database) as connection:
+                return await effect(AsyncQueue(connection, self.name))
+        except QueueNotFound:
+            raise queue_not_found(self.name) from None
 
 
 def target_of(context: Context, queue_name: str, service_id: str | None, database_name: str | None) -> TargetQueue:
@@ -124,11 +134,15 @@ KeyedTargetDependency = Annotated[TargetQueue, Depends(_with_key)]
 @router.post("/messages", status_code=201, response_model=MessageIds, responses=_ERRORS)
 async def enqueue(request: JsonRequest, target: KeyedTargetDependency, body: EnqueueDirect) -> Response:
     """Send up to 100 messages in one transaction. Returns their ids in the order of the request."""
-    check_sizes(body.messages)
     text = await request.text()
+    if not is_small(text):
+        check_sizes(body.messages)
 
     async def effect(queue: AsyncQueue) -> Answer:
-        return Answer(201, to_json({"message_ids": await enqueue_messages(queue.connection, target.name, text)}))
+        return Answer(
+            201,
+            to_json({"message_ids": await enqueue_messages(queue.connection, target.name, text, len(body.messages))}),
+        )
 
     answer = await target.run_once(effect)
     if not answer.replayed:
