@@ -45,7 +45,7 @@ def web(postgres: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def enqueue(web: Server, name: str) -> httpx.Response:
-    return web.post(f"/v1/queues/{name}/messages", {"messages": [{"payload": 1}]})
+    return web.post(f"/v1/queues/{name}/enqueue", {"messages": [{"payload": 1}]})
 
 
 def test_a_database_outage_is_503_and_the_server_recovers(web: Server, postgres: EmbeddedServer) -> None:

@@ -123,7 +123,7 @@ def _handle_errors(app: FastAPI) -> None:
         return respond(request, error)
 
     async def validation(request: Request, error: Any) -> Response:
-        return respond(request, from_validation_errors(error.errors()))
+        return respond(request, from_validation_errors(error.errors(), request.scope.get("route")))
 
     async def status(request: Request, error: Any) -> Response:
         if isinstance(error.__cause__, ApiError):  # an ApiError that reading the body raised

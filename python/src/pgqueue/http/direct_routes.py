@@ -131,7 +131,7 @@ async def _with_key(target: TargetDependency, key: IdempotencyKey) -> TargetQueu
 KeyedTargetDependency = Annotated[TargetQueue, Depends(_with_key)]
 
 
-@router.post("/messages", status_code=201, response_model=MessageIds, responses=_ERRORS)
+@router.post("/enqueue", status_code=201, response_model=MessageIds, responses=_ERRORS)
 async def enqueue(request: JsonRequest, target: KeyedTargetDependency, body: EnqueueDirect) -> Response:
     """Send up to 100 messages in one transaction. Returns their ids in the order of the request."""
     text = await request.text()
@@ -254,7 +254,7 @@ async def ack(target: KeyedTargetDependency, body: Ack) -> Response:
     return await _settle(target, body.id, "acked", lambda queue: queue.ack(body.id, body.claim_token))
 
 
-@router.post("/ack-batch", response_model=Count, responses=_ERRORS)
+@router.post("/ack_batch", response_model=Count, responses=_ERRORS)
 async def ack_batch(target: KeyedTargetDependency, body: AckBatch) -> Response:
     """Acknowledge messages of one claim. Returns how many were still claimed."""
     return await _run_and_count(target, "acked", lambda queue: queue.ack_batch(body.ids, body.claim_token))
@@ -286,8 +286,8 @@ async def stats(target: TargetDependency) -> Response:
         return to_response(Answer(200, to_json(await queue.stats())))
 
 
-@router.get("/dead-letters", response_model=DeadLetters, responses=error_responses(404, 422))
-async def dead_letters(
+@router.get("/browse_dead_messages", response_model=DeadLetters, responses=error_responses(404, 422))
+async def browse_dead_messages(
     target: TargetDependency,
     max_messages: Annotated[int, Query(ge=1, le=100)] = 100,
     after_id: Annotated[int, Query(ge=0, le=MAX_ID)] = 0,
@@ -306,8 +306,8 @@ async def redrive(target: KeyedTargetDependency, body: Ids) -> Response:
     return await _run_and_count(target, "redriven", lambda queue: queue.redrive(REDRIVE_LIMIT, body.ids))
 
 
-@router.post("/purge-dead-letters", response_model=Count, responses=_ERRORS)
-async def purge_dead_letters(target: KeyedTargetDependency, body: Ids) -> Response:
+@router.post("/purge_dead_messages", response_model=Count, responses=_ERRORS)
+async def purge_dead_messages(target: KeyedTargetDependency, body: Ids) -> Response:
     """Delete dead letters, all or those in `ids`. Returns how many."""
     return await _run_and_count(target, "purged", lambda queue: queue.purge_dead_messages(body.ids))
 
