@@ -94,6 +94,7 @@ def create_app(settings: Settings, role: Role = "all") -> FastAPI:
     )
     app.state.context = context
     app.include_router(managed_routes.router)
+    app.include_router(direct_routes.list_router)
     app.include_router(direct_routes.router)
     app.include_router(operations_routes.router)
     app.include_router(page_routes.router)

@@ -4,17 +4,18 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Annotated, Any, Final
 
+import psycopg
 from fastapi import APIRouter, Depends, Query, Request, Response
 from psycopg import AsyncConnection
 
 from .._calls import prepare_wait_and_look
-from ..client import AsyncQueue
+from ..client import AsyncQueue, AsyncQueues
 from ..errors import QueueNotFound
-from ..message import Message
+from ..message import Message, QueueInfo
 from .context import (
     Context,
     CurrentContext,
@@ -29,7 +30,6 @@ from .errors import ApiError
 from .idempotency import Answer, EffectKey, run_once
 from .models import (
     MAX_ID,
-    REDRIVE_LIMIT,
     Ack,
     AckBatch,
     Claim,
@@ -43,14 +43,17 @@ from .models import (
     EnqueueDirect,
     Extend,
     Ids,
+    ListedSettings,
     MessageIds,
     Nack,
+    QueueSettings,
+    Redrive,
 )
 from .request_body import JsonRequest, JsonRoute
 from .serialization import to_json
 from .settings import Service
 
-__all__ = ["router", "target_of"]
+__all__ = ["list_router", "router", "target_of"]
 
 router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["direct"], route_class=JsonRoute)
 
@@ -61,6 +64,9 @@ _ERRORS: Final = error_responses(400, 403, 404, 409, 413, 422)
 _CLAIM_ERRORS: Final = _ERRORS | error_responses(410)
 _CLAIMED_FIELDS: Final = tuple(ClaimedMessage.model_fields)
 _DEAD_LETTER_FIELDS: Final = tuple(DeadLetter.model_fields)
+
+
+list_router = APIRouter(prefix="/v1/queues", tags=["direct"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,35 @@ async def _with_key(target: TargetDependency, key: IdempotencyKey) -> TargetQueu
 
 
 KeyedTargetDependency = Annotated[TargetQueue, Depends(_with_key)]
+
+
+@list_router.get("", response_model=ListedSettings, responses=error_responses(404, 422))
+async def list_queues(
+    context: CurrentContext,
+    service_id: Annotated[str | None, Query(description="By default the server's first service")] = None,
+    database_name: Annotated[str | None, Query(description="By default the service's")] = None,
+) -> Response:
+    """The queues of a database with their settings, by name. They need not be managed queues."""
+    service = context.settings.default_service if service_id is None else context.databases.service(service_id)
+    database = service.default_database if database_name is None else database_name
+    try:
+        async with context.databases.target(service, database) as connection:
+            queues = await AsyncQueues(connection).list_queues()
+    except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
+        queues = []  # pgqueue is not installed there yet
+    listed = [_settings(each) for each in queues if each.name != context.settings.tasks.queue]
+    return to_response(Answer(200, to_json({"queues": listed})))
+
+
+def _settings(queue: QueueInfo) -> dict[str, Any]:
+    """The columns of a queue; intervals in seconds."""
+    columns = {}
+    for each in fields(queue):
+        value = getattr(queue, each.name)
+        is_interval = f"{each.name}_seconds" in QueueSettings.model_fields
+        seconds = value.total_seconds() if isinstance(value, timedelta) else None
+        columns[f"{each.name}_seconds" if is_interval else each.name] = seconds if is_interval else value
+    return columns
 
 
 @router.post("/enqueue", status_code=201, response_model=MessageIds, responses=_ERRORS)
@@ -301,9 +336,9 @@ async def browse_dead_messages(
 
 
 @router.post("/redrive", response_model=Count, responses=_ERRORS)
-async def redrive(target: KeyedTargetDependency, body: Ids) -> Response:
+async def redrive(target: KeyedTargetDependency, body: Redrive) -> Response:
     """Make dead letters ready again, all or those in `ids`, at most 100,000 per request. Returns how many."""
-    return await _run_and_count(target, "redriven", lambda queue: queue.redrive(REDRIVE_LIMIT, body.ids))
+    return await _run_and_count(target, "redriven", lambda queue: queue.redrive(body.max_messages, body.ids))
 
 
 @router.post("/purge_dead_messages", response_model=Count, responses=_ERRORS)
