@@ -99,7 +99,7 @@ def create_app(settings: Settings, role: Role = "all") -> FastAPI:
     app.include_router(operations_routes.router)
     app.include_router(page_routes.router)
     app.mount("/static", StaticFiles(packages=[("pgqueue.http", "static")]), name="static")
-    before = {
+    before: dict[str, Any] = {
         "authenticator": Authenticator(settings.users),
         "metrics": metrics,
         "seconds": settings.limits.request_seconds,

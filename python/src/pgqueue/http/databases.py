@@ -147,9 +147,7 @@ class Databases:
             with self._detecting_lost_schema(None, QueueNotFound):
                 yield connection
 
-    def target(
-        self, service: Service, database: str, prepare: bool = False
-    ) -> AbstractAsyncContextManager[Connection]:
+    def target(self, service: Service, database: str, prepare: bool = False) -> AbstractAsyncContextManager[Connection]:
         """A connection to a database of a service, in autocommit mode.
 
         With `prepare`, pgqueue and the tables of the server are installed where they are missing. Raises `ApiError` 404

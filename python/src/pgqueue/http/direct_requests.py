@@ -1,7 +1,7 @@
-"""Serves the POST requests of the direct routes. FastAPI describes these routes, and would take most of a request's time.
+"""Serves the POST requests of the direct routes without FastAPI, which would take most of their time.
 
-A request with an idempotency key, or with a body of another type than JSON, is left to FastAPI. It calls the same
-functions with the same values, and its errors are the same.
+A request with an idempotency key, or with a body of another type than JSON, is left to FastAPI, which also documents
+the routes. It calls the same functions with the same values, and its errors are the same.
 """
 
 from collections.abc import Awaitable, Callable

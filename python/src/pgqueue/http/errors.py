@@ -1,9 +1,9 @@
 """Errors as responses: one JSON form that names the code, the message, the field, its value and the limit."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import psycopg
 from fastapi.routing import APIRoute
@@ -117,7 +117,7 @@ def _schema(route: object, place: Sequence[str | int]) -> Mapping[str, Any]:
     if isinstance(route, APIRoute):
         where, *steps = place
         if where == "body" and route.body_field is not None:
-            schema = _schema_of(route.body_field.field_info.annotation)
+            schema = _schema_of(cast("Hashable", route.body_field.field_info.annotation))
         else:
             schema = {"properties": {field.alias: _schema_of(field.field_info.annotation) for field in _fields(route)}}
         definitions = schema.get("$defs", {})
@@ -139,8 +139,9 @@ def _fields(route: APIRoute) -> list[Any]:
 
 
 @cache
-def _schema_of(annotation: Any) -> dict[str, Any]:
-    return TypeAdapter(annotation).json_schema()
+def _schema_of(annotation: Hashable) -> dict[str, Any]:
+    adapter: TypeAdapter[Any] = TypeAdapter(cast("Any", annotation))
+    return adapter.json_schema()
 
 
 def _description(schema: Mapping[str, Any]) -> str:

@@ -63,7 +63,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timeouts when a client has connected."""
         super().connection_made(transport)
-        self.transport = _JoiningTransport(transport, self.loop)
+        self.transport = _JoiningTransport(transport, self.loop)  # type: ignore[assignment]
         _set_client_read_timeout(transport)
         self._start_deadline(HEADERS_SECONDS, self._refuse_slow_headers)
 

@@ -78,7 +78,6 @@ class JsonRequest(Request):
             self._json = read_json(await self.text())
         return self._json
 
-
     async def is_disconnected(self) -> bool:
         """Whether the client has disconnected, as far as the server knows. It does not wait."""
         if not self._is_disconnected:
@@ -141,9 +140,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 _DECODER: Final = json.JSONDecoder(parse_float=_number, parse_constant=_refuse_constant)
-_LONG_DECODER: Final = json.JSONDecoder(
-    parse_float=_number, parse_constant=_refuse_constant, parse_int=_whole_number
-)
+_LONG_DECODER: Final = json.JSONDecoder(parse_float=_number, parse_constant=_refuse_constant, parse_int=_whole_number)
 
 
 def json_size(value: Any) -> int:
