@@ -177,7 +177,7 @@ def test_a_request_is_answered_in_time_although_the_database_ignores_a_cancel(
         with locked(target, "lock table pgqueue.messages in access exclusive mode"):
             began = time.monotonic()
             sending = threads.submit(enqueue, other, name)
-            (pid,) = other.until(lambda: waiters(target, "%jsonb_array_elements%"))
+            (pid,) = other.until(lambda: waiters(target, "%pgqueue.enqueue(%"))
             os.kill(pid, signal.SIGSTOP)
             try:
                 answer = sending.result()
