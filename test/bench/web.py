@@ -55,7 +55,7 @@ class Http:
         return answer.status, json.loads(text)
 
     def enqueue(self, number: int) -> None:
-        self.call("POST", f"/v1/queues/{QUEUE}/messages", {"messages": [{"payload": ORDER}] * number})
+        self.call("POST", f"/v1/queues/{QUEUE}/enqueue", {"messages": [{"payload": ORDER}] * number})
 
     def cycle(self, number: int) -> int:
         _, answer = self.call("POST", f"/v1/queues/{QUEUE}/claim", {"max_messages": number})
@@ -65,7 +65,7 @@ class Http:
             self.call("POST", f"/v1/queues/{QUEUE}/ack", held)
         elif messages:
             held = {"ids": [each["id"] for each in messages], "claim_token": messages[0]["claim_token"]}
-            self.call("POST", f"/v1/queues/{QUEUE}/ack-batch", held)
+            self.call("POST", f"/v1/queues/{QUEUE}/ack_batch", held)
         return len(messages)
 
 

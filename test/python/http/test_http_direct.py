@@ -47,7 +47,7 @@ class DirectQueue:
         return self.web.post(f"{self.path}/{verb}", {} if body is None else body, headers=headers, **more)
 
     def send(self, *payloads: Any) -> list[int]:
-        answer = self.post("messages", {"messages": [{"payload": each} for each in payloads]})
+        answer = self.post("enqueue", {"messages": [{"payload": each} for each in payloads]})
         assert answer.status_code == 201, answer.text
         return answer.json()["message_ids"]
 
@@ -77,7 +77,7 @@ def code(answer: httpx.Response, status: int) -> str:
 
 def test_a_message_passes_through_every_direct_route(queue: DirectQueue) -> None:
     message = {"payload": {"n": 1}, "headers": {"event": "created"}}
-    (sent,) = queue.post("messages", {"messages": [message]}).json()["message_ids"]
+    (sent,) = queue.post("enqueue", {"messages": [message]}).json()["message_ids"]
     (claimed,) = queue.claim(claimed_by="worker-1", visibility_timeout_seconds=60)
     assert {name: claimed[name] for name in ("id", "payload", "headers", "attempt_count", "claimed_by")} == {
         "id": sent, "payload": {"n": 1}, "headers": {"event": "created"}, "attempt_count": 1, "claimed_by": "worker-1",
@@ -89,7 +89,7 @@ def test_a_message_passes_through_every_direct_route(queue: DirectQueue) -> None
     assert (again["attempt_count"], again["last_error"]) == (2, "declined")
     held["claim_token"] = again["claim_token"]
     assert queue.post("nack", held | {"error": "declined again"}).json() == {"id": sent}
-    (dead,) = queue.web.get(f"{queue.path}/dead-letters").json()["dead_messages"]
+    (dead,) = queue.web.get(f"{queue.path}/browse_dead_messages").json()["dead_messages"]
     assert (dead["id"], dead["reason"], dead["last_error"]) == (sent, "attempts_exhausted", "declined again")
     assert queue.stats()["dead_messages"] == 1
     assert queue.post("redrive", {"ids": [sent]}).json() == {"count": 1}
@@ -121,8 +121,8 @@ def test_a_batch_is_acknowledged_and_counted(queue: DirectQueue) -> None:
     claimed = queue.claim(max_messages=100)
     assert [each["id"] for each in claimed] == ids
     body = {"ids": ids, "claim_token": claimed[0]["claim_token"]}
-    assert queue.post("ack-batch", body).json() == {"count": 100}
-    assert queue.post("ack-batch", body).json() == {"count": 0}
+    assert queue.post("ack_batch", body).json() == {"count": 100}
+    assert queue.post("ack_batch", body).json() == {"count": 0}
 
 
 @pytest.mark.parametrize(
@@ -141,16 +141,16 @@ def test_a_batch_is_acknowledged_and_counted(queue: DirectQueue) -> None:
         ("extend", "visibility_timeout_seconds", 43200, 43201),
         ("ack", "id", 2**63 - 1, 2**63),
         ("ack", "claim_token", TOKEN, "token"),
-        ("ack-batch", "ids", [1] * 100, [1] * 101),
+        ("ack_batch", "ids", [1] * 100, [1] * 101),
         ("redrive", "ids", [1], []),
-        ("purge-dead-letters", "ids", [1], [0]),
+        ("purge_dead_messages", "ids", [1], [0]),
     ],
 )
 def test_values_at_a_limit_are_accepted_and_values_beyond_are_refused(
     queue: DirectQueue, verb: str, field: str, good: Any, bad: Any
 ) -> None:
     needed: dict[str, Any] = {"id": 1, "claim_token": TOKEN} if verb in ("ack", "nack", "extend") else {}
-    if verb == "ack-batch":
+    if verb == "ack_batch":
         needed = {"ids": [1], "claim_token": TOKEN}
     answer = queue.post(verb, needed | {field: bad})
     code(answer, 422)
@@ -161,9 +161,9 @@ def test_values_at_a_limit_are_accepted_and_values_beyond_are_refused(
 
 def test_direct_payloads_over_the_limit_are_refused(queue: DirectQueue) -> None:
     assert queue.send("x" * (262144 - 2))
-    answer = queue.post("messages", {"messages": [{"payload": "x" * (262144 - 1)}]})
+    answer = queue.post("enqueue", {"messages": [{"payload": "x" * (262144 - 1)}]})
     assert code(answer, 413) == "payload_too_large"
-    too_many = queue.post("messages", {"messages": [{"payload": 1}] * 101})
+    too_many = queue.post("enqueue", {"messages": [{"payload": 1}] * 101})
     assert code(too_many, 422) == "invalid"
 
 
@@ -171,9 +171,9 @@ def test_headers_over_64_kb_and_the_queues_own_limit_are_reported(
     queue: DirectQueue, sql: psycopg.Connection[Any]
 ) -> None:
     message = {"payload": 1, "headers": {"x": "y" * 70_000}}
-    assert code(queue.post("messages", {"messages": [message]}), 413) == "payload_too_large"
+    assert code(queue.post("enqueue", {"messages": [message]}), 413) == "payload_too_large"
     sql.execute("select pgqueue.alter_queue(%s, max_payload_bytes => 10)", [queue.name])
-    assert code(queue.post("messages", {"messages": [{"payload": "x" * 20}]}), 413) == "payload_too_large"
+    assert code(queue.post("enqueue", {"messages": [{"payload": "x" * 20}]}), 413) == "payload_too_large"
 
 
 def test_claimed_by_and_error_are_stored_without_invalid_characters(queue: DirectQueue) -> None:
@@ -188,7 +188,7 @@ def test_claimed_by_and_error_are_stored_without_invalid_characters(queue: Direc
 def test_any_json_passes_unchanged(queue: DirectQueue) -> None:
     text = '[1.10, 1e400, null, "\\u00e9", {"a": {}}]'
     body = f'{{"messages": [{{"payload": {text}}}, {{"payload": null}}, {{"payload": false}}]}}'
-    assert queue.post("messages", body).status_code == 201
+    assert queue.post("enqueue", body).status_code == 201
     answer = queue.post("claim", {"max_messages": 3})
     assert '"payload": [1.10, 1' in answer.text
     assert [each["payload"] for each in answer.json()["messages"][1:]] == [None, False]
@@ -206,7 +206,7 @@ def test_timestamps_beyond_python_become_the_first_or_the_last(
     for each in claimed:
         assert (each["enqueued_at"], each["expires_at"]) == ("0001-01-01T00:00:00Z", "9999-12-31T23:59:59.999999Z")
         assert queue.post("nack", {"id": each["id"], "claim_token": each["claim_token"]}).status_code == 200
-    dead = queue.web.get(f"{queue.path}/dead-letters").json()["dead_messages"]
+    dead = queue.web.get(f"{queue.path}/browse_dead_messages").json()["dead_messages"]
     assert [each["expires_at"] for each in dead] == ["9999-12-31T23:59:59.999999Z"] * 2
     place = {"service": SERVICE, "database": site.databases[0], "name": queue.name}
     assert queue.web.get("/queue", params=place).text.count("sent <time") == 2
@@ -237,8 +237,8 @@ def test_long_numbers_pass_unchanged_up_to_the_limit(queue: DirectQueue) -> None
     """A number counts with the digits that PostgreSQL writes, 131,072 for 1e131071. Two such numbers just fit."""
     texts = ["[1e131071]", f"[{'9' * 131072}]", "[1e131071, 1e131067]"]
     bodies = [f'{{"messages": [{{"payload": {text}}}]}}' for text in texts]
-    assert [queue.post("messages", body).status_code for body in bodies] == [201, 201, 201]
-    answer = queue.post("messages", bodies[2].replace("67", "68"))
+    assert [queue.post("enqueue", body).status_code for body in bodies] == [201, 201, 201]
+    answer = queue.post("enqueue", bodies[2].replace("67", "68"))
     assert code(answer, 413) == "payload_too_large"
     assert answer.json()["error"]["value"] == "262145 bytes"
 
@@ -266,7 +266,7 @@ def test_the_routes_work_with_any_encoding_and_style_of_a_database(server: str, 
                 assert message["payload"] == "é"
                 assert message["visible_at"].endswith("Z")
                 assert web.get("/queue", params={"service": SERVICE, "database": made, "name": name}).status_code == 200
-                assert code(queue.post("messages", {"messages": [{"payload": "☃"}]}), 422) == "invalid"
+                assert code(queue.post("enqueue", {"messages": [{"payload": "☃"}]}), 422) == "invalid"
         finally:
             connection.execute(f'drop database "{made}" with (force)')
 
@@ -297,17 +297,17 @@ def test_the_service_and_the_database_can_be_named(web: Server, site: Site, queu
 def test_unknown_resources_are_404(queue: DirectQueue) -> None:
     nobody = DirectQueue(queue.web, new_name())
     for verb, body in [
-        ("messages", {"messages": [{"payload": 1}]}),
+        ("enqueue", {"messages": [{"payload": 1}]}),
         ("claim", {}),
         ("claim", {"wait_seconds": 20}),
         ("ack", {"id": 1, "claim_token": TOKEN}),
         ("redrive", {}),
-        ("purge-dead-letters", {}),
+        ("purge_dead_messages", {}),
     ]:
         assert code(nobody.post(verb, body), 404) == "queue_not_found"
         error = nobody.post(verb, body).json()["error"]
         assert (error["field"], error["value"]) == ("queue_name", nobody.name)
-    for page in ("stats", "dead-letters"):
+    for page in ("stats", "browse_dead_messages"):
         answer = nobody.web.get(f"{nobody.path}/{page}")
         assert code(answer, 404) == "queue_not_found"
         assert (answer.json()["error"]["field"], answer.json()["error"]["value"]) == ("queue_name", nobody.name)
@@ -383,7 +383,7 @@ def test_a_long_poll_returns_due_messages_although_the_clocks_differ(site: Site,
         name = new_name()
         web.create(name)
         queue = DirectQueue(web, name)
-        assert queue.post("messages", {"messages": [{"payload": 1, "delay_seconds": 1}]}).status_code == 201
+        assert queue.post("enqueue", {"messages": [{"payload": 1, "delay_seconds": 1}]}).status_code == 201
         assert len(queue.claim(wait_seconds=4)) == 1
 
 
@@ -575,12 +575,12 @@ def test_a_stopping_server_releases_undelivered_messages_first(
 
 def test_a_repeated_request_with_a_key_takes_effect_once(queue: DirectQueue) -> None:
     key, body = new_name(), {"messages": [{"payload": 1}]}
-    first, second = queue.post("messages", body, key), queue.post("messages", body, key)
+    first, second = queue.post("enqueue", body, key), queue.post("enqueue", body, key)
     assert (first.status_code, first.json()) == (second.status_code, second.json())
     assert "idempotent-replayed" not in first.headers
     assert second.headers["idempotent-replayed"] == "true"
     assert queue.stats()["ready_messages"] == 1
-    assert queue.post("messages", body, new_name()).json() != first.json()
+    assert queue.post("enqueue", body, new_name()).json() != first.json()
 
 
 def test_a_repeated_claim_with_a_key_returns_the_same_messages(queue: DirectQueue) -> None:
@@ -598,8 +598,8 @@ def test_a_repeated_claim_with_a_key_returns_the_same_messages(queue: DirectQueu
 
 def test_a_key_cannot_be_reused_for_another_request(queue: DirectQueue) -> None:
     key = new_name()
-    assert queue.post("messages", {"messages": [{"payload": 1}]}, key).status_code == 201
-    answer = queue.post("messages", {"messages": [{"payload": 2}]}, key)
+    assert queue.post("enqueue", {"messages": [{"payload": 1}]}, key).status_code == 201
+    answer = queue.post("enqueue", {"messages": [{"payload": 2}]}, key)
     assert code(answer, 422) == "idempotency_key_reused"
     for bad in ("", "x" * 256, "ä".encode(), "a b"):
         headers = {"Idempotency-Key": bad}
@@ -609,9 +609,9 @@ def test_a_key_cannot_be_reused_for_another_request(queue: DirectQueue) -> None:
 
 def test_a_failed_request_is_not_stored_under_its_key(web: Server, sql: psycopg.Connection[Any]) -> None:
     name, key, body = new_name(), new_name(), {"messages": [{"payload": 1}]}
-    assert DirectQueue(web, name).post("messages", body, key).status_code == 404
+    assert DirectQueue(web, name).post("enqueue", body, key).status_code == 404
     sql.execute("select pgqueue.create_queue(%s)", [name])
-    assert DirectQueue(web, name).post("messages", body, key).status_code == 201
+    assert DirectQueue(web, name).post("enqueue", body, key).status_code == 201
 
 
 def test_of_concurrent_requests_with_a_key_one_takes_effect(queue: DirectQueue) -> None:
@@ -620,7 +620,7 @@ def test_of_concurrent_requests_with_a_key_one_takes_effect(queue: DirectQueue) 
 
     def send() -> Any:
         gate.wait()
-        return queue.post("messages", body, key).json()
+        return queue.post("enqueue", body, key).json()
 
     with ThreadPoolExecutor(8) as threads:
         answers = [each.result() for each in [threads.submit(send) for _ in range(8)]]
@@ -633,7 +633,7 @@ def test_a_request_that_waits_too_long_for_its_key_is_409(queue: DirectQueue, si
     insert = "insert into pgqueue_http.effects (scope, key, fingerprint) values ('user:admin', %s, '')"
     queue.post("claim", {}, new_name())  # creates the table of stored responses
     with locked(site.target, insert, key), ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(queue.post, "messages", {"messages": [{"payload": 1}]}, key)
+        waiting = threads.submit(queue.post, "enqueue", {"messages": [{"payload": 1}]}, key)
         assert code(waiting.result(40), 409) == "idempotency_key_in_use"
 
 

@@ -304,7 +304,7 @@ def test_a_missing_or_unknown_field_is_named(web: Server) -> None:
 def test_a_body_that_is_not_utf8_is_refused(web: Server, queue: str, text: bytes) -> None:
     for path, payload in (
         (f"{web.queues}/{queue}/messages", b'{"x": "%b"}'),
-        (f"/v1/queues/{queue}/messages", b'"%b"'),
+        (f"/v1/queues/{queue}/enqueue", b'"%b"'),
     ):
         refused(web.post(path, b'{"messages": [{"payload": %b}]}' % (payload % text)), 400)
         body = '{"messages": [{"payload": {"x": "é"}}]}'

@@ -45,7 +45,7 @@ def web(postgres: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def enqueue(web: Server, name: str) -> httpx.Response:
-    return web.post(f"/v1/queues/{name}/messages", {"messages": [{"payload": 1}]})
+    return web.post(f"/v1/queues/{name}/enqueue", {"messages": [{"payload": 1}]})
 
 
 def test_a_database_outage_is_503_and_the_server_recovers(web: Server, postgres: EmbeddedServer) -> None:
@@ -237,7 +237,7 @@ def test_a_request_is_answered_in_time_although_the_database_ignores_a_cancel(
         with locked(target, "lock table pgqueue.messages in access exclusive mode"):
             began = time.monotonic()
             sending = threads.submit(enqueue, other, name)
-            (pid,) = other.until(lambda: waiters(target, "%jsonb_array_elements%"))
+            (pid,) = other.until(lambda: waiters(target, "%pgqueue.enqueue(%"))
             os.kill(pid, signal.SIGSTOP)
             try:
                 answer = sending.result()

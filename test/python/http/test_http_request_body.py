@@ -87,7 +87,7 @@ def test_every_json_value_is_measured_as_postgresql_writes_it(connection: psycop
 # Errors of a server whose databases cannot be reached: every request that passes its checks gets 503.
 
 SETTINGS = Settings("", {"s": Service("s", "", ("d",))}, {ADMIN[0]: hash_password(ADMIN[1])})
-DIRECT, MANAGED = "/v1/queues/q/messages", "/managed-services/s/queues/q/messages"
+DIRECT, MANAGED = "/v1/queues/q/enqueue", "/managed-services/s/queues/q/messages"
 
 
 @pytest.fixture
@@ -179,7 +179,9 @@ async def test_of_many_unknown_fields_one_is_reported(web: httpx.AsyncClient, pl
         tracemalloc.stop()
     assert (status, error["code"]) == (422, "invalid")
     assert error["field"] == f"{place}.x0".removeprefix(".")
-    assert error["message"] == f"{error['field']} is invalid; must be left out: there is no such field"
+    limit = "one of payload, delay_seconds, headers" if place else "one of messages"
+    assert error["message"] == f"{error['field']} is unknown; must be {limit}"
+    assert error["limit"] == limit
 
 
 async def test_a_long_field_name_is_shortened_in_the_error(web: httpx.AsyncClient) -> None:
@@ -215,11 +217,11 @@ TOKEN = "00000000-0000-0000-0000-000000000000"
         ("ack", {"id": 1, "claim_token": None}, "claim_token", "a UUID"),
         ("ack", {"id": "1", "claim_token": TOKEN}, "id", "a whole number"),
         ("ack", {"id": 2**63, "claim_token": TOKEN}, "id", f"at most {2**63 - 1}"),
-        ("ack-batch", {"ids": 1, "claim_token": TOKEN}, "ids", "a list"),
+        ("ack_batch", {"ids": 1, "claim_token": TOKEN}, "ids", "a list"),
         ("claim", {"claimed_by": 1}, "claimed_by", "a string"),
         ("claim", {"claimed_by": "\ud800"}, "claimed_by", "a string of Unicode characters"),
-        ("messages", {"messages": [1]}, "messages[0]", "a JSON object"),
-        ("messages", {"messages": [{"payload": 1, "headers": []}]}, "messages[0].headers", "a JSON object"),
+        ("enqueue", {"messages": [1]}, "messages[0]", "a JSON object"),
+        ("enqueue", {"messages": [{"payload": 1, "headers": []}]}, "messages[0].headers", "a JSON object"),
     ],
     ids=str,
 )
@@ -229,6 +231,68 @@ async def test_the_error_of_a_field_names_the_expected_type(
     status, error = await refusal(web, f"/v1/queues/q/{verb}", json.dumps(body))
     assert (status, error["code"], error["field"], error["limit"]) == (422, "invalid", field, limit)
     assert error["message"] == f"{field} is invalid; must be {limit}"
+
+
+ID, LIST = f"a whole number from 1 to {2**63 - 1}", "a list of 1 to 100 items"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "field", "limit"),
+    [
+        ("POST", "/v1/queues/q/enqueue", "", "body", "a JSON object"),
+        ("POST", "/v1/queues/q/enqueue", "{}", "messages", LIST),
+        ("POST", "/v1/queues/q/ack", "{}", "id", ID),
+        ("POST", "/v1/queues/q/ack", '{"id": 1}', "claim_token", "a UUID"),
+        ("POST", "/v1/queues/q/ack_batch", "{}", "ids", LIST),
+        ("POST", MANAGED, '{"messages": [{}]}', "messages[0].payload", "a JSON object"),
+        ("POST", "/managed-services/s/queues", "{}", "name", "a string of the form ^[a-z0-9_-]+$"),
+        ("GET", MANAGED, None, "task_id", "a UUID"),
+    ],
+)
+async def test_the_error_of_a_missing_argument_says_what_is_expected(
+    web: httpx.AsyncClient, method: str, path: str, body: str | None, field: str, limit: str
+) -> None:
+    json_type = {"Content-Type": "application/json"}
+    answer = await web.request(method, path, content=body, headers=json_type)
+    assert answer.status_code == 422
+    assert answer.json()["error"] == {
+        "code": "invalid",
+        "message": f"{field} is missing; must be {limit}",
+        "field": field,
+        "value": None,
+        "limit": limit,
+    }
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [
+        ("enqueue", ""),
+        ("enqueue", "{}"),
+        ("enqueue", "[1]"),
+        ("enqueue", "nonsense"),
+        ("enqueue", '{"messages": [{"payload": 1, "unknown": 2}]}'),
+        ("enqueue", '{"messages": [{"payload": 1, "delay_seconds": -1}]}'),
+        ("enqueue", '{"messages": [{"payload": 1e131072}]}'),
+        ("enqueue", b'{"messages": "\xff"}'),
+        ("claim", '{"max_messages": 101}'),
+        ("claim", '{"claimed_by": "\\ud800"}'),
+        ("ack", '{"id": 0}'),
+        ("ack?service_id=none", f'{{"id": 1, "claim_token": "{TOKEN}"}}'),
+        ("ack?database_name=a&database_name=none", f'{{"id": 1, "claim_token": "{TOKEN}"}}'),
+        ("ack?database_name=none&database_name=d", f'{{"id": 1, "claim_token": "{TOKEN}"}}'),
+        ("ack?database_name=%ff+", f'{{"id": 1, "claim_token": "{TOKEN}"}}'),
+        ("extend", f'{{"id": 1, "claim_token": "{TOKEN}"}}'),
+        ("Ack", "{}"),
+        ("ack/", "{}"),
+    ],
+)
+async def test_the_errors_of_a_request_are_the_same_with_and_without_a_key(
+    web: httpx.AsyncClient, verb: str, body: str | bytes
+) -> None:
+    """Only requests with a key pass through FastAPI."""
+    path = f"/v1/queues/q/{verb}"
+    assert await refusal(web, path, body) == await refusal(web, path, body, **{"Idempotency-Key": "key"})
 
 
 @pytest.mark.parametrize("text", ["9007199254740993.0", "9.007199254740993e15", "9223372036854775807.0"])

@@ -1,7 +1,9 @@
 """OpenAPI: the schema is valid and correct, and every request that it allows gets a response that it describes."""
 
+import json
 import os
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from served import ADMIN, SERVICE, Server, Site, serving
 
-from pgqueue.http import Settings, create_app
+from pgqueue.http import Settings, create_app, models
 from pgqueue.http.passwords import hash_password
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::pytest.PytestWarning")
@@ -41,7 +43,8 @@ OPERATIONS = [
     for path, methods in DOCUMENT["paths"].items()
     for method, operation in methods.items()
     for mode in GenerationMode
-    if mode == GenerationMode.POSITIVE or operation.get("parameters")
+    # Any query string is valid for the list of queues.
+    if mode == GenerationMode.POSITIVE or (operation.get("parameters") and path != "/v1/queues")
 ]
 
 
@@ -64,6 +67,76 @@ def test_the_schema_is_valid(web: Server) -> None:
                     assert body == {"$ref": "#/components/schemas/ErrorBody"}, (path, method, status)
 
 
+ROOT = Path(__file__).parents[3]
+_EXAMPLE = re.compile(
+    r"^(GET|POST|DELETE) (/\S+)\n(?:  ->  (.*?)\n)?  (\d{3}) (\{.*?\})(?=\n(?:\w|```))", re.MULTILINE | re.DOTALL
+)
+
+
+def model_of(content: dict[str, Any]) -> Any:
+    return getattr(models, content["application/json"]["schema"]["$ref"].rpartition("/")[2])
+
+
+def test_the_readme_has_a_valid_example_of_every_body() -> None:
+    text = (ROOT / "python/src/pgqueue/http/README.md").read_text()
+    seen = set()
+    for method, path, request, status, response in _EXAMPLE.findall(text):
+        operation = DOCUMENT["paths"][path][method.lower()]
+        assert bool(request) == ("requestBody" in operation), (method, path)
+        if request:
+            model_of(operation["requestBody"]["content"]).model_validate(json.loads(request))
+        model = model_of(operation["responses"][status]["content"])
+        found = model.model_validate_json(response)
+        dumped = json.loads(found.model_dump_json(exclude_none=True))
+        assert all_names(dumped) <= all_names(json.loads(response)), (method, path)
+        seen.add((method.lower(), path))
+    routes = {(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    assert seen == routes - {("get", path) for path in ("/healthz", "/readyz", "/metrics")}
+
+
+def all_names(value: Any) -> set[str]:
+    if isinstance(value, list):
+        return set().union(*map(all_names, value))
+    return set(value).union(*map(all_names, value.values())) if isinstance(value, dict) else set()
+
+
+def test_direct_routes_have_the_names_and_arguments_of_sql_functions() -> None:
+    reference = (ROOT / "sql/REFERENCE.md").read_text()
+    for path, methods in DOCUMENT["paths"].items():
+        if not path.startswith("/v1/queues"):
+            continue
+        verb = path.removeprefix("/v1/queues").rpartition("/")[2] or "list_queues"
+        found = re.search(rf"^### {verb}\n\n```text\n{verb}\((.*?)\) →", reference, re.MULTILINE | re.DOTALL)
+        assert found, path
+        arguments = set(re.findall(r"(\w+) [a-z]", found[1]))
+        for operation in methods.values():
+            given = {each["name"] for each in operation.get("parameters", []) if each["in"] != "header"}
+            if "requestBody" in operation:
+                model = model_of(operation["requestBody"]["content"])
+                given |= set((models.DirectMessage if verb == "enqueue" else model).model_fields)
+            given -= {"service_id", "database_name", "wait_seconds"}  # of HTTP only
+            assert {name.removesuffix("_seconds") for name in given} <= arguments, path
+
+
+def test_the_docs_page_shows_every_route_and_loads_nothing_from_another_host(web: Server) -> None:
+    answer = web.get("/docs")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    for path, methods in DOCUMENT["paths"].items():
+        for method in methods:
+            assert f"<code>{method.upper()} {path}</code>" in answer.text
+    assert re.findall(r"(?:src|href)=.?(?:https?:)?//", answer.text) == []
+    assert web.call("GET", "/docs", auth=None).status_code == 401
+
+
+def test_the_queues_of_a_database_are_listed_with_their_settings(web: Server) -> None:
+    listed = web.get("/v1/queues").json()["queues"]
+    (orders,) = [each for each in listed if each["name"] == "orders"]
+    assert set(orders) == set(models.QueueSettings.model_fields)
+    assert (orders["visibility_timeout_seconds"], orders["max_attempts"]) == (30, 5)
+    error = web.get("/v1/queues", params={"database_name": "none"}).json()["error"]
+    assert (error["code"], error["field"]) == ("database_not_found", "database_name")
+
+
 def test_head_is_answered_like_get_without_the_body(web: Server) -> None:
     queue = f"{web.queues}/orders"
     for path in ("/healthz", "/readyz", "/", "/static/style.css", "/openapi.json", queue, "/v1/queues/orders/stats"):
@@ -83,7 +156,7 @@ def within(value: Any) -> Any:
     """The generator uses floats, for which the largest id equals the next number, which is not an id."""
     if isinstance(value, list):
         return [within(each) for each in value]
-    return 2**63 - 1 if isinstance(value, float) and value == 2.0**63 else value
+    return 2**63 - 1 if isinstance(value, (int, float)) and float(value) == 2.0**63 else value
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)

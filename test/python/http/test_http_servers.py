@@ -102,7 +102,7 @@ def test_a_queue_is_deleted_while_producers_write(pair: list[Server], site: Site
     def direct(web: Server) -> None:
         writing.wait()
         while not stop.is_set():
-            seen.add(web.post(f"/v1/queues/{name}/messages", {"messages": [{"payload": 1}]}).status_code)
+            seen.add(web.post(f"/v1/queues/{name}/enqueue", {"messages": [{"payload": 1}]}).status_code)
 
     def raw() -> str:
         writing.wait()

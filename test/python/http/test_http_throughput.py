@@ -247,10 +247,10 @@ def test_messages_that_pass_through_the_server_count_as_throughput(web: Server) 
     body = {"messages": [{"payload": 1}] * 10}
 
     def pass_on() -> bool:
-        web.post(f"/v1/queues/{name}/messages", body)
+        web.post(f"/v1/queues/{name}/enqueue", body)
         claimed = web.post(f"/v1/queues/{name}/claim", {"max_messages": 10}).json()["messages"]
         held = {"ids": [each["id"] for each in claimed], "claim_token": claimed[0]["claim_token"]}
-        web.post(f"/v1/queues/{name}/ack-batch", held)
+        web.post(f"/v1/queues/{name}/ack_batch", held)
         rates = [metric(web, f"pgqueue_{each}_per_second", queue=name) or 0 for each in ("in", "out")]
         return min(rates) > 1
 

@@ -7,7 +7,7 @@ the environment variable PGQUEUE_CONFIG names.
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any, Literal
@@ -18,11 +18,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.staticfiles import StaticFiles
 from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from . import direct_routes, managed_routes, operations_routes, page_routes
 from .agent import Agent
 from .context import Context
 from .databases import Databases
+from .direct_requests import DirectRequests
 from .errors import ApiError, error_response, from_database_error, from_http_status, from_validation_errors
 from .metrics import Metrics
 from .middleware import RequestMiddleware
@@ -40,6 +42,20 @@ _DESCRIPTION = """Queues in PostgreSQL, managed and used over HTTP.
 
 Agents create, fill and inspect managed queues: a request returns at once, and the client polls for its result. The
 direct routes answer in one round trip. A POST with an `Idempotency-Key` can be repeated: it takes effect once."""
+
+
+class _Application(FastAPI):
+    """FastAPI, beside which the common requests of the direct routes are served."""
+
+    def serve_direct_requests(self, middleware: Mapping[str, Any]) -> None:
+        """Serve them from now on, behind the middleware with these arguments."""
+        self._direct_requests = DirectRequests(self)
+        self._direct_app = RequestMiddleware(self._direct_requests, **middleware)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        app = self._direct_app if self._direct_requests.serves(scope) else super().__call__
+        await app(scope, receive, send)
 
 
 def create_app(settings: Settings, role: Role = "all") -> FastAPI:
@@ -67,7 +83,7 @@ def create_app(settings: Settings, role: Role = "all") -> FastAPI:
             await context.listeners.close()
             await databases.close()
 
-    app = FastAPI(
+    app = _Application(
         title="pgqueue",
         version=version("pgqueue"),
         description=_DESCRIPTION,
@@ -78,16 +94,18 @@ def create_app(settings: Settings, role: Role = "all") -> FastAPI:
     )
     app.state.context = context
     app.include_router(managed_routes.router)
+    app.include_router(direct_routes.list_router)
     app.include_router(direct_routes.router)
     app.include_router(operations_routes.router)
     app.include_router(page_routes.router)
     app.mount("/static", StaticFiles(packages=[("pgqueue.http", "static")]), name="static")
-    app.add_middleware(
-        RequestMiddleware,
-        authenticator=Authenticator(settings.users),
-        metrics=metrics,
-        seconds=settings.limits.request_seconds,
-    )
+    before: dict[str, Any] = {
+        "authenticator": Authenticator(settings.users),
+        "metrics": metrics,
+        "seconds": settings.limits.request_seconds,
+    }
+    app.add_middleware(RequestMiddleware, **before)
+    app.serve_direct_requests(before)
     _handle_errors(app)
     _document_authentication(app)
     return app
@@ -106,7 +124,7 @@ def _handle_errors(app: FastAPI) -> None:
         return respond(request, error)
 
     async def validation(request: Request, error: Any) -> Response:
-        return respond(request, from_validation_errors(error.errors()))
+        return respond(request, from_validation_errors(error.errors(), request.scope.get("route")))
 
     async def status(request: Request, error: Any) -> Response:
         if isinstance(error.__cause__, ApiError):  # an ApiError that reading the body raised

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..errors import QueueNotFound
 from .errors import ApiError
 from .migrations import CONTROL, TARGET, install, migrate
 from .serialization import RawJson, TimestampLoader
-from .settings import Service, Settings
+from .settings import Limits, Service, Settings
 
 __all__ = ["Connection", "Databases", "cancel_and_wait"]
 
@@ -29,14 +30,78 @@ _RETRY_SECONDS = 1.0  # the pool's retries after a failed connection; a later re
 _MISSING = psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction
 
 
+@dataclass(slots=True)
+class _Pool:
+    """The connections to a database, the gate before them, and whether the last attempt to connect failed."""
+
+    connections: AsyncConnectionPool[Connection]
+    gate: asyncio.Semaphore
+    is_failing: bool = False
+
+
+class _Lease:
+    """A connection of a pool, for a block. Raises `PoolTimeout`.
+
+    A request waits up to `request_seconds` for a free connection, and up to `connect_seconds` for the server. If the
+    last connection to the server failed, both waits are up to `connect_seconds`. The pool itself gives up after its
+    first failed attempt, and starts again with the next call; therefore the call is repeated.
+    """
+
+    __slots__ = ("_connection", "_limits", "_open", "_pool")
+
+    def __init__(self, open_pool: Callable[[], Awaitable[_Pool]], limits: Limits) -> None:
+        self._open = open_pool
+        self._limits = limits
+
+    async def __aenter__(self) -> Connection:
+        self._pool = await self._open()
+        if self._pool.gate.locked():
+            await self._wait_at_gate()
+        else:
+            await self._pool.gate.acquire()  # returns at once
+        try:
+            self._connection = await self._connect()
+        except BaseException:
+            self._pool.gate.release()
+            raise
+        return self._connection
+
+    async def _wait_at_gate(self) -> None:
+        seconds = self._limits.connect_seconds if self._pool.is_failing else self._limits.request_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._pool.gate.acquire()
+        except TimeoutError:
+            raise PoolTimeout("too many requests wait for this database") from None
+
+    async def _connect(self) -> Connection:
+        until = time.monotonic() + self._limits.connect_seconds
+        while True:
+            try:
+                connection = await self._pool.connections.getconn(
+                    min(_RETRY_SECONDS, max(0.1, until - time.monotonic()))
+                )
+            except PoolTimeout:
+                self._pool.is_failing = True
+                if time.monotonic() >= until:
+                    raise
+            else:
+                self._pool.is_failing = False
+                return connection
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self._pool.connections.putconn(self._connection)
+        finally:
+            self._pool.gate.release()
+
+
 class Databases:
     """The connections to all databases. A pool is made when it is first used, and opens in the background."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._pools: dict[Place, AsyncConnectionPool[Connection]] = {}
-        self._gates: dict[Place, asyncio.Semaphore] = {}
-        self._failing: set[Place] = set()
+        self._pools: dict[Place, _Pool] = {}
         self._opening = asyncio.Lock()
         self._migrated: set[Place] = set()
 
@@ -72,8 +137,7 @@ class Databases:
     @asynccontextmanager
     async def control(self) -> AsyncIterator[Connection]:
         """A connection to the control database in autocommit mode; the tables of the server exist there."""
-        pool = self._pools.get(None) or await self._open(None, self.control_conninfo)
-        async with self._pooled_connection(None, pool) as connection:
+        async with self._lease(None, lambda: self.control_conninfo) as connection:
             if None not in self._migrated:
                 await install(connection)
                 await migrate(connection, CONTROL)
@@ -83,27 +147,27 @@ class Databases:
             with self._detecting_lost_schema(None, QueueNotFound):
                 yield connection
 
-    @asynccontextmanager
-    async def target(self, service: Service, database: str, prepare: bool = False) -> AsyncIterator[Connection]:
+    def target(self, service: Service, database: str, prepare: bool = False) -> AbstractAsyncContextManager[Connection]:
         """A connection to a database of a service, in autocommit mode.
 
         With `prepare`, pgqueue and the tables of the server are installed where they are missing. Raises `ApiError` 404
         for a database that the service does not have.
         """
-        place = (service.id, database)
         if database not in service.databases:
             limit = f"one of {', '.join(service.databases)}"
             message = f"database_name must be {limit}"
             raise ApiError(404, "database_not_found", message, "database_name", database, limit)
-        pool = self._pools.get(place) or await self._open(place, self.conninfo(service, database))
-        async with self._pooled_connection(place, pool) as connection:
-            if prepare and place not in self._migrated:
+        place = (service.id, database)
+        lease = self._lease(place, lambda: self.conninfo(service, database))
+        return self._prepared(place, lease) if prepare else lease
+
+    @asynccontextmanager
+    async def _prepared(self, place: Place, lease: _Lease) -> AsyncIterator[Connection]:
+        async with lease as connection:
+            if place not in self._migrated:
                 await install(connection)
                 await migrate(connection, TARGET)
                 self._migrated.add(place)
-            if not prepare:
-                yield connection
-                return
             with self._detecting_lost_schema(place):
                 yield connection
 
@@ -120,44 +184,6 @@ class Databases:
             self._migrated.discard(place)
             raise psycopg.OperationalError("the tables of pgqueue are missing in the database") from error
 
-    @asynccontextmanager
-    async def _pooled_connection(
-        self, place: Place, pool: AsyncConnectionPool[Connection]
-    ) -> AsyncIterator[Connection]:
-        """A connection of a pool. Raises `PoolTimeout`.
-
-        A request waits up to `request_seconds` for a free connection, and up to `connect_seconds` for the server. If
-        the last connection to the server failed, both waits are up to `connect_seconds`. The pool itself gives up after
-        its first failed attempt, and starts again with the next call; therefore the call is repeated.
-        """
-        limits, gate = self._settings.limits, self._gates[place]
-        try:
-            async with asyncio.timeout(limits.connect_seconds if place in self._failing else limits.request_seconds):
-                await gate.acquire()
-        except TimeoutError:
-            raise PoolTimeout("too many requests wait for this database") from None
-        try:
-            connection = await self._connected(place, pool)
-            try:
-                yield connection
-            finally:
-                await pool.putconn(connection)
-        finally:
-            gate.release()
-
-    async def _connected(self, place: Place, pool: AsyncConnectionPool[Connection]) -> Connection:
-        until = time.monotonic() + self._settings.limits.connect_seconds
-        while True:
-            try:
-                connection = await pool.getconn(min(_RETRY_SECONDS, max(0.1, until - time.monotonic())))
-            except PoolTimeout:
-                self._failing.add(place)
-                if time.monotonic() >= until:
-                    raise
-            else:
-                self._failing.discard(place)
-                return connection
-
     async def _create_task_queue(self, connection: Connection) -> None:
         tasks = self._settings.tasks
         await AsyncQueue(connection, tasks.queue).create_queue(
@@ -167,24 +193,29 @@ class Databases:
             if_not_exists=True,
         )
 
-    async def _open(self, place: Place, conninfo: str) -> AsyncConnectionPool[Connection]:
+    def _lease(self, place: Place, conninfo: Callable[[], str]) -> _Lease:
+        async def pool() -> _Pool:
+            return self._pools.get(place) or await self._open(place, conninfo())
+
+        return _Lease(pool, self._settings.limits)
+
+    async def _open(self, place: Place, conninfo: str) -> _Pool:
         async with self._opening:
             if place not in self._pools:
-                connections = self._settings.limits.connections
-                pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
+                size = self._settings.limits.connections
+                connections: AsyncConnectionPool[Connection] = AsyncConnectionPool(
                     conninfo,
                     kwargs={"autocommit": True},
                     min_size=1,
-                    max_size=connections,
+                    max_size=size,
                     open=False,
                     configure=self._configure,
                     check=_check,
                     reconnect_timeout=_RETRY_SECONDS,
                     name="control" if place is None else "/".join(place),
                 )
-                await pool.open(wait=False)
-                self._gates[place] = asyncio.Semaphore(connections)
-                self._pools[place] = pool
+                await connections.open(wait=False)
+                self._pools[place] = _Pool(connections, asyncio.Semaphore(size))
             return self._pools[place]
 
     async def _configure(self, connection: Connection) -> None:
@@ -202,7 +233,7 @@ class Databases:
         """Close all connections."""
         pools, self._pools = list(self._pools.values()), {}
         for pool in pools:
-            await pool.close(timeout=5)
+            await pool.connections.close(timeout=5)
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[None]) -> None:

@@ -4,17 +4,18 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Annotated, Any, Final
 
+import psycopg
 from fastapi import APIRouter, Depends, Query, Request, Response
 from psycopg import AsyncConnection
 
 from .._calls import prepare_wait_and_look
-from ..client import AsyncQueue
+from ..client import AsyncQueue, AsyncQueues
 from ..errors import QueueNotFound
-from ..message import Message
+from ..message import Message, QueueInfo
 from .context import (
     Context,
     CurrentContext,
@@ -24,12 +25,11 @@ from .context import (
     queue_not_found,
     to_response,
 )
-from .enqueueing import check_sizes, enqueue_messages
+from .enqueueing import check_sizes, enqueue_messages, is_small
 from .errors import ApiError
 from .idempotency import Answer, EffectKey, run_once
 from .models import (
     MAX_ID,
-    REDRIVE_LIMIT,
     Ack,
     AckBatch,
     Claim,
@@ -43,15 +43,19 @@ from .models import (
     EnqueueDirect,
     Extend,
     Ids,
+    ListedSettings,
     MessageIds,
     Nack,
+    QueueSettings,
+    Redrive,
 )
 from .request_body import JsonRequest, JsonRoute
 from .serialization import to_json
 from .settings import Service
 
-__all__ = ["router"]
+__all__ = ["list_router", "router", "target_of"]
 
+# Routes that are not in the schema have the names of drafts of this interface.
 router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["direct"], route_class=JsonRoute)
 
 _POLL_INTERVAL: Final = timedelta(seconds=5)  # longest pause between two attempts of a long poll
@@ -61,6 +65,9 @@ _ERRORS: Final = error_responses(400, 403, 404, 409, 413, 422)
 _CLAIM_ERRORS: Final = _ERRORS | error_responses(410)
 _CLAIMED_FIELDS: Final = tuple(ClaimedMessage.model_fields)
 _DEAD_LETTER_FIELDS: Final = tuple(DeadLetter.model_fields)
+
+
+list_router = APIRouter(prefix="/v1/queues", tags=["direct"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +95,28 @@ class TargetQueue:
 
     async def run_once(self, effect: Callable[[AsyncQueue], Awaitable[Answer]]) -> Answer:
         """Run an effect; only once if the request has an idempotency key."""
-        async with self.queue(keyed=self.key is not None) as queue:
+        if self.key is None:
+            return await self.run(effect)
+        async with self.queue(keyed=True) as queue:
             connection: AsyncConnection[Any] = queue.connection
             return await run_once(connection, self.key, lambda: effect(queue))
+
+    async def run(self, effect: Callable[[AsyncQueue], Awaitable[Answer]]) -> Answer:
+        """Run an effect on a connection."""
+        try:
+            async with self.context.databases.target(self.service, self.database) as connection:
+                return await effect(AsyncQueue(connection, self.name))
+        except QueueNotFound:
+            raise queue_not_found(self.name) from None
+
+
+def target_of(context: Context, queue_name: str, service_id: str | None, database_name: str | None) -> TargetQueue:
+    """The queue that a request names. Raises `ApiError` 404."""
+    service = context.settings.default_service if service_id is None else context.databases.service(service_id)
+    if not is_queue_name(queue_name) or queue_name == context.settings.tasks.queue:
+        raise queue_not_found(queue_name)
+    database = service.default_database if database_name is None else database_name
+    return TargetQueue(context, service, database, queue_name)
 
 
 async def _target(
@@ -99,11 +125,7 @@ async def _target(
     service_id: Annotated[str | None, Query(description="By default the server's first service")] = None,
     database_name: Annotated[str | None, Query(description="By default the service's")] = None,
 ) -> TargetQueue:
-    service = context.settings.default_service if service_id is None else context.databases.service(service_id)
-    if not is_queue_name(queue_name) or queue_name == context.settings.tasks.queue:
-        raise queue_not_found(queue_name)
-    database = service.default_database if database_name is None else database_name
-    return TargetQueue(context, service, database, queue_name)
+    return target_of(context, queue_name, service_id, database_name)
 
 
 TargetDependency = Annotated[TargetQueue, Depends(_target)]
@@ -116,14 +138,48 @@ async def _with_key(target: TargetDependency, key: IdempotencyKey) -> TargetQueu
 KeyedTargetDependency = Annotated[TargetQueue, Depends(_with_key)]
 
 
-@router.post("/messages", status_code=201, response_model=MessageIds, responses=_ERRORS)
+@list_router.get("", response_model=ListedSettings, responses=error_responses(404, 422))
+async def list_queues(
+    context: CurrentContext,
+    service_id: Annotated[str | None, Query(description="By default the server's first service")] = None,
+    database_name: Annotated[str | None, Query(description="By default the service's")] = None,
+) -> Response:
+    """The queues of a database with their settings, by name. They need not be managed queues."""
+    service = context.settings.default_service if service_id is None else context.databases.service(service_id)
+    database = service.default_database if database_name is None else database_name
+    try:
+        async with context.databases.target(service, database) as connection:
+            queues = await AsyncQueues(connection).list_queues()
+    except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
+        queues = []  # pgqueue is not installed there yet
+    listed = [_settings(each) for each in queues if each.name != context.settings.tasks.queue]
+    return to_response(Answer(200, to_json({"queues": listed})))
+
+
+def _settings(queue: QueueInfo) -> dict[str, Any]:
+    """The columns of a queue; intervals in seconds."""
+    columns = {}
+    for each in fields(queue):
+        value = getattr(queue, each.name)
+        is_interval = f"{each.name}_seconds" in QueueSettings.model_fields
+        seconds = value.total_seconds() if isinstance(value, timedelta) else None
+        columns[f"{each.name}_seconds" if is_interval else each.name] = seconds if is_interval else value
+    return columns
+
+
+@router.post("/enqueue", status_code=201, response_model=MessageIds, responses=_ERRORS)
+@router.post("/messages", status_code=201, include_in_schema=False)
 async def enqueue(request: JsonRequest, target: KeyedTargetDependency, body: EnqueueDirect) -> Response:
     """Send up to 100 messages in one transaction. Returns their ids in the order of the request."""
-    check_sizes(body.messages)
     text = await request.text()
+    if not is_small(text):
+        check_sizes(body.messages)
 
     async def effect(queue: AsyncQueue) -> Answer:
-        return Answer(201, to_json({"message_ids": await enqueue_messages(queue.connection, target.name, text)}))
+        return Answer(
+            201,
+            to_json({"message_ids": await enqueue_messages(queue.connection, target.name, text, len(body.messages))}),
+        )
 
     answer = await target.run_once(effect)
     if not answer.replayed:
@@ -235,7 +291,8 @@ async def ack(target: KeyedTargetDependency, body: Ack) -> Response:
     return await _settle(target, body.id, "acked", lambda queue: queue.ack(body.id, body.claim_token))
 
 
-@router.post("/ack-batch", response_model=Count, responses=_ERRORS)
+@router.post("/ack_batch", response_model=Count, responses=_ERRORS)
+@router.post("/ack-batch", include_in_schema=False)
 async def ack_batch(target: KeyedTargetDependency, body: AckBatch) -> Response:
     """Acknowledge messages of one claim. Returns how many were still claimed."""
     return await _run_and_count(target, "acked", lambda queue: queue.ack_batch(body.ids, body.claim_token))
@@ -267,8 +324,9 @@ async def stats(target: TargetDependency) -> Response:
         return to_response(Answer(200, to_json(await queue.stats())))
 
 
-@router.get("/dead-letters", response_model=DeadLetters, responses=error_responses(404, 422))
-async def dead_letters(
+@router.get("/browse_dead_messages", response_model=DeadLetters, responses=error_responses(404, 422))
+@router.get("/dead-letters", include_in_schema=False)
+async def browse_dead_messages(
     target: TargetDependency,
     max_messages: Annotated[int, Query(ge=1, le=100)] = 100,
     after_id: Annotated[int, Query(ge=0, le=MAX_ID)] = 0,
@@ -282,13 +340,14 @@ async def dead_letters(
 
 
 @router.post("/redrive", response_model=Count, responses=_ERRORS)
-async def redrive(target: KeyedTargetDependency, body: Ids) -> Response:
+async def redrive(target: KeyedTargetDependency, body: Redrive) -> Response:
     """Make dead letters ready again, all or those in `ids`, at most 100,000 per request. Returns how many."""
-    return await _run_and_count(target, "redriven", lambda queue: queue.redrive(REDRIVE_LIMIT, body.ids))
+    return await _run_and_count(target, "redriven", lambda queue: queue.redrive(body.max_messages, body.ids))
 
 
-@router.post("/purge-dead-letters", response_model=Count, responses=_ERRORS)
-async def purge_dead_letters(target: KeyedTargetDependency, body: Ids) -> Response:
+@router.post("/purge_dead_messages", response_model=Count, responses=_ERRORS)
+@router.post("/purge-dead-letters", include_in_schema=False)
+async def purge_dead_messages(target: KeyedTargetDependency, body: Ids) -> Response:
     """Delete dead letters, all or those in `ids`. Returns how many."""
     return await _run_and_count(target, "purged", lambda queue: queue.purge_dead_messages(body.ids))
 

@@ -1,7 +1,8 @@
 """Batches of messages: their limits are checked, and one statement enqueues them."""
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from psycopg import AsyncConnection
 
@@ -9,7 +10,7 @@ from .errors import ApiError
 from .models import HEADERS_LIMIT, PAYLOAD_LIMIT, BrokeredMessage, DirectMessage
 from .request_body import FRACTION_DIGITS, WHOLE_DIGITS, json_size, nesting_error
 
-__all__ = ["check_sizes", "enqueue_messages"]
+__all__ = ["check_sizes", "enqueue_messages", "is_small"]
 
 # PostgreSQL splits the text of the request, so that no number passes through a Python float.
 _SEND = """
@@ -26,10 +27,35 @@ from (
 """
 
 
-async def enqueue_messages(connection: AsyncConnection[Any], queue: str, request: str) -> list[int]:
-    """Enqueue the `messages` of a request, all or none. Returns their ids in the order of the request."""
-    cursor = await connection.execute(_SEND, {"queue": queue, "request": request})
+# The same for one message, at two thirds of the cost.
+_SEND_ONE = """
+select pgqueue.enqueue(
+    %(queue)s,
+    payload => r.message -> 'payload',
+    delay => coalesce((r.message ->> 'delay_seconds')::float8, 0) * interval '1 s',
+    headers => nullif(r.message -> 'headers', 'null')
+)
+from (select %(request)s::jsonb #> '{messages,0}') as r (message)
+"""
+# A text of so many ASCII characters is within all limits: PostgreSQL writes a space after a comma and a colon. Only a
+# number with an exponent can become longer.
+_SMALL_TEXT: Final = min(HEADERS_LIMIT // 2, FRACTION_DIGITS)
+_EXPONENT: Final = re.compile("[0-9][eE]")
+
+
+async def enqueue_messages(connection: AsyncConnection[Any], queue: str, request: str, number: int = 0) -> list[int]:
+    """Enqueue the `messages` of a request, all or none. Returns their ids in the order of the request.
+
+    `number` is the number of messages, 0 if it is not known.
+    """
+    statement = _SEND_ONE if number == 1 else _SEND
+    cursor = await connection.execute(statement, {"queue": queue, "request": request})
     return [message_id for (message_id,) in await cursor.fetchall()]
+
+
+def is_small(text: str) -> bool:
+    """Whether no message in the text of a request can be over a limit: then `check_sizes` need not be called."""
+    return len(text) <= _SMALL_TEXT and text.isascii() and _EXPONENT.search(text) is None
 
 
 def check_sizes(messages: Sequence[BrokeredMessage | DirectMessage]) -> None:

@@ -2,11 +2,14 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, cast
 
 import psycopg
+from fastapi.routing import APIRoute
 from psycopg_pool import PoolClosed, PoolTimeout
+from pydantic import TypeAdapter
 from starlette.responses import Response
 
 from ..errors import InvalidArgument, PayloadTooLarge, QueueBusy, QueueExists, QueueNotFound
@@ -108,8 +111,8 @@ def from_http_status(status: int, detail: str, headers: Mapping[str, str] | None
     return ApiError(status, _CODES.get(status, "error"), detail, headers=headers)
 
 
-def from_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The error for a request that does not match its model: the first violation."""
+def from_validation_errors(errors: Sequence[Mapping[str, Any]], route: object = None) -> ApiError:
+    """The error for a request that does not match the models of its route: the first violation."""
     error = errors[0]
     kind, place = error["type"], list(error["loc"])
     where = place[0] if place else "body"
@@ -117,10 +120,69 @@ def from_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         message = "the body must be a JSON object, sent as Content-Type: application/json"
         return ApiError(400, "malformed_json", message, field="body")
     field = _field(place[1:] if where in ("body", "query", "path", "header") else place) or "body"
-    limit = _limit(kind, error.get("ctx") or {}, error["msg"])
     value = None if kind == "missing" else error.get("input")
-    detail = "is missing" if kind == "missing" else "is invalid"
-    return ApiError(422, "invalid", f"{field} {detail}; must be {limit}", field, value, limit)
+    match kind:
+        case "missing":
+            problem, limit = "is missing", _description(_schema(route, place))
+        case "extra_forbidden":
+            known = ", ".join(_schema(route, place[:-1]).get("properties", ()))
+            problem, limit = "is unknown", f"one of {known}" if known else "a field of this route"
+        case _:
+            problem, limit = "is invalid", _limit(kind, error.get("ctx") or {}, error["msg"])
+    return ApiError(422, "invalid", f"{field} {problem}; must be {limit}", field, value, limit)
+
+
+def _schema(route: object, place: Sequence[str | int]) -> Mapping[str, Any]:
+    """The JSON schema of a place in the requests of a route: of its body, or of a parameter. Empty if unknown."""
+    schema: Any = {}
+    if isinstance(route, APIRoute):
+        where, *steps = place
+        if where == "body" and route.body_field is not None:
+            schema = _schema_of(cast("Hashable", route.body_field.field_info.annotation))
+        else:
+            schema = {"properties": {field.alias: _schema_of(field.field_info.annotation) for field in _fields(route)}}
+        definitions = schema.get("$defs", {})
+        for step in steps:
+            schema = schema.get("items" if isinstance(step, int) else "properties", {})
+            schema = schema if isinstance(step, int) else schema.get(step, {})
+            schema = definitions.get(schema.get("$ref", "").rpartition("/")[2], schema)
+    return schema if isinstance(schema, dict) else {}
+
+
+def _fields(route: APIRoute) -> list[Any]:
+    """The parameters of a route, with those of its dependencies."""
+    found, dependants = [], [route.dependant]
+    while dependants:
+        dependant = dependants.pop()
+        found += [*dependant.path_params, *dependant.query_params, *dependant.header_params]
+        dependants += dependant.dependencies
+    return found
+
+
+@cache
+def _schema_of(annotation: Hashable) -> dict[str, Any]:
+    adapter: TypeAdapter[Any] = TypeAdapter(cast("Any", annotation))
+    return adapter.json_schema()
+
+
+def _description(schema: Mapping[str, Any]) -> str:
+    """What a JSON schema allows, in words."""
+    least, most = schema.get("minimum"), schema.get("maximum")
+    match schema.get("type"):
+        case "integer":
+            return "a whole number" if most is None else f"a whole number from {least} to {most}"
+        case "array":
+            return f"a list of {schema.get('minItems', 0)} to {schema['maxItems']} items"
+        case "string" if schema.get("format") == "uuid":
+            return "a UUID"
+        case "string":
+            pattern = f" of the form {schema['pattern']}" if "pattern" in schema else ""
+            return f"a string{pattern}"
+        case "boolean":
+            return "true or false"
+        case "object":
+            return "a JSON object"
+    return "any JSON" if "anyOf" not in schema else " or ".join(map(_description, schema["anyOf"]))
 
 
 def _field(place: Sequence[str | int]) -> str:
@@ -132,10 +194,6 @@ def _field(place: Sequence[str | int]) -> str:
 
 def _limit(kind: str, context: Mapping[str, Any], message: str) -> str:
     match kind:
-        case "missing":
-            return "given"
-        case "extra_forbidden":
-            return "left out: there is no such field"
         case "greater_than_equal":
             return f"at least {context['ge']}"
         case "less_than_equal":

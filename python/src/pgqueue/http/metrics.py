@@ -73,13 +73,15 @@ class Metrics:
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
             registry=self._registry,
         )
+        self._request_counters: dict[tuple[str, str, int], Histogram] = {}  # `labels` takes longer than to count
         self._messages = Counter(
             "pgqueue_http_messages",
             "Messages that this server has enqueued, claimed, released, acked, nacked, extended, redriven or purged.",
             (*_QUEUE, "operation"),
             registry=self._registry,
         )
-        self._last_counted_at: dict[tuple[str, str, str, str], float] = {}  # values: monotonic time in seconds
+        # The counter of each label set, and the monotonic time in seconds at which it last counted.
+        self._message_counters: dict[tuple[str, str, str, str], tuple[Counter, float]] = {}
         self._tasks = Counter(
             "pgqueue_http_tasks",
             "Tasks that this agent has completed or failed.",
@@ -91,22 +93,28 @@ class Metrics:
         """Count a request under its route, because the path may hold private data."""
         route = getattr(scope.get("route"), "path", "none")
         method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE", "HEAD") else "other"
-        self._requests.labels(method, route, str(status)).observe(seconds)
+        key = (method, route, status)
+        counter = self._request_counters.get(key)
+        if counter is None:
+            counter = self._request_counters[key] = self._requests.labels(method, route, str(status))
+        counter.observe(seconds)
 
     def _remove_gone_queues(self) -> None:
         """Remove the counters of dropped queues: otherwise their number would grow without limit."""
         there = {place for place, _ in self._sampler.histories()}
-        for labels, at in list(self._last_counted_at.items()):
+        for labels, (_, at) in list(self._message_counters.items()):
             if labels[:3] not in there and at < time.monotonic() - _KEEP_SECONDS:
-                del self._last_counted_at[labels]
+                del self._message_counters[labels]
                 self._messages.remove(*labels)
 
     def messages(self, service: str, database: str, queue: str, operation: str, number: int) -> None:
         """Count messages of a queue. Call it only after the queue was found, so that clients cannot invent labels."""
         if number:
             labels = (service, database, queue, operation)
-            self._last_counted_at[labels] = time.monotonic()
-            self._messages.labels(*labels).inc(number)
+            known = self._message_counters.get(labels)
+            counter = self._messages.labels(*labels) if known is None else known[0]
+            self._message_counters[labels] = counter, time.monotonic()
+            counter.inc(number)
             self._sampler.record_operation(labels[:3], operation, number)
 
     def task(self, kind: str, status: str) -> None:

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,14 +24,17 @@ _PATHS_WITHOUT_PASSWORD: Final = {"/healthz", "/readyz"}
 # A cancelled request may take a moment to end: psycopg also cancels its statement, and waits for that.
 _GRACE_SECONDS: Final = 1.0
 _SAFE_METHODS: Final = {"GET", "HEAD", "OPTIONS"}
-_RESPONSE_HEADERS: Final = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self';"
-    " img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-}
+_RESPONSE_HEADERS: Final = (  # in lower case, as ASGI demands
+    (b"cache-control", b"no-store"),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self';"
+        b" img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    ),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+)
 
 
 class RequestMiddleware:
@@ -86,17 +89,17 @@ class RequestMiddleware:
                 await task
 
     async def _admit(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
+        headers = dict(reversed(scope["headers"]))  # of a header that is given twice, the first counts
         if scope["path"] not in _PATHS_WITHOUT_PASSWORD:
             scope["user"] = await self._user(headers)
         if scope["method"] not in _SAFE_METHODS:
             _refuse_other_sites(headers)
-        length = headers.get("content-length", "0")
+        length = headers.get(b"content-length", b"0").decode("latin-1")
         if not length.isascii() or not length.isdigit() or len(length) > 18 or int(length) > BODY_LIMIT:
             raise _too_large(length)
 
-    async def _user(self, headers: Headers) -> str:
-        user = await self._authenticator.user(headers.get("authorization"))
+    async def _user(self, headers: Mapping[bytes, bytes]) -> str:
+        user = await self._authenticator.user(headers.get(b"authorization", b"").decode("latin-1"))
         if user is None:
             challenge = {"WWW-Authenticate": 'Basic realm="pgqueue", charset="UTF-8"'}
             raise ApiError(401, "unauthorized", "name and password are missing or wrong", headers=challenge)
@@ -126,9 +129,9 @@ class _ResponseSender:
     async def _send_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = MutableHeaders(scope=message)
-            for name, value in _RESPONSE_HEADERS.items():
-                headers.setdefault(name, value)
+            given = [*message.get("headers", ())]
+            names = {name for name, _ in given}
+            message = {**message, "headers": given + [each for each in _RESPONSE_HEADERS if each[0] not in names]}
         elif not self._with_body:
             message = {**message, "body": b""}
         await self._send(message)
@@ -154,13 +157,13 @@ def _too_large(size: Any) -> ApiError:
     return ApiError(413, "body_too_large", message, "body", f"{size} bytes", f"{BODY_LIMIT} bytes")
 
 
-def _refuse_other_sites(headers: Headers) -> None:
+def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
     """Refuse a request that a page of another site made the browser send: it carries the user's password."""
-    site = headers.get("sec-fetch-site")
+    site = headers.get(b"sec-fetch-site")
     if site is not None:
-        is_same_site = site in ("same-origin", "none")
+        is_same_site = site in (b"same-origin", b"none")
     else:
-        origin = headers.get("origin")
-        is_same_site = origin is None or origin.partition("://")[2] == headers.get("host")
+        origin = headers.get(b"origin")
+        is_same_site = origin is None or origin.partition(b"://")[2] == headers.get(b"host")
     if not is_same_site:
         raise ApiError(403, "cross_site", "a request that changes data must not come from another site")

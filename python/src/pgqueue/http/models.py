@@ -71,6 +71,7 @@ Timeout = Annotated[int, Field(ge=1, le=TIMEOUT_LIMIT), _Whole]
 Attempts = Annotated[int, Field(ge=1, le=100), _Whole]
 Id = Annotated[int, Field(ge=1, le=MAX_ID), _Whole]
 Batch = Annotated[int, Field(ge=1, le=BATCH_LIMIT), _Whole]
+RedriveLimit = Annotated[int, Field(ge=1, le=REDRIVE_LIMIT), _Whole]
 Wait = Annotated[int, Field(ge=0, le=WAIT_LIMIT), _Whole]
 
 
@@ -166,6 +167,12 @@ class Ids(_Request):
     ids: list[Id] | None = Field(None, min_length=1, max_length=10_000)
 
 
+class Redrive(Ids):
+    """Dead letters by id, and how many of them at most; all of them if `ids` is null."""
+
+    max_messages: RedriveLimit = Field(REDRIVE_LIMIT, description="1 to 100,000")
+
+
 # Responses. These models are for OpenAPI only; the routes write the JSON text directly.
 
 
@@ -252,6 +259,33 @@ class StatsTask(_Task):
     """A task that reads the depth of a queue."""
 
     result: StatsResult | None = None
+
+
+class QueueSettings(BaseModel):
+    """A queue with its settings, as the SQL type; intervals in seconds."""
+
+    name: str
+    visibility_timeout_seconds: float
+    max_attempts: int
+    dlq_enabled: bool
+    dead_letter_expired: bool
+    max_payload_bytes: int
+    backoff_base_seconds: float
+    backoff_factor: float
+    backoff_max_seconds: float
+    backoff_jitter: float
+    dedicated: bool
+    paused_at: datetime | None
+    created_at: datetime
+    updated_at: datetime
+    archive_for_seconds: float | None
+    expires_after_idle_seconds: float | None
+
+
+class ListedSettings(BaseModel):
+    """The queues of a database, by name."""
+
+    queues: list[QueueSettings]
 
 
 class ClaimedMessage(BaseModel):

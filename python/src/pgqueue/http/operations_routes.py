@@ -1,11 +1,13 @@
 """Routes for operators: liveness, readiness and metrics."""
 
 import psycopg
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse
 from psycopg_pool import PoolTimeout
 
 from .context import CurrentContext, error_responses
 from .errors import ApiError
+from .page_rendering import TEMPLATES
 
 __all__ = ["router"]
 
@@ -44,3 +46,10 @@ async def readyz(context: CurrentContext) -> Response:
 async def metrics(context: CurrentContext) -> Response:
     """Metrics for Prometheus. The depths are those of the last sample, so a scrape costs the databases nothing."""
     return Response(context.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    """The OpenAPI document as a page. It loads nothing from another host."""
+    document = request.app.openapi()
+    return HTMLResponse(TEMPLATES.get_template("docs.html").render({"up": "", "document": document}))

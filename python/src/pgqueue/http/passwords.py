@@ -56,7 +56,7 @@ class Authenticator:
         self._decoy = hash_password(secrets.token_hex(16))
         self._attempts = asyncio.Semaphore(2)
 
-    async def user(self, authorization: str | None) -> str | None:
+    async def user(self, authorization: str) -> str | None:
         """The name of the user; None if there is no such user or the password is wrong."""
         name, password = _credentials(authorization)
         if name is None:
@@ -73,8 +73,8 @@ class Authenticator:
         return name
 
 
-def _credentials(authorization: str | None) -> tuple[str | None, str]:
-    scheme, _, encoded = (authorization or "").partition(" ")
+def _credentials(authorization: str) -> tuple[str | None, str]:
+    scheme, _, encoded = authorization.partition(" ")
     if scheme.lower() != "basic" or len(encoded) > _LONGEST:
         return None, ""
     try:

@@ -20,6 +20,36 @@ REMAINING_BODY_SECONDS: Final = 30.0  # to receive the rest of a body if its req
 CLIENT_READ_SECONDS: Final = 30.0  # without any acknowledgement by a client to which a response is sent
 
 
+class _JoiningTransport:
+    """A transport that joins the writes of one turn of the event loop.
+
+    uvicorn writes the headers and the body of a response one after the other. Each write would be a packet, and would
+    wake the client.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._unsent: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._unsent:
+            self._loop.call_soon(self._send)
+        self._unsent.append(data)
+
+    def close(self) -> None:
+        self._send()
+        self._transport.close()
+
+    def _send(self) -> None:
+        data, self._unsent = self._unsent, []
+        if data:
+            self._transport.write(b"".join(data))
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """A client connection with limits of size and time."""
 
@@ -33,6 +63,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timeouts when a client has connected."""
         super().connection_made(transport)
+        self.transport = _JoiningTransport(transport, self.loop)  # type: ignore[assignment]
         _set_client_read_timeout(transport)
         self._start_deadline(HEADERS_SECONDS, self._refuse_slow_headers)
 

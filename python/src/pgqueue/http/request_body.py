@@ -78,6 +78,18 @@ class JsonRequest(Request):
             self._json = read_json(await self.text())
         return self._json
 
+    async def is_disconnected(self) -> bool:
+        """Whether the client has disconnected, as far as the server knows. It does not wait."""
+        if not self._is_disconnected:
+            receiving = self._receive()
+            try:
+                receiving.send(None)  # type: ignore[attr-defined]
+            except StopIteration as received:
+                self._is_disconnected = received.value["type"] == "http.disconnect"
+            finally:
+                receiving.close()  # type: ignore[attr-defined]
+        return self._is_disconnected
+
 
 class JsonRoute(APIRoute):
     """A route that passes a `JsonRequest` to its function."""
@@ -94,13 +106,15 @@ class JsonRoute(APIRoute):
 
 def read_json(text: str) -> Any:
     """Parse JSON; a number may become an `ExactNumber`. Raises `ApiError` 400 for invalid JSON, or too deep nesting."""
+    if text.startswith("\ufeff"):
+        raise ApiError(400, "malformed_json", "the body is not JSON: it has a second byte order mark (BOM)", "body")
     try:
         try:
-            return json.loads(text, parse_float=_number, parse_constant=_refuse_constant)
+            return _DECODER.decode(text)
         except json.JSONDecodeError:
             raise
         except ValueError:  # an integer with more digits than Python parses by default
-            return json.loads(text, parse_float=_number, parse_constant=_refuse_constant, parse_int=_whole_number)
+            return _LONG_DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise ApiError(400, "malformed_json", f"the body is not JSON: {error}", "body") from None
     except RecursionError:
@@ -123,6 +137,10 @@ def _whole_number(text: str) -> int | ExactNumber:
 
 def _refuse_constant(name: str) -> Any:
     raise ApiError(400, "malformed_json", f"the body is not JSON: {name} is not a JSON number", "body", name)
+
+
+_DECODER: Final = json.JSONDecoder(parse_float=_number, parse_constant=_refuse_constant)
+_LONG_DECODER: Final = json.JSONDecoder(parse_float=_number, parse_constant=_refuse_constant, parse_int=_whole_number)
 
 
 def json_size(value: Any) -> int:

@@ -2,9 +2,10 @@
 
 import base64
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import Any, Final, Self
 from uuid import UUID
 
 from psycopg import DataError
@@ -30,10 +31,14 @@ class TimestampLoader(TimestamptzLoader):
 
     def load(self, data: Buffer) -> datetime:
         """Convert the text of a timestamp."""
+        text = bytes(data)
+        try:
+            return datetime.fromisoformat(text.decode())
+        except ValueError:  # a time zone with seconds, or a value beyond those of Python
+            pass
         try:
             return super().load(data)
         except DataError:
-            text = bytes(data)
             limit = datetime.min if text.startswith(b"-") or text.endswith(b"BC") else datetime.max
             return limit.replace(tzinfo=UTC)
 
@@ -45,29 +50,34 @@ def utc_text(at: datetime) -> str:
 
 def to_json(value: Any) -> str:
     """A value as JSON text: dataclasses as objects, timestamps in UTC, bytes as base64, `RawJson` unchanged."""
-    match value:
-        case RawJson():
-            return value
-        case dict():
-            # `RawJson` and lists go to the end of the object, so that one call of json.dumps writes all other members.
-            raw = {name: member for name, member in value.items() if isinstance(member, (RawJson, list))}
-            text = json.dumps({name: member for name, member in value.items() if name not in raw}, default=_plain)
-            parts = [f'"{name}": {to_json(member)}' for name, member in raw.items()]
-            return "{" + ", ".join([text[1:-1], *parts] if len(text) > 2 else parts) + "}"
-        case list():
-            return "[" + ", ".join(map(to_json, value)) + "]"
-    return json.dumps(value, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value that json.dumps does not know."""
-    match value:
-        case datetime():
-            return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
-        case UUID():
-            return str(value)
-        case bytes():
-            return base64.b64encode(value).decode()
+    write = _WRITERS.get(type(value))
+    if write is not None:
+        return write(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: getattr(value, each.name) for each in fields(value)}
+        return _object({each.name: getattr(value, each.name) for each in fields(value)})
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+def _object(members: Mapping[str, Any]) -> str:
+    return "{" + ", ".join([f"{_string(name)}: {to_json(member)}" for name, member in members.items()]) + "}"
+
+
+def _timestamp(at: datetime) -> str:
+    utc = at if at.tzinfo is UTC else at.astimezone(UTC)
+    return f'"{utc.isoformat()[:-6]}Z"'
+
+
+_string: Final = json.encoder.encode_basestring_ascii
+_WRITERS: Final[dict[type, Callable[[Any], str]]] = {
+    type(None): lambda _: "null",
+    bool: lambda value: "true" if value else "false",
+    int: int.__repr__,
+    float: json.dumps,
+    str: _string,
+    RawJson: str.__str__,
+    UUID: lambda value: f'"{value}"',
+    datetime: _timestamp,
+    bytes: lambda value: f'"{base64.b64encode(value).decode()}"',
+    dict: _object,
+    list: lambda value: "[" + ", ".join(map(to_json, value)) + "]",
+}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Final, Literal
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from .agent import Agent
@@ -72,7 +73,7 @@ def serve(
     for chatty in ("psycopg.pool", "uvicorn.error"):
         logging.getLogger(chatty).addFilter(_repeat_filter())
     if role == "agent":
-        asyncio.run(_run_agent(settings))
+        uvloop.run(_run_agent(settings))
         return
     app = create_app(settings, role)
     config = uvicorn.Config(
@@ -85,10 +86,11 @@ def serve(
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # no route uses the address or the scheme of the client
         timeout_keep_alive=75,
         timeout_graceful_shutdown=grace_seconds,
     )
-    asyncio.run(_Server(app, config, started).serve())
+    uvloop.run(_Server(app, config, started).serve())
 
 
 def _repeat_filter() -> Callable[[logging.LogRecord], bool]:
