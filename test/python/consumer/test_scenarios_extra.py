@@ -641,7 +641,7 @@ def bouncer(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         process = subprocess.Popen(
             [*identity.prefix, program, str(home / "pgbouncer.ini")],
             stderr=log,
-            user=identity.uid,
+            **identity.switch,
             env=os.environ | {"LD_LIBRARY_PATH": ":".join(libraries)},
         )
     dsn = make_conninfo(host=str(home), port=6432, dbname=server["dbname"], user=server.get("user", "postgres"))
