@@ -14,7 +14,9 @@ from served import ADMIN, Server, Site, locked, new_name, serving
 
 @pytest.fixture(scope="module")
 def config(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return site.configuration(tmp_path_factory.mktemp("config"))
+    # The tests are about results. No limit of time ends a request on a busy machine.
+    limits = {"request_seconds": 600, "database_seconds": 600, "connect_seconds": 60}
+    return site.configuration(tmp_path_factory.mktemp("config"), limits=limits)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def test_a_thousand_parallel_enqueues_are_each_completed_exactly_once(pair: list
 
     async def some(numbers: Iterable[int]) -> list[tuple[int, int]]:
         # A client for each: one client of httpx with hundreds of queued requests is slow.
-        async with httpx.AsyncClient(auth=ADMIN, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(auth=ADMIN, timeout=600, trust_env=False) as client:
             urls = [web.url for web in pair]
             return list(await asyncio.gather(*(one(client, urls, number) for number in numbers)))
 
