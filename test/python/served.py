@@ -17,6 +17,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 SERVICE = "pg-service-uuid"
 ADMIN = ("admin", "password")
+START_SECONDS = 300  # a process that imports the server and connects, on a busy machine
 
 
 def toml(name: str, values: Mapping[str, Any]) -> str:
@@ -136,14 +137,14 @@ def serving(
             commands.running(*arguments, directory=directory, TEST_PASSWORD="password", **variables)
         )
         if role == "agent":
-            command.wait_for(lambda: "works on tasks" in command.err)
+            command.wait_for(lambda: "works on tasks" in command.err, START_SECONDS)
             yield Server(command, "http://127.0.0.1:1")
             return
-        found = command.wait_for(lambda: re.search(r"serves (http://[^/\s]+)/", command.err))
+        found = command.wait_for(lambda: re.search(r"serves (http://[^/\s]+)/", command.err), START_SECONDS)
         server = Server(command, found[1])
         stack.callback(server.http.close)
         if ready:
-            server.until(lambda: server.get("/readyz").status_code == 200)
+            server.until(lambda: server.get("/readyz").status_code == 200, START_SECONDS)
         yield server
 
 

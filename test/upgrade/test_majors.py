@@ -107,9 +107,7 @@ def as_server(*command: object, cwd: Path) -> None:
     done = subprocess.run(
         [str(word) for word in (*identity.prefix, *command)],
         cwd=cwd,
-        user=identity.uid,
-        group=identity.uid,
-        extra_groups=identity.groups,
+        **identity.switch,
         capture_output=True,
         text=True,
     )

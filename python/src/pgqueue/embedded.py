@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Final, NamedTuple, Self
+from typing import IO, Any, Final, NamedTuple, Self
 
 import psycopg
 from psycopg import sql
@@ -246,7 +246,7 @@ class EmbeddedServer:
         atexit.register(self._stop_at_exit)
 
         bindir = self._bindir
-        if self._identity.uid is not None and not _is_traversable(bindir):
+        if self._identity.needs_traversable_paths and not _is_traversable(bindir):
             bindir = _copy_prefix(bindir.parent, home / "binaries") / "bin"
         self._postgres = bindir / "postgres"
         extensions = home / "share" / "extension"
@@ -259,7 +259,9 @@ class EmbeddedServer:
         for file in _extension_files():
             shutil.copy(file, extensions)
         if _major_version(self._postgres) < 18:  # these have no extension_control_path and need a prefix of their own
-            self._postgres = _link_prefix(bindir.parent, home / "prefix", extensions)
+            self._postgres = _link_prefix(
+                bindir.parent, home / "prefix", extensions, copy=self._identity.uid is not None
+            )
 
         data = self._data_directory()
         if "\n" in str(data):  # postmaster.pid has one line per field, and the data directory is one of them
@@ -268,7 +270,7 @@ class EmbeddedServer:
         if self._identity.uid is not None:
             _chown_tree(home, self._identity.uid)
             if self._data_dir is not None:
-                if not _is_traversable(data):
+                if self._identity.needs_traversable_paths and not _is_traversable(data):
                     raise EmbeddedServerError(
                         f"{data} is below a directory that only root may enter: choose another data_dir"
                     )
@@ -323,9 +325,7 @@ class EmbeddedServer:
             text=True,
             errors="replace",
             cwd=self._directory(),
-            user=self._identity.uid,
-            group=self._identity.uid,
-            extra_groups=self._identity.groups,
+            **self._identity.switch,
             env=_environment(),
             pass_fds=[lock],
             check=False,
@@ -378,9 +378,7 @@ class EmbeddedServer:
             cwd=home,
             # A session of its own: Ctrl-C in a terminal then reaches this process, not the server.
             start_new_session=True,
-            user=self._identity.uid,
-            group=self._identity.uid,
-            extra_groups=self._identity.groups,
+            **self._identity.switch,
         )
 
     def _stale_pidfile_environment(self) -> dict[str, str]:
@@ -592,26 +590,48 @@ def _start_after_another(server: EmbeddedServer) -> None:
 
 
 class _Identity(NamedTuple):
-    """How the server is run: with a command in front of it, or as another user id."""
+    """How the server is run: by a command in front of it, or as another user id. `uid` must own its files."""
 
     prefix: list[str]
     uid: int | None
-    groups: list[int] | None
+
+    @property
+    def switch(self) -> dict[str, Any]:
+        """The arguments of `subprocess` that change the user id, if no command in front does."""
+        if self.uid is None or self.prefix:
+            return {}
+        return {"user": self.uid, "group": self.uid, "extra_groups": []}
+
+    @property
+    def needs_traversable_paths(self) -> bool:
+        """Whether the server cannot enter directories that only root may enter."""
+        return bool(self.switch)
 
 
 def _identity() -> _Identity:
     """The identity to run the server as: PostgreSQL refuses to run as root, and as a user id without an account."""
     uid = os.geteuid()
     if uid != 0 and _has_account(uid):
-        return _Identity([], None, None)
-    # A user namespace needs no chown and no traversable path. It is denied in a chroot and in some containers. There,
-    # root gives the files to an unprivileged user id.
+        return _Identity([], None)
+    # A user namespace needs no chown and no traversable path. It is denied in a chroot and in most containers. There,
+    # root gives the files to an unprivileged user id. With CAP_DAC_OVERRIDE, which containers have by default, this
+    # user id can enter the directories that root can enter. no_setuid_fixup extends this to access(2), which initdb
+    # uses.
     namespace = ["unshare", "--user", f"--map-user={_NOBODY}", f"--map-group={_NOBODY}"]
-    if sys.platform == "linux" and shutil.which("unshare"):
-        probe = subprocess.run([*namespace, "true"], capture_output=True, check=False)
-        if probe.returncode == 0:
-            return _Identity(namespace, None, None)
-    return _Identity([], _NOBODY, []) if uid == 0 else _Identity([], None, None)
+    if _runs(namespace):
+        return _Identity(namespace, None)
+    if uid != 0:
+        return _Identity([], None)
+    capable = ["setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
+    capable += ["--inh-caps=+dac_override", "--ambient-caps=+dac_override", "--securebits=+no_setuid_fixup"]
+    return _Identity(capable if _runs(capable) else [], _NOBODY)
+
+
+def _runs(prefix: list[str]) -> bool:
+    """Whether this machine has the command, and allows what it does."""
+    if sys.platform != "linux" or not shutil.which(prefix[0]):
+        return False
+    return subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0
 
 
 def _environment() -> dict[str, str]:
@@ -668,16 +688,18 @@ def _major_version(postgres: Path) -> int:
     return int(found[1])
 
 
-def _link_prefix(source: Path, prefix: Path, extensions: Path) -> Path:
+def _link_prefix(source: Path, prefix: Path, extensions: Path, *, copy: bool) -> Path:
     """Build a prefix that shares everything with `source` except share/extension.
 
-    The server finds share/ and lib/ relative to its binary, so the binary is a real file, not a link.
+    The server finds share/ and lib/ relative to its binary, so the binary is a real file, not a symbolic link. It is a
+    copy if its owner will be changed: a hard link has the owner of the original.
     """
     (prefix / "bin").mkdir(parents=True)
     postgres = prefix / "bin" / "postgres"
-    try:
-        os.link(source / "bin" / "postgres", postgres)
-    except OSError:  # on another file system
+    with contextlib.suppress(OSError):  # on another file system
+        if not copy:
+            os.link(source / "bin" / "postgres", postgres)
+    if not postgres.exists():
         shutil.copy(source / "bin" / "postgres", postgres)
     (prefix / "lib").symlink_to(source / "lib")
     share = Path("share/postgresql")

