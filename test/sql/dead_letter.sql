@@ -109,7 +109,7 @@ begin
     return next is((select array_agg(c.id) from pgqueue.claim(queue, 10) c), ids[2:2], queue || ': claim returns it');
     perform pg_temp.pass('31 s');
     return next is(pgqueue.sweep_queue(queue), 1, queue || ': sweep_queue returns the number of messages that it removed');
-    return next is((select array_agg(d.id) from pgqueue.dead_messages d where d.queue_name = queue), ids[2:3] || late, queue || ': claim and sweep_queue have moved them to the dead letters');
+    return next is((select array_agg(d.id order by d.id) from pgqueue.dead_messages d where d.queue_name = queue), ids[2:3] || late, queue || ': claim and sweep_queue have moved them to the dead letters');
     return next is(pgqueue.sweep_queue(queue), 0, queue || ': sweep_queue returns 0 if there is nothing to remove');
     return next is(pgqueue.redrive(queue), 3, queue || ': redrive returns all of them to the queue');
     perform pgqueue.claim(queue, 3);
