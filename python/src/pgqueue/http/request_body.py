@@ -78,18 +78,6 @@ class JsonRequest(Request):
             self._json = read_json(await self.text())
         return self._json
 
-    async def is_disconnected(self) -> bool:
-        """Whether the client has disconnected, as far as the server knows. It does not wait."""
-        if not self._is_disconnected:
-            receiving = self._receive()
-            try:
-                receiving.send(None)  # type: ignore[attr-defined]
-            except StopIteration as received:
-                self._is_disconnected = received.value["type"] == "http.disconnect"
-            finally:
-                receiving.close()  # type: ignore[attr-defined]
-        return self._is_disconnected
-
 
 class JsonRoute(APIRoute):
     """A route that passes a `JsonRequest` to its function."""
