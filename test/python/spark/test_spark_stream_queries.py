@@ -254,7 +254,7 @@ def test_a_query_survives_restarts_of_the_server(spark: Any, name: str, tmp_path
 def test_options_are_checked_and_no_password_is_shown_or_stored(
     orders: pgqueue.Queue, queries: Queries, database: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(AnalysisException, match="did you mean maxReplays?"):
+    with pytest.raises(AnalysisException, match="did you mean maxReplays"):
         queries.load(maxReplay="1")
     orders.enqueue(1)
     done = queries.run(dsn=f"{database} password=s3cret")
