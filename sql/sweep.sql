@@ -134,6 +134,8 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+    -- The highest bigint has no successor.
+    from_id constant bigint := least(after_id, 9223372036854775806) + 1;
 begin
     return array(
         select distinct w.id
@@ -141,7 +143,7 @@ begin
             (
                 select m.id
                 from pgqueue.sweep_state s
-                cross join lateral unnest(int8multirange(int8range(after_id + 1, greatest(after_id + 1, fresh))) - s.vacant_ids) as r
+                cross join lateral unnest(int8multirange(int8range(from_id, greatest(from_id, fresh))) - s.vacant_ids) as r
                 cross join lateral (
                     select c.id from pgqueue.messages c
                     where c.queue_name = q.name and c.id >= lower(r) and c.id < upper(r)
@@ -157,7 +159,7 @@ begin
                 select c.id
                 from (
                     select m.id, m.visible_at <= at and not pgqueue._is_ready(m, at) as is_spent from pgqueue.messages m
-                    where m.queue_name = q.name and m.id >= greatest(after_id + 1, fresh)
+                    where m.queue_name = q.name and m.id >= greatest(from_id, fresh)
                     order by m.id limit 1000
                 ) c
                 where c.is_spent
@@ -170,7 +172,7 @@ begin
                     where r.queue_name = q.name order by r.check_at, r.id limit 10000
                 ) c
                 join pgqueue.messages m on m.queue_name = q.name and m.id = c.id
-                where m.id > after_id and m.visible_at <= at and not pgqueue._is_ready(m, at)
+                where m.id >= from_id and m.visible_at <= at and not pgqueue._is_ready(m, at)
             )
         ) w
         order by w.id
