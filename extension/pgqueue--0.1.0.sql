@@ -427,14 +427,19 @@ comment on table pgqueue.archive_promises is
 create table pgqueue.requeued_messages (
     queue_name text collate "C" not null,
     check_at timestamptz not null,
-    id bigint not null
+    id bigint not null,
+    held boolean not null default false
 );
 create index requeued_messages_check_at on pgqueue.requeued_messages (queue_name, check_at, id);
+create index requeued_messages_held on pgqueue.requeued_messages (queue_name, check_at, id) where held;
 alter table pgqueue.requeued_messages replica identity full;
 comment on table pgqueue.requeued_messages is
 'Messages that a sweep looks up separately, because it may skip their ids: scheduled messages that came due and were
-moved to messages under their old ids and, with check_at -infinity, messages that another transaction held when a sweep
-passed them.';
+moved to messages under their old ids, and messages that another transaction held when a sweep passed them.';
+comment on column pgqueue.requeued_messages.check_at is
+'When the message was recorded.';
+comment on column pgqueue.requeued_messages.held is
+'Whether another transaction held the message. A claim that finds too few messages checks these rows at once.';
 
 create table pgqueue.sweep_state (
     queue_name text collate "C" not null,
@@ -444,6 +449,10 @@ create table pgqueue.sweep_state (
     writers text[] not null default '{}',
     bound_at timestamptz not null default '1970-01-01 00:00+00',
     recorded_at timestamptz not null default '1970-01-01 00:00+00',
+    settled_at timestamptz not null default '-infinity',
+    first_id bigint not null default 1,
+    first_due_at timestamptz not null default '-infinity',
+    first_check_at timestamptz not null default '-infinity',
     constraint sweep_state_pkey primary key (queue_name)
 ) with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.sweep_state is
@@ -455,6 +464,15 @@ comment on column pgqueue.sweep_state.settled_id is
 'No running transaction has taken an id up to this one.';
 comment on column pgqueue.sweep_state.bound_id is
 'The highest id taken before writers were listed. It becomes settled_id when none of writers runs any more.';
+comment on column pgqueue.sweep_state.settled_at is
+'No running transaction has written to the tables of messages since before this time. It is bound_at of the writers that
+were listed for settled_id.';
+comment on column pgqueue.sweep_state.first_id is
+'No message of the queue has a lower id, and none will: in messages, scheduled_messages and dead_messages.';
+comment on column pgqueue.sweep_state.first_due_at is
+'No row of the queue in scheduled_messages has an earlier due_at, and none will.';
+comment on column pgqueue.sweep_state.first_check_at is
+'No row of the queue in requeued_messages has an earlier check_at, and none will.';
 
 create table pgqueue.streams (
     queue_name text collate "C" not null,
@@ -808,6 +826,14 @@ language sql stable parallel safe
 as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microsecond' $$;
 comment on function pgqueue._from_micros(bigint) is
 'The moment that a register value denotes.';
+
+create function pgqueue._due_from_now(due_at timestamptz)
+returns timestamptz
+language sql volatile
+as $$ select greatest(due_at, pgqueue._now() - interval '1 s') $$;
+comment on function pgqueue._due_from_now(timestamptz) is
+'A due time for an insert into scheduled_messages: at most one second before the clock of the inserting statement.
+sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
 
 create function pgqueue._create_register(queue_id bigint, role text)
 returns regclass
@@ -2040,7 +2066,8 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         values (
-            q.name, pgqueue._add_interval(at, delay), at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers
+            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, delay)), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
+            message_id, payload, body, headers
         )
         returning scheduled_messages.id into new_id;
         perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay));
@@ -2180,7 +2207,8 @@ begin
                 id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
             )
             select
-                d.id, q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
+                d.id, q.name, pgqueue._due_from_now(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'),
+                at, q.max_attempts,
                 pgqueue._add_interval(at, expires_in), d.message_id, d.payload, d.body, d.headers
             -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
             -- would scan the dead index entries of all messages already taken.
@@ -2207,9 +2235,8 @@ comment on function pgqueue.enqueue_batch(text, jsonb[], interval, jsonb[], inte
 arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
 that is not null overrides delay for its message. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a
 payload, body or headers are too large.';
--- Finds messages below fresh_from_id for a claim: expired claims, rolled-back claims, late commits, messages that came
--- due. Removes messages that have no attempts left or have expired. The sweep walks over the ids from where the last
--- one stopped, within a time budget, so that dead rows do not slow down claims.
+-- Learns where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
+-- reads an unbounded number of them. Scans start at the values recorded here instead.
 
 create function pgqueue._running_writers()
 returns text[]
@@ -2221,7 +2248,9 @@ as $$
         where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.granted
             and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
             and (
-                l.relation = 'pgqueue.messages'::regclass
+                l.relation in (
+                    'pgqueue.messages'::regclass, 'pgqueue.scheduled_messages'::regclass, 'pgqueue.requeued_messages'::regclass
+                )
                 or l.relation in (
                     select i.inhrelid from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
                 )
@@ -2229,8 +2258,283 @@ as $$
     )
 $$;
 comment on function pgqueue._running_writers() is
-'The running transactions that have written to messages, through the parent or directly to a partition, including
-prepared transactions.';
+'The running transactions that have written to messages, through the parent or directly to a partition, to
+scheduled_messages or to requeued_messages, including prepared transactions.';
+
+create function pgqueue._first_possible_id(s pgqueue.sweep_state)
+returns bigint
+language sql immutable parallel safe
+-- The end of the first range. There is no subquery, so PostgreSQL can inline the function.
+as $$
+    select coalesce(
+        lower(int8multirange(int8range(lower(s.vacant_ids), upper(s.vacant_ids))) - s.vacant_ids), upper(s.vacant_ids)
+    )
+$$;
+comment on function pgqueue._first_possible_id(pgqueue.sweep_state) is
+'The lowest id at which there can be a message, except those in requeued_messages.';
+
+create function pgqueue._first_possible_id_of(queue_name text)
+returns bigint
+language sql stable
+as $$
+    select coalesce(
+        (
+            select pgqueue._first_possible_id(s) from pgqueue.sweep_state s
+            where s.queue_name = _first_possible_id_of.queue_name
+        ), 1)
+$$;
+comment on function pgqueue._first_possible_id_of(text) is
+'The lowest id at which the queue can have a message, except those in requeued_messages; 1 if nothing is known.';
+
+create function pgqueue._possible_ranges(queue_name text, from_id bigint, below_id bigint)
+returns setof int8range
+language sql stable
+as $$
+    select r
+    from unnest(
+        int8multirange(int8range(from_id, greatest(from_id, below_id)))
+        - coalesce((select s.vacant_ids from pgqueue.sweep_state s where s.queue_name = _possible_ranges.queue_name), '{}')
+    ) as r
+$$;
+comment on function pgqueue._possible_ranges(text, bigint, bigint) is
+'The ranges of ids from from_id to below_id, in order, in which the queue can have messages, except those in
+requeued_messages.';
+
+create function pgqueue._first_id_of(queue_name text)
+returns bigint
+language sql stable
+as $$
+    select coalesce((select s.first_id from pgqueue.sweep_state s where s.queue_name = _first_id_of.queue_name collate "C"), 1)
+$$;
+comment on function pgqueue._first_id_of(text) is
+'The lowest id that the queue can have in messages, scheduled_messages and dead_messages; 1 if nothing is known.';
+
+create function pgqueue._first_due_at_of(queue_name text, at timestamptz)
+returns timestamptz
+language sql stable
+as $$
+    -- A time in the future was recorded before the clock was set back.
+    select coalesce(
+        (
+            select s.first_due_at from pgqueue.sweep_state s
+            where s.queue_name = _first_due_at_of.queue_name and s.first_due_at <= at
+        ), '-infinity')
+$$;
+comment on function pgqueue._first_due_at_of(text, timestamptz) is
+'The earliest due_at that the queue can have in scheduled_messages; -infinity if nothing is known.';
+
+create function pgqueue._first_check_at_of(queue_name text, at timestamptz)
+returns timestamptz
+language sql stable
+as $$
+    select coalesce(
+        (
+            select s.first_check_at from pgqueue.sweep_state s
+            where s.queue_name = _first_check_at_of.queue_name and s.first_check_at <= at
+        ), '-infinity')
+$$;
+comment on function pgqueue._first_check_at_of(text, timestamptz) is
+'The earliest check_at that the queue can have in requeued_messages; -infinity if nothing is known.';
+
+create function pgqueue._forget_times()
+returns void
+language sql volatile
+as $$
+    update pgqueue.sweep_state
+    set first_due_at = '-infinity', first_check_at = '-infinity'
+    where ctid = any (array(
+        select s.ctid from pgqueue.sweep_state s
+        where s.first_due_at > '-infinity' or s.first_check_at > '-infinity'
+        for update skip locked))
+$$;
+comment on function pgqueue._forget_times() is
+'Makes the sweeps of all queues start at the earliest times again, once an hour. They then find messages that the
+recorded times exclude, because the clock was set back or plain SQL has set a due time in the past.';
+
+create function pgqueue._record_first_keys(q pgqueue.queues, s pgqueue.sweep_state, at timestamptz)
+returns pgqueue.sweep_state
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- Plain SQL may set a due time that lies a few seconds back.
+    settled_at constant timestamptz := s.settled_at - interval '5 s';
+    old_rows tid[];
+begin
+    -- If a message has the recorded id, there is nothing to learn. Otherwise all three tables are read in one snapshot,
+    -- as messages move between them. Each is read up to the first id that was found before.
+    if not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = s.first_id)
+        and not exists (select from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id = s.first_id)
+        and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id = s.first_id)
+    then
+        select greatest(c.id, s.first_id) into s.first_id
+        from (
+            select coalesce(
+                (
+                    select m.id from pgqueue.messages m
+                    where m.queue_name = q.name and m.id >= s.first_id and m.id <= s.settled_id
+                    order by m.id limit 1
+                ), s.settled_id + 1) as id
+        ) a
+        cross join lateral (
+            select coalesce(
+                (
+                    select m.id from pgqueue.scheduled_messages m
+                    where m.queue_name = q.name and m.id >= s.first_id and m.id < a.id
+                    order by m.id limit 1
+                ), a.id) as id
+        ) b
+        cross join lateral (
+            select coalesce(
+                (
+                    select m.id from pgqueue.dead_messages m
+                    where m.queue_name = q.name and m.id >= s.first_id and m.id < b.id
+                    order by m.id limit 1
+                ), b.id) as id
+        ) c;
+    end if;
+
+    if s.first_due_at > at or s.first_check_at > at then
+        -- The clock was set back.
+        s.first_due_at := '-infinity';
+        s.first_check_at := '-infinity';
+    end if;
+    s.first_due_at := greatest(s.first_due_at, least(settled_at, (
+        select c.due_at from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.due_at >= s.first_due_at
+        order by c.due_at limit 1)));
+
+    -- A few rows that stay for long, such as that of a message with a long claim, get a new time. Otherwise all rows
+    -- that were removed after them would be read again and again.
+    old_rows := array(
+        select r.ctid from pgqueue.requeued_messages r
+        where r.queue_name = q.name and r.check_at >= s.first_check_at and r.check_at < settled_at - interval '10 s'
+        order by r.check_at limit 101 for update skip locked);
+    if cardinality(old_rows) <= 100 then
+        update pgqueue.requeued_messages r set check_at = (select pgqueue._now()) where r.ctid = any (old_rows);
+    end if;
+    s.first_check_at := greatest(s.first_check_at, least(settled_at, (
+        select r.check_at from pgqueue.requeued_messages r
+        where r.queue_name = q.name and r.check_at >= s.first_check_at
+        order by r.check_at limit 1)));
+    return s;
+end;
+$$;
+comment on function pgqueue._record_first_keys(pgqueue.queues, pgqueue.sweep_state, timestamptz) is
+'Determines first_id, first_due_at and first_check_at again. Each scan starts at the value recorded before, so it reads
+only what was removed since.';
+
+create function pgqueue._widest_ranges(ids int8multirange)
+returns int8multirange
+language sql immutable parallel safe
+as $$
+    -- 64 ranges cover the gaps that are worth skipping, and are few enough for every sweep to read.
+    select range_agg(w.r)
+    from (
+        select r from unnest(ids) as r
+        order by lower_inf(r) desc, upper(r) - lower(r) desc
+        limit 64
+    ) w
+$$;
+comment on function pgqueue._widest_ranges(int8multirange) is
+'The first range, if it has no lower bound, and the widest others, 64 in total.';
+
+create function pgqueue._learn(q pgqueue.queues, at timestamptz, fresh bigint)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.sweep_state;
+    bound bigint;
+    writers text[];
+    waited boolean := false;
+    stretch int8range;
+    from_id bigint;
+    below_id bigint;
+    span bigint := 4096;
+    live bigint[];
+begin
+    -- The rows must be read with a snapshot taken after the writers are listed. A fixed snapshot is older.
+    if pgqueue._has_fixed_snapshot() then
+        return false;
+    end if;
+    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name for update skip locked;
+    if not found then
+        return false;
+    end if;
+
+    -- A compaction replaces the rows of a table: a snapshot that is older than its commit shows the table empty. So the
+    -- tables are locked before the statements below take their snapshots. The second statement locks the partition.
+    lock table pgqueue.scheduled_messages, pgqueue.requeued_messages, pgqueue.dead_messages in access share mode;
+    perform from pgqueue.messages m where m.queue_name = q.name and m.id = 0;
+
+    -- An id without a row in the snapshot stays without a row only if no running transaction has taken it, as ids are
+    -- taken before they are committed. So the sequence is read first, and then the running writers are listed. Once all
+    -- of those have ended, every id up to the value read is decided, and the statements below see every message with
+    -- such an id.
+    bound := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
+    writers := pgqueue._running_writers();
+    -- The name of a prepared transaction changes when the server restarts. A prepared transaction that is not listed
+    -- can therefore be one of the listed ones, and is added.
+    s.writers := s.writers || array(
+        select w from unnest(writers) as w where w like '-1/%' and w <> all (s.writers));
+    if not s.writers && writers then
+        -- A check after bound_at found at least one of the writers still running.
+        waited := s.recorded_at > s.bound_at;
+        s.settled_id := s.bound_id;
+        s.settled_at := least(s.bound_at, at);
+        s.bound_id := bound;
+        s.writers := writers;
+        s.bound_at := at;
+    end if;
+
+    <<walk>>
+    for stretch in
+        select r
+        from unnest(
+            int8multirange(int8range(pgqueue._first_possible_id(s), greatest(pgqueue._first_possible_id(s), least(s.settled_id + 1, fresh)))) - s.vacant_ids
+        ) as r
+    loop
+        from_id := lower(stretch);
+        while from_id < upper(stretch) loop
+            exit walk when pgqueue._now() > at + interval '40 ms';
+            below_id := least(from_id + span, upper(stretch));
+            live := array(
+                select m.id from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+                order by m.id limit 1000);
+            -- A range that is dense with messages has no gaps worth recording.
+            exit walk when cardinality(live) = 1000;
+            s.vacant_ids := s.vacant_ids + (
+                int8multirange(int8range(from_id, below_id))
+                - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
+            );
+            from_id := below_id;
+            -- The cap prevents an overflow of bigint after many doublings.
+            span := least(span * 2, 1099511627776);
+        end loop;
+    end loop;
+
+    begin
+        s := pgqueue._record_first_keys(q, s, at);
+        update pgqueue.sweep_state
+        set vacant_ids = pgqueue._widest_ranges(s.vacant_ids), settled_id = s.settled_id, bound_id = s.bound_id,
+            writers = s.writers, bound_at = s.bound_at, recorded_at = at, settled_at = s.settled_at, first_id = s.first_id,
+            first_due_at = s.first_due_at, first_check_at = s.first_check_at
+        where sweep_state.queue_name = q.name;
+    exception when disk_full then
+        return false;
+    end;
+    return waited;
+end;
+$$;
+comment on function pgqueue._learn(pgqueue.queues, timestamptz, bigint) is
+'Records the ids below fresh at which no message can appear any more, and the first keys of the other tables, so that
+scans skip what was removed. Returns true if the record had to wait for a long write transaction.';
+-- Finds messages below fresh_from_id for a claim: expired claims, rolled-back claims, late commits, messages that came
+-- due. Removes messages that have no attempts left or have expired. The sweep walks over the ids from where the last
+-- one stopped, within a time budget, so that dead rows do not slow down claims.
 
 create function pgqueue._promote_due(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
@@ -2259,7 +2563,7 @@ begin
             ),
             noted as (
                 insert into pgqueue.requeued_messages (queue_name, check_at, id)
-                select q.name, at, d.id from due d
+                select q.name, (select pgqueue._now()), d.id from due d
             ),
             moved as (
                 insert into pgqueue.messages (
@@ -2351,15 +2655,13 @@ begin
         from (
             (
                 select m.id
-                from pgqueue.sweep_state s
-                cross join lateral unnest(int8multirange(int8range(from_id, greatest(from_id, fresh))) - s.vacant_ids) as r
+                from pgqueue._possible_ranges(q.name, from_id, fresh) as r
                 cross join lateral (
                     select c.id from pgqueue.messages c
                     where c.queue_name = q.name and c.id >= lower(r) and c.id < upper(r)
                         and c.visible_at <= at and not pgqueue._is_ready(c, at)
                     order by c.id limit wanted
                 ) m
-                where s.queue_name = q.name
                 limit wanted
             )
             union all
@@ -2378,10 +2680,16 @@ begin
                 select m.id
                 from (
                     select r.id from pgqueue.requeued_messages r
-                    where r.queue_name = q.name order by r.check_at, r.id limit 10000
+                    where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at)
+                    order by r.check_at, r.id limit 10000
                 ) c
-                join pgqueue.messages m on m.queue_name = q.name and m.id = c.id
-                where m.id >= from_id and m.visible_at <= at and not pgqueue._is_ready(m, at)
+                -- `offset 0` keeps the planner from a join that reads the whole queue.
+                cross join lateral (
+                    select w.id from pgqueue.messages w
+                    where w.queue_name = q.name and w.id = c.id and w.visible_at <= at and not pgqueue._is_ready(w, at)
+                    offset 0
+                ) m
+                where m.id >= from_id
             )
         ) w
         order by w.id
@@ -2414,30 +2722,63 @@ comment on function pgqueue._lock_ready(pgqueue.queues, bigint[], bigint[], time
 'Locks up to wanted of the messages that are ready, not locked by another transaction and not in taken, and returns
 their ids.';
 
-create function pgqueue._prune_requeued(q pgqueue.queues, watched bigint[], seen_at timestamptz)
+create function pgqueue._read_requeued(
+    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean,
+    out n int, out last_time timestamptz, out last_id bigint, out ready bigint[], out gone tid[]
+)
+language sql volatile
+as $$
+    -- A row and its message are written by the same transaction. If the snapshot of this statement shows the row but
+    -- not the message, the message is gone, or has come back with a new row. `offset 0` keeps the planner from a join
+    -- that reads the whole queue.
+    select
+        count(*), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)],
+        array_agg(distinct w.id) filter (where m.visible_at <= at),
+        array_agg(w.ctid) filter (where m.id is null)
+    from (
+        (
+            select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
+            where not only_held and r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
+            order by r.check_at, r.id limit 500
+        )
+        union all
+        (
+            select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
+            where only_held and r.held and r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
+            order by r.check_at, r.id limit 500
+        )
+    ) w
+    left join lateral (
+        select c.id, c.visible_at from pgqueue.messages c where c.queue_name = q.name and c.id = w.id offset 0
+    ) m on true
+$$;
+comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean) is
+'Reads up to 500 rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id of
+the last one, the ids of the visible messages, and the rows whose messages are gone.';
+
+create function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- A row here and its message are written by the same transaction. If the snapshot of this statement shows the row
-    -- but not the message, the message is gone, or has come back with a new row. The ids are passed as an array: a join
-    -- could be planned to read the whole queue.
+    -- A fixed snapshot can show the row and not its message, if a compaction has replaced the rows of messages since.
+    if gone is null or pgqueue._has_fixed_snapshot() then
+        return;
+    end if;
+    -- Since the row was read, another row can have got its place. That one has a later time.
     delete from pgqueue.requeued_messages r
     where r.ctid = any (array(
         select c.ctid from pgqueue.requeued_messages c
-        where c.queue_name = q.name and c.check_at <= seen_at and c.id = any (watched)
-            and c.id <> all (array(
-                select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, watched) k
-                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)))
-        order by c.check_at, c.id limit 1000 for update skip locked));
+        where c.ctid = any (gone) and c.queue_name = q.name and c.check_at <= up_to
+        for update skip locked));
 end;
 $$;
-comment on function pgqueue._prune_requeued(pgqueue.queues, bigint[], timestamptz) is
-'Deletes from requeued_messages the watched ids, recorded up to seen_at, whose messages are gone.';
+comment on function pgqueue._prune_requeued(pgqueue.queues, tid[], timestamptz) is
+'Deletes rows that _read_requeued has found gone, with a check_at up to up_to.';
 
 create function pgqueue._sweep_requeued(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, up_to timestamptz
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz, only_held boolean
 )
 returns bigint[]
 language plpgsql volatile
@@ -2445,38 +2786,30 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     picks bigint[] := '{}'::bigint[];
-    seen_at timestamptz := '-infinity'::timestamptz;
+    seen_at timestamptz := since;
     seen_id bigint := -9223372036854775808;
-    watched bigint[];
-    ready bigint[];
+    rows record;
 begin
     -- The rows are read in pages, as another transaction may lock any number of these messages for long.
     loop
-        select array_agg(w.id), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)]
-        into watched, seen_at, seen_id
-        from (
-            select r.check_at, r.id from pgqueue.requeued_messages r
-            where r.queue_name = q.name and (r.check_at, r.id) > (seen_at, seen_id) and r.check_at <= up_to
-            order by r.check_at, r.id limit 1000
-        ) w;
-        exit when watched is null;
-        perform pgqueue._prune_requeued(q, watched, seen_at);
-        ready := array(
-            select distinct m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, watched) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
-        if ready <> '{}' then
-            perform pgqueue._dead_letter_spent(q, ready, at);
-            picks := picks || pgqueue._lock_ready(q, ready, taken || picks, at, wanted - cardinality(picks));
+        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, only_held) r;
+        exit when rows.n = 0;
+        seen_at := rows.last_time;
+        seen_id := rows.last_id;
+        perform pgqueue._prune_requeued(q, rows.gone, seen_at);
+        if rows.ready is not null then
+            perform pgqueue._dead_letter_spent(q, rows.ready, at);
+            picks := picks || pgqueue._lock_ready(q, rows.ready, taken || picks, at, wanted - cardinality(picks));
         end if;
-        exit when cardinality(watched) < 1000 or cardinality(picks) >= wanted
-            or pgqueue._now() > at + interval '50 ms';
+        exit when rows.n < 500 or cardinality(picks) >= wanted or pgqueue._now() > at + interval '50 ms';
     end loop;
     return picks;
 end;
 $$;
-comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int, timestamptz) is
-'Checks the messages that requeued_messages lists with a check_at up to up_to: removes those that have no attempts left
-or have expired, deletes the rows of those that are gone, and returns up to wanted ids of ready messages, locked.';
+comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int, timestamptz, boolean) is
+'Checks the messages that requeued_messages lists with a check_at from since on, all or only held ones: removes those
+that have no attempts left or have expired, deletes the rows of those that are gone, and returns up to wanted ids of
+ready messages, locked.';
 
 create function pgqueue._sweep_held(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint, reach int
@@ -2486,14 +2819,19 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    picks bigint[] := pgqueue._sweep_requeued(q, taken, at, wanted, '-infinity');
+    picks bigint[] := pgqueue._sweep_requeued(q, taken, at, wanted, pgqueue._first_check_at_of(q.name, at), true);
     ready bigint[];
 begin
     if cardinality(picks) < wanted then
         ready := array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= fresh - reach and m.id < fresh and m.visible_at <= at
-            order by m.id limit 1000);
+            select w.id
+            from pgqueue._possible_ranges(q.name, fresh - reach, fresh) as r
+            cross join lateral (
+                select m.id from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r) and m.visible_at <= at
+                order by m.id limit 1000
+            ) w
+            limit 1000);
         if ready <> '{}' then
             perform pgqueue._dead_letter_spent(q, ready, at);
             picks := picks || pgqueue._lock_ready(q, ready, taken || picks, at, wanted - cardinality(picks));
@@ -2513,14 +2851,14 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    insert into pgqueue.requeued_messages (queue_name, check_at, id)
-    select q.name, '-infinity', m.id
+    insert into pgqueue.requeued_messages (queue_name, check_at, id, held)
+    select q.name, (select pgqueue._now()), m.id, true
     from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
     where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and pgqueue._is_ready(m, at) and m.id <> all (picks)
         and not exists (
             select from pgqueue.requeued_messages r
-            where r.queue_name = q.name and r.check_at = '-infinity' and r.id = m.id
+            where r.held and r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at) and r.id = m.id
         );
 exception when disk_full then
     -- A later sweep finds the messages.
@@ -2530,132 +2868,6 @@ $$;
 comment on function pgqueue._watch_held(pgqueue.queues, bigint[], bigint[], timestamptz) is
 'Records those of the ids, except picks, whose messages are ready but locked by another transaction, for example by a
 receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
-
-create function pgqueue._first_possible_id(s pgqueue.sweep_state)
-returns bigint
-language sql immutable parallel safe
--- The end of the first range. There is no subquery, so PostgreSQL can inline the function.
-as $$
-    select coalesce(
-        lower(int8multirange(int8range(lower(s.vacant_ids), upper(s.vacant_ids))) - s.vacant_ids), upper(s.vacant_ids)
-    )
-$$;
-comment on function pgqueue._first_possible_id(pgqueue.sweep_state) is
-'The lowest id at which there can be a message, except those in requeued_messages.';
-
-create function pgqueue._first_possible_id_of(queue_name text)
-returns bigint
-language sql stable
-as $$
-    select coalesce(
-        (
-            select pgqueue._first_possible_id(s) from pgqueue.sweep_state s
-            where s.queue_name = _first_possible_id_of.queue_name
-        ), 1)
-$$;
-comment on function pgqueue._first_possible_id_of(text) is
-'The lowest id at which the queue can have a message, except those in requeued_messages; 1 if nothing is known.';
-
-create function pgqueue._widest_ranges(ids int8multirange)
-returns int8multirange
-language sql immutable parallel safe
-as $$
-    -- 64 ranges cover the gaps that are worth skipping, and are few enough for every sweep to read.
-    select range_agg(w.r)
-    from (
-        select r from unnest(ids) as r
-        order by lower_inf(r) desc, upper(r) - lower(r) desc
-        limit 64
-    ) w
-$$;
-comment on function pgqueue._widest_ranges(int8multirange) is
-'The first range, if it has no lower bound, and the widest others, 64 in total.';
-
-create function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh bigint)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    s pgqueue.sweep_state;
-    bound bigint;
-    writers text[];
-    waited boolean := false;
-    stretch int8range;
-    from_id bigint;
-    below_id bigint;
-    span bigint := 4096;
-    live bigint[];
-begin
-    -- The rows must be read with a snapshot taken after the writers are listed. A fixed snapshot is older.
-    if pgqueue._has_fixed_snapshot() then
-        return false;
-    end if;
-    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name for update skip locked;
-    if not found then
-        return false;
-    end if;
-
-    -- An id without a row in the snapshot stays without a row only if no running transaction has taken it, as ids are
-    -- taken before they are committed. So the sequence is read first, and then the running writers are listed. Once all
-    -- of those have ended, every id up to the value read is decided, and the statements below see every message with
-    -- such an id.
-    bound := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
-    writers := pgqueue._running_writers();
-    -- The name of a prepared transaction changes when the server restarts. A prepared transaction that is not listed
-    -- can therefore be one of the listed ones, and is added.
-    s.writers := s.writers || array(
-        select w from unnest(writers) as w where w like '-1/%' and w <> all (s.writers));
-    if not s.writers && writers then
-        -- A check after bound_at found at least one of the writers still running.
-        waited := s.recorded_at > s.bound_at;
-        s.settled_id := s.bound_id;
-        s.bound_id := bound;
-        s.writers := writers;
-        s.bound_at := at;
-    end if;
-
-    <<walk>>
-    for stretch in
-        select r
-        from unnest(
-            int8multirange(int8range(pgqueue._first_possible_id(s), greatest(pgqueue._first_possible_id(s), least(s.settled_id + 1, fresh)))) - s.vacant_ids
-        ) as r
-    loop
-        from_id := lower(stretch);
-        while from_id < upper(stretch) loop
-            exit walk when pgqueue._now() > at + interval '40 ms';
-            below_id := least(from_id + span, upper(stretch));
-            live := array(
-                select m.id from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= from_id and m.id < below_id
-                order by m.id limit 1000);
-            -- A range that is dense with messages has no gaps worth recording.
-            exit walk when cardinality(live) = 1000;
-            s.vacant_ids := s.vacant_ids + (
-                int8multirange(int8range(from_id, below_id))
-                - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
-            );
-            from_id := below_id;
-            -- The cap prevents an overflow of bigint after many doublings.
-            span := least(span * 2, 1099511627776);
-        end loop;
-    end loop;
-
-    begin
-        update pgqueue.sweep_state
-        set vacant_ids = pgqueue._widest_ranges(s.vacant_ids), settled_id = s.settled_id, bound_id = s.bound_id,
-            writers = s.writers, bound_at = s.bound_at, recorded_at = at
-        where sweep_state.queue_name = q.name;
-    exception when disk_full then
-        return false;
-    end;
-    return waited;
-end;
-$$;
-comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigint) is
-'Records the ids below fresh at which no message can appear any more, so that sweeps skip them. Returns true if the
-record had to wait for a long write transaction.';
 
 create function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
@@ -2688,6 +2900,7 @@ begin
     -- was ahead.
     if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
     then
+        perform pgqueue._forget_times();
         perform pgqueue._do_housekeeping(at);
     end if;
 
@@ -2699,7 +2912,8 @@ begin
             return picks;
         end if;
     end if;
-    if (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh))
+    -- Without fresh messages, there can be much to skip in the other tables: then the last full pass was not fast.
+    if (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh) or pos <> 1)
         and (
             -- After a fast full pass there is little to skip, so ids are recorded less often. In a queue that shares
             -- the server with many others almost every claim sweeps, and recording would be most of the cost.
@@ -2708,7 +2922,7 @@ begin
             or s.writers <> '{}' and s.recorded_at > s.bound_at and not s.writers && pgqueue._running_writers()
         )
     then
-        if pgqueue._record_vacant_ids(q, at, fresh) then
+        if pgqueue._learn(q, at, fresh) then
             -- A long write transaction may have left messages anywhere above the head: start there again.
             pos := 0;
         end if;
@@ -2732,9 +2946,11 @@ begin
     <<round>>
     loop
         if pos = head then
-            picks := picks || pgqueue._sweep_requeued(q, picks, at, wanted - cardinality(picks), 'infinity');
+            picks := picks || pgqueue._sweep_requeued(
+                q, picks, at, wanted - cardinality(picks), pgqueue._first_check_at_of(q.name, at), false);
             if cardinality(picks) < wanted then
-                picks := picks || pgqueue._promote_due(q, at, wanted - cardinality(picks), '-infinity');
+                picks := picks || pgqueue._promote_due(
+                    q, at, wanted - cardinality(picks), pgqueue._first_due_at_of(q.name, at));
             end if;
         end if;
         for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.vacant_ids) as r loop
@@ -2856,11 +3072,12 @@ begin
             q, picks, at, wanted - cardinality(picks), fresh, case picks when '{}' then 4096 else 128 end);
     elsif cardinality(picks) < wanted then
         -- The claim could not take the messages above fresh. From now on the sweep finds them.
-        select m.id + 1 into last_id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= fresh
-        order by m.id desc limit 1;
-        if found then
-            fresh := setval(q.fresh_from_id, last_id);
+        -- If there are none, delayed messages may have come back there and left. Later claims skip their dead rows.
+        last_id := coalesce(
+            (select m.id from pgqueue.messages m where m.queue_name = q.name and m.id >= fresh order by m.id desc limit 1),
+            (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
+        if last_id >= fresh then
+            fresh := setval(q.fresh_from_id, last_id + 1);
             swept := false;
         end if;
         if not swept then
@@ -3234,7 +3451,7 @@ begin
         payload, body, headers, claimed_by, last_error, transport_headers
     )
     values (
-        m.id, m.queue_name, due_at, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+        m.id, m.queue_name, pgqueue._due_from_now(due_at), m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
         m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     );
     perform pgqueue._announce_due(q, due_at);
@@ -3417,7 +3634,7 @@ begin
     select
         -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
         -- scan the dead index entries of all messages already taken.
-        g.id, g.queue_name, at + (row_number() over () - cardinality(ids)) * interval '1 microsecond', g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
+        g.id, g.queue_name, pgqueue._due_from_now(at + (row_number() over () - cardinality(ids)) * interval '1 microsecond'), g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
         g.payload, g.body, g.headers, g.claimed_by, g.last_error, g.transport_headers
     from given_back g;
     get diagnostics released = row_count;
@@ -3551,7 +3768,7 @@ begin
     if ids is null then
         picks := array(
             select d.id from pgqueue.dead_messages d
-            where d.queue_name = q.name
+            where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name)
             order by d.id limit max_messages for update skip locked);
     else
         picks := array(
@@ -3572,7 +3789,7 @@ begin
     select
         -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
         -- scan the dead index entries of all messages already taken.
-        r.id, r.queue_name, at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond', r.enqueued_at, 0, q.max_attempts, r.message_id,
+        r.id, r.queue_name, pgqueue._due_from_now(at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'), r.enqueued_at, 0, q.max_attempts, r.message_id,
         r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
     from revived r;
     get diagnostics redriven = row_count;
@@ -3605,7 +3822,11 @@ declare
 begin
     -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not pgqueue._lock_queue(queue_name)
-        or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name collate "C")
+        or not exists (
+            select from pgqueue.dead_messages d
+            where d.queue_name = purge_dead_messages.queue_name collate "C"
+                and d.id >= pgqueue._first_id_of(purge_dead_messages.queue_name)
+        )
     then
         perform pgqueue._get_locked_queue(queue_name);
     end if;
@@ -3617,6 +3838,7 @@ begin
         picks := array(
             select d.id from pgqueue.dead_messages d
             where d.queue_name = purge_dead_messages.queue_name collate "C"
+                and d.id >= pgqueue._first_id_of(purge_dead_messages.queue_name)
             order by d.id for update);
     else
         picks := array(
@@ -3656,7 +3878,7 @@ begin
     -- A message in flight is not removed, as its consumer may still acknowledge it.
     picks := array(
         select m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.expires_at <= at and m.visible_at <= at
+        where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name) and m.expires_at <= at and m.visible_at <= at
             -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked);
@@ -3727,7 +3949,7 @@ comment on function pgqueue._is_locked(xid) is
 misjudged.';
 
 create function pgqueue._returned(
-    queue_name text, within int8multirange, wanted int, out ids bigint[], out stand_for bigint
+    queue_name text, within int8multirange, at timestamptz, wanted int, out ids bigint[], out stand_for bigint
 )
 language sql stable
 as $$
@@ -3735,7 +3957,10 @@ as $$
     with watched as (
         select distinct r.id
         from (
-            select c.id from pgqueue.requeued_messages c where c.queue_name = _returned.queue_name order by c.check_at, c.id limit 5000
+            select c.id from pgqueue.requeued_messages c
+            where c.queue_name = _returned.queue_name
+                and c.check_at >= pgqueue._first_check_at_of(_returned.queue_name, _returned.at)
+            order by c.check_at, c.id limit 5000
         ) r
         where r.id <@ within
     ),
@@ -3746,7 +3971,7 @@ as $$
     select coalesce(array_agg(p.id order by p.id) filter (where p.place % p.step = 0), '{}'), coalesce(max(p.step), 1)
     from placed p
 $$;
-comment on function pgqueue._returned(text, int8multirange, int) is
+comment on function pgqueue._returned(text, int8multirange, timestamptz, int) is
 'Ids of messages that came back from scheduled_messages, within a range that the calling function does not read
 otherwise, and the number of messages for which each stands.';
 
@@ -3780,7 +4005,8 @@ begin
     select count(*) into total
     from (
         select from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at <= at and (s.expires_at is null or s.expires_at > at)
+        where s.queue_name = q.name and s.due_at >= pgqueue._first_due_at_of(q.name, at) and s.due_at <= at
+            and (s.expires_at is null or s.expires_at > at)
             and not pgqueue._is_locked(s.xmax)
         order by s.due_at limit max_records
     ) r;
@@ -3803,14 +4029,21 @@ begin
         select
             count(*),
             count(*) filter (where w.is_ready and not pgqueue._is_locked(w.held_by)),
-            exists (select from pgqueue.requeued_messages c where c.queue_name = q.name)
+            exists (
+                select from pgqueue.requeued_messages c
+                where c.queue_name = q.name and c.check_at >= pgqueue._first_check_at_of(q.name, at)
+            )
         into examined, ready, some_came_back
         from (
-            select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
-            from pgqueue.messages m
-            where m.queue_name = q.name and m.id < fresh
-                and m.id >= coalesce((select pgqueue._first_possible_id(s) from pgqueue.sweep_state s where s.queue_name = q.name), 1)
-            order by m.id limit 400
+            select c.is_ready, c.held_by
+            from pgqueue._possible_ranges(q.name, 1, fresh) as r
+            cross join lateral (
+                select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
+                from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
+                order by m.id limit 400
+            ) c
+            limit 400
         ) w;
         total := total + ready;
         if total = 0 and examined = 400 then
@@ -3819,7 +4052,7 @@ begin
     end if;
     if some_came_back and total < max_records then
         -- Messages that came back from scheduled_messages have ids below the head, where the queries above do not look.
-        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), 400) c;
+        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), at, 400) c;
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
@@ -3861,7 +4094,7 @@ begin
                 m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
                 m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error
             from pgqueue.messages m
-            where m.queue_name = q.name and m.id > after_id
+            where m.queue_name = q.name and m.id > greatest(after_id, pgqueue._first_id_of(q.name) - 1)
                 and case browse.state
                     when 'ready' then pgqueue._is_ready(m, at)
                     when 'inflight' then m.visible_at > at and m.attempt_count > 0
@@ -3875,7 +4108,7 @@ begin
                 s.id, s.queue_name, s.payload, s.body, s.headers, s.message_id, s.attempt_count, s.max_attempts,
                 s.enqueued_at, s.due_at, s.expires_at, s.claimed_by, null::uuid, s.last_error
             from pgqueue.scheduled_messages s
-            where s.queue_name = q.name and s.id > after_id
+            where s.queue_name = q.name and s.id > greatest(after_id, pgqueue._first_id_of(q.name) - 1)
                 and case browse.state
                     when 'ready' then s.due_at <= at and coalesce(s.expires_at > at, true)
                     when 'inflight' then false
@@ -3907,7 +4140,11 @@ declare
     spent bigint[];
 begin
     -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
-    if not exists (select from pgqueue.dead_messages d where d.queue_name = browse_dead_messages.queue_name collate "C") then
+    if not exists (
+        select from pgqueue.dead_messages d
+        where d.queue_name = browse_dead_messages.queue_name collate "C"
+            and d.id >= pgqueue._first_id_of(browse_dead_messages.queue_name)
+    ) then
         perform pgqueue._get_unlocked_queue(queue_name);
     end if;
     perform pgqueue._check_page(max_messages, after_id);
@@ -3920,7 +4157,8 @@ begin
     from (
         (
             select c.* from pgqueue.dead_messages c
-            where c.queue_name = browse_dead_messages.queue_name collate "C" and c.id > after_id
+            where c.queue_name = browse_dead_messages.queue_name collate "C"
+                and c.id > greatest(after_id, pgqueue._first_id_of(browse_dead_messages.queue_name) - 1)
             order by c.id limit browse_dead_messages.max_messages
         )
         union all
@@ -4055,7 +4293,7 @@ declare
     most int;
     fresh bigint;
     counted bigint;
-    first_id bigint;
+    lowest_id bigint;
     last_id bigint;
     stretches int8multirange;
 begin
@@ -4067,14 +4305,19 @@ begin
             count(*) filter (where w.visible_at > at and w.attempt_count = 0),
             count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept),
             min(w.enqueued_at) filter (where w.is_ready)
-        into counted, first_id, ready, inflight, scheduled, dead, oldest_at
+        into counted, lowest_id, ready, inflight, scheduled, dead, oldest_at
         from (
-            select
-                m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
-            from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
-            order by m.id limit most + 1
+            select c.*
+            from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
+            cross join lateral (
+                select
+                    m.id, m.visible_at, m.attempt_count, m.enqueued_at,
+                    pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
+                from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
+                order by m.id limit most + 1
+            ) c
+            limit most + 1
         ) w;
         -- Only a deep queue is locked: locks of thousands of queues would fill the lock table.
         estimated := counted > most and pgqueue._try_lock_existing_queue(q);
@@ -4082,9 +4325,9 @@ begin
         fresh := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
 
         select m.id into last_id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= first_id
+        where m.queue_name = q.name and m.id >= lowest_id
         order by m.id desc limit 1;
-        select int8multirange(int8range(first_id, last_id, '[]')) - s.vacant_ids into stretches
+        select int8multirange(int8range(lowest_id, last_id, '[]')) - s.vacant_ids into stretches
         from pgqueue.sweep_state s where s.queue_name = q.name;
         -- The samples are split at fresh: messages in flight lie below it, ready ones mostly above.
         select
@@ -4138,14 +4381,17 @@ begin
     scheduled := 0;
     dead := 0;
     estimated := false;
-    if not exists (select from pgqueue.requeued_messages c where c.queue_name = q.name) then
+    if not exists (
+        select from pgqueue.requeued_messages c
+        where c.queue_name = q.name and c.check_at >= pgqueue._first_check_at_of(q.name, at)
+    ) then
         return;
     end if;
     -- If the queue is not deep, _message_stats has read all ids from the head on, including those that sweeps skip.
     select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end
     into hidden
     from pgqueue.sweep_state s where s.queue_name = q.name;
-    select * into r from pgqueue._returned(q.name, hidden, 1000);
+    select * into r from pgqueue._returned(q.name, hidden, at, 1000);
     select
         r.stand_for * count(*) filter (where w.is_ready),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count > 0),
@@ -4178,13 +4424,17 @@ begin
         select count(*) into messages
         from (
             select from pgqueue.scheduled_messages s
-            where s.queue_name = _scheduled_count.queue_name order by s.id limit most + 1
+            where s.queue_name = _scheduled_count.queue_name and s.id >= pgqueue._first_id_of(_scheduled_count.queue_name)
+            order by s.id limit most + 1
         ) w;
         estimated := messages > most;
         exit when not estimated;
         select sum(p.weight * p.n) into messages
         from pgqueue._samples(int8multirange(int8range(
-            (select min(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
+            (
+                select min(s.id) from pgqueue.scheduled_messages s
+                where s.queue_name = _scheduled_count.queue_name and s.id >= pgqueue._first_id_of(_scheduled_count.queue_name)
+            ),
             (select max(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
             '[]'))) t
         cross join lateral (
@@ -4213,13 +4463,17 @@ begin
         select count(*) into messages
         from (
             select from pgqueue.dead_messages d
-            where d.queue_name = _dead_count.queue_name order by d.id limit most + 1
+            where d.queue_name = _dead_count.queue_name and d.id >= pgqueue._first_id_of(_dead_count.queue_name)
+            order by d.id limit most + 1
         ) w;
         estimated := messages > most;
         exit when not estimated;
         select sum(p.weight * p.n) into messages
         from pgqueue._samples(int8multirange(int8range(
-            (select min(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
+            (
+                select min(d.id) from pgqueue.dead_messages d
+                where d.queue_name = _dead_count.queue_name and d.id >= pgqueue._first_id_of(_dead_count.queue_name)
+            ),
             (select max(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
             '[]'))) t
         cross join lateral (
@@ -4265,7 +4519,8 @@ begin
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
         select c.enqueued_at from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.due_at <= at and coalesce(c.expires_at > at, true)
+        where c.queue_name = q.name and c.due_at >= pgqueue._first_due_at_of(q.name, at) and c.due_at <= at
+            and coalesce(c.expires_at > at, true)
         order by c.due_at limit 10000
     ) w;
     if due = 10000 and s.estimated then
@@ -4350,23 +4605,37 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
+    at constant timestamptz := pgqueue._now();
     due_at timestamptz;
 begin
     select least(
-        (select min(s.due_at) from pgqueue.scheduled_messages s where s.queue_name = q.name),
         (
-            select min(m.visible_at)
-            from (
-                select r.id from pgqueue.requeued_messages r where r.queue_name = q.name order by r.check_at limit 1000
-            ) c
-            join pgqueue.messages m on m.queue_name = q.name and m.id = c.id
+            select min(s.due_at) from pgqueue.scheduled_messages s
+            where s.queue_name = q.name and s.due_at >= pgqueue._first_due_at_of(q.name, at)
         ),
         (
             select min(m.visible_at)
             from (
-                select c.visible_at from pgqueue.messages c
-                where c.queue_name = q.name and c.id >= pgqueue._first_possible_id_of(q.name)
-                order by c.id limit 1000
+                select r.id from pgqueue.requeued_messages r
+                where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at)
+                order by r.check_at limit 1000
+            ) c
+            -- `offset 0` keeps the planner from a join that reads the whole queue.
+            cross join lateral (
+                select w.visible_at from pgqueue.messages w where w.queue_name = q.name and w.id = c.id offset 0
+            ) m
+        ),
+        (
+            select min(m.visible_at)
+            from (
+                select c.visible_at
+                from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
+                cross join lateral (
+                    select w.visible_at from pgqueue.messages w
+                    where w.queue_name = q.name and w.id >= lower(r) and w.id < upper(r)
+                    order by w.id limit 1000
+                ) c
+                limit 1000
             ) m
         )
     ) into due_at;
@@ -4612,7 +4881,7 @@ begin
         (
             -- Messages that came back from scheduled_messages have ids below the head.
             select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at
-            from pgqueue.messages m, pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), 1000) c
+            from pgqueue.messages m, pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), at, 1000) c
             where m.queue_name = q.name and m.id = any (c.ids)
         )
     ) w;
@@ -4756,7 +5025,7 @@ begin
         format('message %s, the first of these, has an id that sweeps skip: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
             min(m.id)),
         format(
-            'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, ''-infinity'', m.id'
+            'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, now(), m.id'
             ' from pgqueue.sweep_state s, unnest(s.vacant_ids) d, pgqueue.messages m'
             ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id <@ d'
             ' and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id);',
@@ -5550,7 +5819,8 @@ declare
     -- A requeued message may have an id below the head, and any number of other requeued messages may precede it. So
     -- all of them up to up_to_id are read.
     returned constant bigint[] := array(
-        select distinct r.id from pgqueue.requeued_messages r where r.queue_name = q.name and r.id <= up_to_id);
+        select distinct r.id from pgqueue.requeued_messages r
+        where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at) and r.id <= up_to_id);
     picks constant bigint[] := pgqueue._lock_ready(q, returned, '{}', at, wanted);
 begin
     return picks || array(
@@ -6299,7 +6569,7 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
+            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'), at, q.max_attempts,
             pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
         -- Give each message its own due_at: claims resume at the last due_at, and would read all removed entries that
         -- have the same one.
@@ -6747,7 +7017,7 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._add_interval(at, delay), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
+            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, delay)), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
             publish.message_id, publish.payload, publish.body, publish.headers
         from pgqueue.queues q
         where q.name = any (names)
@@ -7126,7 +7396,7 @@ declare
     writers constant text[] := pgqueue._running_writers();
     lowest bigint;
 begin
-    -- As in _record_vacant_ids: read the sequence first and the running writers second. Once these writers have ended,
+    -- As in _learn: read the sequence first and the running writers second. Once these writers have ended,
     -- a later statement sees all rows up to that value of the sequence, and no other row can appear there.
     t.writers := t.writers || array(select w from unnest(writers) as w where w like '-1/%' and w <> all (t.writers));
     if not t.writers && writers then
@@ -7184,20 +7454,18 @@ begin
     -- Promote messages 15 s ahead, because the current statement does not see what it promotes. The relation shows no
     -- message before it is due.
     if (is_locked or t.next_at not between at - interval '2 s' and at + interval '1 min') and exists (
-        select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.due_at <= at + interval '15 s'
+        select from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
     ) and pgqueue._try_lock_existing_queue(q) then
-        perform pgqueue._promote_due(q, at + interval '15 s', 1000, '-infinity');
+        perform pgqueue._promote_due(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
+        -- Without claims there are no sweeps, which would learn where the next scan may start.
+        perform pgqueue._learn(q, at, pgqueue._register_value(q.fresh_from_id));
     end if;
     if is_locked then
         -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
         -- never have a claim, so remove them here, too.
-        perform pgqueue._prune_requeued(q, array_agg(w.id), max(w.check_at))
-        from (
-            select r.check_at, r.id from pgqueue.requeued_messages r
-            where r.queue_name = q.name
-            order by r.check_at, r.id limit 1000
-        ) w
-        having count(*) > 0;
+        perform pgqueue._prune_requeued(q, r.gone, r.last_time)
+        from pgqueue._read_requeued(q, at, pgqueue._first_check_at_of(q.name, at), -9223372036854775808, false) r;
         t := pgqueue._record_transport_head(locked_row, pgqueue._partition_of(q));
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)
@@ -7945,9 +8213,9 @@ create function pgqueue._is_queue_empty(q pgqueue.queues)
 returns boolean
 language sql stable
 as $$
-    select not exists (select from pgqueue.messages m where m.queue_name = q.name)
-        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name)
-        and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name)
+    select not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name))
+        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= pgqueue._first_id_of(q.name))
+        and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name))
 $$;
 comment on function pgqueue._is_queue_empty(pgqueue.queues) is
 'Returns whether a queue holds no message: none ready, in flight, scheduled or dead.';

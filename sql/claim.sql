@@ -56,11 +56,12 @@ begin
             q, picks, at, wanted - cardinality(picks), fresh, case picks when '{}' then 4096 else 128 end);
     elsif cardinality(picks) < wanted then
         -- The claim could not take the messages above fresh. From now on the sweep finds them.
-        select m.id + 1 into last_id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= fresh
-        order by m.id desc limit 1;
-        if found then
-            fresh := setval(q.fresh_from_id, last_id);
+        -- If there are none, delayed messages may have come back there and left. Later claims skip their dead rows.
+        last_id := coalesce(
+            (select m.id from pgqueue.messages m where m.queue_name = q.name and m.id >= fresh order by m.id desc limit 1),
+            (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
+        if last_id >= fresh then
+            fresh := setval(q.fresh_from_id, last_id + 1);
             swept := false;
         end if;
         if not swept then

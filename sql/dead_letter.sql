@@ -47,7 +47,7 @@ begin
     if ids is null then
         picks := array(
             select d.id from pgqueue.dead_messages d
-            where d.queue_name = q.name
+            where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name)
             order by d.id limit max_messages for update skip locked);
     else
         picks := array(
@@ -68,7 +68,7 @@ begin
     select
         -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
         -- scan the dead index entries of all messages already taken.
-        r.id, r.queue_name, at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond', r.enqueued_at, 0, q.max_attempts, r.message_id,
+        r.id, r.queue_name, pgqueue._due_from_now(at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'), r.enqueued_at, 0, q.max_attempts, r.message_id,
         r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
     from revived r;
     get diagnostics redriven = row_count;
@@ -101,7 +101,11 @@ declare
 begin
     -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not pgqueue._lock_queue(queue_name)
-        or not exists (select from pgqueue.dead_messages d where d.queue_name = purge_dead_messages.queue_name collate "C")
+        or not exists (
+            select from pgqueue.dead_messages d
+            where d.queue_name = purge_dead_messages.queue_name collate "C"
+                and d.id >= pgqueue._first_id_of(purge_dead_messages.queue_name)
+        )
     then
         perform pgqueue._get_locked_queue(queue_name);
     end if;
@@ -113,6 +117,7 @@ begin
         picks := array(
             select d.id from pgqueue.dead_messages d
             where d.queue_name = purge_dead_messages.queue_name collate "C"
+                and d.id >= pgqueue._first_id_of(purge_dead_messages.queue_name)
             order by d.id for update);
     else
         picks := array(

@@ -196,7 +196,7 @@ begin
         (
             -- Messages that came back from scheduled_messages have ids below the head.
             select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at
-            from pgqueue.messages m, pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), 1000) c
+            from pgqueue.messages m, pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), at, 1000) c
             where m.queue_name = q.name and m.id = any (c.ids)
         )
     ) w;
@@ -340,7 +340,7 @@ begin
         format('message %s, the first of these, has an id that sweeps skip: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
             min(m.id)),
         format(
-            'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, ''-infinity'', m.id'
+            'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, now(), m.id'
             ' from pgqueue.sweep_state s, unnest(s.vacant_ids) d, pgqueue.messages m'
             ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id <@ d'
             ' and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id);',

@@ -98,7 +98,8 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         values (
-            q.name, pgqueue._add_interval(at, delay), at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers
+            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, delay)), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
+            message_id, payload, body, headers
         )
         returning scheduled_messages.id into new_id;
         perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay));
@@ -238,7 +239,8 @@ begin
                 id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
             )
             select
-                d.id, q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
+                d.id, q.name, pgqueue._due_from_now(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'),
+                at, q.max_attempts,
                 pgqueue._add_interval(at, expires_in), d.message_id, d.payload, d.body, d.headers
             -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
             -- would scan the dead index entries of all messages already taken.

@@ -19,7 +19,7 @@ begin
     -- A message in flight is not removed, as its consumer may still acknowledge it.
     picks := array(
         select m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.expires_at <= at and m.visible_at <= at
+        where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name) and m.expires_at <= at and m.visible_at <= at
             -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked);

@@ -28,9 +28,9 @@ create or replace function pgqueue._is_queue_empty(q pgqueue.queues)
 returns boolean
 language sql stable
 as $$
-    select not exists (select from pgqueue.messages m where m.queue_name = q.name)
-        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name)
-        and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name)
+    select not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name))
+        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= pgqueue._first_id_of(q.name))
+        and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name))
 $$;
 comment on function pgqueue._is_queue_empty(pgqueue.queues) is
 'Returns whether a queue holds no message: none ready, in flight, scheduled or dead.';

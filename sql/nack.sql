@@ -62,7 +62,7 @@ begin
         payload, body, headers, claimed_by, last_error, transport_headers
     )
     values (
-        m.id, m.queue_name, due_at, m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+        m.id, m.queue_name, pgqueue._due_from_now(due_at), m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
         m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     );
     perform pgqueue._announce_due(q, due_at);
@@ -245,7 +245,7 @@ begin
     select
         -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
         -- scan the dead index entries of all messages already taken.
-        g.id, g.queue_name, at + (row_number() over () - cardinality(ids)) * interval '1 microsecond', g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
+        g.id, g.queue_name, pgqueue._due_from_now(at + (row_number() over () - cardinality(ids)) * interval '1 microsecond'), g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
         g.payload, g.body, g.headers, g.claimed_by, g.last_error, g.transport_headers
     from given_back g;
     get diagnostics released = row_count;

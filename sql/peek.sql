@@ -30,7 +30,7 @@ comment on function pgqueue._is_locked(xid) is
 misjudged.';
 
 create or replace function pgqueue._returned(
-    queue_name text, within int8multirange, wanted int, out ids bigint[], out stand_for bigint
+    queue_name text, within int8multirange, at timestamptz, wanted int, out ids bigint[], out stand_for bigint
 )
 language sql stable
 as $$
@@ -38,7 +38,10 @@ as $$
     with watched as (
         select distinct r.id
         from (
-            select c.id from pgqueue.requeued_messages c where c.queue_name = _returned.queue_name order by c.check_at, c.id limit 5000
+            select c.id from pgqueue.requeued_messages c
+            where c.queue_name = _returned.queue_name
+                and c.check_at >= pgqueue._first_check_at_of(_returned.queue_name, _returned.at)
+            order by c.check_at, c.id limit 5000
         ) r
         where r.id <@ within
     ),
@@ -49,7 +52,7 @@ as $$
     select coalesce(array_agg(p.id order by p.id) filter (where p.place % p.step = 0), '{}'), coalesce(max(p.step), 1)
     from placed p
 $$;
-comment on function pgqueue._returned(text, int8multirange, int) is
+comment on function pgqueue._returned(text, int8multirange, timestamptz, int) is
 'Ids of messages that came back from scheduled_messages, within a range that the calling function does not read
 otherwise, and the number of messages for which each stands.';
 
@@ -83,7 +86,8 @@ begin
     select count(*) into total
     from (
         select from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at <= at and (s.expires_at is null or s.expires_at > at)
+        where s.queue_name = q.name and s.due_at >= pgqueue._first_due_at_of(q.name, at) and s.due_at <= at
+            and (s.expires_at is null or s.expires_at > at)
             and not pgqueue._is_locked(s.xmax)
         order by s.due_at limit max_records
     ) r;
@@ -106,14 +110,21 @@ begin
         select
             count(*),
             count(*) filter (where w.is_ready and not pgqueue._is_locked(w.held_by)),
-            exists (select from pgqueue.requeued_messages c where c.queue_name = q.name)
+            exists (
+                select from pgqueue.requeued_messages c
+                where c.queue_name = q.name and c.check_at >= pgqueue._first_check_at_of(q.name, at)
+            )
         into examined, ready, some_came_back
         from (
-            select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
-            from pgqueue.messages m
-            where m.queue_name = q.name and m.id < fresh
-                and m.id >= coalesce((select pgqueue._first_possible_id(s) from pgqueue.sweep_state s where s.queue_name = q.name), 1)
-            order by m.id limit 400
+            select c.is_ready, c.held_by
+            from pgqueue._possible_ranges(q.name, 1, fresh) as r
+            cross join lateral (
+                select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
+                from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
+                order by m.id limit 400
+            ) c
+            limit 400
         ) w;
         total := total + ready;
         if total = 0 and examined = 400 then
@@ -122,7 +133,7 @@ begin
     end if;
     if some_came_back and total < max_records then
         -- Messages that came back from scheduled_messages have ids below the head, where the queries above do not look.
-        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), 400) c;
+        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), at, 400) c;
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)

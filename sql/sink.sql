@@ -225,7 +225,7 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond', at, q.max_attempts,
+            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'), at, q.max_attempts,
             pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
         -- Give each message its own due_at: claims resume at the last due_at, and would read all removed entries that
         -- have the same one.

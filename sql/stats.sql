@@ -51,7 +51,7 @@ declare
     most int;
     fresh bigint;
     counted bigint;
-    first_id bigint;
+    lowest_id bigint;
     last_id bigint;
     stretches int8multirange;
 begin
@@ -63,14 +63,19 @@ begin
             count(*) filter (where w.visible_at > at and w.attempt_count = 0),
             count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept),
             min(w.enqueued_at) filter (where w.is_ready)
-        into counted, first_id, ready, inflight, scheduled, dead, oldest_at
+        into counted, lowest_id, ready, inflight, scheduled, dead, oldest_at
         from (
-            select
-                m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
-            from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
-            order by m.id limit most + 1
+            select c.*
+            from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
+            cross join lateral (
+                select
+                    m.id, m.visible_at, m.attempt_count, m.enqueued_at,
+                    pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
+                from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
+                order by m.id limit most + 1
+            ) c
+            limit most + 1
         ) w;
         -- Only a deep queue is locked: locks of thousands of queues would fill the lock table.
         estimated := counted > most and pgqueue._try_lock_existing_queue(q);
@@ -78,9 +83,9 @@ begin
         fresh := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
 
         select m.id into last_id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= first_id
+        where m.queue_name = q.name and m.id >= lowest_id
         order by m.id desc limit 1;
-        select int8multirange(int8range(first_id, last_id, '[]')) - s.vacant_ids into stretches
+        select int8multirange(int8range(lowest_id, last_id, '[]')) - s.vacant_ids into stretches
         from pgqueue.sweep_state s where s.queue_name = q.name;
         -- The samples are split at fresh: messages in flight lie below it, ready ones mostly above.
         select
@@ -134,14 +139,17 @@ begin
     scheduled := 0;
     dead := 0;
     estimated := false;
-    if not exists (select from pgqueue.requeued_messages c where c.queue_name = q.name) then
+    if not exists (
+        select from pgqueue.requeued_messages c
+        where c.queue_name = q.name and c.check_at >= pgqueue._first_check_at_of(q.name, at)
+    ) then
         return;
     end if;
     -- If the queue is not deep, _message_stats has read all ids from the head on, including those that sweeps skip.
     select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end
     into hidden
     from pgqueue.sweep_state s where s.queue_name = q.name;
-    select * into r from pgqueue._returned(q.name, hidden, 1000);
+    select * into r from pgqueue._returned(q.name, hidden, at, 1000);
     select
         r.stand_for * count(*) filter (where w.is_ready),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count > 0),
@@ -174,13 +182,17 @@ begin
         select count(*) into messages
         from (
             select from pgqueue.scheduled_messages s
-            where s.queue_name = _scheduled_count.queue_name order by s.id limit most + 1
+            where s.queue_name = _scheduled_count.queue_name and s.id >= pgqueue._first_id_of(_scheduled_count.queue_name)
+            order by s.id limit most + 1
         ) w;
         estimated := messages > most;
         exit when not estimated;
         select sum(p.weight * p.n) into messages
         from pgqueue._samples(int8multirange(int8range(
-            (select min(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
+            (
+                select min(s.id) from pgqueue.scheduled_messages s
+                where s.queue_name = _scheduled_count.queue_name and s.id >= pgqueue._first_id_of(_scheduled_count.queue_name)
+            ),
             (select max(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
             '[]'))) t
         cross join lateral (
@@ -209,13 +221,17 @@ begin
         select count(*) into messages
         from (
             select from pgqueue.dead_messages d
-            where d.queue_name = _dead_count.queue_name order by d.id limit most + 1
+            where d.queue_name = _dead_count.queue_name and d.id >= pgqueue._first_id_of(_dead_count.queue_name)
+            order by d.id limit most + 1
         ) w;
         estimated := messages > most;
         exit when not estimated;
         select sum(p.weight * p.n) into messages
         from pgqueue._samples(int8multirange(int8range(
-            (select min(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
+            (
+                select min(d.id) from pgqueue.dead_messages d
+                where d.queue_name = _dead_count.queue_name and d.id >= pgqueue._first_id_of(_dead_count.queue_name)
+            ),
             (select max(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
             '[]'))) t
         cross join lateral (
@@ -261,7 +277,8 @@ begin
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
         select c.enqueued_at from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.due_at <= at and coalesce(c.expires_at > at, true)
+        where c.queue_name = q.name and c.due_at >= pgqueue._first_due_at_of(q.name, at) and c.due_at <= at
+            and coalesce(c.expires_at > at, true)
         order by c.due_at limit 10000
     ) w;
     if due = 10000 and s.estimated then

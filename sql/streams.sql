@@ -342,7 +342,8 @@ declare
     -- A requeued message may have an id below the head, and any number of other requeued messages may precede it. So
     -- all of them up to up_to_id are read.
     returned constant bigint[] := array(
-        select distinct r.id from pgqueue.requeued_messages r where r.queue_name = q.name and r.id <= up_to_id);
+        select distinct r.id from pgqueue.requeued_messages r
+        where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at) and r.id <= up_to_id);
     picks constant bigint[] := pgqueue._lock_ready(q, returned, '{}', at, wanted);
 begin
     return picks || array(

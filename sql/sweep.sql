@@ -2,27 +2,6 @@
 -- due. Removes messages that have no attempts left or have expired. The sweep walks over the ids from where the last
 -- one stopped, within a time budget, so that dead rows do not slow down claims.
 
-create or replace function pgqueue._running_writers()
-returns text[]
-language sql volatile
-as $$
-    select array(
-        select distinct l.virtualtransaction
-        from pg_catalog.pg_locks l
-        where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.granted
-            and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
-            and (
-                l.relation = 'pgqueue.messages'::regclass
-                or l.relation in (
-                    select i.inhrelid from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
-                )
-            )
-    )
-$$;
-comment on function pgqueue._running_writers() is
-'The running transactions that have written to messages, through the parent or directly to a partition, including
-prepared transactions.';
-
 create or replace function pgqueue._promote_due(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
 language plpgsql volatile
@@ -50,7 +29,7 @@ begin
             ),
             noted as (
                 insert into pgqueue.requeued_messages (queue_name, check_at, id)
-                select q.name, at, d.id from due d
+                select q.name, (select pgqueue._now()), d.id from due d
             ),
             moved as (
                 insert into pgqueue.messages (
@@ -142,15 +121,13 @@ begin
         from (
             (
                 select m.id
-                from pgqueue.sweep_state s
-                cross join lateral unnest(int8multirange(int8range(from_id, greatest(from_id, fresh))) - s.vacant_ids) as r
+                from pgqueue._possible_ranges(q.name, from_id, fresh) as r
                 cross join lateral (
                     select c.id from pgqueue.messages c
                     where c.queue_name = q.name and c.id >= lower(r) and c.id < upper(r)
                         and c.visible_at <= at and not pgqueue._is_ready(c, at)
                     order by c.id limit wanted
                 ) m
-                where s.queue_name = q.name
                 limit wanted
             )
             union all
@@ -169,10 +146,16 @@ begin
                 select m.id
                 from (
                     select r.id from pgqueue.requeued_messages r
-                    where r.queue_name = q.name order by r.check_at, r.id limit 10000
+                    where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at)
+                    order by r.check_at, r.id limit 10000
                 ) c
-                join pgqueue.messages m on m.queue_name = q.name and m.id = c.id
-                where m.id >= from_id and m.visible_at <= at and not pgqueue._is_ready(m, at)
+                -- `offset 0` keeps the planner from a join that reads the whole queue.
+                cross join lateral (
+                    select w.id from pgqueue.messages w
+                    where w.queue_name = q.name and w.id = c.id and w.visible_at <= at and not pgqueue._is_ready(w, at)
+                    offset 0
+                ) m
+                where m.id >= from_id
             )
         ) w
         order by w.id
@@ -205,30 +188,63 @@ comment on function pgqueue._lock_ready(pgqueue.queues, bigint[], bigint[], time
 'Locks up to wanted of the messages that are ready, not locked by another transaction and not in taken, and returns
 their ids.';
 
-create or replace function pgqueue._prune_requeued(q pgqueue.queues, watched bigint[], seen_at timestamptz)
+create or replace function pgqueue._read_requeued(
+    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean,
+    out n int, out last_time timestamptz, out last_id bigint, out ready bigint[], out gone tid[]
+)
+language sql volatile
+as $$
+    -- A row and its message are written by the same transaction. If the snapshot of this statement shows the row but
+    -- not the message, the message is gone, or has come back with a new row. `offset 0` keeps the planner from a join
+    -- that reads the whole queue.
+    select
+        count(*), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)],
+        array_agg(distinct w.id) filter (where m.visible_at <= at),
+        array_agg(w.ctid) filter (where m.id is null)
+    from (
+        (
+            select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
+            where not only_held and r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
+            order by r.check_at, r.id limit 500
+        )
+        union all
+        (
+            select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
+            where only_held and r.held and r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
+            order by r.check_at, r.id limit 500
+        )
+    ) w
+    left join lateral (
+        select c.id, c.visible_at from pgqueue.messages c where c.queue_name = q.name and c.id = w.id offset 0
+    ) m on true
+$$;
+comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean) is
+'Reads up to 500 rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id of
+the last one, the ids of the visible messages, and the rows whose messages are gone.';
+
+create or replace function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- A row here and its message are written by the same transaction. If the snapshot of this statement shows the row
-    -- but not the message, the message is gone, or has come back with a new row. The ids are passed as an array: a join
-    -- could be planned to read the whole queue.
+    -- A fixed snapshot can show the row and not its message, if a compaction has replaced the rows of messages since.
+    if gone is null or pgqueue._has_fixed_snapshot() then
+        return;
+    end if;
+    -- Since the row was read, another row can have got its place. That one has a later time.
     delete from pgqueue.requeued_messages r
     where r.ctid = any (array(
         select c.ctid from pgqueue.requeued_messages c
-        where c.queue_name = q.name and c.check_at <= seen_at and c.id = any (watched)
-            and c.id <> all (array(
-                select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, watched) k
-                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)))
-        order by c.check_at, c.id limit 1000 for update skip locked));
+        where c.ctid = any (gone) and c.queue_name = q.name and c.check_at <= up_to
+        for update skip locked));
 end;
 $$;
-comment on function pgqueue._prune_requeued(pgqueue.queues, bigint[], timestamptz) is
-'Deletes from requeued_messages the watched ids, recorded up to seen_at, whose messages are gone.';
+comment on function pgqueue._prune_requeued(pgqueue.queues, tid[], timestamptz) is
+'Deletes rows that _read_requeued has found gone, with a check_at up to up_to.';
 
 create or replace function pgqueue._sweep_requeued(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, up_to timestamptz
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz, only_held boolean
 )
 returns bigint[]
 language plpgsql volatile
@@ -236,38 +252,30 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     picks bigint[] := '{}'::bigint[];
-    seen_at timestamptz := '-infinity'::timestamptz;
+    seen_at timestamptz := since;
     seen_id bigint := -9223372036854775808;
-    watched bigint[];
-    ready bigint[];
+    rows record;
 begin
     -- The rows are read in pages, as another transaction may lock any number of these messages for long.
     loop
-        select array_agg(w.id), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)]
-        into watched, seen_at, seen_id
-        from (
-            select r.check_at, r.id from pgqueue.requeued_messages r
-            where r.queue_name = q.name and (r.check_at, r.id) > (seen_at, seen_id) and r.check_at <= up_to
-            order by r.check_at, r.id limit 1000
-        ) w;
-        exit when watched is null;
-        perform pgqueue._prune_requeued(q, watched, seen_at);
-        ready := array(
-            select distinct m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, watched) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
-        if ready <> '{}' then
-            perform pgqueue._dead_letter_spent(q, ready, at);
-            picks := picks || pgqueue._lock_ready(q, ready, taken || picks, at, wanted - cardinality(picks));
+        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, only_held) r;
+        exit when rows.n = 0;
+        seen_at := rows.last_time;
+        seen_id := rows.last_id;
+        perform pgqueue._prune_requeued(q, rows.gone, seen_at);
+        if rows.ready is not null then
+            perform pgqueue._dead_letter_spent(q, rows.ready, at);
+            picks := picks || pgqueue._lock_ready(q, rows.ready, taken || picks, at, wanted - cardinality(picks));
         end if;
-        exit when cardinality(watched) < 1000 or cardinality(picks) >= wanted
-            or pgqueue._now() > at + interval '50 ms';
+        exit when rows.n < 500 or cardinality(picks) >= wanted or pgqueue._now() > at + interval '50 ms';
     end loop;
     return picks;
 end;
 $$;
-comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int, timestamptz) is
-'Checks the messages that requeued_messages lists with a check_at up to up_to: removes those that have no attempts left
-or have expired, deletes the rows of those that are gone, and returns up to wanted ids of ready messages, locked.';
+comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int, timestamptz, boolean) is
+'Checks the messages that requeued_messages lists with a check_at from since on, all or only held ones: removes those
+that have no attempts left or have expired, deletes the rows of those that are gone, and returns up to wanted ids of
+ready messages, locked.';
 
 create or replace function pgqueue._sweep_held(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint, reach int
@@ -277,14 +285,19 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    picks bigint[] := pgqueue._sweep_requeued(q, taken, at, wanted, '-infinity');
+    picks bigint[] := pgqueue._sweep_requeued(q, taken, at, wanted, pgqueue._first_check_at_of(q.name, at), true);
     ready bigint[];
 begin
     if cardinality(picks) < wanted then
         ready := array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= fresh - reach and m.id < fresh and m.visible_at <= at
-            order by m.id limit 1000);
+            select w.id
+            from pgqueue._possible_ranges(q.name, fresh - reach, fresh) as r
+            cross join lateral (
+                select m.id from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r) and m.visible_at <= at
+                order by m.id limit 1000
+            ) w
+            limit 1000);
         if ready <> '{}' then
             perform pgqueue._dead_letter_spent(q, ready, at);
             picks := picks || pgqueue._lock_ready(q, ready, taken || picks, at, wanted - cardinality(picks));
@@ -304,14 +317,14 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    insert into pgqueue.requeued_messages (queue_name, check_at, id)
-    select q.name, '-infinity', m.id
+    insert into pgqueue.requeued_messages (queue_name, check_at, id, held)
+    select q.name, (select pgqueue._now()), m.id, true
     from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
     where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and pgqueue._is_ready(m, at) and m.id <> all (picks)
         and not exists (
             select from pgqueue.requeued_messages r
-            where r.queue_name = q.name and r.check_at = '-infinity' and r.id = m.id
+            where r.held and r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at) and r.id = m.id
         );
 exception when disk_full then
     -- A later sweep finds the messages.
@@ -321,132 +334,6 @@ $$;
 comment on function pgqueue._watch_held(pgqueue.queues, bigint[], bigint[], timestamptz) is
 'Records those of the ids, except picks, whose messages are ready but locked by another transaction, for example by a
 receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
-
-create or replace function pgqueue._first_possible_id(s pgqueue.sweep_state)
-returns bigint
-language sql immutable parallel safe
--- The end of the first range. There is no subquery, so PostgreSQL can inline the function.
-as $$
-    select coalesce(
-        lower(int8multirange(int8range(lower(s.vacant_ids), upper(s.vacant_ids))) - s.vacant_ids), upper(s.vacant_ids)
-    )
-$$;
-comment on function pgqueue._first_possible_id(pgqueue.sweep_state) is
-'The lowest id at which there can be a message, except those in requeued_messages.';
-
-create or replace function pgqueue._first_possible_id_of(queue_name text)
-returns bigint
-language sql stable
-as $$
-    select coalesce(
-        (
-            select pgqueue._first_possible_id(s) from pgqueue.sweep_state s
-            where s.queue_name = _first_possible_id_of.queue_name
-        ), 1)
-$$;
-comment on function pgqueue._first_possible_id_of(text) is
-'The lowest id at which the queue can have a message, except those in requeued_messages; 1 if nothing is known.';
-
-create or replace function pgqueue._widest_ranges(ids int8multirange)
-returns int8multirange
-language sql immutable parallel safe
-as $$
-    -- 64 ranges cover the gaps that are worth skipping, and are few enough for every sweep to read.
-    select range_agg(w.r)
-    from (
-        select r from unnest(ids) as r
-        order by lower_inf(r) desc, upper(r) - lower(r) desc
-        limit 64
-    ) w
-$$;
-comment on function pgqueue._widest_ranges(int8multirange) is
-'The first range, if it has no lower bound, and the widest others, 64 in total.';
-
-create or replace function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh bigint)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    s pgqueue.sweep_state;
-    bound bigint;
-    writers text[];
-    waited boolean := false;
-    stretch int8range;
-    from_id bigint;
-    below_id bigint;
-    span bigint := 4096;
-    live bigint[];
-begin
-    -- The rows must be read with a snapshot taken after the writers are listed. A fixed snapshot is older.
-    if pgqueue._has_fixed_snapshot() then
-        return false;
-    end if;
-    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name for update skip locked;
-    if not found then
-        return false;
-    end if;
-
-    -- An id without a row in the snapshot stays without a row only if no running transaction has taken it, as ids are
-    -- taken before they are committed. So the sequence is read first, and then the running writers are listed. Once all
-    -- of those have ended, every id up to the value read is decided, and the statements below see every message with
-    -- such an id.
-    bound := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
-    writers := pgqueue._running_writers();
-    -- The name of a prepared transaction changes when the server restarts. A prepared transaction that is not listed
-    -- can therefore be one of the listed ones, and is added.
-    s.writers := s.writers || array(
-        select w from unnest(writers) as w where w like '-1/%' and w <> all (s.writers));
-    if not s.writers && writers then
-        -- A check after bound_at found at least one of the writers still running.
-        waited := s.recorded_at > s.bound_at;
-        s.settled_id := s.bound_id;
-        s.bound_id := bound;
-        s.writers := writers;
-        s.bound_at := at;
-    end if;
-
-    <<walk>>
-    for stretch in
-        select r
-        from unnest(
-            int8multirange(int8range(pgqueue._first_possible_id(s), greatest(pgqueue._first_possible_id(s), least(s.settled_id + 1, fresh)))) - s.vacant_ids
-        ) as r
-    loop
-        from_id := lower(stretch);
-        while from_id < upper(stretch) loop
-            exit walk when pgqueue._now() > at + interval '40 ms';
-            below_id := least(from_id + span, upper(stretch));
-            live := array(
-                select m.id from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= from_id and m.id < below_id
-                order by m.id limit 1000);
-            -- A range that is dense with messages has no gaps worth recording.
-            exit walk when cardinality(live) = 1000;
-            s.vacant_ids := s.vacant_ids + (
-                int8multirange(int8range(from_id, below_id))
-                - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
-            );
-            from_id := below_id;
-            -- The cap prevents an overflow of bigint after many doublings.
-            span := least(span * 2, 1099511627776);
-        end loop;
-    end loop;
-
-    begin
-        update pgqueue.sweep_state
-        set vacant_ids = pgqueue._widest_ranges(s.vacant_ids), settled_id = s.settled_id, bound_id = s.bound_id,
-            writers = s.writers, bound_at = s.bound_at, recorded_at = at
-        where sweep_state.queue_name = q.name;
-    exception when disk_full then
-        return false;
-    end;
-    return waited;
-end;
-$$;
-comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigint) is
-'Records the ids below fresh at which no message can appear any more, so that sweeps skip them. Returns true if the
-record had to wait for a long write transaction.';
 
 create or replace function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
@@ -479,6 +366,7 @@ begin
     -- was ahead.
     if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
     then
+        perform pgqueue._forget_times();
         perform pgqueue._do_housekeeping(at);
     end if;
 
@@ -490,7 +378,8 @@ begin
             return picks;
         end if;
     end if;
-    if (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh))
+    -- Without fresh messages, there can be much to skip in the other tables: then the last full pass was not fast.
+    if (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh) or pos <> 1)
         and (
             -- After a fast full pass there is little to skip, so ids are recorded less often. In a queue that shares
             -- the server with many others almost every claim sweeps, and recording would be most of the cost.
@@ -499,7 +388,7 @@ begin
             or s.writers <> '{}' and s.recorded_at > s.bound_at and not s.writers && pgqueue._running_writers()
         )
     then
-        if pgqueue._record_vacant_ids(q, at, fresh) then
+        if pgqueue._learn(q, at, fresh) then
             -- A long write transaction may have left messages anywhere above the head: start there again.
             pos := 0;
         end if;
@@ -523,9 +412,11 @@ begin
     <<round>>
     loop
         if pos = head then
-            picks := picks || pgqueue._sweep_requeued(q, picks, at, wanted - cardinality(picks), 'infinity');
+            picks := picks || pgqueue._sweep_requeued(
+                q, picks, at, wanted - cardinality(picks), pgqueue._first_check_at_of(q.name, at), false);
             if cardinality(picks) < wanted then
-                picks := picks || pgqueue._promote_due(q, at, wanted - cardinality(picks), '-infinity');
+                picks := picks || pgqueue._promote_due(
+                    q, at, wanted - cardinality(picks), pgqueue._first_due_at_of(q.name, at));
             end if;
         end if;
         for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.vacant_ids) as r loop

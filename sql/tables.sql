@@ -238,14 +238,19 @@ comment on table pgqueue.archive_promises is
 create table pgqueue.requeued_messages (
     queue_name text collate "C" not null,
     check_at timestamptz not null,
-    id bigint not null
+    id bigint not null,
+    held boolean not null default false
 );
 create index requeued_messages_check_at on pgqueue.requeued_messages (queue_name, check_at, id);
+create index requeued_messages_held on pgqueue.requeued_messages (queue_name, check_at, id) where held;
 alter table pgqueue.requeued_messages replica identity full;
 comment on table pgqueue.requeued_messages is
 'Messages that a sweep looks up separately, because it may skip their ids: scheduled messages that came due and were
-moved to messages under their old ids and, with check_at -infinity, messages that another transaction held when a sweep
-passed them.';
+moved to messages under their old ids, and messages that another transaction held when a sweep passed them.';
+comment on column pgqueue.requeued_messages.check_at is
+'When the message was recorded.';
+comment on column pgqueue.requeued_messages.held is
+'Whether another transaction held the message. A claim that finds too few messages checks these rows at once.';
 
 create table pgqueue.sweep_state (
     queue_name text collate "C" not null,
@@ -255,6 +260,10 @@ create table pgqueue.sweep_state (
     writers text[] not null default '{}',
     bound_at timestamptz not null default '1970-01-01 00:00+00',
     recorded_at timestamptz not null default '1970-01-01 00:00+00',
+    settled_at timestamptz not null default '-infinity',
+    first_id bigint not null default 1,
+    first_due_at timestamptz not null default '-infinity',
+    first_check_at timestamptz not null default '-infinity',
     constraint sweep_state_pkey primary key (queue_name)
 ) with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0);
 comment on table pgqueue.sweep_state is
@@ -266,6 +275,15 @@ comment on column pgqueue.sweep_state.settled_id is
 'No running transaction has taken an id up to this one.';
 comment on column pgqueue.sweep_state.bound_id is
 'The highest id taken before writers were listed. It becomes settled_id when none of writers runs any more.';
+comment on column pgqueue.sweep_state.settled_at is
+'No running transaction has written to the tables of messages since before this time. It is bound_at of the writers that
+were listed for settled_id.';
+comment on column pgqueue.sweep_state.first_id is
+'No message of the queue has a lower id, and none will: in messages, scheduled_messages and dead_messages.';
+comment on column pgqueue.sweep_state.first_due_at is
+'No row of the queue in scheduled_messages has an earlier due_at, and none will.';
+comment on column pgqueue.sweep_state.first_check_at is
+'No row of the queue in requeued_messages has an earlier check_at, and none will.';
 
 create table pgqueue.streams (
     queue_name text collate "C" not null,

@@ -201,7 +201,7 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._add_interval(at, delay), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
+            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, delay)), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
             publish.message_id, publish.payload, publish.body, publish.headers
         from pgqueue.queues q
         where q.name = any (names)

@@ -337,7 +337,7 @@ declare
     writers constant text[] := pgqueue._running_writers();
     lowest bigint;
 begin
-    -- As in _record_vacant_ids: read the sequence first and the running writers second. Once these writers have ended,
+    -- As in _learn: read the sequence first and the running writers second. Once these writers have ended,
     -- a later statement sees all rows up to that value of the sequence, and no other row can appear there.
     t.writers := t.writers || array(select w from unnest(writers) as w where w like '-1/%' and w <> all (t.writers));
     if not t.writers && writers then
@@ -395,20 +395,18 @@ begin
     -- Promote messages 15 s ahead, because the current statement does not see what it promotes. The relation shows no
     -- message before it is due.
     if (is_locked or t.next_at not between at - interval '2 s' and at + interval '1 min') and exists (
-        select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.due_at <= at + interval '15 s'
+        select from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
     ) and pgqueue._try_lock_existing_queue(q) then
-        perform pgqueue._promote_due(q, at + interval '15 s', 1000, '-infinity');
+        perform pgqueue._promote_due(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
+        -- Without claims there are no sweeps, which would learn where the next scan may start.
+        perform pgqueue._learn(q, at, pgqueue._register_value(q.fresh_from_id));
     end if;
     if is_locked then
         -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
         -- never have a claim, so remove them here, too.
-        perform pgqueue._prune_requeued(q, array_agg(w.id), max(w.check_at))
-        from (
-            select r.check_at, r.id from pgqueue.requeued_messages r
-            where r.queue_name = q.name
-            order by r.check_at, r.id limit 1000
-        ) w
-        having count(*) > 0;
+        perform pgqueue._prune_requeued(q, r.gone, r.last_time)
+        from pgqueue._read_requeued(q, at, pgqueue._first_check_at_of(q.name, at), -9223372036854775808, false) r;
         t := pgqueue._record_transport_head(locked_row, pgqueue._partition_of(q));
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)

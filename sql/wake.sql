@@ -21,23 +21,37 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
+    at constant timestamptz := pgqueue._now();
     due_at timestamptz;
 begin
     select least(
-        (select min(s.due_at) from pgqueue.scheduled_messages s where s.queue_name = q.name),
         (
-            select min(m.visible_at)
-            from (
-                select r.id from pgqueue.requeued_messages r where r.queue_name = q.name order by r.check_at limit 1000
-            ) c
-            join pgqueue.messages m on m.queue_name = q.name and m.id = c.id
+            select min(s.due_at) from pgqueue.scheduled_messages s
+            where s.queue_name = q.name and s.due_at >= pgqueue._first_due_at_of(q.name, at)
         ),
         (
             select min(m.visible_at)
             from (
-                select c.visible_at from pgqueue.messages c
-                where c.queue_name = q.name and c.id >= pgqueue._first_possible_id_of(q.name)
-                order by c.id limit 1000
+                select r.id from pgqueue.requeued_messages r
+                where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at)
+                order by r.check_at limit 1000
+            ) c
+            -- `offset 0` keeps the planner from a join that reads the whole queue.
+            cross join lateral (
+                select w.visible_at from pgqueue.messages w where w.queue_name = q.name and w.id = c.id offset 0
+            ) m
+        ),
+        (
+            select min(m.visible_at)
+            from (
+                select c.visible_at
+                from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
+                cross join lateral (
+                    select w.visible_at from pgqueue.messages w
+                    where w.queue_name = q.name and w.id >= lower(r) and w.id < upper(r)
+                    order by w.id limit 1000
+                ) c
+                limit 1000
             ) m
         )
     ) into due_at;

@@ -1,0 +1,297 @@
+-- Learns where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
+-- reads an unbounded number of them. Scans start at the values recorded here instead.
+
+create or replace function pgqueue._running_writers()
+returns text[]
+language sql volatile
+as $$
+    select array(
+        select distinct l.virtualtransaction
+        from pg_catalog.pg_locks l
+        where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.granted
+            and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+            and (
+                l.relation in (
+                    'pgqueue.messages'::regclass, 'pgqueue.scheduled_messages'::regclass, 'pgqueue.requeued_messages'::regclass
+                )
+                or l.relation in (
+                    select i.inhrelid from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
+                )
+            )
+    )
+$$;
+comment on function pgqueue._running_writers() is
+'The running transactions that have written to messages, through the parent or directly to a partition, to
+scheduled_messages or to requeued_messages, including prepared transactions.';
+
+create or replace function pgqueue._first_possible_id(s pgqueue.sweep_state)
+returns bigint
+language sql immutable parallel safe
+-- The end of the first range. There is no subquery, so PostgreSQL can inline the function.
+as $$
+    select coalesce(
+        lower(int8multirange(int8range(lower(s.vacant_ids), upper(s.vacant_ids))) - s.vacant_ids), upper(s.vacant_ids)
+    )
+$$;
+comment on function pgqueue._first_possible_id(pgqueue.sweep_state) is
+'The lowest id at which there can be a message, except those in requeued_messages.';
+
+create or replace function pgqueue._first_possible_id_of(queue_name text)
+returns bigint
+language sql stable
+as $$
+    select coalesce(
+        (
+            select pgqueue._first_possible_id(s) from pgqueue.sweep_state s
+            where s.queue_name = _first_possible_id_of.queue_name
+        ), 1)
+$$;
+comment on function pgqueue._first_possible_id_of(text) is
+'The lowest id at which the queue can have a message, except those in requeued_messages; 1 if nothing is known.';
+
+create or replace function pgqueue._possible_ranges(queue_name text, from_id bigint, below_id bigint)
+returns setof int8range
+language sql stable
+as $$
+    select r
+    from unnest(
+        int8multirange(int8range(from_id, greatest(from_id, below_id)))
+        - coalesce((select s.vacant_ids from pgqueue.sweep_state s where s.queue_name = _possible_ranges.queue_name), '{}')
+    ) as r
+$$;
+comment on function pgqueue._possible_ranges(text, bigint, bigint) is
+'The ranges of ids from from_id to below_id, in order, in which the queue can have messages, except those in
+requeued_messages.';
+
+create or replace function pgqueue._first_id_of(queue_name text)
+returns bigint
+language sql stable
+as $$
+    select coalesce((select s.first_id from pgqueue.sweep_state s where s.queue_name = _first_id_of.queue_name collate "C"), 1)
+$$;
+comment on function pgqueue._first_id_of(text) is
+'The lowest id that the queue can have in messages, scheduled_messages and dead_messages; 1 if nothing is known.';
+
+create or replace function pgqueue._first_due_at_of(queue_name text, at timestamptz)
+returns timestamptz
+language sql stable
+as $$
+    -- A time in the future was recorded before the clock was set back.
+    select coalesce(
+        (
+            select s.first_due_at from pgqueue.sweep_state s
+            where s.queue_name = _first_due_at_of.queue_name and s.first_due_at <= at
+        ), '-infinity')
+$$;
+comment on function pgqueue._first_due_at_of(text, timestamptz) is
+'The earliest due_at that the queue can have in scheduled_messages; -infinity if nothing is known.';
+
+create or replace function pgqueue._first_check_at_of(queue_name text, at timestamptz)
+returns timestamptz
+language sql stable
+as $$
+    select coalesce(
+        (
+            select s.first_check_at from pgqueue.sweep_state s
+            where s.queue_name = _first_check_at_of.queue_name and s.first_check_at <= at
+        ), '-infinity')
+$$;
+comment on function pgqueue._first_check_at_of(text, timestamptz) is
+'The earliest check_at that the queue can have in requeued_messages; -infinity if nothing is known.';
+
+create or replace function pgqueue._forget_times()
+returns void
+language sql volatile
+as $$
+    update pgqueue.sweep_state
+    set first_due_at = '-infinity', first_check_at = '-infinity'
+    where ctid = any (array(
+        select s.ctid from pgqueue.sweep_state s
+        where s.first_due_at > '-infinity' or s.first_check_at > '-infinity'
+        for update skip locked))
+$$;
+comment on function pgqueue._forget_times() is
+'Makes the sweeps of all queues start at the earliest times again, once an hour. They then find messages that the
+recorded times exclude, because the clock was set back or plain SQL has set a due time in the past.';
+
+create or replace function pgqueue._record_first_keys(q pgqueue.queues, s pgqueue.sweep_state, at timestamptz)
+returns pgqueue.sweep_state
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- Plain SQL may set a due time that lies a few seconds back.
+    settled_at constant timestamptz := s.settled_at - interval '5 s';
+    old_rows tid[];
+begin
+    -- If a message has the recorded id, there is nothing to learn. Otherwise all three tables are read in one snapshot,
+    -- as messages move between them. Each is read up to the first id that was found before.
+    if not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = s.first_id)
+        and not exists (select from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id = s.first_id)
+        and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id = s.first_id)
+    then
+        select greatest(c.id, s.first_id) into s.first_id
+        from (
+            select coalesce(
+                (
+                    select m.id from pgqueue.messages m
+                    where m.queue_name = q.name and m.id >= s.first_id and m.id <= s.settled_id
+                    order by m.id limit 1
+                ), s.settled_id + 1) as id
+        ) a
+        cross join lateral (
+            select coalesce(
+                (
+                    select m.id from pgqueue.scheduled_messages m
+                    where m.queue_name = q.name and m.id >= s.first_id and m.id < a.id
+                    order by m.id limit 1
+                ), a.id) as id
+        ) b
+        cross join lateral (
+            select coalesce(
+                (
+                    select m.id from pgqueue.dead_messages m
+                    where m.queue_name = q.name and m.id >= s.first_id and m.id < b.id
+                    order by m.id limit 1
+                ), b.id) as id
+        ) c;
+    end if;
+
+    if s.first_due_at > at or s.first_check_at > at then
+        -- The clock was set back.
+        s.first_due_at := '-infinity';
+        s.first_check_at := '-infinity';
+    end if;
+    s.first_due_at := greatest(s.first_due_at, least(settled_at, (
+        select c.due_at from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.due_at >= s.first_due_at
+        order by c.due_at limit 1)));
+
+    -- A few rows that stay for long, such as that of a message with a long claim, get a new time. Otherwise all rows
+    -- that were removed after them would be read again and again.
+    old_rows := array(
+        select r.ctid from pgqueue.requeued_messages r
+        where r.queue_name = q.name and r.check_at >= s.first_check_at and r.check_at < settled_at - interval '10 s'
+        order by r.check_at limit 101 for update skip locked);
+    if cardinality(old_rows) <= 100 then
+        update pgqueue.requeued_messages r set check_at = (select pgqueue._now()) where r.ctid = any (old_rows);
+    end if;
+    s.first_check_at := greatest(s.first_check_at, least(settled_at, (
+        select r.check_at from pgqueue.requeued_messages r
+        where r.queue_name = q.name and r.check_at >= s.first_check_at
+        order by r.check_at limit 1)));
+    return s;
+end;
+$$;
+comment on function pgqueue._record_first_keys(pgqueue.queues, pgqueue.sweep_state, timestamptz) is
+'Determines first_id, first_due_at and first_check_at again. Each scan starts at the value recorded before, so it reads
+only what was removed since.';
+
+create or replace function pgqueue._widest_ranges(ids int8multirange)
+returns int8multirange
+language sql immutable parallel safe
+as $$
+    -- 64 ranges cover the gaps that are worth skipping, and are few enough for every sweep to read.
+    select range_agg(w.r)
+    from (
+        select r from unnest(ids) as r
+        order by lower_inf(r) desc, upper(r) - lower(r) desc
+        limit 64
+    ) w
+$$;
+comment on function pgqueue._widest_ranges(int8multirange) is
+'The first range, if it has no lower bound, and the widest others, 64 in total.';
+
+create or replace function pgqueue._learn(q pgqueue.queues, at timestamptz, fresh bigint)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.sweep_state;
+    bound bigint;
+    writers text[];
+    waited boolean := false;
+    stretch int8range;
+    from_id bigint;
+    below_id bigint;
+    span bigint := 4096;
+    live bigint[];
+begin
+    -- The rows must be read with a snapshot taken after the writers are listed. A fixed snapshot is older.
+    if pgqueue._has_fixed_snapshot() then
+        return false;
+    end if;
+    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name for update skip locked;
+    if not found then
+        return false;
+    end if;
+
+    -- A compaction replaces the rows of a table: a snapshot that is older than its commit shows the table empty. So the
+    -- tables are locked before the statements below take their snapshots. The second statement locks the partition.
+    lock table pgqueue.scheduled_messages, pgqueue.requeued_messages, pgqueue.dead_messages in access share mode;
+    perform from pgqueue.messages m where m.queue_name = q.name and m.id = 0;
+
+    -- An id without a row in the snapshot stays without a row only if no running transaction has taken it, as ids are
+    -- taken before they are committed. So the sequence is read first, and then the running writers are listed. Once all
+    -- of those have ended, every id up to the value read is decided, and the statements below see every message with
+    -- such an id.
+    bound := coalesce(pg_sequence_last_value('pgqueue.message_id'), 0);
+    writers := pgqueue._running_writers();
+    -- The name of a prepared transaction changes when the server restarts. A prepared transaction that is not listed
+    -- can therefore be one of the listed ones, and is added.
+    s.writers := s.writers || array(
+        select w from unnest(writers) as w where w like '-1/%' and w <> all (s.writers));
+    if not s.writers && writers then
+        -- A check after bound_at found at least one of the writers still running.
+        waited := s.recorded_at > s.bound_at;
+        s.settled_id := s.bound_id;
+        s.settled_at := least(s.bound_at, at);
+        s.bound_id := bound;
+        s.writers := writers;
+        s.bound_at := at;
+    end if;
+
+    <<walk>>
+    for stretch in
+        select r
+        from unnest(
+            int8multirange(int8range(pgqueue._first_possible_id(s), greatest(pgqueue._first_possible_id(s), least(s.settled_id + 1, fresh)))) - s.vacant_ids
+        ) as r
+    loop
+        from_id := lower(stretch);
+        while from_id < upper(stretch) loop
+            exit walk when pgqueue._now() > at + interval '40 ms';
+            below_id := least(from_id + span, upper(stretch));
+            live := array(
+                select m.id from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+                order by m.id limit 1000);
+            -- A range that is dense with messages has no gaps worth recording.
+            exit walk when cardinality(live) = 1000;
+            s.vacant_ids := s.vacant_ids + (
+                int8multirange(int8range(from_id, below_id))
+                - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
+            );
+            from_id := below_id;
+            -- The cap prevents an overflow of bigint after many doublings.
+            span := least(span * 2, 1099511627776);
+        end loop;
+    end loop;
+
+    begin
+        s := pgqueue._record_first_keys(q, s, at);
+        update pgqueue.sweep_state
+        set vacant_ids = pgqueue._widest_ranges(s.vacant_ids), settled_id = s.settled_id, bound_id = s.bound_id,
+            writers = s.writers, bound_at = s.bound_at, recorded_at = at, settled_at = s.settled_at, first_id = s.first_id,
+            first_due_at = s.first_due_at, first_check_at = s.first_check_at
+        where sweep_state.queue_name = q.name;
+    exception when disk_full then
+        return false;
+    end;
+    return waited;
+end;
+$$;
+comment on function pgqueue._learn(pgqueue.queues, timestamptz, bigint) is
+'Records the ids below fresh at which no message can appear any more, and the first keys of the other tables, so that
+scans skip what was removed. Returns true if the record had to wait for a long write transaction.';

@@ -1,0 +1,187 @@
+begin;
+-- The lock makes test files wait for each other: this file stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+create function pg_temp.pass(span interval) returns void language sql
+as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
+
+select plan(66);
+
+create function pg_temp.state(queue text) returns pgqueue.sweep_state language sql
+as $$ select s from pgqueue.sweep_state s where s.queue_name = queue $$;
+-- As _learn does when no writer runs. In this transaction one always does.
+create function pg_temp.learn(queue text) returns pgqueue.sweep_state language plpgsql as $$
+declare
+    q pgqueue.queues;
+    s pgqueue.sweep_state := pg_temp.state(queue);
+begin
+    select * into q from pgqueue.queues where name = queue;
+    perform pgqueue._register_value('pgqueue.message_id');
+    s.settled_id := pg_sequence_last_value('pgqueue.message_id');
+    s.settled_at := pgqueue._now();
+    s := pgqueue._record_first_keys(q, s, pgqueue._now());
+    update pgqueue.sweep_state set
+        settled_id = s.settled_id, settled_at = s.settled_at, first_id = s.first_id, first_due_at = s.first_due_at,
+        first_check_at = s.first_check_at,
+        vacant_ids = coalesce(
+            int8multirange(int8range(null, s.settled_id + 1))
+            - (select range_agg(int8range(m.id, m.id, '[]')) from pgqueue.messages m where m.queue_name = queue),
+            int8multirange(int8range(null, s.settled_id + 1)))
+    where queue_name = queue;
+    return s;
+end;
+$$;
+-- All rows that this transaction deletes stay in the tables, as with a pinned horizon.
+create function pg_temp.buffers(statement text) returns int language plpgsql as $$
+declare
+    plan json;
+begin
+    -- The first call also reads the catalogs, for its plans.
+    execute statement;
+    execute 'explain (analyze, buffers, timing off, format json) ' || statement into plan;
+    return (plan -> 0 -> 'Plan' ->> 'Shared Hit Blocks')::int + (plan -> 0 -> 'Plan' ->> 'Shared Read Blocks')::int;
+end;
+$$;
+create function pg_temp.settle(queue text, number int) returns int language plpgsql as $$
+declare
+    token uuid;
+    ids bigint[];
+    settled int := 0;
+begin
+    loop
+        select (array_agg(c.claim_token))[1], array_agg(c.id) into token, ids from pgqueue.claim(queue, number) c;
+        exit when ids is null;
+        settled := settled + pgqueue.ack_batch(queue, ids, token);
+        perform pg_temp.pass('1 s');
+    end loop;
+    return settled;
+end;
+$$;
+
+create function pg_temp.learns(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    low_id bigint;
+    high_id bigint;
+    m pgqueue.message;
+    s pgqueue.sweep_state;
+    call text;
+    claims int[];
+begin
+    perform pgqueue.create_queue(queue, max_attempts => 2, backoff_base => '0', dedicated => has_table);
+    return next is(pg_temp.state(queue)::text, (queue, '{(,1)}'::int8multirange, 0, 0, '{}'::text[], timestamptz '1970-01-01 00:00+00',
+        timestamptz '1970-01-01 00:00+00', timestamptz '-infinity', 1, timestamptz '-infinity', timestamptz '-infinity')::text,
+        queue || ': nothing is known of a new queue');
+
+    -- first_id is the lowest id in any of the three tables.
+    low_id := pgqueue.enqueue(queue, '"low"');
+    high_id := pgqueue.enqueue(queue, '"high"');
+    return next is((pg_temp.learn(queue)).first_id, low_id, queue || ': first_id is the id of a ready message');
+    select * into m from pgqueue.claim(queue);
+    return next is((pg_temp.learn(queue)).first_id, low_id, queue || ': first_id is the id of a message in flight');
+    perform pgqueue.nack(queue, m.id, m.claim_token, '1 h');
+    return next is((pg_temp.learn(queue)).first_id, low_id, queue || ': first_id is the id of a scheduled message');
+    perform pg_temp.pass('1 h');
+    select * into m from pgqueue.claim(queue);
+    return next is(m.id, low_id, queue || ': the scheduled message is claimed');
+    perform pgqueue.reject(queue, m.id, m.claim_token);
+    return next is((pg_temp.learn(queue)).first_id, low_id, queue || ': first_id is the id of a dead letter');
+    perform pgqueue.redrive(queue);
+    return next is((pg_temp.learn(queue)).first_id, low_id, queue || ': first_id is the id of a redriven message');
+    select * into m from pgqueue.claim(queue);
+    perform pgqueue.ack(queue, m.id, m.claim_token);
+    return next is((pg_temp.learn(queue)).first_id, high_id, queue || ': after its acknowledgement, first_id is the next id');
+    perform pg_temp.settle(queue, 10);
+    s := pg_temp.learn(queue);
+    return next is(s.first_id, s.settled_id + 1, queue || ': first_id of an empty queue is the first id that is not settled');
+
+    -- first_due_at.
+    return next is(s.first_due_at, pgqueue._now() - interval '5 s', queue || ': without scheduled messages, first_due_at is five seconds ago');
+    perform pgqueue.enqueue(queue, '"due"', delay => '10 s');
+    perform pg_temp.pass('20 s');
+    return next is((pg_temp.learn(queue)).first_due_at, pgqueue._now() - interval '10 s', queue || ': first_due_at is the due time of the first scheduled message');
+    perform pg_temp.pass('1 min');
+    return next is(pg_temp.settle(queue, 10), 1, queue || ': a message at first_due_at is claimed');
+    return next is((pg_temp.learn(queue)).first_due_at, pgqueue._now() - interval '5 s', queue || ': first_due_at moves on when the message has left');
+
+    -- Plain SQL sets a due time in the past, and the register does not know it. Once an hour a sweep starts at the
+    -- earliest time.
+    perform pgqueue.enqueue(queue, '"past"', delay => '1 d');
+    update pgqueue.scheduled_messages set due_at = pgqueue._now() - interval '1 d' where queue_name = queue;
+    perform setval(q.first_due_at, 9223372036854775807) from pgqueue.queues q where q.name = queue;
+    perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(pgqueue._now() + interval '1 h'));
+    perform pg_temp.pass('20 s');
+    return next is(pg_temp.settle(queue, 10), 0, queue || ': a due time before first_due_at is not seen');
+    perform pg_temp.pass('1 h');
+    return next is(pg_temp.settle(queue, 10), 1, queue || ': a message with a due time before first_due_at is claimed within an hour');
+
+    -- The clock is set back. Times in the future are ignored, and learned again.
+    perform pg_temp.learn(queue);
+    perform pg_temp.pass('-1 d');
+    perform pgqueue.enqueue(queue, '"back"', delay => '1 s');
+    perform setval(q.first_due_at, 9223372036854775807) from pgqueue.queues q where q.name = queue;
+    perform pg_temp.pass('2 s');
+    return next is(pgqueue.peek(queue), 1, queue || ': peek counts a message that came due after the clock was set back');
+    return next is((pg_temp.learn(queue)).first_due_at, pgqueue._now() - interval '5 s', queue || ': first_due_at is learned again after the clock was set back');
+    update pgqueue.sweep_state set first_due_at = pgqueue._now() + interval '1 d' where queue_name = queue;
+    return next is(pg_temp.settle(queue, 10), 1, queue || ': a message that came due after the clock was set back is claimed');
+
+    -- A few rows of requeued_messages that stay for long get a new time, so that first_check_at moves on.
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[101]), delay => '1 s');
+    perform pg_temp.pass('2 s');
+    perform pgqueue.claim(queue, 101, '12 h');
+    perform pg_temp.pass('1 h');
+    return next is((pg_temp.learn(queue)).first_check_at, pgqueue._now() - interval '1 h', queue || ': first_check_at is the time of the first row');
+    perform pgqueue.ack(queue, c.id, c.claim_token) from pgqueue.browse(queue, 'inflight', 1) c;
+    delete from pgqueue.requeued_messages r
+    where r.queue_name = queue and not exists (select from pgqueue.messages c where c.queue_name = queue and c.id = r.id);
+    perform pg_temp.learn(queue);
+    return next is((select array[count(*), count(distinct r.check_at)] from pgqueue.requeued_messages r where r.queue_name = queue and r.check_at = pgqueue._now()),
+        array[100, 1]::bigint[], queue || ': a hundred old rows get the present time');
+    perform pg_temp.pass('10 s');
+    return next is((pg_temp.learn(queue)).first_check_at, pgqueue._now() - interval '10 s', queue || ': first_check_at is then that time');
+    perform pgqueue.purge_queue(queue);
+
+    -- Thousands of messages were retried, delayed, dead and redriven, and all have left.
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[2000]));
+    perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[2000]), delay => '1 s');
+    perform pg_temp.pass('10 s');
+    for round in 1..2 loop
+        for part in 1..4 loop
+            perform pgqueue.nack(queue, c.id, c.claim_token, '1 s') from pgqueue.claim(queue, 1000) c;
+        end loop;
+        perform pg_temp.pass('10 s');
+    end loop;
+    return next is(pgqueue.redrive(queue, 4000), 4000, queue || ': all messages became dead letters');
+    return next is(pg_temp.settle(queue, 1000), 4000, queue || ': all messages were claimed again');
+    perform pg_temp.pass('10 s');
+    for sweep in 1..20 loop
+        perform pgqueue.claim(queue);
+        perform pg_temp.pass('1 s');
+    end loop;
+    perform pg_temp.pass('1 min');
+    perform pg_temp.learn(queue);
+    perform pgqueue.claim(queue);
+    foreach call in array array[
+        'pgqueue.peek(%L)', 'pgqueue.next_due_at(%L)', 'pgqueue.stats(%L)', 'pgqueue.browse(%L)', 'pgqueue.browse(%L, ''scheduled'')',
+        'pgqueue.browse_dead_messages(%L)', 'pgqueue.redrive(%L)', 'pgqueue.sweep_queue(%L)'
+    ] loop
+        return next cmp_ok(pg_temp.buffers(format('select ' || call, queue)), '<', 200,
+            queue || ': ' || format(call, queue) || ' does not read what has left the queue');
+    end loop;
+    for n in 1..20 loop
+        perform pg_temp.pass('100 ms');
+        claims := claims || pg_temp.buffers(format('select pgqueue.claim(%L)', queue));
+    end loop;
+    return next cmp_ok((select max(b) from unnest(claims) b), '<', 200, queue || ': claims do not read what has left the queue');
+end;
+$$;
+select * from pg_temp.learns('shared', false);
+select * from pg_temp.learns('dedicated', true);
+
+select is(pgqueue._due_from_now(pgqueue._now() + interval '1 h'), pgqueue._now() + interval '1 h', 'a due time in the future is kept');
+select is(pgqueue._due_from_now(pgqueue._now() - interval '1 h'), pgqueue._now() - interval '1 s', 'a due time in the past becomes one second ago');
+
+select * from finish();
+rollback;
