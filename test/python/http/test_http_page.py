@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
+from clients import PATIENCE
 from playwright.sync_api import Browser, BrowserContext, Error, Page, expect, sync_playwright
 from psycopg.conninfo import conninfo_to_dict
 from served import ADMIN, Server, Site, configuration, locked, new_name, serving
@@ -27,6 +28,7 @@ from pgqueue.message import QueueStats
 UNPACKED = Path(__file__).parents[3] / ".cache/chromium/chromium"
 LIBRARIES = [str(path) for path in UNPACKED.parent.glob("root/usr/lib/*-linux-gnu")]
 SHOTS = os.environ.get("PGQUEUE_TEST_SCREENSHOTS")
+expect.set_options(timeout=1000 * PATIENCE)
 HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
 
 
@@ -86,7 +88,7 @@ def queue(sql: psycopg.Connection[Any], web: Server, site: Site) -> Iterator[str
 
 def context(browser: Browser, web: Server, **more: Any) -> BrowserContext:
     made = browser.new_context(base_url=web.url, http_credentials={"username": ADMIN[0], "password": ADMIN[1]}, **more)
-    made.set_default_timeout(15_000)
+    made.set_default_timeout(1000 * PATIENCE)
     return made
 
 
@@ -126,11 +128,15 @@ def test_the_page_shows_queues_with_figures_and_sparklines(
     shot(page, "queues")
 
 
-def test_outgoing_messages_are_unknown_unless_they_are_counted(page: Page, sql: psycopg.Connection[Any]) -> None:
+def test_outgoing_messages_are_unknown_unless_they_are_counted(
+    page: Page, web: Server, sql: psycopg.Connection[Any]
+) -> None:
     shared, dedicated = new_name(), new_name()
     for name in (shared, dedicated):
         sql.execute("select pgqueue.create_queue(%s, dedicated => %s)", [name, name == dedicated])
         sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[50]))", [name])
+    for name in (shared, dedicated):
+        web.until(lambda name=name: f'"{name}"' in web.get("/metrics").text)  # type: ignore[misc]
     page.goto("/")
     expect(row(page, shared).locator('[data-label="Out"]')).to_have_text("unknown")
     expect(row(page, shared).locator('[data-label="Out"] polyline')).to_have_count(0)
@@ -298,7 +304,7 @@ def test_the_page_works_without_scripts(
     expect(row(page, queue).locator(".state")).to_have_text("Paused")
     sql.execute("select pgqueue.enqueue(%s, '1')", [queue])
     # the page reloads itself
-    expect(row(page, queue).locator('[data-label="Ready"]')).to_have_text("3", timeout=20_000)
+    expect(row(page, queue).locator('[data-label="Ready"]')).to_have_text("3")
     opened.close()
 
 
@@ -782,11 +788,11 @@ def test_consumers_streams_and_subscriptions_are_shown(
 
     def work(_delivery: pgqueue.Delivery) -> None:
         began.release()
-        go_on.wait(30)
+        go_on.wait(PATIENCE)
 
     with pgqueue.Consumer(site.target, name, work, concurrency=3, claimed_by="worker-<b>"):
         for _ in range(3):
-            assert began.acquire(timeout=30)
+            assert began.acquire(timeout=PATIENCE)
         page.goto(url("/queue", at))
         page.get_by_role("link", name="Consumers").click()
         held = page.get_by_role("row").filter(has_text="worker-<b>")
@@ -838,7 +844,7 @@ def test_the_server_records_each_queue(site: Site, queue: str, tmp_path: Path, w
         serving(site.configuration(tmp_path), tmp_path),
         psycopg.connect(site.control, autocommit=True) as control,
     ):
-        assert web.until(lambda: control.execute(found, [queue]).fetchall(), 90)[0] == (2, 1, None)
+        assert web.until(lambda: control.execute(found, [queue]).fetchall())[0] == (2, 1, None)
 
 
 @pytest.mark.usefixtures("web")
