@@ -32,10 +32,19 @@ def processes(number: int) -> Iterator[ProcessPoolExecutor]:
 def wait_for(look: Callable[[], Any], seconds: float = PATIENCE) -> Any:
     """Look until what is seen is true, and return it."""
     deadline = time.monotonic() + seconds
+    pauses = growing(0.05)
     while not (seen := look()):
         assert time.monotonic() < deadline, f"still {seen!r} after {seconds} s"
-        time.sleep(0.01)
+        time.sleep(next(pauses))
     return seen
+
+
+def growing(longest: float) -> Iterator[float]:
+    """Pauses between two looks: each look takes processor time from what is waited for."""
+    pause = 0.01
+    while True:
+        yield pause
+        pause = min(1.2 * pause, longest)
 
 
 def connect(dsn: str) -> psycopg.Connection[Any]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clients import PATIENCE
+from clients import PATIENCE, growing
 from typer.testing import CliRunner
 
 from pgqueue.cli import app
@@ -82,10 +82,11 @@ class Running:
     def wait_for(self, look: Callable[[], Any], seconds: float = PATIENCE) -> Any:
         """Wait until something is seen; fails where the command ends before."""
         deadline = time.monotonic() + seconds
+        pauses = growing(0.2)
         while not (seen := look()):
             assert self.process.poll() is None, f"ended with {self.process.returncode}\n{self.out}\n{self.err}"
             assert time.monotonic() < deadline, f"not seen in {seconds} s\n{self.out}\n{self.err}"
-            time.sleep(0.01)
+            time.sleep(next(pauses))
         return seen
 
     def signal(self, number: signal.Signals) -> None:

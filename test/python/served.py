@@ -12,7 +12,7 @@ from typing import Any
 import commands
 import httpx
 import psycopg
-from clients import PATIENCE
+from clients import PATIENCE, growing
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
@@ -102,9 +102,10 @@ class Server:
     def task(self, path: str, task_id: str, seconds: float = PATIENCE) -> dict[str, Any]:
         """Poll for a task until it has ended."""
         deadline = time.monotonic() + seconds
+        pauses = growing(0.2)
         while (answer := self.get(path, params={"task_id": task_id})).status_code == 202:
             assert time.monotonic() < deadline, answer.text
-            time.sleep(0.01)
+            time.sleep(next(pauses))
         assert answer.status_code == 200, answer.text
         return answer.json()
 
