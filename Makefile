@@ -171,7 +171,8 @@ test-all:
 	wait $$lint || failed=1; wait $$suites || failed=1; \
 	cat .cache/run/times; tail -n 1 .cache/run/python; exit $$failed
 
-timed = began=$$SECONDS; code=0; $(2) || code=$$?; echo "$(1): $$((SECONDS - began)) s" >> .cache/run/times; (exit $$code)
+timed = began=$$SECONDS; end=passed; $(2) || end=FAILED; \
+	echo "$(1): $$end, $$((SECONDS - began)) s" >> .cache/run/times; [ $$end = passed ]
 
 test-python: setup
 	@cd python && PYTHONNODEBUGRANGES=1 ../$(python) -m pytest -c pyproject.toml --rootdir .. --numprocesses $$((2 * $$(nproc))) --dist loadgroup --no-loadscope-reorder ../test/python ../test/upgrade

@@ -239,7 +239,7 @@ def test_a_delayed_message_to_an_unknown_queue_is_refused_when_it_is_sent(connec
 
 def test_a_delayed_message_to_a_dropped_queue_is_a_dead_letter_of_that_queue(connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
-    sent = queue.enqueue({"n": 1}, delay=5 * SECOND, expires_in=60 * SECOND, headers={"h": "1"})
+    sent = queue.enqueue({"n": 1}, delay=60 * SECOND, expires_in=600 * SECOND, headers={"h": "1"})
     assert queue.drop_queue() == 0
     (letter,) = queue.browse_dead_messages()
     assert (letter.id, letter.queue_name, letter.reason) == (sent, name, "queue_dropped")
