@@ -297,7 +297,7 @@ if kind == "async":
     consumer = asyncio.run(run())
 else:
     with pgqueue.Consumer(dsn, name, work, concurrency=1, **options) as consumer:
-        done.wait(PATIENCE)
+        done.wait(120)
 stats = consumer.stats
 print(stats.succeeded, stats.failed, stats.circuit, flush=True)
 """
