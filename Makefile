@@ -158,7 +158,7 @@ test:  ## run everything; with PG=16 the SQL suites of one major
 	@$(MAKE) --no-print-directory $(if $(PG),test-sql,test-all)
 
 # verify runs before any target that builds, because it checks extension/ as committed. The Python tests often wait:
-# twice as many processes as processor cores run them, and beside them, at a lower priority, lint and the SQL suites. The
+# two more processes than processor cores run them, and lint and the SQL suites run beside them at a lower priority. The
 # end of the output shows the time of each part and the last line of pytest. PYTHONNODEBUGRANGES removes carets from
 # tracebacks: to print them, Python 3.11 parses the source, and this fails if two threads do it at the same time.
 test-all:
@@ -175,7 +175,7 @@ timed = began=$$SECONDS; end=passed; $(2) || end=FAILED; \
 	echo "$(1): $$end, $$((SECONDS - began)) s" >> .cache/run/times; [ $$end = passed ]
 
 test-python: setup
-	@cd python && PYTHONNODEBUGRANGES=1 ../$(python) -m pytest -c pyproject.toml --rootdir .. --numprocesses $$((2 * $$(nproc))) --dist loadgroup --no-loadscope-reorder ../test/python ../test/upgrade
+	@cd python && PYTHONNODEBUGRANGES=1 ../$(python) -m pytest -c pyproject.toml --rootdir .. --numprocesses $$(($$(nproc) + 2)) --dist loadgroup --no-loadscope-reorder ../test/python ../test/upgrade
 
 test-sql: build setup .cache/debs/ready .cache/postgres/ready
 	@$(harness) $(if $(PG),--pg $(PG))
